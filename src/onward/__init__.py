@@ -1,0 +1,102 @@
+"""Onward: you write the forward pass, Onward derives the rest.
+
+    core        what a Program is
+    define      a pure function becomes a forward Program
+    derive      forward, then backward, then update
+    execute     a Program becomes an executable and runs
+    shell       the command line
+
+>>> import jax.numpy as jnp, onward as ow
+>>> def loss(params, x, y):
+...     return jnp.mean((x @ params["w"] - y) ** 2)
+>>> params = {"w": jnp.zeros((2, 1))}
+>>> x, y = jnp.eye(2), jnp.ones((2, 1))
+>>> program = ow.SGD(0.5).minimize(loss, params, x, y)
+>>> step = ow.compile(program)
+>>> state = step.init(params)
+>>> for _ in range(20):
+...     state, out = step(state, x, y)
+>>> [[round(float(w), 2)] for w in state.parameters["w"][:, 0]]
+[[1.0], [1.0]]
+"""
+
+from importlib.metadata import version
+
+from onward.core.check import check
+from onward.core.errors import (
+    ArgumentError,
+    GraphError,
+    HyperparameterError,
+    LossError,
+    MissingExtra,
+    OnwardError,
+    RecipeError,
+    StateError,
+    TraceError,
+    UnknownName,
+    UnreachedWarning,
+)
+from onward.core.program import Op, Program, Target, Variable
+from onward.core.show import show, summary_by_pass
+from onward.core.transform import transform
+from onward.core.walk import ancestors, consumers, descendants, liveness, producers, prune
+from onward.core.words import Kind, Pass, Placement, UpdateType
+from onward.define.trace import trace
+from onward.derive.backward import append_backward, gradients
+from onward.derive.optimizer import Hyperparameter, Optimizer, Schedule, Slots
+from onward.derive.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
+from onward.derive.update import append_update
+from onward.execute.out import Out
+from onward.execute.state import State
+from onward.execute.step import Step, compile
+
+__version__ = version("onward")
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ArgumentError",
+    "GraphError",
+    "Hyperparameter",
+    "HyperparameterError",
+    "Kind",
+    "LossError",
+    "MissingExtra",
+    "Momentum",
+    "OnwardError",
+    "Op",
+    "Optimizer",
+    "Out",
+    "Pass",
+    "Placement",
+    "Program",
+    "RecipeError",
+    "Schedule",
+    "Slots",
+    "State",
+    "StateError",
+    "Step",
+    "Target",
+    "TraceError",
+    "UnknownName",
+    "UnreachedWarning",
+    "UpdateType",
+    "Variable",
+    "ancestors",
+    "append_backward",
+    "append_update",
+    "check",
+    "compile",
+    "consumers",
+    "descendants",
+    "gradients",
+    "liveness",
+    "producers",
+    "prune",
+    "show",
+    "summary_by_pass",
+    "trace",
+    "transform",
+]

@@ -1,0 +1,106 @@
+"""The rules of the graph: every Program keeps them, every transform ends by checking them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onward.core.errors import GraphError
+from onward.core.program import Op, Program, Variable
+
+
+def check(program: Program) -> Program:
+    """Return the Program if it keeps the rules of the graph, else raise ``GraphError``.
+
+    Every Variable is given a value exactly once, before it is read; names are unique; the inputs and
+    outputs of every op have the types its body has; what replaces a state Variable has its type;
+    every gradient has the type of its parameter.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> program = ow.trace(lambda w: jnp.sum(w), jnp.ones(3))
+    >>> ow.check(program) is program
+    True
+    """
+    known = _Known(program.name)
+    known.give((*program.inputs, *program.state, *program.constants), "the head of the Program")
+    for op in program.ops:
+        known.read(op.inputs, f"op {op!r}")
+        known.give(op.outputs, f"op {op!r}")
+        _check_types(program, op)
+    known.read(program.outputs, "the outputs")
+    known.read(program.next_state.values(), "next_state")
+    _check_next_state(program)
+    known.read((g for _, g in program.gradients), "gradients")
+    for parameter, gradient in program.gradients:
+        _same_type(program, parameter, gradient, "the gradient of")
+    _check_initializers(program)
+    return program
+
+
+class _Known:
+    """The Variables that have a value so far."""
+
+    def __init__(self, program: str) -> None:
+        self.program = program
+        self.variables: set[Variable] = set()
+        self.names: set[str] = set()
+
+    def give(self, variables: Iterable[Variable], where: str) -> None:
+        for v in variables:
+            if v in self.variables:
+                raise GraphError(f"{self.program}: {where} gives {v.name!r} a value a second time.")
+            if v.name in self.names:
+                raise GraphError(f"{self.program}: {where} uses the name {v.name!r} a second time.")
+            self.variables.add(v)
+            self.names.add(v.name)
+
+    def read(self, variables: Iterable[Variable], where: str) -> None:
+        for v in variables:
+            if v not in self.variables:
+                raise GraphError(
+                    f"{self.program}: {where} reads {v.name!r} before anything gives it a value."
+                )
+
+
+def _check_types(program: Program, op: Op) -> None:
+    for side, variables, types in (
+        ("input", op.inputs, op.body.in_types),
+        ("output", op.outputs, op.body.out_types),
+    ):
+        if len(variables) != len(types):
+            raise GraphError(
+                f"{program.name}: op {op!r} has {len(variables)} {side}s, its body has {len(types)}."
+            )
+        for v, t in zip(variables, types, strict=True):
+            if v.shape != t.shape or v.dtype != t.dtype:
+                raise GraphError(
+                    f"{program.name}: {side} {v.name!r} of op {op!r} is {v.type}, "
+                    f"its body has {t.dtype}{list(t.shape)}."
+                )
+
+
+def _check_next_state(program: Program) -> None:
+    state = set(program.state)
+    for old, new in program.next_state.items():
+        if old not in state:
+            raise GraphError(f"{program.name}: next_state replaces {old.name!r}, which is no state.")
+        _same_type(program, old, new, "what replaces")
+
+
+def _check_initializers(program: Program) -> None:
+    made = {v for op in program.initializers for v in op.outputs}
+    known = _Known(f"{program.name}, initializers")
+    known.give((v for v in program.state if v not in made), "the state that is passed in")
+    for op in program.initializers:
+        known.read(op.inputs, f"op {op!r}")
+        known.give(op.outputs, f"op {op!r}")
+        _check_types(program, op)
+    if surplus := made - set(program.state):
+        raise GraphError(f"{program.name}: initializers make {surplus}, which are no state.")
+
+
+def _same_type(program: Program, old: Variable, new: Variable, words: str) -> None:
+    if old.shape != new.shape or old.dtype != new.dtype:
+        raise GraphError(
+            f"{program.name}: {words} {old.name!r} ({old.type}) is {new.name!r} ({new.type}); "
+            "the types must be equal."
+        )

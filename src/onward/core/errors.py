@@ -1,0 +1,78 @@
+"""What can go wrong, as one tree.
+
+    OnwardError
+    ├── TraceError          (TypeError)     a function that cannot become a Program
+    ├── ArgumentError       (TypeError)     a call with the wrong number, structure, shape or dtype
+    ├── LossError           (ValueError)    a loss that has no gradient to follow
+    ├── UnknownName         (LookupError)   a name that no Variable bears
+    ├── HyperparameterError (ValueError)    a hyperparameter that is no finite number, or out of range
+    ├── GraphError          (ValueError)    a Program that breaks the rules of the graph
+    ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
+    ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
+    └── MissingExtra        (ImportError)   an optional package that is not installed
+
+Every message says what was found, what was expected, and what to write instead.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class OnwardError(Exception):
+    """The root of every error that Onward raises on purpose."""
+
+
+class TraceError(OnwardError, TypeError):
+    """The function cannot be traced into a Program."""
+
+
+class ArgumentError(OnwardError, TypeError):
+    """A call has the wrong number, structure, shape or dtype of arguments."""
+
+
+class LossError(OnwardError, ValueError):
+    """The loss is not a floating point scalar, or nothing that it depends on can be trained."""
+
+
+class UnknownName(OnwardError, LookupError):
+    """No Variable bears this name."""
+
+
+class HyperparameterError(OnwardError, ValueError):
+    """A hyperparameter is not a finite number, or lies outside its range."""
+
+
+class GraphError(OnwardError, ValueError):
+    """A Program breaks a rule of the graph."""
+
+
+class RecipeError(OnwardError, RuntimeError):
+    """A Program cannot be traced again at another shape."""
+
+
+class StateError(OnwardError, RuntimeError):
+    """A State cannot be used here."""
+
+
+class MissingExtra(OnwardError, ImportError):
+    """An optional package is needed and not installed."""
+
+
+class UnreachedWarning(UserWarning):
+    """A parameter was to be trained, and the loss does not depend on it."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A sentence that offers the names closest to the one that was not found.
+
+    >>> nearest("w3", ["w1", "w2", "bias"])
+    "The nearest names are 'w1', 'w2'."
+    """
+    names = list(names)
+    close = get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return f"The nearest names are {', '.join(map(repr, sorted(close)))}."
+    if not names:
+        return "There are no names to choose from."
+    shown = ", ".join(map(repr, sorted(names)[:8]))
+    return f"The names are {shown}{', ...' if len(names) > 8 else ''}."

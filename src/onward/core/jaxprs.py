@@ -1,0 +1,382 @@
+"""The one place that touches JAX's jaxpr types.
+
+A ``Body`` is what an Op computes: a small closed jaxpr over positions, without names. ``read_jaxpr``
+turns a traced jaxpr into Ops, one per equation, with nested ``jit`` calls inlined. The rest of the
+house sees Bodies, types (``ShapeDtypeStruct``) and positions only.
+
+>>> import jax.numpy as jnp
+>>> body = body_of(lambda x, y: (x * y, x), jnp.ones(3), jnp.ones(3))
+>>> body.wires                                   # the second output is the first input
+(None, Wire(input=0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable
+from onward.core.source import Source, is_library
+from onward.core.words import Kind
+
+Type = jax.ShapeDtypeStruct
+_INLINED = ("jit", "pjit", "closed_call", "core_call")
+_TOO_LONG = 60
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Where an output of a Body comes from when nothing computes it: an input, or a fixed value."""
+
+    input: int | None = None
+    value: Any = None
+
+    def __repr__(self) -> str:
+        return f"Wire(input={self.input})" if self.input is not None else f"Wire(value={self.value})"
+
+
+class Body:
+    """What an Op computes: a closed jaxpr from positions to positions."""
+
+    def __init__(self, closed: Any) -> None:
+        self._closed = closed
+
+    @property
+    def closed(self) -> Any:
+        """The jaxpr itself, for this file and for the curious."""
+        return self._closed
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """The outputs for these inputs; under a trace, their tracers."""
+        return jex.jaxpr_as_fun(self.closed)(*values)
+
+    @cached_property
+    def in_types(self) -> tuple[Type, ...]:
+        """Shape and dtype of every input."""
+        return tuple(_type(v.aval) for v in self.closed.jaxpr.invars)
+
+    @cached_property
+    def out_types(self) -> tuple[Type, ...]:
+        """Shape and dtype of every output."""
+        return tuple(_type(v.aval) for v in self.closed.jaxpr.outvars)
+
+    @cached_property
+    def signature(self) -> Any:
+        """Equal for bodies that compute the same; what derived rules are remembered by."""
+        return self
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether it prints, calls back, or otherwise does more than compute."""
+        return bool(self.closed.jaxpr.effects)
+
+    @property
+    def equations(self) -> Sequence[Any]:
+        """Its equations."""
+        return self.closed.jaxpr.eqns
+
+    def anonymous(self) -> Body:
+        """The same computation without the place it came from, fit for sharing between ops."""
+        jaxpr = self.closed.jaxpr
+        eqns = [e.replace(source_info=_nowhere()) for e in jaxpr.eqns]
+        return Body(_close(jaxpr.replace(eqns=eqns), self.closed.consts))
+
+    @cached_property
+    def wires(self) -> tuple[Wire | int | None, ...]:
+        """For each output: the Wire it is, the earlier output it repeats (an int), or None if new."""
+        jaxpr = self.closed.jaxpr
+        inputs = {id(v): i for i, v in enumerate(jaxpr.invars)}
+        values = {id(v): c for v, c in zip(jaxpr.constvars, self.closed.consts, strict=True)}
+        seen: dict[int, int] = {}
+        wires: list[Wire | int | None] = []
+        for j, v in enumerate(jaxpr.outvars):
+            if isinstance(v, jex.Literal):
+                wires.append(Wire(value=np.asarray(v.val, v.aval.dtype)))
+            elif id(v) in inputs:
+                wires.append(Wire(input=inputs[id(v)]))
+            elif id(v) in values:
+                wires.append(Wire(value=values[id(v)]))
+            else:
+                wires.append(seen.get(id(v)))
+                seen.setdefault(id(v), j)
+        return tuple(wires)
+
+    def depending_on(self, inputs: Iterable[int]) -> set[int]:
+        """The outputs that depend on any of these inputs."""
+        jaxpr = self.closed.jaxpr
+        reached = {jaxpr.invars[i] for i in inputs}
+        for eqn in jaxpr.eqns:
+            if any(not isinstance(v, jex.Literal) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return {
+            j for j, v in enumerate(jaxpr.outvars) if not isinstance(v, jex.Literal) and v in reached
+        }
+
+    def restricted(
+        self, outputs: Sequence[int], keep_inputs: bool = False
+    ) -> tuple[Body, tuple[int, ...]]:
+        """The part that computes these outputs, and the positions of the inputs it still takes."""
+        jaxpr = self.closed.jaxpr
+        outvars = [jaxpr.outvars[j] for j in outputs]
+        needed = {v for v in outvars if not isinstance(v, jex.Literal)}
+        eqns = []
+        for eqn in reversed(jaxpr.eqns):
+            if eqn.effects or any(v in needed for v in eqn.outvars):
+                eqns.append(eqn)
+                needed.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+        kept = tuple(i for i, v in enumerate(jaxpr.invars) if keep_inputs or v in needed)
+        consts = [(v, c) for v, c in zip(jaxpr.constvars, self.closed.consts, strict=True) if v in needed]
+        part = jex.Jaxpr(
+            [v for v, _ in consts],
+            [jaxpr.invars[i] for i in kept],
+            outvars,
+            eqns[::-1],
+            jaxpr.effects,
+            jaxpr.debug_info.with_unknown_names(),
+        )
+        return Body(_close(part, [c for _, c in consts])), kept
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """The parameters of the primitive in words; empty for a body of several equations."""
+        if len(self.equations) != 1:
+            return {}
+        shown = {}
+        for key, value in self.equations[0].params.items():
+            if not callable(value) and not _jaxprs_in(value) and value is not None:
+                text = str(value)
+                shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."
+        return shown
+
+    @property
+    def operands(self) -> tuple[int | str, ...]:
+        """What the equation is called with: positions of inputs, and literal numbers as text."""
+        if len(self.equations) != 1:
+            return tuple(range(len(self.in_types)))
+        at = {id(v): i for i, v in enumerate(self.closed.jaxpr.invars)}
+        return tuple(
+            str(np.asarray(v.val)) if isinstance(v, jex.Literal) else at[id(v)]
+            for v in self.equations[0].invars
+        )
+
+    @cached_property
+    def subprograms(self) -> Mapping[str, Program]:
+        """The Programs inside a control flow primitive, by the name of the parameter."""
+        found: dict[str, Program] = {}
+        for eqn in self.equations if len(self.equations) == 1 else ():
+            for key, value in eqn.params.items():
+                inner = _jaxprs_in(value)
+                for i, closed in enumerate(inner):
+                    name = key if len(inner) == 1 else f"{key}[{i}]"
+                    found[name] = program_of(closed, name)
+        return found
+
+
+class _EquationBody(Body):
+    """The Body of one traced equation; its jaxpr is built when first needed."""
+
+    def __init__(self, eqn: Any, invars: list[Any], outvars: list[Any], debug_info: Any) -> None:
+        self._eqn, self._invars, self._outvars, self._debug_info = eqn, invars, outvars, debug_info
+
+    @cached_property
+    def closed(self) -> Any:  # type: ignore[override]
+        place = self._eqn.source_info.replace(name_stack=_nowhere().name_stack)
+        eqn = self._eqn.replace(source_info=place)
+        jaxpr = jex.Jaxpr([], self._invars, self._outvars, [eqn], eqn.effects, self._debug_info)
+        return _close(jaxpr, [])
+
+    @property
+    def in_types(self) -> tuple[Type, ...]:  # type: ignore[override]
+        return tuple(_type(v.aval) for v in self._invars)
+
+    @property
+    def out_types(self) -> tuple[Type, ...]:  # type: ignore[override]
+        return tuple(_type(v.aval) for v in self._outvars)
+
+    @property
+    def has_effects(self) -> bool:
+        return bool(self._eqn.effects)
+
+    @property
+    def equations(self) -> Sequence[Any]:
+        return (self._eqn,)
+
+    @cached_property
+    def signature(self) -> Any:  # type: ignore[override]
+        eqn = self._eqn
+        reads = tuple(
+            (_literal_key(v) if isinstance(v, jex.Literal) else (self._invars.index(v), v.aval))
+            for v in eqn.invars
+        )
+        writes = tuple(v in self._outvars for v in eqn.outvars)
+        key = (eqn.primitive, tuple(eqn.params.items()), reads, writes, eqn.ctx)
+        try:
+            hash(key)
+        except TypeError:
+            return self
+        return key
+
+
+def body_of(function: Callable[..., Any], *types: Any) -> Body:
+    """The Body of a function of flat arrays that returns a flat sequence of arrays."""
+    return Body(jax.make_jaxpr(function)(*types))
+
+
+def program_of(closed: Any, name: str) -> Program:
+    """A jaxpr (such as the body of a scan) as a Program of its own."""
+    names = Names()
+    inputs = tuple(
+        Variable(names.new(f"input_{i}"), *_shape(v.aval), Kind.DATA)
+        for i, v in enumerate(closed.jaxpr.invars)
+    )
+    read = read_jaxpr(closed, inputs, names)
+    return Program(name, inputs, constants=read.constants, ops=read.ops, outputs=read.outputs)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What ``read_jaxpr`` found."""
+
+    ops: tuple[Op, ...]
+    outputs: tuple[Variable, ...]
+    constants: Mapping[Variable, Any]
+
+
+def read_jaxpr(closed: Any, inputs: Sequence[Variable], names: Names) -> Reading:
+    """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope."""
+    reader = _Reader(names)
+    reader.env.update(zip(closed.jaxpr.invars, inputs, strict=True))
+    reader.read(closed, scope="", caller=None)
+    outputs = tuple(reader.value(v) for v in closed.jaxpr.outvars)
+    return Reading(tuple(reader.ops), outputs, reader.constants)
+
+
+class _Reader:
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.env: dict[Any, Any] = {}
+        self.ops: list[Op] = []
+        self.constants: dict[Variable, Any] = {}
+        self._by_identity: dict[int, Variable] = {}
+
+    def read(self, closed: Any, scope: str, caller: Any) -> None:
+        """Read every equation of this jaxpr; ``caller`` is the equation of the ``jit`` around it."""
+        jaxpr = closed.jaxpr
+        for v, const in zip(jaxpr.constvars, closed.consts, strict=True):
+            self.env[v] = self.constant(const)
+        in_library = is_library(jaxpr.debug_info.func_filename or "<frozen ")
+        for eqn in jaxpr.eqns:
+            place = caller if caller is not None and in_library else eqn
+            stack = str(eqn.source_info.name_stack)
+            here = f"{scope}/{stack}" if scope and stack else scope or stack
+            if eqn.primitive.name in _INLINED:
+                self.inline(eqn, here, place)
+            else:
+                self.append(eqn, here, place, jaxpr.debug_info)
+
+    def inline(self, eqn: Any, scope: str, place: Any) -> None:
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        name = eqn.params.get("name", "call")
+        for v, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
+            self.env[v] = self.resolve(outer)
+        self.read(inner, f"{scope}/{name}" if scope else name, place)
+        for v, outer in zip(inner.jaxpr.outvars, eqn.outvars, strict=True):
+            self.env[outer] = self.resolve(v)
+
+    def append(self, eqn: Any, scope: str, place: Any, debug_info: Any) -> None:
+        eqn = self.with_literals(eqn)
+        read = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex.Literal)))
+        written = [v for v in eqn.outvars if not isinstance(v, jex.DropVar)]
+        kind = _kind(eqn)
+        given = eqn.params.get("name") if kind == "name" else None
+        label = given or (f"{scope}/{kind}" if scope else kind)
+        outputs = []
+        for v in written:
+            outputs.append(Variable(self.names.new(label), *_shape(v.aval)))
+            self.env[v] = outputs[-1]
+        self.ops.append(
+            Op(
+                type=kind,
+                inputs=tuple(self.env[v] for v in read),
+                outputs=tuple(outputs),
+                body=_EquationBody(eqn, read, written, debug_info.with_unknown_names()),
+                scope=scope,
+                source=Source(place.source_info.traceback),
+            )
+        )
+
+    def resolve(self, v: Any) -> Any:
+        """The Variable of a jaxpr's variable, or the literal it stands for."""
+        return v if isinstance(v, jex.Literal) else self.env[v]
+
+    def with_literals(self, eqn: Any) -> Any:
+        """The equation with the literals that reached it through the call of an inlined function."""
+        known = [self.resolve(v) for v in eqn.invars]
+        if not any(isinstance(k, jex.Literal) and k is not v for k, v in zip(known, eqn.invars, strict=True)):
+            return eqn
+        invars = [k if isinstance(k, jex.Literal) else v for k, v in zip(known, eqn.invars, strict=True)]
+        return eqn.replace(invars=invars)
+
+    def value(self, v: Any) -> Variable:
+        """The Variable of a jaxpr's variable; a literal becomes a constant."""
+        known = self.resolve(v)
+        if isinstance(known, jex.Literal):
+            return self.constant(np.asarray(known.val, known.aval.dtype))
+        return known
+
+    def constant(self, value: Any) -> Variable:
+        """The constant Variable that holds this array; one for each array object."""
+        found = self._by_identity.get(id(value))
+        if found is None or self.constants[found] is not value:
+            value_type = jax.typeof(value)
+            found = Variable(self.names.new("constant"), *_shape(value_type), Kind.CONSTANT)
+            self._by_identity[id(value)] = found
+            self.constants[found] = value
+        return found
+
+
+def _kind(eqn: Any) -> str:
+    """The type of the op: the primitive's name, or that of the function with a rule of its own."""
+    call = eqn.params.get("call_jaxpr") if eqn.primitive.name.startswith("custom_") else None
+    name = call.jaxpr.debug_info.func_name if call is not None else ""
+    return name if name.isidentifier() else eqn.primitive.name
+
+
+def _close(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """A closed jaxpr; since jax 0.11 that is a Jaxpr with its constants inside."""
+    return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+@cache
+def _nowhere() -> Any:
+    """A source_info without scope: taken from a trace of nothing."""
+    return jax.make_jaxpr(jax.lax.neg)(Type((), np.float32)).jaxpr.eqns[0].source_info
+
+
+def _type(aval: Any) -> Type:
+    return Type(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def _shape(aval: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(aval.shape), aval.dtype
+
+
+def _literal_key(literal: Any) -> Any:
+    value = np.asarray(literal.val)
+    return (value.dtype, value.tobytes(), literal.aval)
+
+
+def _jaxprs_in(value: Any) -> list[Any]:
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [_closed(v) for v in values if hasattr(v, "eqns") and hasattr(v, "invars") or hasattr(v, "jaxpr")]
+
+
+def _closed(jaxpr: Any) -> Any:
+    return jaxpr if hasattr(jaxpr, "consts") else _close(jaxpr, [])

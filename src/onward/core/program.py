@@ -1,0 +1,156 @@
+"""What a Program is: a straight line of Ops over Variables, frozen, data without behaviour.
+
+A Variable is given a value exactly once. An Op computes Variables from Variables. A Program lists
+the Variables it is fed and the state it keeps, the Ops in order, what it returns, and which Variable
+replaces each state Variable when the step is over. A transform never changes a Program; it returns
+a new one that shares the Ops it left alone.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+>>> program["w"]
+Variable('w', float32[3], parameter)
+>>> [op.type for op in program.ops]
+['mul', 'reduce_sum']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from onward.core.errors import UnknownName, nearest
+from onward.core.show import listing
+from onward.core.words import Kind, Pass, Placement, UpdateType
+
+if TYPE_CHECKING:
+    import jax
+
+    from onward.core.jaxprs import Body
+    from onward.core.source import Source
+    from onward.core.structure import Signature
+    from onward.core.transform import Recipe
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class Variable:
+    """A value in a Program: compared by identity, named for people.
+
+    A state Variable of two Programs (train and test, another batch size, a checkpoint) is the same
+    one when name, shape and dtype agree.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: Kind = Kind.ACTIVATION
+    placement: Placement = Placement.REPLICATED
+
+    @property
+    def type(self) -> str:
+        """dtype and shape in one word, as the listing shows it: ``float32[8,10]``."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    def __repr__(self) -> str:
+        return f"Variable({self.name!r}, {self.type}, {self.kind})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Op:
+    """One step of the computation: outputs from inputs, by a small closed jaxpr.
+
+    ``of`` is set on gradient ops: the first output of the forward op they belong to.
+    ``primal`` is set on forward ops that save residuals for the backward pass: the body they had
+    before, which computes the first outputs only.
+    """
+
+    type: str
+    inputs: tuple[Variable, ...]
+    outputs: tuple[Variable, ...]
+    body: Body
+    made_by: Pass = Pass.FORWARD
+    scope: str = ""
+    source: Source | None = None
+    of: Variable | None = None
+    primal: Body | None = None
+    update: UpdateType | None = None
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """The op's parameters in words, such as ``{'axes': '(0,)'}``."""
+        return self.body.attributes
+
+    @property
+    def subprograms(self) -> Mapping[str, Program]:
+        """The Programs inside a control flow op, by the name of the branch or body."""
+        return self.body.subprograms
+
+    def __repr__(self) -> str:
+        outputs = ", ".join(v.name for v in self.outputs)
+        return f"{outputs} = {self.type}({', '.join(v.name for v in self.inputs)})"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An op together with the Program it belongs to: something a Session can be asked to run."""
+
+    program: Program
+    op: Op
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Program:
+    """A training program, or a part of one.
+
+    ``outputs`` come in the order of the traced function's results. ``gradients`` is the seam: the
+    pairs (parameter, gradient) along which data parallelism averages, clipping acts and a parameter
+    server cuts. ``initializers`` compute the first value of the state that nobody passes in.
+    """
+
+    name: str
+    inputs: tuple[Variable, ...] = ()
+    state: tuple[Variable, ...] = ()
+    constants: Mapping[Variable, jax.Array] = field(default_factory=dict)
+    ops: tuple[Op, ...] = ()
+    outputs: tuple[Variable, ...] = ()
+    next_state: Mapping[Variable, Variable] = field(default_factory=dict)
+    gradients: tuple[tuple[Variable, Variable], ...] = ()
+    initializers: tuple[Op, ...] = ()
+    loss: Variable | None = None
+    hyperparameters: tuple[Variable, ...] = ()
+    signature: Signature | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def parameters(self) -> tuple[Variable, ...]:
+        """The state Variables that can be trained."""
+        return tuple(v for v in self.state if v.kind is Kind.PARAMETER)
+
+    @property
+    def updates(self) -> tuple[Target, ...]:
+        """The update ops, each with this Program, fit as targets of a Session."""
+        return tuple(Target(self, op) for op in self.ops if op.made_by is Pass.UPDATE)
+
+    @cached_property
+    def variables(self) -> Mapping[str, Variable]:
+        """Every Variable by its name, in the order in which they get their values."""
+        given = (*self.inputs, *self.state, *self.constants)
+        computed = (v for op in self.ops for v in op.outputs)
+        return {v.name: v for v in (*given, *computed)}
+
+    def __getitem__(self, name: str) -> Variable:
+        """The Variable of this name."""
+        try:
+            return self.variables[name]
+        except KeyError:
+            raise UnknownName(
+                f"Program {self.name!r} has no Variable named {name!r}. "
+                f"{nearest(name, self.variables)} print(program) lists them all."
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"Program({self.name!r}, {len(self.ops)} ops)"
+
+    def __str__(self) -> str:
+        return listing(self)

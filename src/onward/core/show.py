@@ -1,0 +1,238 @@
+"""The text view: one line per Variable that is given, one line per op, the pass in the margin.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> print(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3), name="dot"))
+Program dot: 1 feed, 1 parameter (3 numbers), 2 ops
+<BLANKLINE>
+feed      │ f32[3]  x
+parameter │ f32[3]  w
+──────────┼──────────────────────────────────────────────────────────────────────
+forward   │ f32[3]  mul = mul(w, x)
+          │ f32[]   reduce_sum = reduce_sum(mul, axes=(0,))
+──────────┼──────────────────────────────────────────────────────────────────────
+return    │ f32[]   reduce_sum  (the loss)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING
+
+from onward.core.words import Kind, Pass
+
+if TYPE_CHECKING:
+    from onward.core.program import Op, Program, Variable
+
+_TYPE_WIDTH = 24
+_RULE_WIDTH = 70
+_LARGE = 200
+_QUIET = {"accuracy", "out_sharding", "precision", "preferred_element_type", "sharding", "shape", "weak_type"}
+_SHORT_VALUE = 16
+_SHORT = {
+    "float": "f",
+    "bfloat": "bf",
+    "int": "i",
+    "uint": "u",
+    "complex": "c",
+}
+
+
+@dataclass(frozen=True)
+class _Line:
+    margin: str
+    type: str
+    text: str
+    source: str = ""
+
+
+def show(program: Program, depth: int | None = None, source: bool = False) -> None:
+    """Print a Program; ``depth`` folds scopes below that level, ``source`` adds the user's lines.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> def loss(w, x):
+    ...     with jax.named_scope("block"):
+    ...         y = jnp.sin(w * x)
+    ...     return jnp.sum(y)
+    >>> ow.show(ow.trace(loss, jnp.ones(3), jnp.ones(3)), depth=1)
+    Program loss: 1 feed, 1 parameter (3 numbers), 3 ops
+    <BLANKLINE>
+    feed      │ f32[3]  x
+    parameter │ f32[3]  w
+    ──────────┼──────────────────────────────────────────────────────────────────────
+    forward   │ 2 ops   block: mul 1, sin 1
+              │ f32[]   reduce_sum = reduce_sum(block/sin, axes=(0,))
+    ──────────┼──────────────────────────────────────────────────────────────────────
+    return    │ f32[]   reduce_sum  (the loss)
+    """
+    print(listing(program, depth, source))
+
+
+def listing(program: Program, depth: int | None = None, source: bool = False) -> str:
+    """The text that ``print(program)`` shows; a Program of over 200 ops is folded to scopes of depth 1."""
+    if depth is None and len(program.ops) > _LARGE:
+        depth = 1
+    if depth is None:
+        blocks = [[*_given(program)], [*map(_op_line, program.ops)], [*_returned(program)]]
+    else:
+        blocks = [[*_given_folded(program, depth)], [*_ops_folded(program, depth)], [*_returned(program)]]
+    return f"{headline(program)}\n\n" + "\n".join(_table(blocks, source))
+
+
+def headline(program: Program) -> str:
+    """What a Program is, in one line."""
+    parts = [
+        _count(len(program.inputs), "feed"),
+        f"{_count(len(program.parameters), 'parameter')} ({_numbers(program.parameters):,} numbers)",
+    ]
+    others = len(program.state) - len(program.parameters)
+    if others:
+        parts.append(_count(others, "other state Variable"))
+    parts.append(_count(len(program.ops), "op"))
+    return f"Program {program.name}: {', '.join(parts)}"
+
+
+def short_type(v: Variable) -> str:
+    """dtype and shape as the listing shows them: ``f32[8,10]``."""
+    dtype = str(v.dtype)
+    stem = dtype.rstrip("0123456789")
+    return f"{_SHORT.get(stem, stem)}{dtype[len(stem) :]}[{','.join(map(str, v.shape))}]"
+
+
+def _given(program: Program) -> Iterator[_Line]:
+    for margin, variables in _groups(program):
+        yield from (_Line(margin, short_type(v), v.name) for v in variables)
+
+
+def _given_folded(program: Program, depth: int) -> Iterator[_Line]:
+    for margin, variables in _groups(program):
+        for name, group in groupby(variables, lambda v: "/".join(v.name.split("/")[:depth])):
+            members = list(group)
+            if len(members) == 1:
+                yield _Line(margin, short_type(members[0]), members[0].name)
+            else:
+                yield _Line(margin, f"{len(members)} arrays", f"{name}/... ({_numbers(members):,} numbers)")
+
+
+def _groups(program: Program) -> Iterator[tuple[str, list[Variable]]]:
+    yield "feed", list(program.inputs)
+    yield "parameter", list(program.parameters)
+    yield "state", [v for v in program.state if v.kind is not Kind.PARAMETER]
+    yield "constant", list(program.constants)
+
+
+def _returned(program: Program) -> Iterator[_Line]:
+    for v in program.outputs:
+        yield _Line("return", short_type(v), f"{v.name}  (the loss)" if v is program.loss else v.name)
+    replaced = program.next_state.items()
+    if plain := [old for old, new in replaced if new.name == f"next({old.name})"]:
+        yield _Line("next step", f"{len(plain)} arrays", "each state Variable x takes the value of next(x)")
+    for old, new in replaced:
+        if old not in plain:
+            yield _Line("next step", short_type(old), f"{old.name} <- {new.name}")
+
+
+def _op_line(op: Op) -> _Line:
+    source = str(op.source) if op.source is not None else ""
+    names = ", ".join(v.name for v in op.outputs)
+    return _Line(str(op.made_by), _types(op.outputs), f"{names} = {_call(op)}" if names else _call(op), source)
+
+
+def _types(variables: Iterable[Variable]) -> str:
+    """The types of several Variables; ``f32[8] x3`` where the same one repeats."""
+    runs = [(name, len(list(run))) for name, run in groupby(map(short_type, variables))]
+    return " ".join(name if n == 1 else f"{name} x{n}" for name, n in runs)
+
+
+def _call(op: Op) -> str:
+    """The op as a call: its operands, literal numbers among them, and its short attributes."""
+    operands = [op.inputs[o].name if isinstance(o, int) else o for o in op.body.operands]
+    attributes = [
+        f"{key}={value}"
+        for key, value in op.attributes.items()
+        if key not in _QUIET and len(value) <= _SHORT_VALUE and value not in ("False", "()")
+    ]
+    return f"{op.type}({', '.join([*operands, *attributes])})"
+
+
+def _ops_folded(program: Program, depth: int) -> Iterator[_Line]:
+    def key(op: Op) -> tuple[Pass, str]:
+        return op.made_by, "/".join(op.scope.split("/")[:depth]) if op.scope else ""
+
+    for (made_by, scope), group in groupby(program.ops, key):
+        ops = list(group)
+        if len(ops) == 1 or (not scope and made_by is Pass.FORWARD):
+            yield from map(_op_line, ops)
+        else:
+            yield _Line(str(made_by), _count(len(ops), "op"), f"{scope or '(no scope)'}: {_census(ops)}")
+
+
+def _census(ops: Iterable[Op]) -> str:
+    common = Counter(op.type for op in ops).most_common()
+    shown = ", ".join(f"{kind} {n}" for kind, n in common[:5])
+    return shown + (", ..." if len(common) > 5 else "")
+
+
+def _table(blocks: list[list[_Line]], source: bool) -> Iterator[str]:
+    lines = [line for block in blocks for line in block]
+    margin = max((len(line.margin) for line in lines), default=0)
+    width = min(_TYPE_WIDTH, max((len(line.type) for line in lines), default=0))
+    for i, block in enumerate(block for block in blocks if block):
+        if i:
+            yield f"{'─' * (margin + 1)}┼{'─' * _RULE_WIDTH}"
+        before = ""
+        for line in block:
+            row = f"{line.type:<{width}}  {line.text}"
+            row = f"{row}  # {line.source}" if source and line.source else row
+            yield f"{line.margin if line.margin != before else '':<{margin}} │ {row}".rstrip()
+            before = line.margin
+
+
+def summary_by_pass(program: Program) -> str:
+    """How many ops and how many bytes of results each pass has.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+    >>> print(ow.summary_by_pass(program))
+    pass        ops    results
+    forward       2       16 B
+    backward      3       28 B
+    update        1       12 B
+    """
+    rows = [f"{'pass':<10}{'ops':>5}{'results':>11}"]
+    for made_by in Pass:
+        ops = [op for op in program.ops if op.made_by is made_by]
+        if ops:
+            total = sum(map(nbytes, (v for op in ops for v in op.outputs)))
+            rows.append(f"{made_by:<10}{len(ops):>5}{human_bytes(total):>11}")
+    return "\n".join(rows)
+
+
+def nbytes(v: Variable) -> int:
+    """The size of a value in bytes."""
+    return int(prod(v.shape)) * int(v.dtype.itemsize)
+
+
+def human_bytes(count: int) -> str:
+    """A size in the unit a person would use.
+
+    >>> human_bytes(12), human_bytes(2048), human_bytes(5 * 2**20)
+    ('12 B', '2.0 KiB', '5.0 MiB')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{int(size)} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def _numbers(variables: Iterable[Variable]) -> int:
+    return sum(prod(v.shape) for v in variables)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -1,0 +1,80 @@
+"""Where in the user's code an op came from: file, line and function, found when somebody asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+_HOUSE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = (
+    _HOUSE,
+    str(Path(jax.__file__).parent) + os.sep,
+    f"{os.sep}equinox{os.sep}",
+    f"{os.sep}flax{os.sep}",
+    f"{os.sep}haiku{os.sep}",
+    f"{os.sep}optax{os.sep}",
+    "<frozen ",
+)
+_SPEAKS_FOR_THE_USER = _HOUSE + "shell"
+
+
+def is_library(filename: str) -> bool:
+    """Whether a frame of this file belongs to a library rather than to the user."""
+    if filename.startswith(_SPEAKS_FOR_THE_USER):
+        return False
+    return any(part in filename for part in _LIBRARIES)
+
+
+class Source:
+    """The place in the user's code behind an op; reading a traceback is put off until asked."""
+
+    def __init__(self, traceback: Any) -> None:
+        self._traceback = traceback
+
+    @cached_property
+    def _frame(self) -> tuple[str, int, str]:
+        frames = self._traceback.frames if self._traceback is not None else ()
+        for frame in frames:
+            if not is_library(frame.file_name):
+                return frame.file_name, frame.line_num, frame.function_name
+        return "", 0, ""
+
+    @property
+    def file(self) -> str:
+        """The path of the user's file, or an empty string where none is known."""
+        return self._frame[0]
+
+    @property
+    def line(self) -> int:
+        """The line in that file, counted from 1; 0 where none is known."""
+        return self._frame[1]
+
+    @property
+    def function(self) -> str:
+        """The name of the function that the line stands in."""
+        return self._frame[2]
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's code in a traceback, as ``file:line in function``."""
+    found = [
+        f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno} in {frame.tb_frame.f_code.co_name}"
+        for frame in _frames(error.__traceback__)
+        if not is_library(frame.tb_frame.f_code.co_filename)
+    ]
+    return found[-1] if found else "an unknown line"
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next

@@ -1,0 +1,121 @@
+"""How a person's nested containers map to a flat list of Variables, and back.
+
+A ``Structure`` remembers the containers and, leaf by leaf, either the Variable that stands for an
+array or the static value itself (an activation function inside an equinox module, a string).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError
+from onward.core.program import Variable
+
+
+@dataclass(frozen=True)
+class Static:
+    """A leaf that is no array: kept as it is, compared when the structure is filled again."""
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Containers with a Variable or a static value at every leaf."""
+
+    treedef: Any
+    leaves: tuple[Variable | Static, ...]
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The Variables at the leaves, in order."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Variable))
+
+    def flatten(self, tree: Any, what: str) -> list[Any]:
+        """The arrays of a tree of this structure, in the order of ``variables``.
+
+        Raises ``ArgumentError`` that names the first place where the tree differs.
+        """
+        values, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef:
+            raise ArgumentError(self._difference(tree, what))
+        arrays = []
+        for leaf, value in zip(self.leaves, values, strict=True):
+            if isinstance(leaf, Variable):
+                arrays.append(value)
+            elif not same_static(leaf.value, value):
+                raise ArgumentError(
+                    f"{what} holds {value!r} where the traced one holds {leaf.value!r}. A leaf that is "
+                    "no array is part of the Program: trace again with the new value."
+                )
+        return arrays
+
+    def unflatten(self, values: Iterable[Any]) -> Any:
+        """The containers with these values in the places of the Variables."""
+        supply = iter(values)
+        filled = [leaf.value if isinstance(leaf, Static) else next(supply) for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, filled)
+
+    def _difference(self, tree: Any, what: str) -> str:
+        expected = _paths(jax.tree.unflatten(self.treedef, list(range(len(self.leaves)))))
+        found = _paths(tree)
+        missing = [p for p in expected if p not in found]
+        surplus = [p for p in found if p not in expected]
+        parts = []
+        if missing:
+            parts.append(f"it lacks {', '.join(map(repr, missing[:5]))}")
+        if surplus:
+            parts.append(f"it has {', '.join(map(repr, surplus[:5]))}, which the traced one has not")
+        if not parts:
+            parts.append(f"its containers are {jax.tree.structure(tree)}, expected {self.treedef}")
+        return f"{what} is not built as it was when the Program was traced: {'; '.join(parts)}."
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """How the traced function is called: parameters, model state, data; and what it returns."""
+
+    parameters: Structure
+    model_state: Structure | None
+    data: tuple[Structure, ...]
+    names: tuple[str, ...]
+    result: Structure
+    has_aux: bool
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """The name of a place in a tree: keys, indices and attributes joined by ``/``.
+
+    >>> [(path, _)] = jax.tree_util.tree_flatten_with_path({"layers": [1]})[0]
+    >>> path_name(path)
+    'layers/0'
+    """
+    return "/".join(_key_name(key) for key in path)
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _paths(tree: Any) -> list[str]:
+    return [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def same_static(a: Any, b: Any) -> bool:
+    """Whether two static leaves are equal; arrays and odd types never raise here."""
+    if a is b:
+        return True
+    if isinstance(a, np.ndarray | jax.Array) or isinstance(b, np.ndarray | jax.Array):
+        return False
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False

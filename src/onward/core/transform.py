@@ -1,0 +1,110 @@
+"""What a transform is: a pure function Program -> Program that ends in ``check`` and is remembered.
+
+A Program carries its ``Recipe``: the traced function and the transforms applied to it, so that a
+batch of another shape can replay them, as ``jax.jit`` retraces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol
+
+from onward.core.check import check
+from onward.core.errors import RecipeError
+from onward.core.program import Program, Variable
+
+Arguments = ParamSpec("Arguments")
+
+
+class Origin(Protocol):
+    """The traced function behind a Program."""
+
+    def trace(self, data: tuple[Any, ...]) -> Program:
+        """Trace it again for data of these types; parameters and model state stay as they were."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One transform with its arguments, Variables among them replaced by their names."""
+
+    function: Callable[..., Program]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a Program was made."""
+
+    origin: Origin
+    steps: tuple[Step, ...] = field(default=())
+
+    def then(self, step: Step) -> Recipe:
+        """The recipe with one more transform."""
+        return replace(self, steps=(*self.steps, step))
+
+    def replay(self, data: tuple[Any, ...]) -> Program:
+        """The Program for data of these types."""
+        program = self.origin.trace(data)
+        for step in self.steps:
+            program = step.function(program, *step.arguments, **step.options)
+        return program
+
+
+def transform(
+    function: Callable[Concatenate[Program, Arguments], Program],
+) -> Callable[Concatenate[Program, Arguments], Program]:
+    """Make a transform of a pure function Program -> Program: check its result, extend the recipe.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import jax.numpy as jnp, onward as ow
+        >>> @ow.transform
+        ... def renamed(program, name):
+        ...     return replace(program, name=name)
+        >>> program = ow.trace(lambda w: jnp.sum(w), jnp.ones(3))
+        >>> renamed(program, "total").name
+        'total'
+    """
+
+    @wraps(function)
+    def applied(program: Program, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Program:
+        return remembered(program, function(program, *args, **kwargs), applied, args, kwargs)
+
+    return applied
+
+
+def remembered(
+    program: Program,
+    result: Program,
+    function: Callable[..., Program],
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> Program:
+    """The checked result of ``function(program, *args, **options)``, its recipe one step longer."""
+    check(result)
+    if program.recipe is None:
+        return result
+    named = {key: _by_name(value) for key, value in options.items()}
+    step = Step(function, tuple(map(_by_name, args)), named)
+    return replace(result, recipe=program.recipe.then(step))
+
+
+def replayed(program: Program, data: tuple[Any, ...]) -> Program:
+    """The same Program for data of other shapes."""
+    if program.recipe is None:
+        raise RecipeError(
+            f"Program {program.name!r} was not made by trace, so it cannot be traced again for data of "
+            "another shape. Feed the shapes it shows, or build it with onward.trace."
+        )
+    return program.recipe.replay(data)
+
+
+def _by_name(value: Any) -> Any:
+    if isinstance(value, Variable):
+        return value.name
+    if isinstance(value, list | tuple):
+        return type(value)(_by_name(v) for v in value)
+    return value

@@ -1,0 +1,107 @@
+"""What an argument of a traced function is made of: its containers, and a type for every array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError, TraceError
+from onward.core.structure import Static, path_name
+
+Type = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array in an argument: its place and its type."""
+
+    path: str
+    type: Type
+
+
+@dataclass(frozen=True, eq=False)
+class Specification:
+    """One argument: its name, its containers, and a Leaf or a static value in every place."""
+
+    name: str
+    treedef: Any
+    leaves: tuple[Leaf | Static, ...]
+
+    @property
+    def arrays(self) -> tuple[Leaf, ...]:
+        """The leaves that are arrays."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Leaf))
+
+    def fill(self, supply: Iterator[Any]) -> Any:
+        """The argument with its arrays taken from ``supply``."""
+        values = [leaf.value if isinstance(leaf, Static) else next(supply) for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, values)
+
+    def leaves_of(self, next_state: Any, function: str) -> list[Any]:
+        """The arrays of the next model state, in the places of this one."""
+        found = {path_name(p): v for p, v in jax.tree_util.tree_flatten_with_path(next_state)[0]}
+        values = []
+        for leaf in self.arrays:
+            if leaf.path not in found:
+                raise TraceError(
+                    f"The next state that {function} returned lacks {leaf.path!r} of {self.name}. It must "
+                    "have every array of the state that goes in."
+                )
+            value = found[leaf.path]
+            if np.shape(value) != leaf.type.shape or value.dtype != leaf.type.dtype:
+                raise TraceError(
+                    f"{self.name}/{leaf.path} goes in as {leaf.type.dtype}{list(leaf.type.shape)} and "
+                    f"{function} returned {value.dtype}{list(value.shape)} as its next value. "
+                    "State keeps its type from step to step."
+                )
+            values.append(value)
+        return values
+
+
+def specify(argument: Any, name: str) -> Specification:
+    """The specification of an argument: arrays by type, other leaves as they are."""
+    if isinstance(argument, Specification):
+        return argument
+    module = _is_equinox_module(argument)
+    leaves: list[Leaf | Static] = []
+    paths, treedef = jax.tree_util.tree_flatten_with_path(argument)
+    for path, value in paths:
+        kind = type_of(value, numbers=not module)
+        leaves.append(Static(value) if kind is None else Leaf(path_name(path), kind))
+    return Specification(name, treedef, tuple(leaves))
+
+
+def type_of(value: Any, numbers: bool = True) -> Type | None:
+    """The type that ``jax.jit`` would give a value, or None for a value that is no array."""
+    if isinstance(value, Type):
+        return value
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "biufcV":
+            raise ArgumentError(
+                f"An argument holds a NumPy array of dtype {value.dtype}, which no device can hold. Encode "
+                "it as numbers first."
+            )
+        dtype = value.dtype
+        return Type(value.shape, dtype if _is_extended(dtype) else jax.dtypes.canonicalize_dtype(dtype))
+    if numbers and isinstance(value, bool | int | float | complex):
+        number = jax.typeof(value)
+        return Type((), number.dtype, weak_type=True)
+    return None
+
+
+def _is_extended(dtype: Any) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.extended))
+
+
+def _is_equinox_module(value: Any) -> bool:
+    """equinox keeps Python numbers among a module's leaves and calls them static; so do we."""
+    nodes = jax.tree.leaves(value, is_leaf=_has_equinox_base)
+    return any(map(_has_equinox_base, nodes))
+
+
+def _has_equinox_base(value: Any) -> bool:
+    return any(base.__module__.partition(".")[0] == "equinox" for base in type(value).__mro__)

@@ -1,0 +1,271 @@
+"""A pure function becomes a forward Program.
+
+    trace(loss, params, images, labels)  ->  Program
+
+The first argument holds the parameters, the rest is data. Arguments are arrays,
+``jax.ShapeDtypeStruct`` or containers of them: whatever ``jax.jit`` takes, and modules of equinox,
+whose leaves that are no arrays stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from onward.core.check import check
+from onward.core.errors import ArgumentError, OnwardError, TraceError
+from onward.core.jaxprs import read_jaxpr
+from onward.core.names import Names
+from onward.core.program import Program, Variable
+from onward.core.source import line_of
+from onward.core.structure import Signature, Static, Structure
+from onward.core.transform import Recipe
+from onward.core.words import Kind
+from onward.define.arguments import Leaf, Specification, specify
+from onward.define.purity import LeakWatch
+
+
+def trace(
+    function: Callable[..., Any],
+    *args: Any,
+    has_aux: bool = False,
+    state: Any = None,
+    name: str | None = None,
+) -> Program:
+    """Trace a pure function of (parameters, *data) into a forward Program.
+
+    Args:
+        function: ``function(parameters, *data) -> loss``, or any arrays in any containers. With
+            ``has_aux`` it returns ``(loss, aux)``, like for ``jax.grad``. With ``state`` it is
+            ``function(parameters, state, *data) -> (loss, next_state)``, and with both
+            ``(loss, (next_state, aux))``.
+        args: parameters first, then data: arrays, ``jax.ShapeDtypeStruct``, or containers of them.
+            Only shapes and dtypes are read.
+        has_aux: the function returns auxiliary outputs beside the loss.
+        state: what the model itself carries from step to step (flax ``batch_stats``, haiku state,
+            ``equinox.nn.State``); the function returns its next value.
+        name: the name of the Program; the function's name unless given.
+
+    Raises:
+        TraceError: the function branches on a traced value, has a side effect, or fails.
+        ArgumentError: no arguments, or an argument without any array where parameters are expected.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def loss(params, x, y):
+        ...     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+        >>> params = {"w": jnp.zeros((3, 1)), "b": jnp.zeros(1)}
+        >>> trace(loss, params, jnp.ones((8, 3)), jnp.ones((8, 1)))
+        Program('loss', 6 ops)
+    """
+    if not args:
+        raise ArgumentError(
+            "trace(function) was given no arguments. Pass the parameters first and then the data, or "
+            "their shapes: trace(loss, params, images, labels)."
+        )
+    names = argument_names(function, len(args) + (state is not None))
+    traced = _TracedFunction(
+        function=function,
+        parameters=specify(args[0], names[0]),
+        state=None if state is None else specify(state, names[1]),
+        data=tuple(map(specify, args[1:], names[1 + (state is not None) :])),
+        has_aux=has_aux,
+        name=name or getattr(function, "__name__", type(function).__name__).strip("<>"),
+    )
+    return traced.program()
+
+
+@dataclass(frozen=True, eq=False)
+class _TracedFunction:
+    """A function with the types of its arguments: the origin of a Recipe."""
+
+    function: Callable[..., Any]
+    parameters: Specification
+    state: Specification | None
+    data: tuple[Specification, ...]
+    has_aux: bool
+    name: str
+
+    def trace(self, data: tuple[Any, ...]) -> Program:
+        """Trace again with data of these types."""
+        specified = tuple(specify(d, s.name) for d, s in zip(data, self.data, strict=True))
+        return replace(self, data=specified).program()
+
+    def program(self) -> Program:
+        """The forward Program."""
+        arguments = [s for s in (self.parameters, self.state, *self.data) if s is not None]
+        closed, result = self.jaxpr(arguments)
+        names = Names()
+        declared = [_declare(s, self._kind(s), names) for s in arguments]
+        inputs = [v for structure in declared for v in structure.variables]
+        read = read_jaxpr(closed, inputs, names)
+        kept = len(declared) - len(self.data)
+        state = tuple(v for structure in declared[:kept] for v in structure.variables)
+        carried = declared[1].variables if self.state is not None else ()
+        outputs = read.outputs[: len(read.outputs) - len(carried)]
+        program = Program(
+            name=self.name,
+            inputs=tuple(v for structure in declared[kept:] for v in structure.variables),
+            state=state,
+            constants=read.constants,
+            ops=read.ops,
+            outputs=tuple(dict.fromkeys(outputs)),
+            next_state=dict(zip(carried, read.outputs[len(outputs) :], strict=True)),
+            loss=outputs[0] if outputs and (self.has_aux or len(outputs) == 1) else None,
+            signature=Signature(
+                parameters=declared[0],
+                model_state=declared[1] if self.state is not None else None,
+                data=tuple(declared[kept:]),
+                names=tuple(s.name for s in arguments),
+                result=_filled(result, outputs),
+                has_aux=self.has_aux,
+            ),
+            recipe=Recipe(self),
+        )
+        return check(program)
+
+    def jaxpr(self, arguments: Sequence[Specification]) -> tuple[Any, Any]:
+        """The traced jaxpr, and the structure of what the function returns."""
+        result: list[tuple[Any, list[Static | None]]] = []
+        watch = LeakWatch()
+
+        def flat(*leaves: Any) -> list[Any]:
+            watch.begin(leaves)
+            supply = iter(leaves)
+            returned = self.function(*(s.fill(supply) for s in arguments))
+            value, carried = self._split(returned)
+            found, treedef = jax.tree.flatten(value)
+            result.append((treedef, [None if _is_array(leaf) else Static(leaf) for leaf in found]))
+            return [*filter(_is_array, found), *carried]
+
+        types = [leaf.type for s in arguments for leaf in s.arrays]
+        try:
+            closed = jax.make_jaxpr(flat)(*types)
+        except OnwardError:
+            raise
+        except Exception as error:
+            raise _explained(error, self.name) from error
+        watch.end(self.name)
+        return closed, result[0]
+
+    def _kind(self, specification: Specification) -> Kind:
+        if specification is self.parameters:
+            return Kind.PARAMETER
+        return Kind.STATE if specification is self.state else Kind.DATA
+
+    def _split(self, returned: Any) -> tuple[Any, list[Any]]:
+        """What the function returns for the person, and the leaves of the next model state."""
+        if self.has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
+            raise TraceError(
+                f"{self.name} returned {_describe(returned)}. With has_aux=True it must return a pair: "
+                "(loss, aux)."
+            )
+        if self.state is None:
+            return returned, []
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise TraceError(
+                f"{self.name} returned {_describe(returned)}. With state= it must return a pair: "
+                "(loss, next_state)."
+            )
+        value, next_state = returned
+        if self.has_aux:
+            if not (isinstance(next_state, tuple) and len(next_state) == 2):
+                raise TraceError(
+                    f"{self.name} returned (loss, {_describe(next_state)}). With state= and has_aux=True "
+                    "it must return (loss, (next_state, aux))."
+                )
+            next_state, aux = next_state
+            value = (value, aux)
+        return value, self.state.leaves_of(next_state, self.name)
+
+
+def argument_names(function: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first ``count`` positional arguments of a function."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+    return [*names[:count], *(f"argument_{i}" for i in range(len(names), count))]
+
+
+def _declare(specification: Specification, kind: Kind, names: Names) -> Structure:
+    """The Variables of one argument."""
+    return Structure(
+        specification.treedef,
+        tuple(
+            Variable(names.new(_name(leaf, specification, kind)), *_typed(leaf), _leaf_kind(leaf, kind))
+            if isinstance(leaf, Leaf)
+            else leaf
+            for leaf in specification.leaves
+        ),
+    )
+
+
+def _name(leaf: Leaf, specification: Specification, kind: Kind) -> str:
+    if not leaf.path:
+        return specification.name
+    return leaf.path if kind is Kind.PARAMETER else f"{specification.name}/{leaf.path}"
+
+
+def _typed(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.type.shape), leaf.type.dtype
+
+
+def _leaf_kind(leaf: Leaf, kind: Kind) -> Kind:
+    """Integers, booleans and random keys among the parameters are state: they are never trained."""
+    trainable = jax.numpy.issubdtype(leaf.type.dtype, np.inexact)
+    return Kind.STATE if kind is Kind.PARAMETER and not trainable else kind
+
+
+def _filled(result: tuple[Any, list[Any]], outputs: Sequence[Variable]) -> Structure:
+    treedef, statics = result
+    supply = iter(outputs)
+    return Structure(treedef, tuple(next(supply) if s is None else s for s in statics))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if _is_array(value):
+        return f"an array of shape {np.shape(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _explained(error: Exception, name: str) -> TraceError:
+    where = line_of(error)
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        advice = (
+            "a Python condition (if, while, and, or, not) depends on the value of a traced array, which "
+            "is not known while tracing. Use jnp.where, jax.lax.cond or jax.lax.while_loop."
+        )
+    elif isinstance(error, jax.errors.TracerArrayConversionError):
+        advice = (
+            "a traced array is given to NumPy, which needs its value. Use the function of the same name "
+            "in jax.numpy."
+        )
+    elif isinstance(error, jax.errors.TracerIntegerConversionError | jax.errors.ConcretizationTypeError):
+        advice = (
+            "a Python number is needed and a traced array is given, whose value is not known while "
+            "tracing. Keep sizes and counts static: capture them in a closure instead of passing them."
+        )
+    elif isinstance(error, jax.errors.UnexpectedTracerError):
+        advice = (
+            "a value of another trace is used: some function stored a traced array outside itself (a side "
+            "effect). Return what you need instead of storing it."
+        )
+    else:
+        advice = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return TraceError(f"{name} cannot be traced. At {where}: {advice}")

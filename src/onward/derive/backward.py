@@ -1,0 +1,333 @@
+"""From a forward Program to forward + backward: one gradient op for each op on the path.
+
+For a forward op F between a wanted Variable and the target, the gradient op reads what JAX's rule for
+F really needs (inputs, outputs, residuals of F and the gradients of F's outputs) and computes the
+gradients of those inputs of F that have one. Where F must save more than its inputs and outputs, F
+becomes F with extra outputs. Where gradients meet, an explicit op adds them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache, reduce
+from operator import add
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import ArgumentError, LossError, UnreachedWarning
+from onward.core.jaxprs import Body, Type, body_of
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable
+from onward.core.transform import remembered, transform
+from onward.core.walk import Where, find, select
+from onward.core.words import Kind, Pass
+from onward.derive.rules import Rule, rule_for
+
+
+@transform
+def append_backward(
+    program: Program,
+    loss: str | Variable | None = None,
+    parameter_list: Iterable[Where] | None = None,
+    no_grad_set: Iterable[Where] = (),
+) -> Program:
+    """Add the operators that compute the gradient of the loss for each parameter.
+
+    The pairs (parameter, gradient) are in ``program.gradients``; the gradient of Variable ``h`` is
+    named ``grad(h)``.
+
+    Args:
+        program: a forward Program.
+        loss: the Variable to differentiate, a floating point scalar; the function's loss unless given.
+        parameter_list: the parameters to train, by name, pattern, Variable or predicate; all unless
+            given. The others cost nothing.
+        no_grad_set: Variables through which no gradient flows.
+
+    Raises:
+        LossError: the loss is not a floating point scalar or depends on none of the parameters.
+        UnknownName: a name in ``parameter_list`` or ``no_grad_set`` that no Variable bears.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+        >>> program = append_backward(program)
+        >>> program.gradients
+        ((Variable('w', float32[3], parameter), Variable('grad(w)', float32[3], gradient)),)
+    """
+    target = _loss_of(program, loss)
+    parameters = program.parameters
+    if parameter_list is not None:
+        parameters = select(program.parameters, parameter_list, "parameter_list")
+    elif not parameters:
+        raise LossError(f"Program {program.name!r} has no parameters: its first argument holds no floats.")
+    stopped = select(tuple(program.variables.values()), no_grad_set, "no_grad_set")
+    backward = _Backward(program, parameters, stopped)
+    backward.seed(target, None)
+    found = backward.run()
+    pairs = tuple((p, g) for p in parameters if (g := found.get(p)) is not None)
+    if not pairs:
+        raise LossError(
+            f"The loss {target.name!r} does not depend on any of "
+            f"{', '.join(repr(p.name) for p in parameters[:5])}: there is nothing to train. Is the result "
+            "computed from the parameters, and not cut off by jax.lax.stop_gradient?"
+        )
+    if lost := [p.name for p in parameters if p not in found]:
+        warnings.warn(
+            f"The loss {target.name!r} does not reach {', '.join(map(repr, lost))}: no gradient, no update.",
+            UnreachedWarning,
+            stacklevel=3,
+        )
+    return replace(backward.program(), gradients=pairs, loss=target)
+
+
+def gradients(
+    program: Program,
+    targets: str | Variable | Sequence[str | Variable],
+    inputs: str | Variable | Sequence[str | Variable],
+    target_gradients: Sequence[str | Variable | None] | None = None,
+) -> tuple[Program, tuple[Variable | None, ...]]:
+    """Add the operators that compute the gradients of any Variables for any Variables.
+
+    Applied to its own result it gives higher derivatives.
+
+    Args:
+        program: any Program.
+        targets: the Variables to differentiate; several are summed.
+        inputs: parameters, data or activations.
+        target_gradients: for each target, the Variable that holds its gradient; ones unless given.
+
+    Returns:
+        The Program, and for each input its gradient, or None where no target depends on it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> program = ow.trace(lambda x: x ** 3, jnp.float32(2.0))
+        >>> program, (first,) = gradients(program, "integer_pow", "x")
+        >>> program, (second,) = gradients(program, first, "x")
+        >>> step = ow.compile(program, fetch=[first, second])
+        >>> _, out = step(step.init(jnp.float32(2.0)))
+        >>> float(out[first]), float(out[second])
+        (12.0, 12.0)
+    """
+    chosen = [find(program, t) for t in _listed(targets)]
+    wanted = [find(program, v) for v in _listed(inputs)]
+    seeds = [None if g is None else find(program, g) for g in target_gradients or [None] * len(chosen)]
+    _check_targets(chosen, wanted, seeds)
+    backward = _Backward(program, wanted, ())
+    for target, seed in zip(chosen, seeds, strict=True):
+        backward.seed(target, seed)
+    found = backward.run()
+    arguments = (chosen, wanted, seeds)
+    result = remembered(program, backward.program(), _gradients_only, arguments, {})
+    return result, tuple(found.get(v) for v in wanted)
+
+
+def _gradients_only(program: Program, *arguments: Any) -> Program:
+    return gradients(program, *arguments)[0]
+
+
+class _Draft:
+    """An op of the backward pass whose outputs are named once it is known what else adds to them."""
+
+    def __init__(self, kind: str, inputs: Sequence[Variable], body: Body, of: Op | None) -> None:
+        self.kind, self.inputs, self.body, self.of = kind, tuple(inputs), body, of
+        self.outputs: list[Variable | None] = [None] * len(body.out_types)
+
+    def op(self) -> Op:
+        return Op(
+            type=self.kind,
+            inputs=self.inputs,
+            outputs=tuple(v for v in self.outputs if v is not None),
+            body=self.body,
+            made_by=Pass.BACKWARD,
+            scope=self.of.scope if self.of else "",
+            source=self.of.source if self.of else None,
+            of=self.of.outputs[0] if self.of else None,
+        )
+
+
+class _Backward:
+    """One walk over the ops in reverse: ``parts[v]`` holds the gradients of v found so far."""
+
+    def __init__(
+        self, program: Program, wanted: Sequence[Variable], stopped: Iterable[Variable]
+    ) -> None:
+        self.source = program
+        self.wanted = wanted
+        self.names = Names(program.variables)
+        self.active = _active(program, wanted, set(stopped))
+        self.parts: dict[Variable, list[tuple[_Draft, int] | Variable]] = {}
+        self.drafts: list[_Draft] = []
+        self.saving: dict[Op, tuple[Op, ...]] = {}
+
+    def seed(self, target: Variable, gradient: Variable | None) -> None:
+        """Start from this gradient of a target; from ones where none is given."""
+        if gradient is not None:
+            self.parts.setdefault(target, []).append(gradient)
+            return
+        draft = _Draft("ones", (), _ones(target.shape, target.dtype), None)
+        self.drafts.append(draft)
+        self.parts.setdefault(target, []).append((draft, 0))
+
+    def run(self) -> dict[Variable, Variable]:
+        """The gradients of the wanted Variables."""
+        total: dict[Variable, Variable] = {}
+        for op in reversed(self.source.ops):
+            given = [j for j, v in enumerate(op.outputs) if v in self.parts]
+            chosen = [i for i, v in enumerate(op.inputs) if v in self.active]
+            if given and chosen:
+                for j in given:
+                    if op.outputs[j] not in total:
+                        total[op.outputs[j]] = self.total(op.outputs[j])
+                self.differentiate(op, chosen, given, total)
+        for v in self.wanted:
+            if v in self.parts and v not in total:
+                total[v] = self.total(v)
+        return {v: total[v] for v in self.wanted if v in total}
+
+    def differentiate(
+        self, op: Op, chosen: list[int], given: list[int], total: dict[Variable, Variable]
+    ) -> None:
+        """Append the gradient op of one forward op."""
+        primal = op.primal or op.body
+        body = primal if given[-1] < len(primal.out_types) else op.body
+        rule = rule_for(body, chosen, given)
+        if not rule.writes:
+            return
+        saved = self.residuals(op, rule, len(body.out_types))
+        values = {"input": op.inputs, "output": op.outputs, "residual": saved}
+        inputs = [
+            total[op.outputs[r.position]] if r.source == "cotangent" else values[r.source][r.position]
+            for r in rule.reads
+        ]
+        draft = _Draft(f"{op.type}_grad", inputs, rule.backward, op)
+        self.drafts.append(draft)
+        for k, i in enumerate(rule.writes):
+            self.parts.setdefault(op.inputs[i], []).append((draft, k))
+
+    def residuals(self, op: Op, rule: Rule, count: int) -> tuple[Variable, ...]:
+        """The Variables that hold what the forward op saves for this rule."""
+        if rule.forward is None:
+            return ()
+        if op.body is rule.forward:
+            return op.outputs[count:]
+        base = op.outputs[0].name
+        saved = tuple(
+            Variable(self.names.new(f"saved({base})"), tuple(t.shape), t.dtype)
+            for t in rule.forward.out_types[count:]
+        )
+        if op.primal is None and count == len(op.outputs):
+            saver = replace(op, outputs=op.outputs + saved, body=rule.forward, primal=op.body)
+            self.saving[op] = (saver,)
+        else:
+            only, kept = rule.forward.restricted(range(count, len(rule.forward.out_types)))
+            again = replace(
+                op, inputs=tuple(op.inputs[i] for i in kept), outputs=saved, body=only, primal=None
+            )
+            self.saving[op] = (op, again)
+        return saved
+
+    def total(self, v: Variable) -> Variable:
+        """The whole gradient of a Variable: its only part, or the sum of its parts."""
+        parts = self.parts[v]
+        name = self.names.new(f"grad({v.name})")
+        whole = Variable(name, v.shape, v.dtype, Kind.GRADIENT)
+        if len(parts) == 1:
+            return self.named(parts[0], whole)
+        terms = [
+            self.named(part, Variable(self.names.new(name), v.shape, v.dtype, Kind.GRADIENT))
+            for part in parts
+        ]
+        draft = _Draft("sum", terms, _sum(len(terms), v.shape, v.dtype), None)
+        self.drafts.append(draft)
+        return self.named((draft, 0), whole)
+
+    def named(self, part: tuple[_Draft, int] | Variable, v: Variable) -> Variable:
+        """The Variable that holds this part of a gradient: ``v``, unless it has one already."""
+        if isinstance(part, Variable):
+            return part
+        draft, k = part
+        draft.outputs[k] = v
+        return v
+
+    def program(self) -> Program:
+        """The Program with the backward pass at its end."""
+        forward = (new for op in self.source.ops for new in self.saving.get(op, (op,)))
+        return replace(self.source, ops=(*forward, *(draft.op() for draft in self.drafts)))
+
+
+def _active(program: Program, wanted: Iterable[Variable], stopped: set[Variable]) -> set[Variable]:
+    """The Variables that carry a gradient towards a wanted one."""
+    active = set(wanted) - stopped
+    for op in program.ops:
+        if not active.isdisjoint(op.inputs):
+            active.update(v for v in op.outputs if v not in stopped and _differentiable(v))
+    return active
+
+
+def _differentiable(v: Variable) -> bool:
+    return bool(jnp.issubdtype(v.dtype, np.inexact))
+
+
+def _loss_of(program: Program, loss: str | Variable | None) -> Variable:
+    if loss is not None:
+        target = find(program, loss)
+    elif program.loss is not None:
+        target = program.loss
+    else:
+        raise LossError(
+            f"{program.name} returns {len(program.outputs)} arrays; which one is the loss? Return "
+            "(loss, aux) and trace with has_aux=True, or name it: append_backward(program, loss=...)."
+        )
+    if target.shape:
+        raise LossError(
+            f"The loss {target.name!r} of {program.name} is {target.type}{_made_at(program, target)}; it "
+            "must be a scalar. Reduce it over the batch: jnp.mean(loss)."
+        )
+    if not _differentiable(target):
+        raise LossError(
+            f"The loss {target.name!r} of {program.name} is {target.type}{_made_at(program, target)}; it "
+            "must be a floating point number. Is a count or an accuracy returned in place of the loss?"
+        )
+    return target
+
+
+def _made_at(program: Program, v: Variable) -> str:
+    for op in program.ops:
+        if v in op.outputs and op.source is not None and op.source.file:
+            return f" ({op.type} at {op.source.file}:{op.source.line})"
+    return ""
+
+
+def _check_targets(
+    targets: Sequence[Variable], inputs: Sequence[Variable], seeds: Sequence[Variable | None]
+) -> None:
+    if len(seeds) != len(targets):
+        raise ArgumentError(f"{len(targets)} targets and {len(seeds)} target_gradients; give one for each.")
+    for v in (*targets, *inputs):
+        if not _differentiable(v):
+            raise LossError(f"{v.name!r} is {v.type}: only floating point Variables have gradients.")
+    for target, seed in zip(targets, seeds, strict=True):
+        if seed is not None and (seed.shape, seed.dtype) != (target.shape, target.dtype):
+            raise ArgumentError(
+                f"The target {target.name!r} is {target.type} and its gradient {seed.name!r} is {seed.type}; "
+                "the types must be equal."
+            )
+
+
+def _listed(choice: Any) -> list[str | Variable]:
+    return [choice] if isinstance(choice, str | Variable) else list(choice)
+
+
+@lru_cache(maxsize=1024)
+def _ones(shape: tuple[int, ...], dtype: Any) -> Body:
+    return body_of(lambda: [jnp.ones(shape, dtype)])
+
+
+@lru_cache(maxsize=1024)
+def _sum(count: int, shape: tuple[int, ...], dtype: Any) -> Body:
+    return body_of(lambda *terms: [reduce(add, terms)], *[Type(shape, dtype)] * count)

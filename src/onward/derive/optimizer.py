@@ -1,0 +1,169 @@
+"""What an optimizer is: a frozen dataclass with an ``init`` and an ``update``; and ``minimize``.
+
+Nothing else is needed to write a new one:
+
+>>> import jax.numpy as jnp, onward as ow
+>>> class SignSGD(ow.Optimizer):
+...     learning_rate: ow.Hyperparameter = 1e-3
+...
+...     def update(self, parameter, gradient, slots, hyperparameters):
+...         return parameter - hyperparameters.learning_rate * jnp.sign(gradient), slots
+>>> program = SignSGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+>>> [target.op.type for target in program.updates]
+['count', 'sign_sgd']
+
+A field annotated ``Hyperparameter`` becomes a float32 state Variable, or follows a schedule; a field of
+any other type, a plain ``float`` too, is fixed when the Program is derived.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any, ClassVar, dataclass_transform, get_args, get_type_hints
+
+import jax
+
+from onward.core.errors import ArgumentError, HyperparameterError
+from onward.core.program import Program, Variable
+from onward.core.walk import Where
+from onward.core.words import UpdateType
+from onward.define.trace import trace
+from onward.derive.backward import append_backward
+from onward.derive.update import append_update
+
+Schedule = Callable[[jax.Array], jax.Array]
+Hyperparameter = float | Schedule
+Slots = Mapping[str, jax.Array]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=False)
+@dataclass(frozen=True)
+class Optimizer:
+    """The base of every optimizer: it derives the backward and the update operators of a Program.
+
+    A subclass is a frozen dataclass without being told so. ``type`` says how far its rule looks; with
+    ``ACROSS`` the rule takes tuples over all parameters in place of single arrays. A rule that sets
+    ``evaluates_loss`` is given one more argument: a function from parameters to the loss.
+
+    Raises:
+        HyperparameterError: a hyperparameter is negative, infinite or not a number.
+    """
+
+    type: ClassVar[UpdateType] = UpdateType.ELEMENTWISE
+    evaluates_loss: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dataclass(frozen=True)(cls)
+
+    def __post_init__(self) -> None:
+        for name, value in self.hyperparameters.items():
+            if not callable(value):
+                self.check_hyperparameter(name, value)
+
+    def init(self, parameter: jax.Array) -> Slots:
+        """The slots of one parameter before the first step, by name; none unless overridden."""
+        return {}
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Any, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Any]:
+        """The next parameter and the next slots.
+
+        ``hyperparameters`` has every hyperparameter by its name, and ``step``: the number of updates
+        made before this one, int32.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how to update a parameter")
+
+    @property
+    def name(self) -> str:
+        """The type of its update ops: the class name in lower case."""
+        words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", type(self).__name__)
+        return "_".join(words).lower() or type(self).__name__
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Hyperparameter]:
+        """The fields that may change while training, by name."""
+        hints = get_type_hints(type(self))
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if float in get_args(hints[f.name])
+        }
+
+    @classmethod
+    def check_hyperparameter(cls, name: str, value: Any) -> None:
+        """Raise ``HyperparameterError`` unless this is a finite number that is not negative."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise HyperparameterError(
+                f"{cls.__name__}: {name} is {value!r}. Give a number, or a schedule: a function of the step."
+            ) from None
+        if not math.isfinite(number) or number < 0:
+            raise HyperparameterError(
+                f"{cls.__name__}: {name} is {number}. It must be a finite number of at least 0."
+            )
+
+    def create_backward_pass(
+        self,
+        program: Program,
+        loss: str | Variable | None = None,
+        parameter_list: Iterable[Where] | None = None,
+        no_grad_set: Iterable[Where] = (),
+    ) -> Program:
+        """Add the gradient operators; see ``append_backward``."""
+        return append_backward(program, loss, parameter_list, no_grad_set)
+
+    def create_optimization_pass(self, program: Program) -> Program:
+        """Add one update operator for each pair (parameter, gradient) of ``program.gradients``."""
+        return append_update(program, self)
+
+    def minimize(
+        self,
+        loss: Callable[..., Any] | Program,
+        *args: Any,
+        parameter_list: Iterable[Where] | None = None,
+        no_grad_set: Iterable[Where] = (),
+        **trace_options: Any,
+    ) -> Program:
+        """Derive the training Program: forward, backward and update.
+
+        Args:
+            loss: a pure function ``loss(parameters, *data)``, or a forward Program.
+            args: for a function, the parameters and the data to trace it with, or their shapes.
+            parameter_list: the parameters to train; all unless given.
+            no_grad_set: Variables through which no gradient flows.
+            trace_options: for a function, further arguments of ``trace``, such as ``has_aux``.
+
+        Raises:
+            TraceError, LossError, UnknownName: see ``trace`` and ``append_backward``.
+
+        Example:
+            >>> import jax.numpy as jnp, onward as ow
+            >>> def loss(w, x):
+            ...     return jnp.sum(w * x)
+            >>> program = ow.SGD(0.1).minimize(loss, jnp.ones(3), jnp.ones(3))
+            >>> program
+            Program('loss', 6 ops)
+        """
+        if isinstance(loss, Program):
+            if args or trace_options:
+                raise ArgumentError(
+                    "minimize was given a Program and also arguments to trace with. A Program is traced "
+                    "already: call minimize(program), or minimize(function, parameters, *data)."
+                )
+            program = loss
+        elif callable(loss):
+            program = trace(loss, *args, **trace_options)
+        else:
+            raise ArgumentError(
+                f"minimize was given {type(loss).__name__!r} as the loss. Give the loss function itself and "
+                "its arguments, minimize(loss, params, images, labels), not the number that it returned."
+            )
+        program = self.create_backward_pass(program, None, parameter_list, no_grad_set)
+        return self.create_optimization_pass(program)

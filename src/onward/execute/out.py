@@ -1,0 +1,90 @@
+"""What a step returns for the person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from onward.core.errors import UnknownName, nearest
+from onward.core.program import Variable
+from onward.core.structure import Signature
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Which Variables a step returns, and how the function's result is made of them."""
+
+    variables: tuple[Variable, ...]
+    loss: Variable | None
+    signature: Signature | None
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Where each name stands among the values."""
+        return {v.name: i for i, v in enumerate(self.variables)}
+
+
+@jax.tree_util.register_pytree_node_class
+class Out:
+    """What a step returned for the person: the loss, auxiliary outputs, fetched Variables.
+
+    Values are JAX arrays that may still be computing; reading one waits for it.
+    """
+
+    __slots__ = ("results", "values")
+
+    def __init__(self, results: Results, values: Sequence[Any]) -> None:
+        self.results, self.values = results, tuple(values)
+
+    def __getitem__(self, name: str | Variable) -> Any:
+        """The value of an output or a fetched Variable."""
+        name = name.name if isinstance(name, Variable) else name
+        try:
+            return self.values[self.results.position[name]]
+        except KeyError:
+            raise UnknownName(
+                f"The step does not return {name!r}. {nearest(name, self.results.position)} "
+                f"Ask for it when compiling: compile(program, fetch=[{name!r}])."
+            ) from None
+
+    @property
+    def loss(self) -> Any:
+        """The loss, a scalar."""
+        if self.results.loss is None:
+            raise UnknownName("The traced function returns several arrays, none of them named the loss.")
+        return self[self.results.loss]
+
+    @property
+    def value(self) -> Any:
+        """Everything the traced function returned, in its containers; without the next model state."""
+        if self.results.signature is None:
+            return self.values
+        result = self.results.signature.result
+        return result.unflatten(self[v] for v in result.variables)
+
+    @property
+    def aux(self) -> Any:
+        """What the traced function returned beside the loss (``has_aux=True``)."""
+        signature = self.results.signature
+        if signature is None or not signature.has_aux:
+            raise UnknownName(
+                "The Program has no auxiliary outputs. Let the function return (loss, aux) and trace it "
+                "with has_aux=True."
+            )
+        return self.value[1]
+
+    def __repr__(self) -> str:
+        return f"Out({', '.join(self.results.position)})"
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Results]:
+        """The values, for ``jax.tree``."""
+        return self.values, self.results
+
+    @classmethod
+    def tree_unflatten(cls, results: Results, values: Sequence[Any]) -> Out:
+        """An Out from its values, for ``jax.tree``."""
+        return cls(results, values)

@@ -1,0 +1,185 @@
+"""The state of a training program between two steps: stored for speed, shown for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownName, nearest
+from onward.core.program import Program, Variable
+from onward.core.structure import Signature
+from onward.define.arguments import type_of
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which state Variables a Step keeps and in which order: first what each step replaces."""
+
+    changed: tuple[Variable, ...]
+    kept: tuple[Variable, ...]
+    hyperparameters: tuple[Variable, ...]
+    signature: Signature | None
+
+    @classmethod
+    def of(cls, program: Program) -> Layout:
+        """The layout of a Program's state."""
+        changed = tuple(v for v in program.state if v in program.next_state)
+        kept = tuple(v for v in program.state if v not in program.next_state)
+        return cls(changed, kept, program.hyperparameters, program.signature)
+
+    @cached_property
+    def variables(self) -> tuple[Variable, ...]:
+        """All state Variables in the order of storage."""
+        return (*self.changed, *self.kept)
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Where the value of each name is stored."""
+        return {v.name: i for i, v in enumerate(self.variables)}
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class State:
+    """Parameters, optimizer slots, hyperparameters, step counter: everything the next step needs.
+
+    ``state[name]`` reads any of them, ``state.parameters`` gives them back in the containers in which
+    they came, ``state.replace({name: value})`` makes a new State. A State is a pytree.
+    """
+
+    __slots__ = ("layout", "values")
+
+    def __init__(self, layout: Layout, values: Sequence[Any]) -> None:
+        self.layout = layout
+        self.values = tuple(values)
+
+    def __getitem__(self, name: str | Variable) -> Any:
+        """The value of a state Variable."""
+        return self.values[self._position(name)]
+
+    @property
+    def parameters(self) -> Any:
+        """The parameters in the containers in which they were passed to ``step.init``."""
+        signature = self.layout.signature
+        if signature is None:
+            return {v.name: self[v] for v in self.layout.variables}
+        self._check_alive()
+        return signature.parameters.unflatten(self[v] for v in signature.parameters.variables)
+
+    @property
+    def model_state(self) -> Any:
+        """What was passed as ``state=``, as it is now; None where nothing was."""
+        signature = self.layout.signature
+        if signature is None or signature.model_state is None:
+            return None
+        self._check_alive()
+        return signature.model_state.unflatten(self[v] for v in signature.model_state.variables)
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """The hyperparameters that are Variables, by name; change one with ``replace``."""
+        self._check_alive()
+        return {v.name: self[v] for v in self.layout.hyperparameters}
+
+    def replace(self, changes: Mapping[str, Any]) -> State:
+        """A State with other values for some Variables; the types stay, nothing is compiled again.
+
+        Raises:
+            UnknownName: a name that is no state Variable.
+            ArgumentError: a value of another shape or dtype.
+            HyperparameterError: a hyperparameter that is negative or not finite.
+
+        Example:
+            >>> import jax.numpy as jnp, onward as ow
+            >>> step = ow.compile(ow.SGD(0.1).minimize(lambda w: w**2, jnp.float32(1.0)))
+            >>> state = step.init(jnp.float32(1.0)).replace({"learning_rate": 0.5})
+            >>> float(state["learning_rate"])
+            0.5
+        """
+        self._check_alive()
+        values = list(self.values)
+        for name, value in changes.items():
+            i = self._position(name)
+            v = self.layout.variables[i]
+            if v in self.layout.hyperparameters:
+                check_hyperparameter(v.name, value)
+            values[i] = stored(value, v, f"state.replace: {v.name!r}")
+        return State(self.layout, values)
+
+    def _position(self, name: str | Variable) -> int:
+        name = name.name if isinstance(name, Variable) else name
+        try:
+            return self.layout.position[name]
+        except KeyError:
+            known = self.layout.position
+            raise UnknownName(f"The state holds nothing named {name!r}. {nearest(name, known)}") from None
+
+    def _check_alive(self) -> None:
+        if self.is_spent:
+            raise StateError(SPENT)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a step has taken this State's buffers over."""
+        return bool(self.layout.changed) and _deleted(self.values[0])
+
+    def __repr__(self) -> str:
+        if self.is_spent:
+            return "State(given to a step, spent)"
+        return f"State({len(self.values)} Variables: {', '.join(v.name for v in self.layout.variables[:4])}...)"
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Layout]:
+        """The values with their names, for ``jax.tree``."""
+        keys = map(jax.tree_util.DictKey, self.layout.position)
+        return list(zip(keys, self.values, strict=True)), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, values: Sequence[Any]) -> State:
+        """A State from its values, for ``jax.tree``."""
+        return cls(layout, values)
+
+
+SPENT = (
+    "This State was given to step(...), which took its buffers over (they are donated, so that the step "
+    "needs no second copy). Go on with the State that the step returned: state, out = step(state, ...). To "
+    "keep old States readable, compile with donate=False."
+)
+
+
+def check_hyperparameter(name: str, value: Any) -> None:
+    """Raise ``HyperparameterError`` unless this is a finite number of at least 0."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = np.asarray(value)
+    if number.dtype.kind not in "biuf" or not np.all(np.isfinite(number)) or np.any(number < 0):
+        raise HyperparameterError(f"{name} is {value!r}. It must be a finite number of at least 0.")
+
+
+def stored(value: Any, v: Variable, what: str) -> Any:
+    """A copy of a value as the state Variable ``v`` holds it; raises ``ArgumentError`` if it does not fit."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise ArgumentError(f"{what} is only a shape ({value.dtype}{list(value.shape)}); pass an array.")
+    found = type_of(value)
+    if found is None:
+        raise ArgumentError(f"{what} is {value!r}; expected an array {v.type}.")
+    if tuple(found.shape) != v.shape or not fits(found, v):
+        raise ArgumentError(f"{what} is {found.dtype}{list(found.shape)}; expected {v.type}.")
+    if jnp.issubdtype(v.dtype, jax.dtypes.extended):
+        return jax.random.clone(value)
+    return jnp.array(value, v.dtype, copy=True)
+
+
+def fits(found: jax.ShapeDtypeStruct, v: Variable) -> bool:
+    """Whether a value of this type can stand for the Variable: the same dtype, or a Python number."""
+    if found.dtype == v.dtype:
+        return True
+    return found.weak_type and bool(jnp.can_cast(found.dtype, v.dtype, "same_kind"))
+
+
+def _deleted(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted()

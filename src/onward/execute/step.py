@@ -1,0 +1,244 @@
+"""One compiled training step: state and data in, state and results out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from onward.core.errors import ArgumentError, OnwardError, StateError
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.core.structure import Structure
+from onward.core.transform import replayed
+from onward.core.walk import find
+from onward.execute.feeds import Feeds, Key, key_of
+from onward.execute.out import Out, Results
+from onward.execute.state import SPENT, Layout, State, stored
+
+
+@dataclass(frozen=True, eq=False)
+class _Executable:
+    """The Program at one set of data shapes: as a pure function and as a compiled one."""
+
+    program: Program
+    results: Results
+    function: Callable[..., Any]
+    compiled: Callable[..., Any]
+
+
+class Step:
+    """A Program compiled to one XLA computation; made by ``compile``.
+
+    ``state, out = step(state, *data)`` runs it. Data of another shape is traced and compiled once more,
+    then remembered. Under the user's own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` a Step is an
+    ordinary pure function.
+
+    Attributes:
+        traces: how often the function was traced again for data of another shape.
+        compilations: how many executables were compiled.
+    """
+
+    def __init__(self, program: Program, fetch: Sequence[str | Variable], donate: bool) -> None:
+        self.program = program
+        self.fetch = tuple(find(program, name).name for name in fetch)
+        self.layout = Layout.of(program)
+        self.traces = 0
+        self.compilations = 0
+        self._donate = donate
+        self._feeds = Feeds(program)
+        self._executables: dict[Key, _Executable] = {}
+        self._foreign: dict[Layout, tuple[int, ...]] = {}
+        self._executables[key_of(program.inputs)] = self._compile(program)
+
+    def init(self, parameters: Any, state: Any = None) -> State:
+        """The State before the first step: the parameters copied, everything else initialized.
+
+        Args:
+            parameters: as traced, with arrays at the leaves. They stay usable.
+            state: what the model itself carries, if the Program was traced with ``state=``.
+
+        Raises:
+            ArgumentError: containers, shapes or dtypes that differ from the traced ones.
+        """
+        signature = self.program.signature
+        if signature is None:
+            raise ArgumentError(f"Program {self.program.name!r} was not traced, so it has no init.")
+        given = _copied(signature.parameters, parameters, signature.names[0])
+        if (signature.model_state is None) != (state is None):
+            wanted = "takes no model state" if state is not None else f"carries {signature.names[1]!r}"
+            raise ArgumentError(
+                f"{self.program.name} {wanted}. Write step.init({', '.join(signature.names[:2])}) for a "
+                "function traced with state=, and step.init(params) for any other."
+            )
+        if signature.model_state is not None:
+            given |= _copied(signature.model_state, state, signature.names[1])
+        for op in self.program.initializers:
+            values = op.body(*(given[v] for v in op.inputs))
+            given |= {v: jnp.array(x, v.dtype) for v, x in zip(op.outputs, values, strict=True)}
+        return State(self.layout, [given[v] for v in self.layout.variables])
+
+    def __call__(self, state: State, *data: Any) -> tuple[State, Out]:
+        """Run one step.
+
+        Raises:
+            ArgumentError: data of the wrong number, structure, shape or dtype.
+            StateError: a State that was given to a step before, or that lacks what this Program keeps.
+        """
+        own = self._own(state)
+        values = self._feeds.read(data)
+        try:
+            executable = self._executables[key_of(values)]
+        except (KeyError, AttributeError):
+            values = self._feeds.convert(values)
+            executable = self._executables.get(key_of(values)) or self._retrace(values)
+        if any(isinstance(v, jax.core.Tracer) for v in (*own, *values)):
+            changed, results = executable.function(own, values)
+        else:
+            changed, results = executable.compiled(*self._split(own), tuple(values))
+        return self._next(state, changed), Out(executable.results, results)
+
+    @property
+    def function(self) -> Callable[..., tuple[State, Out]]:
+        """The pure function behind the step, ``(state, *data) -> (state, out)``: never donates."""
+
+        def pure(state: State, *data: Any) -> tuple[State, Out]:
+            own = self._own(state)
+            values = self._feeds.convert(self._feeds.read(data))
+            executable = self._executables.get(key_of(values)) or self._retrace(values)
+            changed, results = executable.function(own, values)
+            return self._next(state, changed), Out(executable.results, results)
+
+        return pure
+
+    def _retrace(self, values: Sequence[Any]) -> _Executable:
+        """The executable for data of other shapes, by replaying the Program's recipe."""
+        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+        supply = iter(types)
+        data = tuple(s.unflatten(supply) for s in self._feeds.structures)
+        try:
+            program = replayed(self.program, data)
+        except OnwardError as error:
+            raise ArgumentError(self._misfit(values, str(error))) from error
+        self.traces += 1
+        if [_identity(v) for v in program.state] != [_identity(v) for v in self.program.state]:
+            raise ArgumentError(self._misfit(values, "the state would have other shapes"))
+        executable = self._executables[key_of(values)] = self._compile(program)
+        return executable
+
+    def _misfit(self, values: Sequence[Any], reason: str) -> str:
+        wrong = [
+            f"{v.name!r} is {v.dtype}{list(value.shape)} (traced as {v.type})"
+            for v, value in zip(self.program.inputs, values, strict=True)
+            if tuple(value.shape) != v.shape
+        ]
+        return f"{self.program.name}: {', '.join(wrong)}, and the function does not accept this: {reason}"
+
+    def _compile(self, program: Program) -> _Executable:
+        layout = Layout.of(program)
+        wanted = dict.fromkeys((*program.outputs, *(program[name] for name in self.fetch)))
+        results = Results(tuple(wanted), program.loss, program.signature)
+        following = [program.next_state[v] for v in layout.changed]
+        run = lower(program, [*following, *wanted])
+        order = [layout.position[v.name] for v in program.state]
+
+        def function(own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            found = run([own[i] for i in order], values)
+            return found[: len(following)], found[len(following) :]
+
+        def split(changed: Any, kept: Any, values: Any) -> tuple[list[Any], list[Any]]:
+            return function((*changed, *kept), values)
+
+        split.__name__ = split.__qualname__ = program.name if program.name.isidentifier() else "step"
+        jitted = jax.jit(split, donate_argnums=(0,) if self._donate else ())
+        types = [tuple(map(_shape, vs)) for vs in (layout.changed, layout.kept, program.inputs)]
+        compiled = jitted.lower(*types).compile()
+        self.compilations += 1
+        return _Executable(program, results, function, compiled)
+
+    def _own(self, state: State) -> Sequence[Any]:
+        """The values of a State in this Step's layout."""
+        if not isinstance(state, State):
+            raise ArgumentError(
+                f"The first argument of a step is its State, not a {type(state).__name__}. Begin with "
+                "state = step.init(params); then state, out = step(state, *data)."
+            )
+        if state.is_spent:
+            raise StateError(SPENT)
+        if state.layout is self.layout:
+            return state.values
+        return [state.values[i] for i in self._positions(state.layout)]
+
+    def _positions(self, layout: Layout) -> tuple[int, ...]:
+        """Where the State of another Step over the same Variables keeps what this one needs."""
+        found = self._foreign.get(layout)
+        if found is None:
+            known = {_identity(v): i for i, v in enumerate(layout.variables)}
+            if lacking := [v for v in self.layout.variables if _identity(v) not in known]:
+                raise StateError(
+                    f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which "
+                    f"{self.program.name} keeps. Make one with this step's own init."
+                )
+            found = self._foreign[layout] = tuple(known[_identity(v)] for v in self.layout.variables)
+        return found
+
+    def _split(self, own: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        count = len(self.layout.changed)
+        return tuple(own[:count]), tuple(own[count:])
+
+    def _next(self, state: State, changed: Sequence[Any]) -> State:
+        """The State with the new values, in the layout it came in."""
+        if state.layout is self.layout:
+            return State(self.layout, (*changed, *state.values[len(changed) :]))
+        values = list(state.values)
+        for i, value in zip(self._positions(state.layout), changed, strict=False):
+            values[i] = value
+        return State(state.layout, values)
+
+    def __repr__(self) -> str:
+        return f"Step({self.program.name!r}, {self.compilations} compiled)"
+
+
+def compile(program: Program, fetch: Sequence[str | Variable] = (), donate: bool = True) -> Step:
+    """Compile a Program to one XLA computation, ahead of time.
+
+    Args:
+        program: a Program, with or without backward and update.
+        fetch: names of further Variables that ``out[name]`` shall hold: activations, gradients,
+            hyperparameters. A fetched parameter is its value before the update.
+        donate: let the step reuse the buffers of the State it is given. The State is spent then.
+
+    Raises:
+        UnknownName: a name in ``fetch`` that no Variable bears.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
+        >>> step = ow.compile(program, fetch=["grad(w)"])
+        >>> state = step.init(jnp.ones(2))
+        >>> state, out = step(state, jnp.array([1.0, 2.0]))
+        >>> float(out.loss), out["grad(w)"].tolist(), state.parameters.round(2).tolist()
+        (3.0, [1.0, 2.0], [0.8999999761581421, 0.800000011920929])
+    """
+    if isinstance(fetch, str | Variable):
+        fetch = [fetch]
+    return Step(program, fetch, donate)
+
+
+def _copied(structure: Structure, tree: Any, what: str) -> dict[Variable, Any]:
+    arrays = structure.flatten(tree, what)
+    return {
+        v: stored(value, v, f"{what}: {v.name!r}")
+        for v, value in zip(structure.variables, arrays, strict=True)
+    }
+
+
+def _shape(v: Variable) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.shape, v.dtype)
+
+
+def _identity(v: Variable) -> tuple[str, tuple[int, ...], Any]:
+    return v.name, v.shape, v.dtype
