@@ -1,0 +1,13 @@
+"""What a Program is.
+
+words       the closed sets of words
+program     Variable, Op, Program: frozen data
+jaxprs      the one place that touches JAX's jaxpr types
+source      the user's file and line behind an op
+structure   people's containers and the Variables at their leaves
+transform   what a transform is, and the recipe a Program remembers
+check       the rules of the graph
+walk        ancestors, liveness, prune, select
+lower       a Program as one pure function
+show        the text view
+"""

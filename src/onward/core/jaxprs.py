@@ -55,7 +55,8 @@ class Body:
 
     def __call__(self, *values: Any) -> list[Any]:
         """The outputs for these inputs; under a trace, their tracers."""
-        return jex.jaxpr_as_fun(self.closed)(*values)
+        outputs: list[Any] = jex.jaxpr_as_fun(self.closed)(*values)
+        return outputs
 
     @cached_property
     def in_types(self) -> tuple[Type, ...]:
@@ -80,7 +81,7 @@ class Body:
     @property
     def equations(self) -> Sequence[Any]:
         """Its equations."""
-        return self.closed.jaxpr.eqns
+        return tuple(self.closed.jaxpr.eqns)
 
     def anonymous(self) -> Body:
         """The same computation without the place it came from, fit for sharing between ops."""
@@ -98,7 +99,7 @@ class Body:
         wires: list[Wire | int | None] = []
         for j, v in enumerate(jaxpr.outvars):
             if isinstance(v, jex.Literal):
-                wires.append(Wire(value=np.asarray(v.val, v.aval.dtype)))
+                wires.append(Wire(value=_literal_value(v)))
             elif id(v) in inputs:
                 wires.append(Wire(input=inputs[id(v)]))
             elif id(v) in values:
@@ -115,13 +116,9 @@ class Body:
         for eqn in jaxpr.eqns:
             if any(not isinstance(v, jex.Literal) and v in reached for v in eqn.invars):
                 reached.update(eqn.outvars)
-        return {
-            j for j, v in enumerate(jaxpr.outvars) if not isinstance(v, jex.Literal) and v in reached
-        }
+        return {j for j, v in enumerate(jaxpr.outvars) if not isinstance(v, jex.Literal) and v in reached}
 
-    def restricted(
-        self, outputs: Sequence[int], keep_inputs: bool = False
-    ) -> tuple[Body, tuple[int, ...]]:
+    def restricted(self, outputs: Sequence[int], keep_inputs: bool = False) -> tuple[Body, tuple[int, ...]]:
         """The part that computes these outputs, and the positions of the inputs it still takes."""
         jaxpr = self.closed.jaxpr
         outvars = [jaxpr.outvars[j] for j in outputs]
@@ -186,18 +183,18 @@ class _EquationBody(Body):
         self._eqn, self._invars, self._outvars, self._debug_info = eqn, invars, outvars, debug_info
 
     @cached_property
-    def closed(self) -> Any:  # type: ignore[override]
+    def closed(self) -> Any:
         place = self._eqn.source_info.replace(name_stack=_nowhere().name_stack)
         eqn = self._eqn.replace(source_info=place)
         jaxpr = jex.Jaxpr([], self._invars, self._outvars, [eqn], eqn.effects, self._debug_info)
         return _close(jaxpr, [])
 
     @property
-    def in_types(self) -> tuple[Type, ...]:  # type: ignore[override]
+    def in_types(self) -> tuple[Type, ...]:
         return tuple(_type(v.aval) for v in self._invars)
 
     @property
-    def out_types(self) -> tuple[Type, ...]:  # type: ignore[override]
+    def out_types(self) -> tuple[Type, ...]:
         return tuple(_type(v.aval) for v in self._outvars)
 
     @property
@@ -209,7 +206,7 @@ class _EquationBody(Body):
         return (self._eqn,)
 
     @cached_property
-    def signature(self) -> Any:  # type: ignore[override]
+    def signature(self) -> Any:
         eqn = self._eqn
         reads = tuple(
             (_literal_key(v) if isinstance(v, jex.Literal) else (self._invars.index(v), v.aval))
@@ -328,15 +325,15 @@ class _Reader:
         """The Variable of a jaxpr's variable; a literal becomes a constant."""
         known = self.resolve(v)
         if isinstance(known, jex.Literal):
-            return self.constant(np.asarray(known.val, known.aval.dtype))
-        return known
+            return self.constant(_literal_value(known))
+        found: Variable = known
+        return found
 
     def constant(self, value: Any) -> Variable:
         """The constant Variable that holds this array; one for each array object."""
         found = self._by_identity.get(id(value))
         if found is None or self.constants[found] is not value:
-            value_type = jax.typeof(value)
-            found = Variable(self.names.new("constant"), *_shape(value_type), Kind.CONSTANT)
+            found = Variable(self.names.new("constant"), *_shape(jax.typeof(value)), Kind.CONSTANT)
             self._by_identity[id(value)] = found
             self.constants[found] = value
         return found
@@ -368,6 +365,10 @@ def _shape(aval: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(aval.shape), aval.dtype
 
 
+def _literal_value(literal: Any) -> Any:
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
 def _literal_key(literal: Any) -> Any:
     value = np.asarray(literal.val)
     return (value.dtype, value.tobytes(), literal.aval)
@@ -375,7 +376,9 @@ def _literal_key(literal: Any) -> Any:
 
 def _jaxprs_in(value: Any) -> list[Any]:
     values = value if isinstance(value, tuple | list) else (value,)
-    return [_closed(v) for v in values if hasattr(v, "eqns") and hasattr(v, "invars") or hasattr(v, "jaxpr")]
+    return [
+        _closed(v) for v in values if (hasattr(v, "eqns") and hasattr(v, "invars")) or hasattr(v, "jaxpr")
+    ]
 
 
 def _closed(jaxpr: Any) -> Any:

@@ -49,7 +49,7 @@ class Variable:
 
     @property
     def type(self) -> str:
-        """dtype and shape in one word, as the listing shows it: ``float32[8,10]``."""
+        """Dtype and shape in one word, as the listing shows it: ``float32[8,10]``."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     def __repr__(self) -> str:

@@ -96,7 +96,7 @@ def headline(program: Program) -> str:
 
 
 def short_type(v: Variable) -> str:
-    """dtype and shape as the listing shows them: ``f32[8,10]``."""
+    """Dtype and shape as the listing shows them: ``f32[8,10]``."""
     dtype = str(v.dtype)
     stem = dtype.rstrip("0123456789")
     return f"{_SHORT.get(stem, stem)}{dtype[len(stem) :]}[{','.join(map(str, v.shape))}]"
@@ -138,7 +138,9 @@ def _returned(program: Program) -> Iterator[_Line]:
 def _op_line(op: Op) -> _Line:
     source = str(op.source) if op.source is not None else ""
     names = ", ".join(v.name for v in op.outputs)
-    return _Line(str(op.made_by), _types(op.outputs), f"{names} = {_call(op)}" if names else _call(op), source)
+    return _Line(
+        str(op.made_by), _types(op.outputs), f"{names} = {_call(op)}" if names else _call(op), source
+    )
 
 
 def _types(variables: Iterable[Variable]) -> str:
@@ -200,7 +202,7 @@ def summary_by_pass(program: Program) -> str:
     pass        ops    results
     forward       2       16 B
     backward      3       28 B
-    update        1       12 B
+    update        2       16 B
     """
     rows = [f"{'pass':<10}{'ops':>5}{'results':>11}"]
     for made_by in Pass:

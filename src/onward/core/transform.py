@@ -70,7 +70,7 @@ def transform(
     """
 
     @wraps(function)
-    def applied(program: Program, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Program:
+    def applied(program: Program, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Program:
         return remembered(program, function(program, *args, **kwargs), applied, args, kwargs)
 
     return applied

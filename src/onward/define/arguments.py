@@ -98,7 +98,7 @@ def _is_extended(dtype: Any) -> bool:
 
 
 def _is_equinox_module(value: Any) -> bool:
-    """equinox keeps Python numbers among a module's leaves and calls them static; so do we."""
+    """Equinox keeps Python numbers among a module's leaves and calls them static; so do we."""
     nodes = jax.tree.leaves(value, is_leaf=_has_equinox_base)
     return any(map(_has_equinox_base, nodes))
 

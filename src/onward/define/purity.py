@@ -51,7 +51,7 @@ def _whereabouts() -> str:
             if isinstance(holder, dict):
                 keys = [k for k, v in holder.items() if v is kept and isinstance(k, str)]
                 if keys and not keys[0].startswith("_") and keys[0] not in ("kept", "holder"):
-                    return f" ({kept.aval.str_short()} under the name {keys[0]!r})"
+                    return f" ({kept.aval} under the name {keys[0]!r})"
             elif isinstance(holder, list) and holder and holder[0] is kept:
-                return f" ({kept.aval.str_short()} in a list of {len(holder)})"
+                return f" ({kept.aval} in a list of {len(holder)})"
     return ""

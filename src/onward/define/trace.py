@@ -61,7 +61,7 @@ def trace(
         ...     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
         >>> params = {"w": jnp.zeros((3, 1)), "b": jnp.zeros(1)}
         >>> trace(loss, params, jnp.ones((8, 3)), jnp.ones((8, 1)))
-        Program('loss', 6 ops)
+        Program('loss', 7 ops)
     """
     if not args:
         raise ArgumentError(

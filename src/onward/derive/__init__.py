@@ -1,0 +1,1 @@
+"""Forward, then backward, then update: the transforms that derive a training Program."""

@@ -153,9 +153,7 @@ class _Draft:
 class _Backward:
     """One walk over the ops in reverse: ``parts[v]`` holds the gradients of v found so far."""
 
-    def __init__(
-        self, program: Program, wanted: Sequence[Variable], stopped: Iterable[Variable]
-    ) -> None:
+    def __init__(self, program: Program, wanted: Sequence[Variable], stopped: Iterable[Variable]) -> None:
         self.source = program
         self.wanted = wanted
         self.names = Names(program.variables)

@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, ClassVar, dataclass_transform, get_args, get_type_hints
+from typing import Any, ClassVar, dataclass_transform
 
 import jax
 
@@ -88,12 +88,7 @@ class Optimizer:
     @property
     def hyperparameters(self) -> Mapping[str, Hyperparameter]:
         """The fields that may change while training, by name."""
-        hints = get_type_hints(type(self))
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if float in get_args(hints[f.name])
-        }
+        return {f.name: getattr(self, f.name) for f in fields(self) if _is_hyperparameter(f.type)}
 
     @classmethod
     def check_hyperparameter(cls, name: str, value: Any) -> None:
@@ -149,7 +144,7 @@ class Optimizer:
             ...     return jnp.sum(w * x)
             >>> program = ow.SGD(0.1).minimize(loss, jnp.ones(3), jnp.ones(3))
             >>> program
-            Program('loss', 6 ops)
+            Program('loss', 7 ops)
         """
         if isinstance(loss, Program):
             if args or trace_options:
@@ -167,3 +162,10 @@ class Optimizer:
             )
         program = self.create_backward_pass(program, None, parameter_list, no_grad_set)
         return self.create_optimization_pass(program)
+
+
+def _is_hyperparameter(annotation: Any) -> bool:
+    """Whether a field is annotated ``Hyperparameter``, be it as a string (as dataclasses do for ClassVar)."""
+    if isinstance(annotation, str):
+        return annotation.rpartition(".")[2] == "Hyperparameter"
+    return bool(annotation == Hyperparameter)

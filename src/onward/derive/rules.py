@@ -138,7 +138,6 @@ def _backward(
         return list(pullback(leaves, list(values[len(reads) :])))
 
     types = [
-        forward.in_types[r.position] if r.source == "input" else forward.out_types[r.position]
-        for r in reads
+        forward.in_types[r.position] if r.source == "input" else forward.out_types[r.position] for r in reads
     ]
     return body_of(backward, *types, *given)

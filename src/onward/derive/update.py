@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,26 +25,14 @@ from onward.core.transform import transform
 from onward.core.walk import prune
 from onward.core.words import Kind, Pass, UpdateType
 
+if TYPE_CHECKING:
+    from onward.derive.optimizer import Optimizer
+
 _STEP = "step"
 
 
-class Rule(Protocol):
-    """What ``append_update`` needs of an optimizer."""
-
-    @property
-    def type(self) -> UpdateType: ...
-    @property
-    def evaluates_loss(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def hyperparameters(self) -> Mapping[str, Any]: ...
-    def init(self, parameter: Any) -> Mapping[str, Any]: ...
-    def update(self, parameter: Any, gradient: Any, slots: Any, hyperparameters: Any) -> tuple[Any, Any]: ...
-
-
 @transform
-def append_update(program: Program, optimizer: Rule) -> Program:
+def append_update(program: Program, optimizer: Optimizer) -> Program:
     """Add the operators that update the parameters of ``program.gradients``.
 
     Adds ops and state, changes none. Every parameter keeps its dtype.
@@ -81,7 +69,9 @@ class _Group:
     hyperparameters: tuple[tuple[str, int], ...]
     types: tuple[tuple[tuple[int, ...], Any], ...]
 
-    def read(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[dict[str, Any]], SimpleNamespace]:
+    def read(
+        self, values: Sequence[Any]
+    ) -> tuple[list[Any], list[Any], list[dict[str, Any]], SimpleNamespace]:
         """Parameters, gradients, slots and hyperparameters among the values of the inputs."""
         return (
             [values[i] for i in self.parameters],
@@ -94,7 +84,7 @@ class _Group:
 class _Update:
     """The update pass as it grows: ops, new state, and what replaces what."""
 
-    def __init__(self, program: Program, optimizer: Rule) -> None:
+    def __init__(self, program: Program, optimizer: Optimizer) -> None:
         self.source, self.optimizer = program, optimizer
         self.names = Names(program.variables)
         self.state: list[Variable] = []
@@ -143,8 +133,8 @@ class _Update:
         """One update op: of a single parameter, or of all for a rule across parameters."""
         slots = [self.slots(p) for p in parameters]
         flat = [v for group in slots for v in group.values()]
-        read = (*parameters, *gradients, *flat, *self.values.values(), *(self.loss.reads if self.loss else ()))
-        inputs = tuple(dict.fromkeys(read))
+        again = self.loss.reads if self.loss else ()
+        inputs = tuple(dict.fromkeys((*parameters, *gradients, *flat, *self.values.values(), *again)))
         at = {v: i for i, v in enumerate(inputs)}
         group = _Group(
             parameters=tuple(at[v] for v in parameters),
@@ -190,11 +180,13 @@ class _Update:
             parameters, gradients, slots, hyperparameters = group.read(values)
             extra = (self.loss.at(dict(zip(inputs, values, strict=True))),) if self.loss else ()
             if self.optimizer.type is UpdateType.ACROSS:
-                arguments = (tuple(parameters), tuple(gradients), tuple(slots))
-                new, states = self.optimizer.update(*arguments, hyperparameters, *extra)
+                new, states = self.optimizer.update(
+                    tuple(parameters), tuple(gradients), tuple(slots), hyperparameters, *extra
+                )
             else:
-                arguments = (parameters[0], gradients[0], slots[0])
-                one, state = self.optimizer.update(*arguments, hyperparameters, *extra)
+                one, state = self.optimizer.update(
+                    parameters[0], gradients[0], slots[0], hyperparameters, *extra
+                )
                 new, states = (one,), (state,)
             flat = [(s[name], i) for s, names in zip(states, group.slots, strict=True) for name, i in names]
             results = [*zip(new, group.parameters, strict=True), *flat]

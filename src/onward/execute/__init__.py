@@ -1,0 +1,1 @@
+"""A Program becomes an executable and runs: compile, Step, State."""

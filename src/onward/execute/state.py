@@ -131,7 +131,8 @@ class State:
     def __repr__(self) -> str:
         if self.is_spent:
             return "State(given to a step, spent)"
-        return f"State({len(self.values)} Variables: {', '.join(v.name for v in self.layout.variables[:4])}...)"
+        names = ", ".join(v.name for v in self.layout.variables[:4])
+        return f"State({len(self.values)} Variables: {names}{', ...' if len(self.values) > 4 else ''})"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Layout]:
         """The values with their names, for ``jax.tree``."""

@@ -220,8 +220,10 @@ def compile(program: Program, fetch: Sequence[str | Variable] = (), donate: bool
         >>> step = ow.compile(program, fetch=["grad(w)"])
         >>> state = step.init(jnp.ones(2))
         >>> state, out = step(state, jnp.array([1.0, 2.0]))
-        >>> float(out.loss), out["grad(w)"].tolist(), state.parameters.round(2).tolist()
-        (3.0, [1.0, 2.0], [0.8999999761581421, 0.800000011920929])
+        >>> float(out.loss), out["grad(w)"].tolist()
+        (3.0, [1.0, 2.0])
+        >>> print(state.parameters)
+        [0.9 0.8]
     """
     if isinstance(fetch, str | Variable):
         fetch = [fetch]

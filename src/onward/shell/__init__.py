@@ -1,0 +1,1 @@
+"""The command line: ``onward demo``, also ``python -m onward demo``."""
