@@ -4,12 +4,12 @@
     ├── TraceError          (TypeError)     a function that cannot become a Program
     ├── ArgumentError       (TypeError)     a call with the wrong number, structure, shape or dtype
     ├── LossError           (ValueError)    a loss that has no gradient to follow
-    ├── UnknownName         (LookupError)   a name that no Variable bears
     ├── HyperparameterError (ValueError)    a hyperparameter that is no finite number, or out of range
     ├── GraphError          (ValueError)    a Program that breaks the rules of the graph
+    ├── UnknownNameError    (LookupError)   a name that no Variable bears
     ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
-    └── MissingExtra        (ImportError)   an optional package that is not installed
+    └── MissingExtraError   (ImportError)   an optional package that is not installed
 
 Every message says what was found, what was expected, and what to write instead.
 """
@@ -34,7 +34,7 @@ class LossError(OnwardError, ValueError):
     """The loss is not a floating point scalar, or nothing that it depends on can be trained."""
 
 
-class UnknownName(OnwardError, LookupError):
+class UnknownNameError(OnwardError, LookupError):
     """No Variable bears this name."""
 
 
@@ -54,7 +54,7 @@ class StateError(OnwardError, RuntimeError):
     """A State cannot be used here."""
 
 
-class MissingExtra(OnwardError, ImportError):
+class MissingExtraError(OnwardError, ImportError):
     """An optional package is needed and not installed."""
 
 

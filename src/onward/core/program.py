@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from onward.core.errors import UnknownName, nearest
+from onward.core.errors import UnknownNameError, nearest
 from onward.core.show import listing
 from onward.core.words import Kind, Pass, Placement, UpdateType
 
@@ -79,12 +79,12 @@ class Op:
     @property
     def attributes(self) -> Mapping[str, str]:
         """The op's parameters in words, such as ``{'axes': '(0,)'}``."""
-        return self.body.attributes
+        return (self.primal or self.body).attributes
 
     @property
     def subprograms(self) -> Mapping[str, Program]:
         """The Programs inside a control flow op, by the name of the branch or body."""
-        return self.body.subprograms
+        return (self.primal or self.body).subprograms
 
     def __repr__(self) -> str:
         outputs = ", ".join(v.name for v in self.outputs)
@@ -144,7 +144,7 @@ class Program:
         try:
             return self.variables[name]
         except KeyError:
-            raise UnknownName(
+            raise UnknownNameError(
                 f"Program {self.name!r} has no Variable named {name!r}. "
                 f"{nearest(name, self.variables)} print(program) lists them all."
             ) from None

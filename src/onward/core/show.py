@@ -151,10 +151,11 @@ def _types(variables: Iterable[Variable]) -> str:
 
 def _call(op: Op) -> str:
     """The op as a call: its operands, literal numbers among them, and its short attributes."""
-    operands = [op.inputs[o].name if isinstance(o, int) else o for o in op.body.operands]
+    body = op.primal or op.body
+    operands = [op.inputs[o].name if isinstance(o, int) else o for o in body.operands]
     attributes = [
         f"{key}={value}"
-        for key, value in op.attributes.items()
+        for key, value in body.attributes.items()
         if key not in _QUIET and len(value) <= _SHORT_VALUE and value not in ("False", "()")
     ]
     return f"{op.type}({', '.join([*operands, *attributes])})"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from onward.core.errors import UnknownName, nearest
+from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.transform import transform
 
@@ -121,7 +121,7 @@ def find(program: Program, target: str | Variable | Target) -> Variable:
 def select(variables: Sequence[Variable], where: Iterable[Where], what: str) -> tuple[Variable, ...]:
     """The Variables that names, patterns (``"layers/*/w"``), Variables or predicates pick out.
 
-    Raises ``UnknownName`` for one that picks nothing.
+    Raises ``UnknownNameError`` for one that picks nothing.
     """
     if isinstance(where, str | Variable) or callable(where):
         where = [where]
@@ -130,7 +130,7 @@ def select(variables: Sequence[Variable], where: Iterable[Where], what: str) -> 
     for choice in where:
         found = _matches(variables, by_name, choice)
         if not found:
-            raise UnknownName(_nothing_found(choice, by_name, what))
+            raise UnknownNameError(_nothing_found(choice, by_name, what))
         chosen.update(found)
     return tuple(v for v in variables if v in chosen)
 

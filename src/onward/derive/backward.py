@@ -49,7 +49,7 @@ def append_backward(
 
     Raises:
         LossError: the loss is not a floating point scalar or depends on none of the parameters.
-        UnknownName: a name in ``parameter_list`` or ``no_grad_set`` that no Variable bears.
+        UnknownNameError: a name in ``parameter_list`` or ``no_grad_set`` that no Variable bears.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

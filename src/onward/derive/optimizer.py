@@ -136,7 +136,7 @@ class Optimizer:
             trace_options: for a function, further arguments of ``trace``, such as ``has_aux``.
 
         Raises:
-            TraceError, LossError, UnknownName: see ``trace`` and ``append_backward``.
+            TraceError, LossError, UnknownNameError: see ``trace`` and ``append_backward``.
 
         Example:
             >>> import jax.numpy as jnp, onward as ow

@@ -10,35 +10,58 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
-from onward.define.arguments import type_of
+from onward.define.arguments import Type, type_of
 from onward.execute.state import fits
 
 Key = tuple[tuple[tuple[int, ...], Any], ...]
 
 
 class Feeds:
-    """Reads the data arguments of one traced function."""
+    """Reads the data arguments of one traced function; what a pruned Program reads no more is not asked for."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.inputs = set(program.inputs)
         signature = program.signature
         self.structures = signature.data if signature is not None else ()
-        self.names = signature.names[len(signature.names) - len(self.structures) :] if signature else ()
-        self.flat = all(jax.tree_util.treedef_is_leaf(s.treedef) for s in self.structures)
+        names = signature.names[len(signature.names) - len(self.structures) :] if signature else ()
+        self.taken = tuple(
+            (structure, name)
+            for structure, name in zip(self.structures, names, strict=True)
+            if not structure.variables or not self.inputs.isdisjoint(structure.variables)
+        )
+        self.flat = all(jax.tree_util.treedef_is_leaf(s.treedef) for s, _ in self.taken)
 
     def read(self, data: tuple[Any, ...]) -> Sequence[Any]:
         """The arrays in the order of ``program.inputs``; their types are not looked at."""
-        if len(data) != len(self.structures):
+        if len(data) != len(self.taken):
             raise ArgumentError(
-                f"{self.program.name} takes {len(self.structures)} data arguments "
-                f"({', '.join(self.names)}); {len(data)} were given."
+                f"{self.program.name} takes {len(self.taken)} data arguments "
+                f"({', '.join(name for _, name in self.taken)}); {len(data)} were given."
             )
         if self.flat and len(self.program.inputs) == len(data):
             return data
         values: list[Any] = []
-        for structure, name, argument in zip(self.structures, self.names, data, strict=True):
-            values.extend(structure.flatten(argument, f"{self.program.name}: {name}"))
+        for (structure, name), argument in zip(self.taken, data, strict=True):
+            arrays = structure.flatten(argument, f"{self.program.name}: {name}")
+            values.extend(x for v, x in zip(structure.variables, arrays, strict=True) if v in self.inputs)
         return values
+
+    def types(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Every data argument of the traced function by its types, those that are not taken included.
+
+        What is not taken has the length of the batch if it had that length when it was traced.
+        """
+        inputs = self.program.inputs
+        batch = {v.shape[0]: x.shape[0] for v, x in zip(inputs, values, strict=True) if v.shape and x.shape}
+        given = {v: Type(x.shape, x.dtype) for v, x in zip(inputs, values, strict=True)}
+
+        def kind(v: Variable) -> Type:
+            if v in given:
+                return given[v]
+            return Type((*(batch.get(n, n) for n in v.shape[:1]), *v.shape[1:]), v.dtype)
+
+        return tuple(s.unflatten(map(kind, s.variables)) for s in self.structures)
 
     def convert(self, values: Sequence[Any]) -> list[Any]:
         """The values as arrays of the Program's dtypes.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from onward.core.errors import UnknownName, nearest
+from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Variable
 from onward.core.structure import Signature
 
@@ -46,7 +46,7 @@ class Out:
         try:
             return self.values[self.results.position[name]]
         except KeyError:
-            raise UnknownName(
+            raise UnknownNameError(
                 f"The step does not return {name!r}. {nearest(name, self.results.position)} "
                 f"Ask for it when compiling: compile(program, fetch=[{name!r}])."
             ) from None
@@ -55,7 +55,7 @@ class Out:
     def loss(self) -> Any:
         """The loss, a scalar."""
         if self.results.loss is None:
-            raise UnknownName("The traced function returns several arrays, none of them named the loss.")
+            raise UnknownNameError("The traced function returns several arrays, none of them named the loss.")
         return self[self.results.loss]
 
     @property
@@ -64,6 +64,11 @@ class Out:
         if self.results.signature is None:
             return self.values
         result = self.results.signature.result
+        if lost := [v.name for v in result.variables if v.name not in self.results.position]:
+            raise UnknownNameError(
+                f"This Program computes no {', '.join(map(repr, lost))}, which the traced function returned. "
+                f"What it returns: out[name] with {', '.join(map(repr, self.results.position))}."
+            )
         return result.unflatten(self[v] for v in result.variables)
 
     @property
@@ -71,7 +76,7 @@ class Out:
         """What the traced function returned beside the loss (``has_aux=True``)."""
         signature = self.results.signature
         if signature is None or not signature.has_aux:
-            raise UnknownName(
+            raise UnknownNameError(
                 "The Program has no auxiliary outputs. Let the function return (loss, aux) and trace it "
                 "with has_aux=True."
             )

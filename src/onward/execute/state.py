@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownName, nearest
+from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.core.structure import Signature
 from onward.define.arguments import type_of
@@ -90,7 +90,7 @@ class State:
         """A State with other values for some Variables; the types stay, nothing is compiled again.
 
         Raises:
-            UnknownName: a name that is no state Variable.
+            UnknownNameError: a name that is no state Variable.
             ArgumentError: a value of another shape or dtype.
             HyperparameterError: a hyperparameter that is negative or not finite.
 
@@ -117,7 +117,9 @@ class State:
             return self.layout.position[name]
         except KeyError:
             known = self.layout.position
-            raise UnknownName(f"The state holds nothing named {name!r}. {nearest(name, known)}") from None
+            raise UnknownNameError(
+                f"The state holds nothing named {name!r}. {nearest(name, known)}"
+            ) from None
 
     def _check_alive(self) -> None:
         if self.is_spent:

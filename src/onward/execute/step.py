@@ -116,11 +116,8 @@ class Step:
 
     def _retrace(self, values: Sequence[Any]) -> _Executable:
         """The executable for data of other shapes, by replaying the Program's recipe."""
-        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-        supply = iter(types)
-        data = tuple(s.unflatten(supply) for s in self._feeds.structures)
         try:
-            program = replayed(self.program, data)
+            program = replayed(self.program, self._feeds.types(values))
         except OnwardError as error:
             raise ArgumentError(self._misfit(values, str(error))) from error
         self.traces += 1
@@ -212,7 +209,7 @@ def compile(program: Program, fetch: Sequence[str | Variable] = (), donate: bool
         donate: let the step reuse the buffers of the State it is given. The State is spent then.
 
     Raises:
-        UnknownName: a name in ``fetch`` that no Variable bears.
+        UnknownNameError: a name in ``fetch`` that no Variable bears.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

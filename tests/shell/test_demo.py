@@ -1,0 +1,71 @@
+"""The command line."""
+
+import subprocess
+import sys
+
+import pytest
+from safetensors.numpy import load_file
+
+from onward.shell.demo import load_digits
+from onward.shell.extras import require
+from onward.shell.main import main
+
+
+def test_the_demo_learns_to_read_digits(tmp_path, capsys):
+    path = tmp_path / "digits.safetensors"
+    assert main(["demo", "--out", str(path)]) == 0
+    printed = capsys.readouterr().out
+    accuracy = float(printed.split("held-out digits: ")[1].split("%")[0])
+    assert accuracy >= 98.0
+    assert str(path) in printed
+    assert "backward" in printed
+    parameters = load_file(path)
+    assert {name: a.shape for name, a in parameters.items()} == {
+        "conv1/b": (32,),
+        "conv1/w": (3, 3, 1, 32),
+        "conv2/b": (64,),
+        "conv2/w": (3, 3, 32, 64),
+        "dense/b": (10,),
+        "dense/w": (1024, 10),
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["digits.safetensors"]
+
+
+def test_a_fifth_is_held_out():
+    train, test = load_digits()
+    assert len(train.labels) + len(test.labels) == 1797
+    assert len(test.labels) == 359
+    held_out = {image.tobytes() for image in test.images}
+    assert not held_out & {image.tobytes() for image in train.images}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--epochs", "0"], "0 is not at least 1"),
+        (["dmo"], "invalid choice: 'dmo'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_exist_is_an_error_without_a_traceback(capsys):
+    assert main(["demo", "--epochs", "1", "--out", "/nowhere/at/all.safetensors"]) == 1
+    assert "/nowhere/at" in capsys.readouterr().err
+
+
+def test_a_missing_extra_says_how_to_get_it():
+    with pytest.raises(ImportError, match=r"pip install 'onward\[demo\]'"):
+        require("no_such_package.datasets", "demo")
+
+
+def test_python_m_onward_is_onward():
+    done = subprocess.run(
+        [sys.executable, "-m", "onward", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "demo" in done.stdout

@@ -1,0 +1,42 @@
+"""Public names: listed once, documented, with an example where there is something to show."""
+
+import inspect
+
+import pytest
+
+import onward as ow
+
+NAMES = [n for n in ow.__all__ if inspect.isfunction(getattr(ow, n)) or inspect.isclass(getattr(ow, n))]
+FUNCTIONS = [n for n in NAMES if inspect.isfunction(getattr(ow, n))]
+OPTIMIZERS = [
+    n for n in NAMES if inspect.isclass(getattr(ow, n)) and issubclass(getattr(ow, n), ow.Optimizer)
+]
+
+
+def test_all_is_complete():
+    public = {n for n, v in vars(ow).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert len(set(ow.__all__)) == len(ow.__all__)
+    assert public - {"version"} == set(ow.__all__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_a_docstring(name):
+    assert inspect.getdoc(getattr(ow, name)).strip().splitlines()[0].endswith((".", ":"))
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "Optimizer"])
+def test_every_optimizer_names_its_source(name):
+    text = inspect.getdoc(getattr(ow, name))
+    assert "Source:" in text
+    assert ">>>" in text
+
+
+def test_most_public_functions_show_an_example():
+    plain = {"ancestors", "consumers", "descendants", "liveness", "producers"}
+    assert {n for n in FUNCTIONS if ">>>" not in inspect.getdoc(getattr(ow, n))} <= plain
+
+
+def test_every_error_is_an_onward_error_and_a_builtin_one():
+    errors = [getattr(ow, n) for n in NAMES if n.endswith("Error")]
+    assert all(issubclass(e, ow.OnwardError) for e in errors)
+    assert all(len(e.__mro__) > 4 for e in errors if e is not ow.OnwardError)

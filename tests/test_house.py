@@ -1,0 +1,63 @@
+"""The house as a whole: linter, formatter, type checker, the README's code and commands, notebooks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CODE = ["src", "tests", "benchmarks", "notebooks"]
+
+
+def run(*command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_linter():
+    run("ruff", "check", *CODE)
+
+
+def test_formatter():
+    run("ruff", "format", "--check", *CODE)
+
+
+def test_type_checker():
+    run("mypy")
+
+
+def test_readme_code_runs_and_prints_what_it_shows(capsys):
+    blocks = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+    names: dict[str, object] = {}
+    printed = ""
+    shown = 0
+    for language, text in blocks:
+        if language == "python":
+            exec(compile(text, "README.md", "exec"), names)
+            printed = capsys.readouterr().out
+        elif language == "":
+            assert printed.strip() == text.strip()
+            shown += 1
+    assert shown == 2
+
+
+def test_readme_gives_two_commands_that_make_their_own_environment():
+    commands = re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL)
+    assert len(commands) == 2
+    assert all(c.startswith("python3 -m venv ") for c in commands)
+    assert commands[0].endswith("onward demo")
+    assert commands[1].endswith("pytest")
+
+
+def test_ci_runs_the_command_of_the_readme():
+    assert "README.md" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("word", ["/root/", "/work/", "pypi.org"])
+def test_no_file_names_a_machine(word):
+    files = [p for folder in (*CODE, ".ci") for p in (ROOT / folder).rglob("*") if p.is_file()]
+    texts = [p for p in files if p.suffix in (".py", ".md", ".toml", "") and p != Path(__file__)]
+    assert [p.name for p in [*texts, ROOT / "README.md"] if word in p.read_text(errors="ignore")] == []

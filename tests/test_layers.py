@@ -1,0 +1,63 @@
+"""The alphabet is the architecture: a folder imports only from folders to its left."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import onward
+
+HOUSE = Path(onward.__file__).parent
+FOLDERS = ["core", "define", "derive", "distribute", "execute", "explain", "serve", "shell"]
+FILES = sorted(p for p in HOUSE.rglob("*.py") if p.parent != HOUSE)
+
+
+def imported_folders(source: str) -> list[str]:
+    modules = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            modules.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+    parts = [m.split(".") for m in modules]
+    return [p[1] for p in parts if p[0] == "onward" and len(p) > 1]
+
+
+def wrong_way(folder: str, source: str) -> list[str]:
+    return [f for f in imported_folders(source) if FOLDERS.index(f) > FOLDERS.index(folder)]
+
+
+def imports_inside_functions(source: str) -> list[int]:
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+    return [
+        n.lineno for f in functions for n in ast.walk(f) if isinstance(n, ast.Import | ast.ImportFrom)
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(HOUSE)))
+def test_imports_point_one_way(path):
+    folder = path.relative_to(HOUSE).parts[0]
+    assert wrong_way(folder, path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(HOUSE)))
+def test_imports_stand_at_the_top(path):
+    assert imports_inside_functions(path.read_text()) == []
+
+
+def test_only_one_file_touches_jaxpr_types_and_none_the_private_ones():
+    texts = {str(p.relative_to(HOUSE)): p.read_text() for p in HOUSE.rglob("*.py")}
+    assert [name for name, text in texts.items() if "jax.extend" in text] == ["core/jaxprs.py"]
+    assert [name for name, text in texts.items() if "jax._src" in text] == []
+    assert [name for name, text in texts.items() if "import optax" in text] == []
+
+
+def test_folders_stand_in_alphabetical_order():
+    assert sorted(FOLDERS) == FOLDERS
+    assert {p.relative_to(HOUSE).parts[0] for p in FILES} <= set(FOLDERS)
+
+
+def test_the_tests_above_find_what_they_look_for():
+    assert wrong_way("core", "from onward.derive.rules import Rule") == ["derive"]
+    assert wrong_way("derive", "import onward.core.check") == []
+    assert imports_inside_functions("def f():\n    import os\n") == [2]
