@@ -109,7 +109,7 @@ def _given(program: Program) -> Iterator[_Line]:
 
 def _given_folded(program: Program, depth: int) -> Iterator[_Line]:
     for margin, variables in _groups(program):
-        for name, group in groupby(variables, lambda v: "/".join(v.name.split("/")[:depth])):
+        for name, group in groupby(variables, lambda v: "/".join(v.name.split("/")[: max(depth, 1)])):
             members = list(group)
             if len(members) == 1:
                 yield _Line(margin, short_type(members[0]), members[0].name)
@@ -167,10 +167,14 @@ def _ops_folded(program: Program, depth: int) -> Iterator[_Line]:
 
     for (made_by, scope), group in groupby(program.ops, key):
         ops = list(group)
-        if len(ops) == 1 or (not scope and made_by is Pass.FORWARD):
+        if len(ops) == 1 or (depth and not scope and made_by is Pass.FORWARD):
             yield from map(_op_line, ops)
         else:
-            yield _Line(str(made_by), _count(len(ops), "op"), f"{scope or '(no scope)'}: {_census(ops)}")
+            yield _Line(
+                str(made_by),
+                _count(len(ops), "op"),
+                f"{scope or '(no scope)'}: {_census(ops)}" if depth else _census(ops),
+            )
 
 
 def _census(ops: Iterable[Op]) -> str:

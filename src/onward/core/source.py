@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +73,15 @@ def line_of(error: BaseException) -> str:
         if not is_library(frame.tb_frame.f_code.co_filename)
     ]
     return found[-1] if found else "an unknown line"
+
+
+def user_level() -> int:
+    """The ``stacklevel`` that makes a warning given by the caller point at the user's line."""
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

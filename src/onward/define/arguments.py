@@ -30,6 +30,7 @@ class Specification:
     name: str
     treedef: Any
     leaves: tuple[Leaf | Static, ...]
+    is_sequence: bool = False
 
     @property
     def arrays(self) -> tuple[Leaf, ...]:
@@ -72,7 +73,8 @@ def specify(argument: Any, name: str) -> Specification:
     for path, value in paths:
         kind = type_of(value, numbers=not module)
         leaves.append(Static(value) if kind is None else Leaf(path_name(path), kind))
-    return Specification(name, treedef, tuple(leaves))
+    is_sequence = any(path and isinstance(path[0], jax.tree_util.SequenceKey) for path, _ in paths)
+    return Specification(name, treedef, tuple(leaves), is_sequence)
 
 
 def type_of(value: Any, numbers: bool = True) -> Type | None:

@@ -213,7 +213,9 @@ def _declare(specification: Specification, kind: Kind, names: Names) -> Structur
 def _name(leaf: Leaf, specification: Specification, kind: Kind) -> str:
     if not leaf.path:
         return specification.name
-    return leaf.path if kind is Kind.PARAMETER else f"{specification.name}/{leaf.path}"
+    if kind is Kind.PARAMETER and not specification.is_sequence:
+        return leaf.path
+    return f"{specification.name}/{leaf.path}"
 
 
 def _typed(leaf: Leaf) -> tuple[tuple[int, ...], Any]:

@@ -22,6 +22,7 @@ from onward.core.errors import ArgumentError, LossError, UnreachedWarning
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
+from onward.core.source import user_level
 from onward.core.transform import remembered, transform
 from onward.core.walk import Where, find, select
 from onward.core.words import Kind, Pass
@@ -79,7 +80,7 @@ def append_backward(
         warnings.warn(
             f"The loss {target.name!r} does not reach {', '.join(map(repr, lost))}: no gradient, no update.",
             UnreachedWarning,
-            stacklevel=3,
+            stacklevel=user_level(),
         )
     return replace(backward.program(), gradients=pairs, loss=target)
 

@@ -17,7 +17,7 @@ Key = tuple[tuple[tuple[int, ...], Any], ...]
 
 
 class Feeds:
-    """Reads the data arguments of one traced function; what a pruned Program reads no more is not asked for."""
+    """Reads the data arguments of a traced function, but not those that a pruned Program reads no more."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
