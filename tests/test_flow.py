@@ -96,7 +96,7 @@ def test_nothing_is_traced_or_compiled_twice(case):
 
 
 def test_a_pruned_program_asks_only_for_the_data_it_reads(case):
-    params, x, y = case
+    params, x, _ = case
     program = ow.SGD(0.1).minimize(loss, *case)
     predict = ow.compile(ow.prune(program, ["dot_general"]))
     assert [v.name for v in predict.program.inputs] == ["x"]

@@ -1,5 +1,7 @@
 """Every optimizer against its paper's equations in float64 NumPy, and against optax."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,7 +207,7 @@ def test_a_rule_may_evaluate_the_loss_again():
     for _ in range(20):
         state, out = step(state, x)
         losses.append(float(out.loss))
-    assert all(b < a for a, b in zip(losses, losses[1:], strict=False))
+    assert all(b < a for a, b in pairwise(losses))
     assert losses[-1] < 0.5 * losses[1]
 
 

@@ -23,8 +23,8 @@ def check(program: Program) -> Program:
     known = _Known(program.name)
     known.give((*program.inputs, *program.state, *program.constants), "the head of the Program")
     for op in program.ops:
-        known.read(op.inputs, f"op {op!r}")
-        known.give(op.outputs, f"op {op!r}")
+        known.read(op.inputs, op)
+        known.give(op.outputs, op)
         _check_types(program, op)
     known.read(program.outputs, "the outputs")
     known.read(program.next_state.values(), "next_state")
@@ -44,7 +44,7 @@ class _Known:
         self.variables: set[Variable] = set()
         self.names: set[str] = set()
 
-    def give(self, variables: Iterable[Variable], where: str) -> None:
+    def give(self, variables: Iterable[Variable], where: object) -> None:
         for v in variables:
             if v in self.variables:
                 raise GraphError(f"{self.program}: {where} gives {v.name!r} a value a second time.")
@@ -53,7 +53,7 @@ class _Known:
             self.variables.add(v)
             self.names.add(v.name)
 
-    def read(self, variables: Iterable[Variable], where: str) -> None:
+    def read(self, variables: Iterable[Variable], where: object) -> None:
         for v in variables:
             if v not in self.variables:
                 raise GraphError(
@@ -63,8 +63,8 @@ class _Known:
 
 def _check_types(program: Program, op: Op) -> None:
     for side, variables, types in (
-        ("input", op.inputs, op.body.in_types),
-        ("output", op.outputs, op.body.out_types),
+        ("input", op.inputs, op.body.in_avals),
+        ("output", op.outputs, op.body.out_avals),
     ):
         if len(variables) != len(types):
             raise GraphError(
@@ -91,8 +91,8 @@ def _check_initializers(program: Program) -> None:
     known = _Known(f"{program.name}, initializers")
     known.give((v for v in program.state if v not in made), "the state that is passed in")
     for op in program.initializers:
-        known.read(op.inputs, f"op {op!r}")
-        known.give(op.outputs, f"op {op!r}")
+        known.read(op.inputs, op)
+        known.give(op.outputs, op)
         _check_types(program, op)
     if surplus := made - set(program.state):
         raise GraphError(f"{program.name}: initializers make {surplus}, which are no state.")

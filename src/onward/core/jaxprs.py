@@ -58,15 +58,25 @@ class Body:
         outputs: list[Any] = jex.jaxpr_as_fun(self.closed)(*values)
         return outputs
 
-    @cached_property
-    def in_types(self) -> tuple[Type, ...]:
-        """Shape and dtype of every input."""
-        return tuple(_type(v.aval) for v in self.closed.jaxpr.invars)
+    @property
+    def in_avals(self) -> Sequence[Any]:
+        """For every input something with its shape and dtype."""
+        return [v.aval for v in self.closed.jaxpr.invars]
 
-    @cached_property
+    @property
+    def out_avals(self) -> Sequence[Any]:
+        """For every output something with its shape and dtype."""
+        return [v.aval for v in self.closed.jaxpr.outvars]
+
+    @property
+    def in_types(self) -> tuple[Type, ...]:
+        """Shape and dtype of every input, to trace another function with."""
+        return tuple(map(_type, self.in_avals))
+
+    @property
     def out_types(self) -> tuple[Type, ...]:
         """Shape and dtype of every output."""
-        return tuple(_type(v.aval) for v in self.closed.jaxpr.outvars)
+        return tuple(map(_type, self.out_avals))
 
     @cached_property
     def signature(self) -> Any:
@@ -135,7 +145,7 @@ class Body:
             [jaxpr.invars[i] for i in kept],
             outvars,
             eqns[::-1],
-            jaxpr.effects,
+            frozenset().union(*(eqn.effects for eqn in eqns)),
             jaxpr.debug_info.with_unknown_names(),
         )
         return Body(_close(part, [c for _, c in consts])), kept
@@ -148,7 +158,7 @@ class Body:
         shown = {}
         for key, value in self.equations[0].params.items():
             if not callable(value) and not _jaxprs_in(value) and value is not None:
-                text = str(value)
+                text = str(_plain(value))
                 shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."
         return shown
 
@@ -156,7 +166,7 @@ class Body:
     def operands(self) -> tuple[int | str, ...]:
         """What the equation is called with: positions of inputs, and literal numbers as text."""
         if len(self.equations) != 1:
-            return tuple(range(len(self.in_types)))
+            return tuple(range(len(self.in_avals)))
         at = {id(v): i for i, v in enumerate(self.closed.jaxpr.invars)}
         return tuple(
             str(np.asarray(v.val)) if isinstance(v, jex.Literal) else at[id(v)]
@@ -190,12 +200,12 @@ class _EquationBody(Body):
         return _close(jaxpr, [])
 
     @property
-    def in_types(self) -> tuple[Type, ...]:
-        return tuple(_type(v.aval) for v in self._invars)
+    def in_avals(self) -> Sequence[Any]:
+        return [v.aval for v in self._invars]
 
     @property
-    def out_types(self) -> tuple[Type, ...]:
-        return tuple(_type(v.aval) for v in self._outvars)
+    def out_avals(self) -> Sequence[Any]:
+        return [v.aval for v in self._outvars]
 
     @property
     def has_effects(self) -> bool:
@@ -363,6 +373,13 @@ def _type(aval: Any) -> Type:
 
 def _shape(aval: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(aval.shape), aval.dtype
+
+
+def _plain(value: Any) -> Any:
+    """A parameter without NumPy's way of writing integers."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def _literal_value(literal: Any) -> Any:

@@ -21,7 +21,7 @@ def lower(program: Program, outputs: Sequence[Variable]) -> Callable[..., list[A
         env.update(zip(program.state, state, strict=True))
         env.update(zip(program.inputs, inputs, strict=True))
         for op in program.ops:
-            with jax.named_scope(op.scope or op.made_by):
+            with jax.named_scope(f"{op.made_by}/{op.scope}" if op.scope else op.made_by):
                 env.update(zip(op.outputs, op.body(*(env[v] for v in op.inputs)), strict=True))
         return [env[v] for v in outputs]
 

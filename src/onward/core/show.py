@@ -30,7 +30,28 @@ if TYPE_CHECKING:
 _TYPE_WIDTH = 24
 _RULE_WIDTH = 70
 _LARGE = 200
-_QUIET = {"accuracy", "out_sharding", "precision", "preferred_element_type", "sharding", "shape", "weak_type"}
+_QUIET = {
+    "accuracy",
+    "dtype",
+    "index_dtype",
+    "new_sizes",
+    "num_consts",
+    "out_sharding",
+    "precision",
+    "preferred_element_type",
+    "shape",
+    "sharding",
+    "weak_type",
+}
+_ONE_IS_PLAIN = {
+    "base_dilation",
+    "batch_group_count",
+    "feature_group_count",
+    "lhs_dilation",
+    "rhs_dilation",
+    "window_dilation",
+    "window_strides",
+}
 _SHORT_VALUE = 16
 _SHORT = {
     "float": "f",
@@ -153,12 +174,15 @@ def _call(op: Op) -> str:
     """The op as a call: its operands, literal numbers among them, and its short attributes."""
     body = op.primal or op.body
     operands = [op.inputs[o].name if isinstance(o, int) else o for o in body.operands]
-    attributes = [
-        f"{key}={value}"
-        for key, value in body.attributes.items()
-        if key not in _QUIET and len(value) <= _SHORT_VALUE and value not in ("False", "()")
-    ]
+    attributes = [f"{key}={value}" for key, value in body.attributes.items() if _is_telling(key, value)]
     return f"{op.type}({', '.join([*operands, *attributes])})"
+
+
+def _is_telling(key: str, value: str) -> bool:
+    """Whether an attribute says something that a reader could not guess."""
+    if key in _QUIET or len(value) > _SHORT_VALUE or value in ("False", "()"):
+        return False
+    return key not in _ONE_IS_PLAIN or not set(value) <= set("(1, )")
 
 
 def _ops_folded(program: Program, depth: int) -> Iterator[_Line]:

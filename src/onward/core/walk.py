@@ -105,7 +105,7 @@ def needed_ops(program: Program, targets: Iterable[Variable]) -> list[Op]:
 def _primal_form(op: Op, used: set[Variable]) -> Op:
     if op.primal is None:
         return op
-    count = len(op.primal.out_types)
+    count = len(op.primal.out_avals)
     if not used.isdisjoint(op.outputs[count:]):
         return op
     return replace(op, outputs=op.outputs[:count], body=op.primal, primal=None)

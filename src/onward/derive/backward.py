@@ -24,7 +24,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
-from onward.core.walk import Where, find, select
+from onward.core.walk import Where, ancestors, find, select
 from onward.core.words import Kind, Pass
 from onward.derive.rules import Rule, rule_for
 
@@ -158,7 +158,8 @@ class _Backward:
         self.source = program
         self.wanted = wanted
         self.names = Names(program.variables)
-        self.active = _active(program, wanted, set(stopped))
+        self.stopped = set(stopped)
+        self.active: set[Variable] = set()
         self.parts: dict[Variable, list[tuple[_Draft, int] | Variable]] = {}
         self.drafts: list[_Draft] = []
         self.saving: dict[Op, tuple[Op, ...]] = {}
@@ -174,9 +175,10 @@ class _Backward:
 
     def run(self) -> dict[Variable, Variable]:
         """The gradients of the wanted Variables."""
+        self.active = self.path(ancestors(self.source, self.parts))
         total: dict[Variable, Variable] = {}
         for op in reversed(self.source.ops):
-            given = [j for j, v in enumerate(op.outputs) if v in self.parts]
+            given = [j for j, v in enumerate(op.outputs) if v in self.parts and self.lets_through(v)]
             chosen = [i for i, v in enumerate(op.inputs) if v in self.active]
             if given and chosen:
                 for j in given:
@@ -188,16 +190,27 @@ class _Backward:
                 total[v] = self.total(v)
         return {v: total[v] for v in self.wanted if v in total}
 
+    def path(self, needed: set[Variable]) -> set[Variable]:
+        """The Variables through which a gradient flows from what is needed to what is wanted."""
+        active = set(self.wanted) - self.stopped
+        for op in self.source.ops:
+            chosen = [i for i, v in enumerate(op.inputs) if v in active]
+            flowing = [j for j, v in enumerate(op.outputs) if v in needed and self.lets_through(v)]
+            if chosen and flowing and rule_for(_body(op, flowing), chosen, flowing).writes:
+                active.update(op.outputs[j] for j in flowing)
+        return active
+
+    def lets_through(self, v: Variable) -> bool:
+        """Whether a Variable can carry a gradient."""
+        return v not in self.stopped and _differentiable(v)
+
     def differentiate(
         self, op: Op, chosen: list[int], given: list[int], total: dict[Variable, Variable]
     ) -> None:
         """Append the gradient op of one forward op."""
-        primal = op.primal or op.body
-        body = primal if given[-1] < len(primal.out_types) else op.body
+        body = _body(op, given)
         rule = rule_for(body, chosen, given)
-        if not rule.writes:
-            return
-        saved = self.residuals(op, rule, len(body.out_types))
+        saved = self.residuals(op, rule, len(body.out_avals))
         values = {"input": op.inputs, "output": op.outputs, "residual": saved}
         inputs = [
             total[op.outputs[r.position]] if r.source == "cotangent" else values[r.source][r.position]
@@ -259,13 +272,10 @@ class _Backward:
         return replace(self.source, ops=(*forward, *(draft.op() for draft in self.drafts)))
 
 
-def _active(program: Program, wanted: Iterable[Variable], stopped: set[Variable]) -> set[Variable]:
-    """The Variables that carry a gradient towards a wanted one."""
-    active = set(wanted) - stopped
-    for op in program.ops:
-        if not active.isdisjoint(op.inputs):
-            active.update(v for v in op.outputs if v not in stopped and _differentiable(v))
-    return active
+def _body(op: Op, given: Sequence[int]) -> Body:
+    """What to differentiate: the op as it was before it saved residuals, unless their gradients are given."""
+    primal = op.primal or op.body
+    return primal if given[-1] < len(primal.out_avals) else op.body
 
 
 def _differentiable(v: Variable) -> bool:

@@ -238,7 +238,7 @@ class _LossFunction:
 
 def _tight(body: Body) -> tuple[Body, tuple[int, ...]]:
     """The body without the inputs it does not read, and the positions of those it does."""
-    return body.restricted(range(len(body.out_types)))
+    return body.restricted(range(len(body.out_avals)))
 
 
 def _op(

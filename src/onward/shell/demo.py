@@ -82,8 +82,8 @@ def predict(params: Parameters, images: jax.Array) -> jax.Array:
     with jax.named_scope("pool"):
         h = h.reshape(-1, 4, 2, 4, 2, 64).max((2, 4)).reshape(-1, 4 * 4 * 64)
     with jax.named_scope("dense"):
-        h = h @ params["dense"]["w"] + params["dense"]["b"]
-    return h
+        logits: jax.Array = h @ params["dense"]["w"] + params["dense"]["b"]
+    return logits
 
 
 def loss(params: Parameters, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:

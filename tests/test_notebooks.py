@@ -1,0 +1,25 @@
+"""Every notebook runs from top to bottom, and ends in a picture."""
+
+from pathlib import Path
+
+import jupytext
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.py"))
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook(path, tmp_path):
+    notebook = jupytext.read(path)
+    NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert any("image/png" in output.get("data", {}) for output in cells[-1].outputs)
