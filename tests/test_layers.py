@@ -29,9 +29,7 @@ def wrong_way(folder: str, source: str) -> list[str]:
 
 def imports_inside_functions(source: str) -> list[int]:
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
-    return [
-        n.lineno for f in functions for n in ast.walk(f) if isinstance(n, ast.Import | ast.ImportFrom)
-    ]
+    return [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, ast.Import | ast.ImportFrom)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(HOUSE)))

@@ -105,10 +105,10 @@ def listing(program: Program, depth: int | None = None, source: bool = False) ->
 
 def headline(program: Program) -> str:
     """What a Program is, in one line."""
-    parts = [
-        _count(len(program.inputs), "feed"),
-        f"{_count(len(program.parameters), 'parameter')} ({_numbers(program.parameters):,} numbers)",
-    ]
+    parts = [_count(len(program.inputs), "feed")]
+    if program.parameters:
+        numbers = _count(_numbers(program.parameters), "number")
+        parts.append(f"{_count(len(program.parameters), 'parameter')} ({numbers})")
     others = len(program.state) - len(program.parameters)
     if others:
         parts.append(_count(others, "other state Variable"))
