@@ -52,10 +52,10 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
     >>> rule_for(body, wanted=[0], given=[0]).reads
     (Read(source='input', position=1), Read(source='cotangent', position=0))
     """
-    key = (body.signature, tuple(wanted), tuple(given))
+    key = (body.signature, tuple(wanted), tuple(given), jax.config.jax_enable_x64)
     rule = _rules.get(key)
     if rule is None:
-        rule = _rules[key] = _derive(body.anonymous(), key[1], key[2])
+        rule = _rules[key] = _derive(body.anonymous(), tuple(wanted), tuple(given))
         if len(_rules) > _REMEMBERED:
             _rules.popitem(last=False)
     else:
