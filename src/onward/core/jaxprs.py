@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from onward.core.errors import TraceError
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.source import Source, is_library
@@ -87,6 +88,11 @@ class Body:
     def has_effects(self) -> bool:
         """Whether it prints, calls back, or otherwise does more than compute."""
         return bool(self.closed.jaxpr.effects)
+
+    @property
+    def has_custom_rule(self) -> bool:
+        """Whether a ``custom_jvp`` or ``custom_vjp`` function is called in it, however deep."""
+        return any(map(_calls_custom_rule, self.equations))
 
     @property
     def equations(self) -> Sequence[Any]:
@@ -302,6 +308,8 @@ class _Reader:
         read = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex.Literal)))
         written = [v for v in eqn.outvars if not isinstance(v, jex.DropVar)]
         kind = _kind(eqn)
+        source = Source(place.source_info.traceback)
+        _refuse_references(eqn, source)
         given = eqn.params.get("name") if kind == "name" else None
         label = given or (f"{scope}/{kind}" if scope else kind)
         outputs = []
@@ -315,7 +323,7 @@ class _Reader:
                 outputs=tuple(outputs),
                 body=_EquationBody(eqn, read, written, debug_info.with_unknown_names()),
                 scope=scope,
-                source=Source(place.source_info.traceback),
+                source=source,
             )
         )
 
@@ -354,6 +362,22 @@ def _kind(eqn: Any) -> str:
     call = eqn.params.get("call_jaxpr") if eqn.primitive.name.startswith("custom_") else None
     name = call.jaxpr.debug_info.func_name if call is not None else ""
     return name if name.isidentifier() else eqn.primitive.name
+
+
+def _calls_custom_rule(eqn: Any) -> bool:
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return True
+    inner = (jaxpr for value in eqn.params.values() for jaxpr in _jaxprs_in(value))
+    return any(_calls_custom_rule(e) for jaxpr in inner for e in jaxpr.jaxpr.eqns)
+
+
+def _refuse_references(eqn: Any, source: Source) -> None:
+    for v in (*eqn.invars, *eqn.outvars):
+        if hasattr(v.aval, "inner_aval"):
+            raise TraceError(
+                f"{eqn.primitive.name} at {source.file}:{source.line} uses a mutable array (jax.new_ref). A "
+                "Program gives every Variable its value once: return new arrays instead of changing old ones."
+            )
 
 
 def _close(jaxpr: Any, consts: Sequence[Any]) -> Any:

@@ -73,7 +73,8 @@ def prune(program: Program, targets: Sequence[str | Variable]) -> Program:
     outputs = tuple(find(program, t) for t in targets)
     needed = needed_ops(program, outputs)
     used = set(outputs).union(*(op.inputs for op in needed))
-    ops = tuple(_primal_form(op, used) for op in needed)
+    differentiated = {op.of for op in needed}
+    ops = tuple(op if op.outputs and op.outputs[0] in differentiated else _primal_form(op) for op in needed)
     computed = {v for op in ops for v in op.outputs}
     return replace(
         program,
@@ -102,13 +103,11 @@ def needed_ops(program: Program, targets: Iterable[Variable]) -> list[Op]:
     ]
 
 
-def _primal_form(op: Op, used: set[Variable]) -> Op:
+def _primal_form(op: Op) -> Op:
+    """The op as it was before it saved residuals for its gradient op."""
     if op.primal is None:
         return op
-    count = len(op.primal.out_avals)
-    if not used.isdisjoint(op.outputs[count:]):
-        return op
-    return replace(op, outputs=op.outputs[:count], body=op.primal, primal=None)
+    return replace(op, outputs=op.outputs[: len(op.primal.out_avals)], body=op.primal, primal=None)
 
 
 def find(program: Program, target: str | Variable | Target) -> Variable:

@@ -32,26 +32,25 @@ class LeakWatch:
         if not self._alive():
             return
         gc.collect()
-        if not self._alive():
-            return
-        raise TraceError(
-            f"{name} is not pure: it keeps a traced array after it has returned{_whereabouts()}. Such an "
-            "array never gets a value. Return what you need instead of storing it: "
-            "`return loss, aux` and trace with has_aux=True."
-        )
+        if self._alive() and (place := _whereabouts()):
+            raise TraceError(
+                f"{name} is not pure: it keeps a traced array after it has returned ({place}). Such an "
+                "array never gets a value. Return what you need instead of storing it: "
+                "`return loss, aux` and trace with has_aux=True."
+            )
 
     def _alive(self) -> bool:
         return any(ref() is not None for ref in self._watched)
 
 
 def _whereabouts() -> str:
-    """Where a tracer is stored, as far as the garbage collector can tell."""
+    """Where the user's code stores a tracer; empty if only JAX itself still holds one."""
     for kept in [o for o in gc.get_objects() if isinstance(o, jax.core.Tracer)]:
         for holder in gc.get_referrers(kept):
             if isinstance(holder, dict):
                 keys = [k for k, v in holder.items() if v is kept and isinstance(k, str)]
                 if keys and not keys[0].startswith("_") and keys[0] not in ("kept", "holder"):
-                    return f" ({kept.aval} under the name {keys[0]!r})"
+                    return f"{kept.aval} under the name {keys[0]!r}"
             elif isinstance(holder, list) and holder and holder[0] is kept:
-                return f" ({kept.aval} in a list of {len(holder)})"
+                return f"{kept.aval} in a list of {len(holder)}"
     return ""

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.errors import ArgumentError, LossError, UnreachedWarning
+from onward.core.errors import ArgumentError, GraphError, LossError, UnreachedWarning
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
@@ -26,7 +26,7 @@ from onward.core.source import user_level
 from onward.core.transform import remembered, transform
 from onward.core.walk import Where, ancestors, find, select
 from onward.core.words import Kind, Pass
-from onward.derive.rules import Rule, rule_for
+from onward.derive.rules import Rule, flows, rule_for
 
 
 @transform
@@ -160,6 +160,7 @@ class _Backward:
         self.names = Names(program.variables)
         self.stopped = set(stopped)
         self.active: set[Variable] = set()
+        self.twice: set[Variable] = set()
         self.parts: dict[Variable, list[tuple[_Draft, int] | Variable]] = {}
         self.drafts: list[_Draft] = []
         self.saving: dict[Op, tuple[Op, ...]] = {}
@@ -175,10 +176,12 @@ class _Backward:
 
     def run(self) -> dict[Variable, Variable]:
         """The gradients of the wanted Variables."""
-        self.active = self.path(ancestors(self.source, self.parts))
+        needed = ancestors(self.source, self.parts)
+        self.twice = {op.of for op in self.source.ops if op.of and not needed.isdisjoint(op.outputs)}
+        self.active = self.path(needed)
         total: dict[Variable, Variable] = {}
         for op in reversed(self.source.ops):
-            given = [j for j, v in enumerate(op.outputs) if v in self.parts and self.lets_through(v)]
+            given = [j for j, v in enumerate(op.outputs) if v in self.parts and v in self.active]
             chosen = [i for i, v in enumerate(op.inputs) if v in self.active]
             if given and chosen:
                 for j in given:
@@ -196,9 +199,17 @@ class _Backward:
         for op in self.source.ops:
             chosen = [i for i, v in enumerate(op.inputs) if v in active]
             flowing = [j for j, v in enumerate(op.outputs) if v in needed and self.lets_through(v)]
-            if chosen and flowing and rule_for(_body(op, flowing), chosen, flowing).writes:
-                active.update(op.outputs[j] for j in flowing)
+            if chosen and flowing:
+                active.update(op.outputs[j] for j in flows(self.body(op), chosen, flowing))
         return active
+
+    def body(self, op: Op) -> Body:
+        """What to differentiate: the op before it saved residuals, unless its gradient is differentiated too.
+
+        A function with a rule of its own is differentiated by that rule the first time, and through what the
+        rule computes the second time, as JAX does.
+        """
+        return op.body if op.primal is None or op.outputs[0] in self.twice else op.primal
 
     def lets_through(self, v: Variable) -> bool:
         """Whether a Variable can carry a gradient."""
@@ -208,9 +219,9 @@ class _Backward:
         self, op: Op, chosen: list[int], given: list[int], total: dict[Variable, Variable]
     ) -> None:
         """Append the gradient op of one forward op."""
-        body = _body(op, given)
+        body = self.body(op)
         rule = rule_for(body, chosen, given)
-        saved = self.residuals(op, rule, len(body.out_avals))
+        saved = self.residuals(op, rule, body)
         values = {"input": op.inputs, "output": op.outputs, "residual": saved}
         inputs = [
             total[op.outputs[r.position]] if r.source == "cotangent" else values[r.source][r.position]
@@ -221,8 +232,9 @@ class _Backward:
         for k, i in enumerate(rule.writes):
             self.parts.setdefault(op.inputs[i], []).append((draft, k))
 
-    def residuals(self, op: Op, rule: Rule, count: int) -> tuple[Variable, ...]:
+    def residuals(self, op: Op, rule: Rule, body: Body) -> tuple[Variable, ...]:
         """The Variables that hold what the forward op saves for this rule."""
+        count = len(body.out_avals)
         if rule.forward is None:
             return ()
         if op.body is rule.forward:
@@ -230,18 +242,24 @@ class _Backward:
         base = op.outputs[0].name
         saved = tuple(
             Variable(self.names.new(f"saved({base})"), tuple(t.shape), t.dtype)
-            for t in rule.forward.out_types[count:]
+            for t in rule.forward.out_avals[count:]
         )
-        if op.primal is None and count == len(op.outputs):
-            saver = replace(op, outputs=op.outputs + saved, body=rule.forward, primal=op.body)
-            self.saving[op] = (saver,)
-        else:
-            only, kept = rule.forward.restricted(range(count, len(rule.forward.out_types)))
-            again = replace(
-                op, inputs=tuple(op.inputs[i] for i in kept), outputs=saved, body=only, primal=None
-            )
-            self.saving[op] = (op, again)
+        if body is op.body:
+            primal = op.primal or op.body
+            self.saving[op] = (replace(op, outputs=op.outputs + saved, body=rule.forward, primal=primal),)
+        elif saved:
+            self.saving[op] = (op, self.again(op, rule.forward, saved))
         return saved
+
+    def again(self, op: Op, forward: Body, saved: tuple[Variable, ...]) -> Op:
+        """A second op beside one that already saves for another derivative; XLA merges what they share."""
+        if op.body.has_effects:
+            raise GraphError(
+                f"{op!r} has an effect (a debug print, a callback) and is differentiated a second time; "
+                "computing it again would repeat the effect. Ask for both derivatives in one call."
+            )
+        body, kept = forward.restricted(range(len(forward.out_avals) - len(saved), len(forward.out_avals)))
+        return replace(op, inputs=tuple(op.inputs[i] for i in kept), outputs=saved, body=body, primal=None)
 
     def total(self, v: Variable) -> Variable:
         """The whole gradient of a Variable: its only part, or the sum of its parts."""
@@ -269,13 +287,7 @@ class _Backward:
     def program(self) -> Program:
         """The Program with the backward pass at its end."""
         forward = (new for op in self.source.ops for new in self.saving.get(op, (op,)))
-        return replace(self.source, ops=(*forward, *(draft.op() for draft in self.drafts)))
-
-
-def _body(op: Op, given: Sequence[int]) -> Body:
-    """What to differentiate: the op as it was before it saved residuals, unless their gradients are given."""
-    primal = op.primal or op.body
-    return primal if given[-1] < len(primal.out_avals) else op.body
+        return replace(self.source, ops=(*forward, *(d.op() for d in self.drafts if any(d.outputs))))
 
 
 def _differentiable(v: Variable) -> bool:

@@ -31,7 +31,9 @@ class Rule:
     """How one op is differentiated.
 
     ``forward`` computes the op's outputs and then its residuals; it is None where the gradient needs
-    nothing beyond the op's inputs and outputs. ``writes`` are the inputs that get a gradient.
+    nothing beyond the op's inputs and outputs. (A function with a rule of its own may compute its outputs
+    otherwise when it is differentiated, so it always has one.) ``writes`` are the inputs that get a
+    gradient.
     """
 
     forward: Body | None
@@ -52,7 +54,7 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
     >>> rule_for(body, wanted=[0], given=[0]).reads
     (Read(source='input', position=1), Read(source='cotangent', position=0))
     """
-    key = (body.signature, tuple(wanted), tuple(given), jax.config.jax_enable_x64)
+    key = (body.signature, tuple(wanted), tuple(given), jax.dtypes.canonicalize_dtype(float))
     rule = _rules.get(key)
     if rule is None:
         rule = _rules[key] = _derive(body.anonymous(), tuple(wanted), tuple(given))
@@ -61,6 +63,21 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
     else:
         _rules.move_to_end(key)
     return rule
+
+
+def flows(body: Body, wanted: Sequence[int], given: Sequence[int]) -> list[int]:
+    """Those of the ``given`` outputs from which a gradient flows to any of the ``wanted`` inputs.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from onward.core.jaxprs import body_of
+    >>> body = body_of(lambda x: [jnp.sin(x), jax.lax.stop_gradient(x)], jnp.ones(3))
+    >>> flows(body, wanted=[0], given=[0, 1])
+    [0]
+    """
+    together = rule_for(body, wanted, given)
+    if not together.writes or len(given) == 1:
+        return list(given) if together.writes else []
+    return [j for j in given if rule_for(body, wanted, [j]).writes]
 
 
 def _derive(body: Body, wanted: tuple[int, ...], given: tuple[int, ...]) -> Rule:
@@ -76,7 +93,9 @@ def _derive(body: Body, wanted: tuple[int, ...], given: tuple[int, ...]) -> Rule
     saved = [r.position for r in used if r.source == "residual"]
     numbered = {j: i for i, j in enumerate(saved)}
     return Rule(
-        forward=forward.restricted([*range(count), *saved], keep_inputs=True)[0] if saved else None,
+        forward=forward.restricted([*range(count), *saved], keep_inputs=True)[0]
+        if saved or body.has_custom_rule
+        else None,
         backward=backward,
         reads=tuple(Read(r.source, numbered[r.position]) if r.source == "residual" else r for r in used),
         writes=tuple(wanted[i] for i in live),
