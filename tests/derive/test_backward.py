@@ -609,3 +609,47 @@ def test_names_of_gradients_never_collide():
         "saved(sin)": "grad(saved(sin))",
         "w": "grad(w)",
     }
+
+
+def test_the_second_derivative_goes_through_what_a_custom_rule_computes():
+    """As in JAX: the rule the first time, and the operations of its forward part the second time."""
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x) * x
+
+    f.defvjp(lambda x: (jnp.sin(x) * x, x), lambda x, g: (2 * g * jnp.cos(x) * x,))
+
+    def value(v):
+        return jnp.sum(f(2 * v) * v)
+
+    v = jnp.arange(1.0, 4.0)
+    program, (first,) = ow.gradients(ow.trace(value, v), "reduce_sum", "v")
+    program, (second,) = ow.gradients(program, first, "v")
+    step = ow.compile(program, fetch=[second])
+    _, out = step(step.init(v))
+    expected = jax.grad(lambda v: jnp.sum(jax.grad(value)(v)))(v)
+    np.testing.assert_allclose(out[second], expected, rtol=1e-6)
+
+
+def test_an_effect_is_never_repeated_for_a_second_derivative():
+    def f(w, y):
+        def body(h, t):
+            jax.debug.print("{}", t)
+            return jnp.sin(h * t * y), None
+
+        return jnp.sum(jax.lax.scan(body, w, jnp.ones(3))[0])
+
+    program, _ = ow.gradients(ow.trace(f, 1.0, 2.0), "reduce_sum", "w")
+    with pytest.raises(ow.GraphError, match="Ask for both derivatives in one call"):
+        ow.gradients(program, "reduce_sum", "y")
+
+
+def test_a_mutable_array_is_refused_where_it_is_used():
+    def f(w):
+        r = jax.new_ref(jnp.zeros_like(w))
+        r[...] = jnp.sin(w)
+        return jnp.sum(r[...] * w)
+
+    with pytest.raises(ow.TraceError, match=r"test_backward\.py:\d+ uses a mutable array"):
+        ow.trace(f, jnp.ones(3))
