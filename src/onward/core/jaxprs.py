@@ -382,7 +382,7 @@ def _refuse_references(eqn: Any, source: Source) -> None:
 
 def _close(jaxpr: Any, consts: Sequence[Any]) -> Any:
     """A closed jaxpr; since jax 0.11 that is a Jaxpr with its constants inside."""
-    return jex.ClosedJaxpr(jaxpr, list(consts))
+    return jex.ClosedJaxpr(jaxpr, list(consts))  # type: ignore[attr-defined, unused-ignore]
 
 
 @cache
