@@ -349,6 +349,12 @@ class _Reader:
 
     def constant(self, value: Any) -> Variable:
         """The constant Variable that holds this array; one for each array object."""
+        if isinstance(value, jax.core.Tracer):
+            raise TraceError(
+                f"The function uses {value.aval}, a value of another trace, which no step can know. Some "
+                "function stored it outside itself, or trace was called inside jax.jit or jax.grad on what "
+                "these pass: give it to the function as an argument."
+            )
         found = self._by_identity.get(id(value))
         if found is None or self.constants[found] is not value:
             found = Variable(self.names.new("constant"), *_shape(jax.typeof(value)), Kind.CONSTANT)

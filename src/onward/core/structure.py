@@ -95,7 +95,27 @@ def path_name(path: Sequence[Any]) -> str:
     >>> path_name(path)
     'layers/0'
     """
-    return "/".join(_key_name(key) for key in path)
+    return "/".join(path_keys(path))
+
+
+def path_keys(path: Sequence[Any]) -> tuple[str, ...]:
+    """The keys, indices and attributes that lead to a place in a tree."""
+    return tuple(map(_key_name, path))
+
+
+def describe(value: Any) -> str:
+    """What a value is, in a few words.
+
+    >>> describe({"a": 1}), describe((1, 2)), describe(np.ones(3)), describe("fast")
+    ('a dict of 1', 'a tuple of 2', 'an array of shape (3,)', "'fast'")
+    """
+    if isinstance(value, tuple | list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"an array of shape {np.shape(value)}"
+    if value is None or isinstance(value, str | bool | int | float | complex):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def _key_name(key: Any) -> str:

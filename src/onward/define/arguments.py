@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, TraceError
-from onward.core.structure import Static, path_name
+from onward.core.structure import Static, path_keys, path_name
 
 Type = jax.ShapeDtypeStruct
 
@@ -44,23 +44,44 @@ class Specification:
 
     def leaves_of(self, next_state: Any, function: str) -> list[Any]:
         """The arrays of the next model state, in the places of this one."""
-        found = {path_name(p): v for p, v in jax.tree_util.tree_flatten_with_path(next_state)[0]}
-        values = []
-        for leaf in self.arrays:
-            if leaf.path not in found:
-                raise TraceError(
-                    f"The next state that {function} returned lacks {leaf.path!r} of {self.name}. It must "
-                    "have every array of the state that goes in."
-                )
-            value = found[leaf.path]
-            if np.shape(value) != leaf.type.shape or value.dtype != leaf.type.dtype:
-                raise TraceError(
-                    f"{self.name}/{leaf.path} goes in as {leaf.type.dtype}{list(leaf.type.shape)} and "
-                    f"{function} returned {value.dtype}{list(value.shape)} as its next value. "
-                    "State keeps its type from step to step."
-                )
-            values.append(value)
+        paths, _ = jax.tree_util.tree_flatten_with_path(next_state)
+        found = {path_keys(path): value for path, value in paths}
+        known = {keys for keys, _ in self.places}
+        values = [
+            self._next_value(leaf, found.get(keys), function)
+            for keys, leaf in self.places
+            if isinstance(leaf, Leaf)
+        ]
+        if surplus := [keys for keys in found if keys not in known]:
+            raise TraceError(
+                f"The next state that {function} returned has {'/'.join(surplus[0])!r}, and {self.name} has "
+                "not. It must have what the state that goes in has, no more."
+            )
         return values
+
+    @property
+    def places(self) -> list[tuple[tuple[str, ...], Leaf | Static]]:
+        """Every leaf with the keys that lead to it."""
+        numbered = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
+        paths, _ = jax.tree_util.tree_flatten_with_path(numbered)
+        return [(path_keys(path), self.leaves[i]) for path, i in paths]
+
+    def _next_value(self, leaf: Leaf, value: Any, function: str) -> Any:
+        found = None if value is None else type_of(value)
+        if found is None:
+            raise TraceError(
+                f"The next state that {function} returned lacks {leaf.path!r} of {self.name}. It must "
+                "have every array of the state that goes in."
+            )
+        if found.weak_type and not found.shape and not leaf.type.shape:
+            return jax.numpy.asarray(value, leaf.type.dtype)
+        if found.shape != leaf.type.shape or found.dtype != leaf.type.dtype:
+            raise TraceError(
+                f"{self.name}/{leaf.path} goes in as {leaf.type.dtype}{list(leaf.type.shape)} and "
+                f"{function} returned {found.dtype}{list(found.shape)} as its next value. "
+                "State keeps its type from step to step."
+            )
+        return value
 
 
 def specify(argument: Any, name: str) -> Specification:

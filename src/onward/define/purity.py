@@ -8,6 +8,7 @@ kept what was computed from them.
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -27,15 +28,15 @@ class LeakWatch:
         """Watch these arguments; called inside the trace."""
         self._watched = [weakref.ref(t) for t in tracers if isinstance(t, jax.core.Tracer)]
 
-    def end(self, name: str) -> None:
+    def end(self, function: Any, name: str) -> None:
         """Raise ``TraceError`` if one of them is still alive; called after the trace."""
         if not self._alive():
             return
         gc.collect()
         if self._alive() and (place := _whereabouts()):
             raise TraceError(
-                f"{name} is not pure: it keeps a traced array after it has returned ({place}). Such an "
-                "array never gets a value. Return what you need instead of storing it: "
+                f"{name} is not pure{_definition(function)}: it keeps a traced array after it has returned, "
+                f"{place}. Such an array never gets a value. Return what you need instead of storing it: "
                 "`return loss, aux` and trace with has_aux=True."
             )
 
@@ -43,14 +44,25 @@ class LeakWatch:
         return any(ref() is not None for ref in self._watched)
 
 
+def _definition(function: Any) -> str:
+    """Where a function is defined, as `` (defined at file:line)``."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" (defined at {code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+
+
 def _whereabouts() -> str:
     """Where the user's code stores a tracer; empty if only JAX itself still holds one."""
-    for kept in [o for o in gc.get_objects() if isinstance(o, jax.core.Tracer)]:
-        for holder in gc.get_referrers(kept):
-            if isinstance(holder, dict):
-                keys = [k for k, v in holder.items() if v is kept and isinstance(k, str)]
-                if keys and not keys[0].startswith("_") and keys[0] not in ("kept", "holder"):
-                    return f"{kept.aval} under the name {keys[0]!r}"
-            elif isinstance(holder, list) and holder and holder[0] is kept:
-                return f"{kept.aval} in a list of {len(holder)}"
+    tracers = [o for o in gc.get_objects() if isinstance(o, jax.core.Tracer)]
+    for tracer in tracers:
+        for holder in gc.get_referrers(tracer):
+            if isinstance(holder, dict) and not _is_frame(holder):
+                keys = [k for k, v in holder.items() if v is tracer and isinstance(k, str)]
+                if keys and not keys[0].startswith("_"):
+                    return f"{tracer.aval} under the name {keys[0]!r}"
+            elif isinstance(holder, list) and holder is not tracers:
+                return f"{tracer.aval} in a list of {len(holder)}"
     return ""
+
+
+def _is_frame(holder: dict[Any, Any]) -> bool:
+    return "tracer" in holder and "tracers" in holder

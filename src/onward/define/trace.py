@@ -23,7 +23,7 @@ from onward.core.jaxprs import read_jaxpr
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.source import line_of
-from onward.core.structure import Signature, Static, Structure
+from onward.core.structure import Signature, Static, Structure, describe
 from onward.core.transform import Recipe
 from onward.core.words import Kind
 from onward.define.arguments import Leaf, Specification, specify
@@ -68,7 +68,9 @@ def trace(
             "trace(function) was given no arguments. Pass the parameters first and then the data, or "
             "their shapes: trace(loss, params, images, labels)."
         )
-    names = argument_names(function, len(args) + (state is not None))
+    count = len(args) + (state is not None)
+    _check_call(function, count)
+    names = argument_names(function, count)
     traced = _TracedFunction(
         function=function,
         parameters=specify(args[0], names[0]),
@@ -150,7 +152,7 @@ class _TracedFunction:
             raise
         except Exception as error:
             raise _explained(error, self.name) from error
-        watch.end(self.name)
+        watch.end(self.function, self.name)
         return closed, result[0]
 
     def _kind(self, specification: Specification) -> Kind:
@@ -162,21 +164,21 @@ class _TracedFunction:
         """What the function returns for the person, and the leaves of the next model state."""
         if self.has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
             raise TraceError(
-                f"{self.name} returned {_describe(returned)}. With has_aux=True it must return a pair: "
+                f"{self.name} returned {describe(returned)}. With has_aux=True it must return a pair: "
                 "(loss, aux)."
             )
         if self.state is None:
             return returned, []
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise TraceError(
-                f"{self.name} returned {_describe(returned)}. With state= it must return a pair: "
+                f"{self.name} returned {describe(returned)}. With state= it must return a pair: "
                 "(loss, next_state)."
             )
         value, next_state = returned
         if self.has_aux:
             if not (isinstance(next_state, tuple) and len(next_state) == 2):
                 raise TraceError(
-                    f"{self.name} returned (loss, {_describe(next_state)}). With state= and has_aux=True "
+                    f"{self.name} returned (loss, {describe(next_state)}). With state= and has_aux=True "
                     "it must return (loss, (next_state, aux))."
                 )
             next_state, aux = next_state
@@ -195,6 +197,22 @@ def argument_names(function: Callable[..., Any], count: int) -> list[str]:
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             names.append(p.name)
     return [*names[:count], *(f"argument_{i}" for i in range(len(names), count))]
+
+
+def _check_call(function: Callable[..., Any], count: int) -> None:
+    """Raise ``ArgumentError`` unless the function can be called with this many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ArgumentError(
+            f"{name}{signature} cannot be called with {count} arguments: {error}. trace and minimize take "
+            "the function and then every argument of it, parameters first."
+        ) from None
 
 
 def _declare(specification: Specification, kind: Kind, names: Names) -> Structure:
@@ -236,14 +254,6 @@ def _filled(result: tuple[Any, list[Any]], outputs: Sequence[Variable]) -> Struc
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    if _is_array(value):
-        return f"an array of shape {np.shape(value)}"
-    return f"a {type(value).__name__}"
 
 
 def _explained(error: Exception, name: str) -> TraceError:

@@ -299,6 +299,8 @@ def _loss_of(program: Program, loss: str | Variable | None) -> Variable:
         target = find(program, loss)
     elif program.loss is not None:
         target = program.loss
+    elif not program.outputs:
+        raise LossError(f"{program.name} returns None or nothing that is an array. Is its `return` missing?")
     else:
         raise LossError(
             f"{program.name} returns {len(program.outputs)} arrays; which one is the loss? Return "

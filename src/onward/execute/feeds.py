@@ -10,6 +10,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
+from onward.core.structure import describe
 from onward.define.arguments import Type, type_of
 from onward.execute.state import fits
 
@@ -71,20 +72,38 @@ class Feeds:
         """
         return [self._converted(value, v) for value, v in zip(values, self.program.inputs, strict=True)]
 
+    def _stacked(self, value: Sequence[Any], v: Variable) -> Any:
+        try:
+            return np.asarray(value)
+        except ValueError as error:
+            raise ArgumentError(
+                f"{self.program.name}: {v.name!r} is {describe(value)} that is no array ({error}); expected "
+                f"{v.type}."
+            ) from error
+
     def _converted(self, value: Any, v: Variable) -> Any:
         if isinstance(value, list | tuple):
-            value = np.asarray(value)
+            value = self._stacked(value, v)
         found = type_of(value)
         if found is None:
-            raise ArgumentError(f"{self.program.name}: {v.name!r} is {value!r}; expected an array {v.type}.")
+            raise ArgumentError(
+                f"{self.program.name}: {v.name!r} is {describe(value)}; expected an array {v.type}."
+            )
         if not fits(found, v):
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {found.dtype}{list(found.shape)}; expected {v.type}. "
-                f"Convert it, {v.name.replace('/', '_')}.astype({str(v.dtype)!r}), or trace with that dtype."
+                f"{_conversion(v)}, or trace with that dtype."
             )
         if isinstance(value, jax.Array):
             return value
         return np.asarray(value, v.dtype)
+
+
+def _conversion(v: Variable) -> str:
+    name = v.name.rpartition("/")[2]
+    if jax.numpy.issubdtype(v.dtype, jax.dtypes.prng_key):
+        return f"Make it a typed key, jax.random.wrap_key_data({name}) or jax.random.key(seed)"
+    return f"Convert it, {name}.astype({str(v.dtype)!r})"
 
 
 def key_of(values: Sequence[Any]) -> Key:

@@ -13,7 +13,8 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownNameError, nearest
 from onward.core.program import Program, Variable
-from onward.core.structure import Signature
+from onward.core.structure import Signature, describe
+from onward.core.words import UpdateType
 from onward.define.arguments import type_of
 
 
@@ -24,6 +25,7 @@ class Layout:
     changed: tuple[Variable, ...]
     kept: tuple[Variable, ...]
     hyperparameters: tuple[Variable, ...]
+    scheduled: tuple[str, ...]
     signature: Signature | None
 
     @classmethod
@@ -31,7 +33,10 @@ class Layout:
         """The layout of a Program's state."""
         changed = tuple(v for v in program.state if v in program.next_state)
         kept = tuple(v for v in program.state if v not in program.next_state)
-        return cls(changed, kept, program.hyperparameters, program.signature)
+        bookkeeping = (op for op in program.ops if op.update is UpdateType.BOOKKEEPING)
+        following = set(program.next_state.values())
+        scheduled = tuple(v.name for op in bookkeeping for v in op.outputs if v not in following)
+        return cls(changed, kept, program.hyperparameters, scheduled, program.signature)
 
     @cached_property
     def variables(self) -> tuple[Variable, ...]:
@@ -59,8 +64,16 @@ class State:
         self.values = tuple(values)
 
     def __getitem__(self, name: str | Variable) -> Any:
-        """The value of a state Variable."""
-        return self.values[self._position(name)]
+        """The value of a state Variable.
+
+        Raises:
+            UnknownNameError: no state Variable bears this name.
+            StateError: a step has taken the buffer over.
+        """
+        value = self.values[self._position(name)]
+        if is_deleted(value):
+            raise StateError(SPENT)
+        return value
 
     @property
     def parameters(self) -> Any:
@@ -68,7 +81,6 @@ class State:
         signature = self.layout.signature
         if signature is None:
             return {v.name: self[v] for v in self.layout.variables}
-        self._check_alive()
         return signature.parameters.unflatten(self[v] for v in signature.parameters.variables)
 
     @property
@@ -77,13 +89,13 @@ class State:
         signature = self.layout.signature
         if signature is None or signature.model_state is None:
             return None
-        self._check_alive()
         return signature.model_state.unflatten(self[v] for v in signature.model_state.variables)
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
         """The hyperparameters that are Variables, by name; change one with ``replace``."""
-        self._check_alive()
+        if self.is_spent:
+            raise StateError(SPENT)
         return {v.name: self[v] for v in self.layout.hyperparameters}
 
     def replace(self, changes: Mapping[str, Any]) -> State:
@@ -101,13 +113,15 @@ class State:
             >>> float(state["learning_rate"])
             0.5
         """
-        self._check_alive()
+        if self.is_spent:
+            raise StateError(SPENT)
         values = list(self.values)
         for name, value in changes.items():
             i = self._position(name)
             v = self.layout.variables[i]
             if v in self.layout.hyperparameters:
                 check_hyperparameter(v.name, value)
+                value = jnp.asarray(value, v.dtype)
             values[i] = stored(value, v, f"state.replace: {v.name!r}")
         return State(self.layout, values)
 
@@ -116,19 +130,19 @@ class State:
         try:
             return self.layout.position[name]
         except KeyError:
-            known = self.layout.position
-            raise UnknownNameError(
-                f"The state holds nothing named {name!r}. {nearest(name, known)}"
-            ) from None
-
-    def _check_alive(self) -> None:
-        if self.is_spent:
-            raise StateError(SPENT)
+            if name in self.layout.scheduled:
+                advice = (
+                    "It follows a schedule, computed from 'step'. To set it by hand, give the optimizer a "
+                    "number in place of the schedule."
+                )
+            else:
+                advice = nearest(name, self.layout.position)
+            raise UnknownNameError(f"The state holds nothing named {name!r}. {advice}") from None
 
     @property
     def is_spent(self) -> bool:
-        """Whether a step has taken this State's buffers over."""
-        return bool(self.layout.changed) and _deleted(self.values[0])
+        """Whether a step has taken over any of this State's buffers."""
+        return any(map(is_deleted, self.values))
 
     def __repr__(self) -> str:
         if self.is_spent:
@@ -158,8 +172,8 @@ def check_hyperparameter(name: str, value: Any) -> None:
     """Raise ``HyperparameterError`` unless this is a finite number of at least 0."""
     if isinstance(value, jax.core.Tracer):
         return
-    number = np.asarray(value)
-    if number.dtype.kind not in "biuf" or not np.all(np.isfinite(number)) or np.any(number < 0):
+    number = np.asarray(np.nan if isinstance(value, str) or value is None else value).astype(np.float64)
+    if not np.all(np.isfinite(number) & (number >= 0)):
         raise HyperparameterError(f"{name} is {value!r}. It must be a finite number of at least 0.")
 
 
@@ -169,7 +183,7 @@ def stored(value: Any, v: Variable, what: str) -> Any:
         raise ArgumentError(f"{what} is only a shape ({value.dtype}{list(value.shape)}); pass an array.")
     found = type_of(value)
     if found is None:
-        raise ArgumentError(f"{what} is {value!r}; expected an array {v.type}.")
+        raise ArgumentError(f"{what} is {describe(value)}; expected an array {v.type}.")
     if tuple(found.shape) != v.shape or not fits(found, v):
         raise ArgumentError(f"{what} is {found.dtype}{list(found.shape)}; expected {v.type}.")
     if jnp.issubdtype(v.dtype, jax.dtypes.extended):
@@ -184,5 +198,6 @@ def fits(found: jax.ShapeDtypeStruct, v: Variable) -> bool:
     return found.weak_type and bool(jnp.can_cast(found.dtype, v.dtype, "same_kind"))
 
 
-def _deleted(value: Any) -> bool:
+def is_deleted(value: Any) -> bool:
+    """Whether a value is an array whose buffer is gone."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted()

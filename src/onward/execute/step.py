@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError, OnwardError, StateError
-from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.structure import Structure
 from onward.core.transform import replayed
 from onward.core.walk import find
-from onward.execute.feeds import Feeds, Key, key_of
-from onward.execute.out import Out, Results
+from onward.execute.executable import Executable
+from onward.execute.feeds import Feeds, key_of
+from onward.execute.out import Out
 from onward.execute.state import SPENT, Layout, State, stored
-
-
-@dataclass(frozen=True, eq=False)
-class _Executable:
-    """The Program at one set of data shapes: as a pure function and as a compiled one."""
-
-    program: Program
-    results: Results
-    function: Callable[..., Any]
-    compiled: Callable[..., Any]
 
 
 class Step:
@@ -50,9 +39,10 @@ class Step:
         self.compilations = 0
         self._donate = donate
         self._feeds = Feeds(program)
-        self._executables: dict[Key, _Executable] = {}
         self._foreign: dict[Layout, tuple[int, ...]] = {}
-        self._executables[key_of(program.inputs)] = self._compile(program)
+        self._compiled: set[Executable] = set()
+        self._executables = {key_of(program.inputs): Executable(program, self.fetch, donate)}
+        self._compile(self._executables[key_of(program.inputs)])
 
     def init(self, parameters: Any, state: Any = None) -> State:
         """The State before the first step: the parameters copied, everything else initialized.
@@ -89,17 +79,14 @@ class Step:
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
         """
         own = self._own(state)
-        values = self._feeds.read(data)
-        try:
-            executable = self._executables[key_of(values)]
-        except (KeyError, AttributeError):
-            values = self._feeds.convert(values)
-            executable = self._executables.get(key_of(values)) or self._retrace(values)
+        executable, values = self._find(data)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
             changed, results = executable.function(own, values)
         else:
-            changed, results = executable.compiled(*self._split(own), tuple(values))
+            if executable not in self._compiled:
+                self._compile(executable)
+            changed, results = executable(own, values)
         return self._next(state, changed), Out(executable.results, results)
 
     @property
@@ -108,14 +95,30 @@ class Step:
 
         def pure(state: State, *data: Any) -> tuple[State, Out]:
             own = self._own(state)
-            values = self._feeds.convert(self._feeds.read(data))
-            executable = self._executables.get(key_of(values)) or self._retrace(values)
+            if state.is_spent:
+                raise StateError(SPENT)
+            executable, values = self._find(data)
             changed, results = executable.function(own, values)
             return self._next(state, changed), Out(executable.results, results)
 
         return pure
 
-    def _retrace(self, values: Sequence[Any]) -> _Executable:
+    def _find(self, data: tuple[Any, ...]) -> tuple[Executable, Sequence[Any]]:
+        """The executable for data of these shapes, and the data as it takes them."""
+        values = self._feeds.read(data)
+        try:
+            return self._executables[key_of(values)], values
+        except (KeyError, AttributeError):
+            values = self._feeds.convert(values)
+            return self._executables.get(key_of(values)) or self._retrace(values), values
+
+    def _compile(self, executable: Executable) -> None:
+        """Compile ahead of time, once, and count it."""
+        executable.compile()
+        self._compiled.add(executable)
+        self.compilations += 1
+
+    def _retrace(self, values: Sequence[Any]) -> Executable:
         """The executable for data of other shapes, by replaying the Program's recipe."""
         try:
             program = replayed(self.program, self._feeds.types(values))
@@ -124,7 +127,8 @@ class Step:
         self.traces += 1
         if [_identity(v) for v in program.state] != [_identity(v) for v in self.program.state]:
             raise ArgumentError(self._misfit(values, "the state would have other shapes"))
-        executable = self._executables[key_of(values)] = self._compile(program)
+        executable = Executable(program, self.fetch, self._donate)
+        self._executables[key_of(values)] = executable
         return executable
 
     def _misfit(self, values: Sequence[Any], reason: str) -> str:
@@ -135,28 +139,6 @@ class Step:
         ]
         return f"{self.program.name}: {', '.join(wrong)}, and the function does not accept this: {reason}"
 
-    def _compile(self, program: Program) -> _Executable:
-        layout = Layout.of(program)
-        wanted = dict.fromkeys((*program.outputs, *(program[name] for name in self.fetch)))
-        results = Results(tuple(wanted), program.loss, program.signature)
-        following = [program.next_state[v] for v in layout.changed]
-        run = lower(program, [*following, *wanted])
-        order = [layout.position[v.name] for v in program.state]
-
-        def function(own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            found = run([own[i] for i in order], values)
-            return found[: len(following)], found[len(following) :]
-
-        def split(changed: Any, kept: Any, values: Any) -> tuple[list[Any], list[Any]]:
-            return function((*changed, *kept), values)
-
-        split.__name__ = split.__qualname__ = program.name if program.name.isidentifier() else "step"
-        jitted = jax.jit(split, donate_argnums=(0,) if self._donate else ())
-        types = [tuple(map(_shape, vs)) for vs in (layout.changed, layout.kept, program.inputs)]
-        compiled = jitted.lower(*types).compile()
-        self.compilations += 1
-        return _Executable(program, results, function, compiled)
-
     def _own(self, state: State) -> Sequence[Any]:
         """The values of a State in this Step's layout."""
         if not isinstance(state, State):
@@ -164,8 +146,6 @@ class Step:
                 f"The first argument of a step is its State, not a {type(state).__name__}. Begin with "
                 "state = step.init(params); then state, out = step(state, *data)."
             )
-        if state.is_spent:
-            raise StateError(SPENT)
         if state.layout is self.layout:
             return state.values
         return [state.values[i] for i in self._positions(state.layout)]
@@ -182,10 +162,6 @@ class Step:
                 )
             found = self._foreign[layout] = tuple(known[_identity(v)] for v in self.layout.variables)
         return found
-
-    def _split(self, own: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        count = len(self.layout.changed)
-        return tuple(own[:count]), tuple(own[count:])
 
     def _next(self, state: State, changed: Sequence[Any]) -> State:
         """The State with the new values, in the layout it came in."""
@@ -234,10 +210,6 @@ def _copied(structure: Structure, tree: Any, what: str) -> dict[Variable, Any]:
         v: stored(value, v, f"{what}: {v.name!r}")
         for v, value in zip(structure.variables, arrays, strict=True)
     }
-
-
-def _shape(v: Variable) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(v.shape, v.dtype)
 
 
 def _identity(v: Variable) -> tuple[str, tuple[int, ...], Any]:

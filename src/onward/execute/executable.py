@@ -1,0 +1,69 @@
+"""A Program at one set of data shapes: as a pure function, and as one compiled XLA computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from onward.core.errors import StateError
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.execute.out import Results
+from onward.execute.state import SPENT, Layout, is_deleted
+
+
+class Executable:
+    """What runs: ``function`` under a trace, ``compiled`` on arrays."""
+
+    def __init__(self, program: Program, fetch: Sequence[str], donate: bool) -> None:
+        self.program = program
+        self.layout = Layout.of(program)
+        wanted = dict.fromkeys((*program.outputs, *(program[name] for name in fetch)))
+        self.results = Results(tuple(wanted), program.loss, program.signature)
+        following = [program.next_state[v] for v in self.layout.changed]
+        self._run = lower(program, [*following, *wanted])
+        self._order = [self.layout.position[v.name] for v in program.state]
+        self._donate = donate
+        self._compiled: Callable[..., Any] | None = None
+
+    def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The state that changed, and the results, from the whole state and the data."""
+        found = self._run([own[i] for i in self._order], values)
+        count = len(self.layout.changed)
+        return found[:count], found[count:]
+
+    def compile(self) -> None:
+        """Compile ahead of time, with the buffers of the changing state donated."""
+
+        def split(changed: Any, kept: Any, values: Any) -> tuple[list[Any], list[Any]]:
+            return self.function((*changed, *kept), values)
+
+        name = self.program.name
+        split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
+        jitted = jax.jit(split, donate_argnums=(0,) if self._donate else ())
+        groups = (self.layout.changed, self.layout.kept, self.program.inputs)
+        self._compiled = jitted.lower(*(tuple(map(_type, group)) for group in groups)).compile()
+
+    def __call__(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run on arrays.
+
+        Raises:
+            StateError: some of the state was given to a step before.
+        """
+        if self._compiled is None:
+            self.compile()
+            assert self._compiled is not None
+        count = len(self.layout.changed)
+        try:
+            changed, results = self._compiled(tuple(own[:count]), tuple(own[count:]), tuple(values))
+            return changed, results
+        except (RuntimeError, ValueError) as error:
+            if any(map(is_deleted, own)):
+                raise StateError(SPENT) from error
+            raise
+
+
+def _type(v: Variable) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.shape, v.dtype)
