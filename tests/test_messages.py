@@ -208,7 +208,7 @@ STEPS = {
         ["'x' is int32[8, 4]; expected float32[8,4]", "x.astype('float32')"],
     ),
     "no array": (lambda s: ("images", Y), ["'x' is 'images'; expected an array"]),
-    "a dict": (lambda s: ({"a": X}, Y), ["'x' is {'a'", "expected an array"]),
+    "a dict": (lambda s: ({"a": X}, Y), ["'x' is a dict of 1; expected an array"]),
 }
 
 

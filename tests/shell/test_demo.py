@@ -42,7 +42,8 @@ def test_a_fifth_is_held_out():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--epochs", "0"], "0 is not at least 1"),
+        (["demo", "--epochs", "0"], "0 is not a number of at least 1"),
+        (["demo", "--epochs", "many"], "many is not a number of at least 1"),
         (["dmo"], "invalid choice: 'dmo'"),
         ([], "required: COMMAND"),
     ],

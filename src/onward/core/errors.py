@@ -11,6 +11,8 @@
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
     └── MissingExtraError   (ImportError)   an optional package that is not installed
 
+    UnreachedWarning        (UserWarning)   a parameter that was to be trained and is not reached
+
 Every message says what was found, what was expected, and what to write instead.
 """
 

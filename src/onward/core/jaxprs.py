@@ -85,6 +85,13 @@ class Body:
         return self
 
     @property
+    def holds_functions(self) -> bool:
+        """Whether its signature holds functions or jaxprs, known by identity, or is the body itself."""
+        if len(self.equations) != 1:
+            return True
+        return any(callable(value) or _jaxprs_in(value) for value in self.equations[0].params.values())
+
+    @property
     def has_effects(self) -> bool:
         """Whether it prints, calls back, or otherwise does more than compute."""
         return bool(self.closed.jaxpr.effects)
@@ -175,7 +182,7 @@ class Body:
             return tuple(range(len(self.in_avals)))
         at = {id(v): i for i, v in enumerate(self.closed.jaxpr.invars)}
         return tuple(
-            str(np.asarray(v.val)) if isinstance(v, jex.Literal) else at[id(v)]
+            str(np.asarray(v.val)) if isinstance(v, jex.Literal) else at.get(id(v), "constant")
             for v in self.equations[0].invars
         )
 

@@ -139,8 +139,11 @@ class Program:
         computed = (v for op in self.ops for v in op.outputs)
         return {v.name: v for v in (*given, *computed)}
 
-    def __getitem__(self, name: str) -> Variable:
-        """The Variable of this name."""
+    def __getitem__(self, name: str | Variable) -> Variable:
+        """The Variable of this name; ``"loss"`` is the loss, unless a Variable bears that name."""
+        name = name.name if isinstance(name, Variable) else name
+        if name == "loss" and name not in self.variables and self.loss is not None:
+            return self.loss
         try:
             return self.variables[name]
         except KeyError:

@@ -16,10 +16,10 @@ _HOUSE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (
     _HOUSE,
     str(Path(jax.__file__).parent) + os.sep,
-    f"{os.sep}equinox{os.sep}",
-    f"{os.sep}flax{os.sep}",
-    f"{os.sep}haiku{os.sep}",
-    f"{os.sep}optax{os.sep}",
+    f"-packages{os.sep}equinox{os.sep}",
+    f"-packages{os.sep}flax{os.sep}",
+    f"-packages{os.sep}haiku{os.sep}",
+    f"-packages{os.sep}optax{os.sep}",
     "<frozen ",
 )
 _SPEAKS_FOR_THE_USER = _HOUSE + "shell"

@@ -64,8 +64,8 @@ class Structure:
     def _difference(self, tree: Any, what: str) -> str:
         expected = _paths(jax.tree.unflatten(self.treedef, list(range(len(self.leaves)))))
         found = _paths(tree)
-        missing = [p for p in expected if p not in found]
-        surplus = [p for p in found if p not in expected]
+        missing = [p or "an array itself" for p in expected if p not in found]
+        surplus = [p or "an array itself" for p in found if p not in expected]
         parts = []
         if missing:
             parts.append(f"it lacks {', '.join(map(repr, missing[:5]))}")

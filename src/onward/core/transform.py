@@ -6,14 +6,14 @@ batch of another shape can replay them, as ``jax.jit`` retraces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 from onward.core.check import check
 from onward.core.errors import RecipeError
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Target, Variable
 
 Arguments = ParamSpec("Arguments")
 
@@ -39,11 +39,12 @@ class Recipe:
     """How a Program was made."""
 
     origin: Origin
-    steps: tuple[Step, ...] = field(default=())
+    ops: tuple[Op, ...]
+    steps: tuple[Step, ...] = ()
 
-    def then(self, step: Step) -> Recipe:
-        """The recipe with one more transform."""
-        return replace(self, steps=(*self.steps, step))
+    def then(self, step: Step, ops: tuple[Op, ...]) -> Recipe:
+        """The recipe with one more transform, which made these ops."""
+        return replace(self, steps=(*self.steps, step), ops=ops)
 
     def replay(self, data: tuple[Any, ...]) -> Program:
         """The Program for data of these types."""
@@ -71,7 +72,8 @@ def transform(
 
     @wraps(function)
     def applied(program: Program, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Program:
-        return remembered(program, function(program, *args, **kwargs), applied, args, kwargs)
+        values, options = tuple(map(_kept, args)), {key: _kept(value) for key, value in kwargs.items()}
+        return remembered(program, function(program, *values, **options), applied, values, options)
 
     return applied
 
@@ -89,7 +91,7 @@ def remembered(
         return result
     named = {key: _by_name(value) for key, value in options.items()}
     step = Step(function, tuple(map(_by_name, args)), named)
-    return replace(result, recipe=program.recipe.then(step))
+    return replace(result, recipe=program.recipe.then(step, result.ops))
 
 
 def replayed(program: Program, data: tuple[Any, ...]) -> Program:
@@ -99,12 +101,25 @@ def replayed(program: Program, data: tuple[Any, ...]) -> Program:
             f"Program {program.name!r} was not made by trace, so it cannot be traced again for data of "
             "another shape. Feed the shapes it shows, or build it with onward.trace."
         )
+    if program.ops is not program.recipe.ops:
+        raise RecipeError(
+            f"The ops of Program {program.name!r} were changed by hand, which its recipe does not know, so "
+            "it cannot be traced again for data of another shape. Make the change in a function decorated with "
+            "onward.transform."
+        )
     return program.recipe.replay(data)
 
 
 def _by_name(value: Any) -> Any:
     if isinstance(value, Variable):
         return value.name
+    if isinstance(value, Target):
+        return value.op.outputs[0].name
     if isinstance(value, list | tuple):
-        return type(value)(_by_name(v) for v in value)
+        return tuple(map(_by_name, value))
     return value
+
+
+def _kept(value: Any) -> Any:
+    """An argument that can be read again: what an iterator yields, as a tuple."""
+    return tuple(value) if isinstance(value, Iterator) else value

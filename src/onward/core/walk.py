@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Op, Program, Target, Variable
@@ -58,10 +59,10 @@ def liveness(program: Program) -> list[set[Variable]]:
 
 
 @transform
-def prune(program: Program, targets: Sequence[str | Variable]) -> Program:
+def prune(program: Program, targets: str | Variable | Target | Sequence[str | Variable | Target]) -> Program:
     """The part of a Program that computes these targets, which become its outputs.
 
-    State that no remaining op reads is dropped, and nothing is updated unless the target is the op
+    State that no remaining op reads is dropped, and nothing is updated unless a target is made by the op
     that updates it. An op with effects (a debug print) stays when everything it reads stays. A forward
     op that saved residuals only for a backward pass that is gone takes its first form again.
 
@@ -70,12 +71,15 @@ def prune(program: Program, targets: Sequence[str | Variable]) -> Program:
     >>> len(program.ops), len(ow.prune(program, ["mul"]).ops)
     (7, 1)
     """
-    outputs = tuple(find(program, t) for t in targets)
+    outputs = tuple(dict.fromkeys(find(program, t) for t in listed(targets)))
     needed = needed_ops(program, outputs)
     used = set(outputs).union(*(op.inputs for op in needed))
     differentiated = {op.of for op in needed}
     ops = tuple(op if op.outputs and op.outputs[0] in differentiated else _primal_form(op) for op in needed)
+    initializers = _initializers(program, used)
+    used.update(v for op in initializers for v in (*op.inputs, *op.outputs))
     computed = {v for op in ops for v in op.outputs}
+    aimed = {v for op in ops if not set(op.outputs).isdisjoint(outputs) for v in op.outputs} | set(outputs)
     return replace(
         program,
         inputs=tuple(v for v in program.inputs if v in used),
@@ -83,12 +87,23 @@ def prune(program: Program, targets: Sequence[str | Variable]) -> Program:
         constants={v: c for v, c in program.constants.items() if v in used},
         ops=ops,
         outputs=outputs,
-        next_state={old: new for old, new in program.next_state.items() if old in used and new in computed},
+        next_state={old: new for old, new in program.next_state.items() if old in used and new in aimed},
         gradients=tuple((p, g) for p, g in program.gradients if p in used and g in computed),
-        initializers=tuple(op for op in program.initializers if any(v in used for v in op.outputs)),
+        initializers=initializers,
         loss=program.loss if program.loss in outputs else None,
         hyperparameters=tuple(v for v in program.hyperparameters if v in used),
     )
+
+
+def _initializers(program: Program, used: set[Variable]) -> tuple[Op, ...]:
+    """The initializers of the state that is used, and of what these read."""
+    kept: list[Op] = []
+    needed = set(used)
+    for op in reversed(program.initializers):
+        if not needed.isdisjoint(op.outputs):
+            kept.append(op)
+            needed.update(op.inputs)
+    return tuple(kept[::-1])
 
 
 def needed_ops(program: Program, targets: Iterable[Variable]) -> list[Op]:
@@ -110,11 +125,41 @@ def _primal_form(op: Op) -> Op:
     return replace(op, outputs=op.outputs[: len(op.primal.out_avals)], body=op.primal, primal=None)
 
 
+def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Program:
+    """The Program with some computed Variables replaced by others of their type, wherever they stand."""
+
+    def new(v: Variable) -> Variable:
+        return replacement.get(v, v)
+
+    def rewired(op: Op) -> Op:
+        if not replacement.keys().isdisjoint((*op.inputs, *op.outputs)) or op.of in replacement:
+            inputs, outputs = tuple(map(new, op.inputs)), tuple(map(new, op.outputs))
+            return replace(op, inputs=inputs, outputs=outputs, of=op.of and new(op.of))
+        return op
+
+    signature = program.signature
+    if signature is not None:
+        leaves = tuple(new(v) if isinstance(v, Variable) else v for v in signature.result.leaves)
+        signature = replace(signature, result=replace(signature.result, leaves=leaves))
+    return replace(
+        program,
+        ops=tuple(map(rewired, program.ops)),
+        outputs=tuple(map(new, program.outputs)),
+        next_state={old: new(following) for old, following in program.next_state.items()},
+        gradients=tuple((p, new(g)) for p, g in program.gradients),
+        loss=program.loss and new(program.loss),
+        signature=signature,
+    )
+
+
 def find(program: Program, target: str | Variable | Target) -> Variable:
     """The Variable of a Program that a name, a Variable of another Program or an op stands for."""
-    if isinstance(target, Target):
-        return target.op.outputs[0]
-    return program[target.name if isinstance(target, Variable) else target]
+    return program[target.op.outputs[0] if isinstance(target, Target) else target]
+
+
+def listed(choice: Any) -> list[Any]:
+    """Several choices as a list; one alone as a list of one."""
+    return [choice] if isinstance(choice, str | Variable | Target) or callable(choice) else list(choice)
 
 
 def select(variables: Sequence[Variable], where: Iterable[Where], what: str) -> tuple[Variable, ...]:
@@ -122,11 +167,9 @@ def select(variables: Sequence[Variable], where: Iterable[Where], what: str) -> 
 
     Raises ``UnknownNameError`` for one that picks nothing.
     """
-    if isinstance(where, str | Variable) or callable(where):
-        where = [where]
     chosen: set[Variable] = set()
     by_name = {v.name: v for v in variables}
-    for choice in where:
+    for choice in listed(where):
         found = _matches(variables, by_name, choice)
         if not found:
             raise UnknownNameError(_nothing_found(choice, by_name, what))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,6 +41,16 @@ class Specification:
         """The argument with its arrays taken from ``supply``."""
         values = [leaf.value if isinstance(leaf, Static) else next(supply) for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, values)
+
+    def retyped(self, other: Specification) -> Specification:
+        """Another specification of this argument, its Python numbers still Python numbers."""
+        leaves = [
+            replace(new, type=Type((), new.type.dtype, weak_type=True))
+            if isinstance(old, Leaf) and isinstance(new, Leaf) and old.type.weak_type
+            else new
+            for old, new in zip(self.leaves, other.leaves, strict=True)
+        ]
+        return replace(other, leaves=tuple(leaves))
 
     def leaves_of(self, next_state: Any, function: str) -> list[Any]:
         """The arrays of the next model state, in the places of this one."""

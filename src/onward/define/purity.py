@@ -53,16 +53,12 @@ def _definition(function: Any) -> str:
 def _whereabouts() -> str:
     """Where the user's code stores a tracer; empty if only JAX itself still holds one."""
     tracers = [o for o in gc.get_objects() if isinstance(o, jax.core.Tracer)]
-    for tracer in tracers:
-        for holder in gc.get_referrers(tracer):
-            if isinstance(holder, dict) and not _is_frame(holder):
-                keys = [k for k, v in holder.items() if v is tracer and isinstance(k, str)]
-                if keys and not keys[0].startswith("_"):
-                    return f"{tracer.aval} under the name {keys[0]!r}"
-            elif isinstance(holder, list) and holder is not tracers:
-                return f"{tracer.aval} in a list of {len(holder)}"
+    held = [(tracer, holder) for tracer in tracers for holder in gc.get_referrers(tracer)]
+    for tracer, holder in held:
+        for key, value in list(holder.items()) if isinstance(holder, dict) else ():
+            if value is tracer and isinstance(key, str) and not key.startswith("_"):
+                return f"{tracer.aval} under the name {key!r}"
+    for tracer, holder in held:
+        if isinstance(holder, list) and holder is not tracers:
+            return f"{tracer.aval} in a list of {len(holder)}"
     return ""
-
-
-def _is_frame(holder: dict[Any, Any]) -> bool:
-    return "tracer" in holder and "tracers" in holder

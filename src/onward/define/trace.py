@@ -63,6 +63,10 @@ def trace(
         >>> trace(loss, params, jnp.ones((8, 3)), jnp.ones((8, 1)))
         Program('loss', 7 ops)
     """
+    if not callable(function):
+        raise ArgumentError(
+            f"trace was given {describe(function)} in place of a function. Write trace(loss, params, *data)."
+        )
     if not args:
         raise ArgumentError(
             "trace(function) was given no arguments. Pass the parameters first and then the data, or "
@@ -77,7 +81,7 @@ def trace(
         state=None if state is None else specify(state, names[1]),
         data=tuple(map(specify, args[1:], names[1 + (state is not None) :])),
         has_aux=has_aux,
-        name=name or getattr(function, "__name__", type(function).__name__).strip("<>"),
+        name=name or _function_name(function),
     )
     return traced.program()
 
@@ -95,7 +99,7 @@ class _TracedFunction:
 
     def trace(self, data: tuple[Any, ...]) -> Program:
         """Trace again with data of these types."""
-        specified = tuple(specify(d, s.name) for d, s in zip(data, self.data, strict=True))
+        specified = tuple(s.retyped(specify(d, s.name)) for d, s in zip(data, self.data, strict=True))
         return replace(self, data=specified).program()
 
     def program(self) -> Program:
@@ -127,7 +131,7 @@ class _TracedFunction:
                 result=_filled(result, outputs),
                 has_aux=self.has_aux,
             ),
-            recipe=Recipe(self),
+            recipe=Recipe(self, read.ops),
         )
         return check(program)
 
@@ -146,12 +150,7 @@ class _TracedFunction:
             return [*filter(_is_array, found), *carried]
 
         types = [leaf.type for s in arguments for leaf in s.arrays]
-        try:
-            closed = jax.make_jaxpr(flat)(*types)
-        except OnwardError:
-            raise
-        except Exception as error:
-            raise _explained(error, self.name) from error
+        closed = explaining(self.name, jax.make_jaxpr(flat), *types)
         watch.end(self.function, self.name)
         return closed, result[0]
 
@@ -162,28 +161,37 @@ class _TracedFunction:
 
     def _split(self, returned: Any) -> tuple[Any, list[Any]]:
         """What the function returns for the person, and the leaves of the next model state."""
-        if self.has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
+        if self.has_aux and not _is_pair(returned):
             raise TraceError(
                 f"{self.name} returned {describe(returned)}. With has_aux=True it must return a pair: "
                 "(loss, aux)."
             )
         if self.state is None:
-            return returned, []
-        if not (isinstance(returned, tuple) and len(returned) == 2):
+            return self._checked(returned), []
+        if not _is_pair(returned):
             raise TraceError(
                 f"{self.name} returned {describe(returned)}. With state= it must return a pair: "
                 "(loss, next_state)."
             )
         value, next_state = returned
         if self.has_aux:
-            if not (isinstance(next_state, tuple) and len(next_state) == 2):
+            if not _is_pair(next_state):
                 raise TraceError(
                     f"{self.name} returned (loss, {describe(next_state)}). With state= and has_aux=True "
                     "it must return (loss, (next_state, aux))."
                 )
             next_state, aux = next_state
             value = (value, aux)
-        return value, self.state.leaves_of(next_state, self.name)
+        return self._checked(value), self.state.leaves_of(next_state, self.name)
+
+    def _checked(self, value: Any) -> Any:
+        """With ``has_aux`` the loss must be one array."""
+        if self.has_aux and not (jax.tree_util.all_leaves([value[0]]) and _is_array(value[0])):
+            raise TraceError(
+                f"{self.name} returned ({describe(value[0])}, aux). With has_aux=True the first must be the "
+                "loss, one array; put the rest into aux."
+            )
+        return value
 
 
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:
@@ -208,11 +216,16 @@ def _check_call(function: Callable[..., Any], count: int) -> None:
     try:
         signature.bind(*range(count))
     except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
         raise ArgumentError(
-            f"{name}{signature} cannot be called with {count} arguments: {error}. trace and minimize take "
+            f"{_function_name(function)}{signature} cannot be called with {count} arguments: {error}. trace and minimize take "
             "the function and then every argument of it, parameters first."
         ) from None
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    """The name of a function, or of what a partial applies."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
 def _declare(specification: Specification, kind: Kind, names: Names) -> Structure:
@@ -252,8 +265,22 @@ def _filled(result: tuple[Any, list[Any]], outputs: Sequence[Variable]) -> Struc
     return Structure(treedef, tuple(next(supply) if s is None else s for s in statics))
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def explaining(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns that runs the user's code under a trace; its failure as a TraceError."""
+    try:
+        return function(*args)
+    except OnwardError:
+        raise
+    except Exception as error:
+        raise _explained(error, name) from error
 
 
 def _explained(error: Exception, name: str) -> TraceError:

@@ -9,7 +9,7 @@ becomes F with extra outputs. Where gradients meet, an explicit op adds them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from operator import add
@@ -24,7 +24,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
-from onward.core.walk import Where, ancestors, find, select
+from onward.core.walk import Where, ancestors, find, listed, select
 from onward.core.words import Kind, Pass
 from onward.derive.rules import Rule, flows, rule_for
 
@@ -65,6 +65,10 @@ def append_backward(
         parameters = select(program.parameters, parameter_list, "parameter_list")
     elif not parameters:
         raise LossError(f"Program {program.name!r} has no parameters: its first argument holds no floats.")
+    if not parameters:
+        raise LossError(
+            "parameter_list is empty: there is nothing to train. Leave it out to train everything."
+        )
     stopped = select(tuple(program.variables.values()), no_grad_set, "no_grad_set")
     backward = _Backward(program, parameters, stopped)
     backward.seed(target, None)
@@ -76,7 +80,7 @@ def append_backward(
             f"{', '.join(repr(p.name) for p in parameters[:5])}: there is nothing to train. Is the result "
             "computed from the parameters, and not cut off by jax.lax.stop_gradient?"
         )
-    if lost := [p.name for p in parameters if p not in found]:
+    if lost := [p.name for p in parameters if p not in found and p not in stopped]:
         warnings.warn(
             f"The loss {target.name!r} does not reach {', '.join(map(repr, lost))}: no gradient, no update.",
             UnreachedWarning,
@@ -104,6 +108,11 @@ def gradients(
     Returns:
         The Program, and for each input its gradient, or None where no target depends on it.
 
+    Raises:
+        UnknownNameError: a name that no Variable bears.
+        LossError: a Variable that is no floating point number.
+        ArgumentError: target gradients whose number or types are not those of the targets.
+
     Example:
         >>> import jax, jax.numpy as jnp, onward as ow
         >>> program = ow.trace(lambda x: x ** 3, jnp.float32(2.0))
@@ -114,9 +123,11 @@ def gradients(
         >>> float(out[first]), float(out[second])
         (12.0, 12.0)
     """
-    chosen = [find(program, t) for t in _listed(targets)]
-    wanted = [find(program, v) for v in _listed(inputs)]
-    seeds = [None if g is None else find(program, g) for g in target_gradients or [None] * len(chosen)]
+    chosen = [find(program, t) for t in listed(targets)]
+    wanted = [find(program, v) for v in listed(inputs)]
+    seeds = [
+        None if g is None else find(program, g) for g in listed(target_gradients or [None] * len(chosen))
+    ]
     _check_targets(chosen, wanted, seeds)
     backward = _Backward(program, wanted, ())
     for target, seed in zip(chosen, seeds, strict=True):
@@ -200,7 +211,7 @@ class _Backward:
             chosen = [i for i, v in enumerate(op.inputs) if v in active]
             flowing = [j for j, v in enumerate(op.outputs) if v in needed and self.lets_through(v)]
             if chosen and flowing:
-                active.update(op.outputs[j] for j in flows(self.body(op), chosen, flowing))
+                active.update(op.outputs[j] for j in _explaining(op, flows, self.body(op), chosen, flowing))
         return active
 
     def body(self, op: Op) -> Body:
@@ -220,7 +231,7 @@ class _Backward:
     ) -> None:
         """Append the gradient op of one forward op."""
         body = self.body(op)
-        rule = rule_for(body, chosen, given)
+        rule = _explaining(op, rule_for, body, chosen, given)
         saved = self.residuals(op, rule, body)
         values = {"input": op.inputs, "output": op.outputs, "residual": saved}
         inputs = [
@@ -290,6 +301,18 @@ class _Backward:
         return replace(self.source, ops=(*forward, *(d.op() for d in self.drafts if any(d.outputs))))
 
 
+def _explaining(op: Op, derive: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``derive`` returns, or a LossError that names the op which JAX cannot differentiate."""
+    try:
+        return derive(*arguments)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        where = f" at {op.source.file}:{op.source.line}" if op.source is not None and op.source.file else ""
+        raise LossError(
+            f"{op.type}{where} has no gradient: {str(error).splitlines()[0]} If none is wanted, name its "
+            "inputs in no_grad_set or use jax.lax.stop_gradient."
+        ) from error
+
+
 def _differentiable(v: Variable) -> bool:
     return bool(jnp.issubdtype(v.dtype, np.inexact))
 
@@ -340,10 +363,6 @@ def _check_targets(
                 f"The target {target.name!r} is {target.type} and its gradient {seed.name!r} is {seed.type}; "
                 "the types must be equal."
             )
-
-
-def _listed(choice: Any) -> list[str | Variable]:
-    return [choice] if isinstance(choice, str | Variable) else list(choice)
 
 
 @lru_cache(maxsize=1024)

@@ -47,18 +47,31 @@ class Optimizer:
 
     A subclass is a frozen dataclass without being told so. ``type`` says how far its rule looks; with
     ``ACROSS`` the rule takes tuples over all parameters in place of single arrays. A rule that sets
-    ``evaluates_loss`` is given one more argument: a function from parameters to the loss.
+    ``evaluates_loss`` is given one more argument: a function from parameters to the loss. The
+    hyperparameters named in ``below_one`` must be less than 1. The gradient of a complex parameter comes as
+    the direction of steepest ascent, the conjugate of what ``jax.grad`` returns.
 
     Raises:
-        HyperparameterError: a hyperparameter is negative, infinite or not a number.
+        HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.
     """
 
     type: ClassVar[UpdateType] = UpdateType.ELEMENTWISE
     evaluates_loss: ClassVar[bool] = False
+    below_one: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         dataclass(frozen=True)(cls)
+        if "step" in cls.__dataclass_fields__:
+            raise HyperparameterError(
+                f"{cls.__name__} has a field named 'step', but hyperparameters.step is the number of updates "
+                "made before this one. Give the field another name."
+            )
+        if cls.evaluates_loss and cls.type is not UpdateType.ACROSS:
+            raise HyperparameterError(
+                f"{cls.__name__} evaluates the loss, which depends on all parameters: set type = "
+                "UpdateType.ACROSS and take tuples of parameters, gradients and slots."
+            )
 
     def __post_init__(self) -> None:
         for name, value in self.hyperparameters.items():
@@ -94,7 +107,7 @@ class Optimizer:
     def check_hyperparameter(cls, name: str, value: Any) -> None:
         """Raise ``HyperparameterError`` unless this is a finite number that is not negative."""
         try:
-            number = float(value)
+            number = math.nan if isinstance(value, bool) else float(value + 0)
         except (TypeError, ValueError):
             raise HyperparameterError(
                 f"{cls.__name__}: {name} is {value!r}. Give a number, or a schedule: a function of the step."
@@ -103,6 +116,8 @@ class Optimizer:
             raise HyperparameterError(
                 f"{cls.__name__}: {name} is {number}. It must be a finite number of at least 0."
             )
+        if name in cls.below_one and number >= 1:
+            raise HyperparameterError(f"{cls.__name__}: {name} is {number}. It must be less than 1.")
 
     def create_backward_pass(
         self,

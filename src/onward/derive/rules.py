@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import jax
 from onward.core.jaxprs import Body, Wire, body_of
 
 _REMEMBERED = 4096
+_REMEMBERED_BY_IDENTITY = 256
 
 
 class Read(NamedTuple):
@@ -42,7 +44,29 @@ class Rule:
     writes: tuple[int, ...]
 
 
-_rules: OrderedDict[Any, Rule] = OrderedDict()
+class _Memory:
+    """The rules used last, safe to use from many threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rules: OrderedDict[Any, Rule] = OrderedDict()
+        self.lock = Lock()
+
+    def get(self, key: Any) -> Rule | None:
+        with self.lock:
+            if key in self.rules:
+                self.rules.move_to_end(key)
+            return self.rules.get(key)
+
+    def put(self, key: Any, rule: Rule) -> None:
+        with self.lock:
+            self.rules[key] = rule
+            if len(self.rules) > self.size:
+                self.rules.popitem(last=False)
+
+
+_rules = _Memory(_REMEMBERED)
+_rules_by_identity = _Memory(_REMEMBERED_BY_IDENTITY)  # their keys hold functions, and what these captured
 
 
 def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
@@ -54,14 +78,13 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
     >>> rule_for(body, wanted=[0], given=[0]).reads
     (Read(source='input', position=1), Read(source='cotangent', position=0))
     """
-    key = (body.signature, tuple(wanted), tuple(given), jax.dtypes.canonicalize_dtype(float))
-    rule = _rules.get(key)
+    settings = jax.dtypes.canonicalize_dtype(float), jax.config.values["jax_default_matmul_precision"]
+    key = (body.signature, tuple(wanted), tuple(given), settings)
+    memory = _rules_by_identity if body.holds_functions else _rules
+    rule = memory.get(key)
     if rule is None:
-        rule = _rules[key] = _derive(body.anonymous(), tuple(wanted), tuple(given))
-        if len(_rules) > _REMEMBERED:
-            _rules.popitem(last=False)
-    else:
-        _rules.move_to_end(key)
+        rule = _derive(body.anonymous(), tuple(wanted), tuple(given))
+        memory.put(key, rule)
     return rule
 
 

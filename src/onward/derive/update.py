@@ -22,8 +22,9 @@ from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
-from onward.core.walk import prune
+from onward.core.walk import prune, substitute
 from onward.core.words import Kind, Pass, UpdateType
+from onward.define.trace import explaining
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
@@ -75,10 +76,15 @@ class _Group:
         """Parameters, gradients, slots and hyperparameters among the values of the inputs."""
         return (
             [values[i] for i in self.parameters],
-            [values[i] for i in self.gradients],
+            [_descent(values[i]) for i in self.gradients],
             [{name: values[i] for name, i in slots} for slots in self.slots],
             SimpleNamespace(**{name: values[i] for name, i in self.hyperparameters}),
         )
+
+
+def _descent(gradient: Any) -> Any:
+    """The gradient as rules take it: of a complex parameter the conjugate of JAX's, which points uphill."""
+    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
 
 
 class _Update:
@@ -86,7 +92,7 @@ class _Update:
 
     def __init__(self, program: Program, optimizer: Optimizer) -> None:
         self.source, self.optimizer = program, optimizer
-        self.names = Names(program.variables)
+        self.names = Names(v.name for v in (*program.inputs, *program.state, *program.constants))
         self.state: list[Variable] = []
         self.initializers: list[Op] = []
         self.next_state: dict[Variable, Variable] = {}
@@ -119,7 +125,7 @@ class _Update:
 
     def scheduled(self, name: str, schedule: Callable[[Any], Any], step: Variable) -> Variable:
         """A hyperparameter that a schedule computes from the step."""
-        result = jax.eval_shape(schedule, Type((), step.dtype))
+        result = explaining(f"The schedule of {name}", jax.eval_shape, schedule, Type((), step.dtype))
         if getattr(result, "shape", None) != ():
             raise HyperparameterError(
                 f"The schedule of {name} returns {result} for a step; it must return one number."
@@ -192,7 +198,8 @@ class _Update:
             results = [*zip(new, group.parameters, strict=True), *flat]
             return [self.as_before(value, inputs[i]) for value, i in results]
 
-        return _tight(body_of(update, *(Type(shape, dtype) for shape, dtype in group.types)))
+        types = [Type(shape, dtype) for shape, dtype in group.types]
+        return _tight(explaining(f"The update of {type(self.optimizer).__name__}", body_of, update, *types))
 
     def as_before(self, value: Any, old: Variable) -> Any:
         """The new value of a state Variable in the dtype it has; its shape must be the same already."""
@@ -204,8 +211,11 @@ class _Update:
         return jnp.asarray(value, old.dtype)
 
     def program(self) -> Program:
-        """The Program with the update pass at its end."""
-        return replace(
+        """The Program with the update pass at its end.
+
+        State keeps its name whatever the network computes: an activation of the same name gives way.
+        """
+        longer = replace(
             self.source,
             state=(*self.source.state, *self.state),
             ops=(*self.source.ops, *self.ops),
@@ -213,6 +223,11 @@ class _Update:
             initializers=(*self.source.initializers, *self.initializers),
             hyperparameters=(*self.source.hyperparameters, *self.hyperparameters.values()),
         )
+        mine = {v.name for v in (*self.state, *(v for op in self.ops for v in op.outputs))}
+        names = Names(mine | self.source.variables.keys())
+        computed = (v for op in self.source.ops for v in op.outputs)
+        given_way = {v: replace(v, name=names.new(v.name)) for v in computed if v.name in mine}
+        return substitute(longer, given_way) if given_way else longer
 
 
 class _LossFunction:

@@ -74,7 +74,9 @@ class Feeds:
 
     def _stacked(self, value: Sequence[Any], v: Variable) -> Any:
         try:
-            return np.asarray(value)
+            array = np.asarray(value)
+            whole = array.dtype.kind in "bi" and jax.numpy.issubdtype(v.dtype, np.floating)
+            return array.astype(v.dtype) if whole else array
         except ValueError as error:
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {describe(value)} that is no array ({error}); expected "
@@ -88,6 +90,12 @@ class Feeds:
         if found is None:
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {describe(value)}; expected an array {v.type}."
+            )
+        if len(found.shape) != len(v.shape):
+            raise ArgumentError(
+                f"{self.program.name}: {v.name!r} is {found.dtype}{list(found.shape)}, of {len(found.shape)} "
+                f"axes; expected {len(v.shape)} axes, as in {v.type}. Another batch size is fine; for another "
+                "number of axes, trace the function anew."
             )
         if not fits(found, v):
             raise ArgumentError(

@@ -22,6 +22,17 @@ class Results:
     loss: Variable | None
     signature: Signature | None
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Results) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        tree = self.signature.result.treedef if self.signature is not None else None
+        return tuple(self.position), self.loss and self.loss.name, tree
+
     @cached_property
     def position(self) -> Mapping[str, int]:
         """Where each name stands among the values."""
@@ -43,6 +54,8 @@ class Out:
     def __getitem__(self, name: str | Variable) -> Any:
         """The value of an output or a fetched Variable."""
         name = name.name if isinstance(name, Variable) else name
+        if name == "loss" and name not in self.results.position:
+            return self.loss
         try:
             return self.values[self.results.position[name]]
         except KeyError:

@@ -38,6 +38,22 @@ class Layout:
         scheduled = tuple(v.name for op in bookkeeping for v in op.outputs if v not in following)
         return cls(changed, kept, program.hyperparameters, scheduled, program.signature)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        trees = self.signature and (self.signature.parameters, self.signature.model_state)
+        return (
+            tuple((v.name, v.shape, v.dtype) for v in self.changed),
+            tuple((v.name, v.shape, v.dtype) for v in self.kept),
+            tuple(v.name for v in self.hyperparameters),
+            tuple(tree.treedef for tree in trees or () if tree is not None),
+        )
+
     @cached_property
     def variables(self) -> tuple[Variable, ...]:
         """All state Variables in the order of storage."""
@@ -77,7 +93,11 @@ class State:
 
     @property
     def parameters(self) -> Any:
-        """The parameters in the containers in which they were passed to ``step.init``."""
+        """The parameters in the containers in which they were passed to ``step.init``.
+
+        They are the State's own buffers, which the next step takes over; ``state.copy().parameters`` stays
+        readable.
+        """
         signature = self.layout.signature
         if signature is None:
             return {v.name: self[v] for v in self.layout.variables}
@@ -97,6 +117,20 @@ class State:
         if self.is_spent:
             raise StateError(SPENT)
         return {v.name: self[v] for v in self.layout.hyperparameters}
+
+    def copy(self) -> State:
+        """The same State in buffers of its own, to keep while training goes on.
+
+        Example:
+            >>> import jax.numpy as jnp, onward as ow
+            >>> step = ow.compile(ow.SGD(0.5).minimize(lambda w: w**2, jnp.float32(1.0)))
+            >>> state = step.init(jnp.float32(1.0))
+            >>> first = state.copy()
+            >>> state, out = step(state)
+            >>> float(first.parameters), float(state.parameters)
+            (1.0, 0.0)
+        """
+        return State(self.layout, [copied(self[v], v.dtype) for v in self.layout.variables])
 
     def replace(self, changes: Mapping[str, Any]) -> State:
         """A State with other values for some Variables; the types stay, nothing is compiled again.
@@ -186,9 +220,14 @@ def stored(value: Any, v: Variable, what: str) -> Any:
         raise ArgumentError(f"{what} is {describe(value)}; expected an array {v.type}.")
     if tuple(found.shape) != v.shape or not fits(found, v):
         raise ArgumentError(f"{what} is {found.dtype}{list(found.shape)}; expected {v.type}.")
-    if jnp.issubdtype(v.dtype, jax.dtypes.extended):
+    return copied(value, v.dtype)
+
+
+def copied(value: Any, dtype: Any) -> Any:
+    """A value in a buffer of its own."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jax.random.clone(value)
-    return jnp.array(value, v.dtype, copy=True)
+    return jnp.array(value, dtype, copy=True)
 
 
 def fits(found: jax.ShapeDtypeStruct, v: Variable) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError, OnwardError, StateError
 from onward.core.program import Program, Variable
-from onward.core.structure import Structure
+from onward.core.structure import Structure, describe
 from onward.core.transform import replayed
-from onward.core.walk import find
+from onward.core.walk import find, listed
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.out import Out
@@ -38,6 +39,7 @@ class Step:
         self.traces = 0
         self.compilations = 0
         self._donate = donate
+        self._lock = RLock()
         self._feeds = Feeds(program)
         self._foreign: dict[Layout, tuple[int, ...]] = {}
         self._compiled: set[Executable] = set()
@@ -59,11 +61,13 @@ class Step:
             raise ArgumentError(f"Program {self.program.name!r} was not traced, so it has no init.")
         given = _copied(signature.parameters, parameters, signature.names[0])
         if (signature.model_state is None) != (state is None):
-            wanted = "takes no model state" if state is not None else f"carries {signature.names[1]!r}"
-            raise ArgumentError(
-                f"{self.program.name} {wanted}. Write step.init({', '.join(signature.names[:2])}) for a "
-                "function traced with state=, and step.init(params) for any other."
-            )
+            if state is None:
+                advice = f"carries model state: step.init({', '.join(signature.names[:2])})"
+            else:
+                advice = (
+                    f"was traced without state=, and data is for the step: step.init({signature.names[0]})"
+                )
+            raise ArgumentError(f"{self.program.name} {advice}.")
         if signature.model_state is not None:
             given |= _copied(signature.model_state, state, signature.names[1])
         for op in self.program.initializers:
@@ -110,13 +114,16 @@ class Step:
             return self._executables[key_of(values)], values
         except (KeyError, AttributeError):
             values = self._feeds.convert(values)
+        with self._lock:
             return self._executables.get(key_of(values)) or self._retrace(values), values
 
     def _compile(self, executable: Executable) -> None:
         """Compile ahead of time, once, and count it."""
-        executable.compile()
-        self._compiled.add(executable)
-        self.compilations += 1
+        with self._lock:
+            if executable not in self._compiled:
+                executable.compile()
+                self._compiled.add(executable)
+                self.compilations += 1
 
     def _retrace(self, values: Sequence[Any]) -> Executable:
         """The executable for data of other shapes, by replaying the Program's recipe."""
@@ -125,8 +132,8 @@ class Step:
         except OnwardError as error:
             raise ArgumentError(self._misfit(values, str(error))) from error
         self.traces += 1
-        if [_identity(v) for v in program.state] != [_identity(v) for v in self.program.state]:
-            raise ArgumentError(self._misfit(values, "the state would have other shapes"))
+        if Layout.of(program) != self.layout:
+            raise ArgumentError(self._misfit(values, "the state would be another"))
         executable = Executable(program, self.fetch, self._donate)
         self._executables[key_of(values)] = executable
         return executable
@@ -137,7 +144,11 @@ class Step:
             for v, value in zip(self.program.inputs, values, strict=True)
             if tuple(value.shape) != v.shape
         ]
-        return f"{self.program.name}: {', '.join(wrong)}, and the function does not accept this: {reason}"
+        unread = [v.name for s in self._feeds.structures for v in s.variables if v not in self._feeds.inputs]
+        note = f" (What is not fed was taken to follow the batch: {', '.join(unread)}.)" if unread else ""
+        return (
+            f"{self.program.name}: {', '.join(wrong)}, and the function does not accept this: {reason}{note}"
+        )
 
     def _own(self, state: State) -> Sequence[Any]:
         """The values of a State in this Step's layout."""
@@ -199,9 +210,12 @@ def compile(program: Program, fetch: Sequence[str | Variable] = (), donate: bool
         >>> print(state.parameters)
         [0.9 0.8]
     """
-    if isinstance(fetch, str | Variable):
-        fetch = [fetch]
-    return Step(program, fetch, donate)
+    if not isinstance(program, Program):
+        raise ArgumentError(
+            f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
+            "optimizer.minimize(loss, params, *data) to train."
+        )
+    return Step(program, listed(fetch), donate)
 
 
 def _copied(structure: Structure, tree: Any, what: str) -> dict[Variable, Any]:

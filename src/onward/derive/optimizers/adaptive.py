@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -66,6 +66,7 @@ class Adam(Optimizer):
     beta1: Hyperparameter = 0.9
     beta2: Hyperparameter = 0.999
     epsilon: Hyperparameter = 1e-8
+    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
     def init(self, parameter: Any) -> Slots:
         return _moments(parameter)
@@ -98,6 +99,7 @@ class AdamW(Optimizer):
     beta2: Hyperparameter = 0.999
     epsilon: Hyperparameter = 1e-8
     weight_decay: Hyperparameter = 1e-2
+    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
     def init(self, parameter: Any) -> Slots:
         return _moments(parameter)

@@ -1,0 +1,13 @@
+"""What Onward costs, each file one question.
+
+    derive_time     what does it cost to trace a function and derive its backward pass?
+    step_time       is a compiled Onward step as fast as one written by hand?
+
+    python -m benchmarks                        all of them
+    python -m benchmarks step_time              one
+    python -m benchmarks --quick                tiny sizes: does everything still run?
+    python -m benchmarks --json results.json    the numbers also as JSON
+
+Two sides are measured in turn, in rounds, and compared round by round, so that whatever else the
+machine does falls on both. The numbers are those of the machine they were measured on.
+"""

@@ -1,0 +1,38 @@
+"""Run benchmarks by name, all of them unless named: ``python -m benchmarks [name ...]``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from benchmarks import derive_time, step_time
+from benchmarks.harness import Row, environment, table, write_json
+
+BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
+    "derive_time": derive_time.run,
+    "step_time": step_time.run,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, list[Row]]:
+    """Run, print the tables and write the JSON if asked to; return the rows by benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What Onward costs.")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; all if none")
+    parser.add_argument("--rounds", type=int, help="how often to compare the two sides of each row")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--json", metavar="PATH", help="write the numbers to this file as well")
+    chosen = parser.parse_args(arguments)
+    if unknown := set(chosen.names) - set(BENCHMARKS):
+        parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    print(", ".join(f"{key} {value}" for key, value in environment().items()))
+    results: dict[str, list[Row]] = {}
+    for name in chosen.names or BENCHMARKS:
+        results[name] = BENCHMARKS[name](chosen.rounds, chosen.quick)
+        print(f"\n{name}\n{table(results[name])}", flush=True)
+    if chosen.json:
+        write_json(chosen.json, results)
+    return results
+
+
+if __name__ == "__main__":
+    main()

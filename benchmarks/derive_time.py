@@ -1,0 +1,117 @@
+"""What does it cost to trace a function and derive its backward pass?
+
+Against ``jax.jit(jax.value_and_grad(loss)).trace``, which does the same for JAX, on a transformer of 2,
+12 and 48 unrolled layers (d 128, 4 heads, seq 16, batch 2). Both sides are given a new function object
+every time, so that neither finds the trace of the last round in a cache.
+
+    derive      trace and derive, after one round to warm up
+    cold        the same as the first thing that a new process does
+    and lower   trace, derive and lower to StableHLO, warm: what precedes XLA in ``compile``
+
+Run it with ``python -m benchmarks derive_time``. To expect:
+
+    python 3.11.7, jax 0.10.2, device cpu, cores 2
+
+    derive_time
+    case                  against         rounds  onward   peer     ratio  min   max   target
+    derive, 2 layers      value_and_grad  20      12.1 ms  28.1 ms  0.43   0.41  0.47
+    cold, 2 layers        value_and_grad  5       91.8 ms  69.7 ms  1.32   1.23  1.77
+    and lower, 2 layers   value_and_grad  5       45.7 ms  51.1 ms  0.89   0.82  0.91
+    derive, 12 layers     value_and_grad  20      59.6 ms  147 ms   0.40   0.34  0.42  <= 1.20
+    cold, 12 layers       value_and_grad  5       138 ms   183 ms   0.75   0.73  0.78
+    and lower, 12 layers  value_and_grad  5       170 ms   194 ms   0.87   0.84  0.92
+    derive, 48 layers     value_and_grad  20      382 ms   713 ms   0.54   0.47  0.62  <= 1.00
+    cold, 48 layers       value_and_grad  5       362 ms   777 ms   0.47   0.45  0.51
+    and lower, 48 layers  value_and_grad  5       1180 ms  1019 ms  1.15   1.13  1.16
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import onward as ow
+from benchmarks.harness import Measure, Row, compare, seconds
+from benchmarks.models import Model, transformer
+from onward.core.lower import lower
+
+_LAYERS = (2, 12, 48)
+_TARGETS = {12: 1.2, 48: 1.0}
+_AGAINST = "value_and_grad"
+
+
+def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
+    """The rows of all depths; ``quick`` leaves out those that start processes."""
+    return [row for layers in ((1,) if quick else _LAYERS) for row in _rows(layers, rounds, quick)]
+
+
+def _rows(layers: int, rounds: int | None, quick: bool) -> list[Row]:
+    model = _model(layers)
+    name, target = f"{layers} layers", _TARGETS.get(layers)
+    warm, few = (rounds or 2, rounds or 2) if quick else (rounds or 20, rounds or 5)
+    derive = _fresh(_derive_ours, model), _fresh(_derive_peer, model)
+    lowered = _fresh(_lower_ours, model), _fresh(_lower_peer, model)
+    for side in (*derive, *lowered):
+        side()
+    rows = [compare(f"derive, {name}", _AGAINST, *derive, warm, target)]
+    if not quick:
+        cold = _in_new_process("ours", layers), _in_new_process("peer", layers)
+        rows.append(compare(f"cold, {name}", _AGAINST, *cold, few))
+    return [*rows, compare(f"and lower, {name}", _AGAINST, *lowered, few)]
+
+
+def _model(layers: int) -> Model:
+    return transformer(layers, seq=16, batch=2)
+
+
+def _derive_ours(loss: Callable[..., Any], params: Any, data: tuple[Any, ...]) -> Any:
+    return ow.append_backward(ow.trace(loss, params, *data))
+
+
+def _derive_peer(loss: Callable[..., Any], params: Any, data: tuple[Any, ...]) -> Any:
+    return jax.jit(jax.value_and_grad(loss)).trace(params, *data)
+
+
+def _lower_ours(loss: Callable[..., Any], params: Any, data: tuple[Any, ...]) -> Any:
+    program = _derive_ours(loss, params, data)
+    wanted = [*program.outputs, *(gradient for _, gradient in program.gradients)]
+    types = [[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in vs] for vs in (program.state, program.inputs)]
+    return jax.jit(lower(program, wanted)).lower(*types)
+
+
+def _lower_peer(loss: Callable[..., Any], params: Any, data: tuple[Any, ...]) -> Any:
+    return _derive_peer(loss, params, data).lower()
+
+
+_COLD = {"ours": _derive_ours, "peer": _derive_peer}
+
+
+def _fresh(side: Callable[..., Any], model: Model) -> Measure:
+    """Measure one side on a function that no cache has seen."""
+
+    def measure() -> float:
+        def loss(params: Any, *data: Any) -> Any:
+            return model.loss(params, *data)
+
+        return seconds(lambda: side(loss, model.params, model.data))
+
+    return measure
+
+
+def _in_new_process(side: str, layers: int) -> Measure:
+    command = [sys.executable, "-m", "benchmarks.derive_time", side, str(layers)]
+    root = Path(__file__).parents[1]
+
+    def measure() -> float:
+        return float(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
+
+    return measure
+
+
+if __name__ == "__main__":
+    print(_fresh(_COLD[sys.argv[1]], _model(int(sys.argv[2])))())

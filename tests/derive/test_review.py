@@ -1,0 +1,237 @@
+"""Ways in which people use optimizers and Programs that were once answered wrongly."""
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+
+PARAMS = {"w1": jnp.full((4, 3), 0.5), "b1": jnp.zeros(3), "w2": jnp.ones((3, 1))}
+X, Y = jnp.ones((8, 4)), jnp.ones((8, 1))
+
+
+def loss(params, x, y):
+    h = jax.nn.relu(x @ params["w1"] + params["b1"])
+    return jnp.mean((h @ params["w2"] - y) ** 2)
+
+
+@pytest.mark.parametrize("optimizer", [ow.SGD(0.1), ow.Momentum(0.02), ow.Adagrad(0.5), ow.Adam(0.1)])
+def test_complex_parameters_go_downhill(optimizer):
+    w = jnp.complex64(1 + 1j)
+    step = ow.compile(optimizer.minimize(lambda w: jnp.abs(w) ** 2, w))
+    state = step.init(w)
+    for _ in range(100):
+        state, _ = step(state)
+    assert abs(state.parameters) < 0.05
+    assert state.parameters.dtype == jnp.complex64
+
+
+def test_a_program_changed_by_hand_is_not_replayed_without_the_change():
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, Y)
+    changed = ow.check(replace(program, ops=(*program.ops,)[:-1], next_state={}))
+    step = ow.compile(changed)
+    state = step.init(PARAMS)
+    with pytest.raises(ow.ArgumentError, match=r"changed by hand.*onward\.transform"):
+        step(state, X[:4], Y[:4])
+
+
+def test_lists_that_can_be_read_only_once_are_kept_for_another_batch():
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, Y, parameter_list=(n for n in ["w1", "w2"]))
+    step = ow.compile(program)
+    step(step.init(PARAMS), X[:4], Y[:4])
+    assert step.traces == 1
+
+
+def test_rules_are_derived_for_the_precision_at_hand():
+    def value(w):
+        return jnp.sum(jnp.linalg.qr(w)[1])
+
+    def highest(precision):
+        with jax.default_matmul_precision(precision):
+            program = ow.append_backward(ow.trace(value, jnp.eye(3)))
+        gradient = next(op for op in program.ops if op.type == "qr_grad")
+        return str(gradient.body.closed).count("HIGHEST")
+
+    assert highest("highest") > 0
+    assert highest(None) == 0
+
+
+def test_arrays_captured_by_a_forgotten_function_are_let_go():
+    def once():
+        captured = jnp.ones(1000)
+
+        @jax.custom_vjp
+        def f(x):
+            return x * captured.sum()
+
+        f.defvjp(lambda x: (x * captured.sum(), None), lambda _, g: (g * captured.sum(),))
+        ow.SGD(0.1).minimize(lambda w: f(w), jnp.float32(1.0))
+        return weakref.ref(captured)
+
+    first = once()
+    for _ in range(300):
+        once()
+    gc.collect()
+    assert first() is None
+
+
+def test_a_python_number_stays_one_at_another_batch():
+    def scaled(w, x, factor):
+        return jnp.mean(w * x) * factor
+
+    w, x = jnp.ones((), jnp.bfloat16), jnp.ones(4, jnp.bfloat16)
+    step = ow.compile(ow.trace(scaled, w, x, 0.5))
+    state = step.init(w)
+    assert [step(state, x[:n], 0.5)[1].loss.dtype for n in (4, 2)] == [jnp.bfloat16] * 2
+
+
+@pytest.mark.parametrize("first", [lambda a: (a, a), lambda a: {"ce": a}, lambda a: None])
+def test_the_loss_beside_aux_is_one_array(first):
+    with pytest.raises(ow.TraceError, match="the first must be the loss, one array"):
+        ow.trace(lambda w: (first(jnp.sum(w)), w), jnp.ones(3), has_aux=True)
+
+
+def test_measuring_the_loss_moves_no_statistics():
+    def normed(w, stats, x):
+        mean = 0.9 * stats["mean"] + 0.1 * x.mean()
+        return jnp.sum(w * (x - mean)), {"mean": mean}
+
+    w, stats = jnp.ones(3), {"mean": jnp.float32(0)}
+    program = ow.SGD(0.1).minimize(normed, w, jnp.ones(3), state=stats)
+    train, test = ow.compile(program), ow.compile(ow.prune(program, "loss"))
+    state = train.init(w, stats)
+    same, _ = test(state, jnp.ones(3))
+    assert float(same.model_state["mean"]) == 0
+    state, _ = train(state, jnp.ones(3))
+    assert float(state.model_state["mean"]) == pytest.approx(0.1)
+
+
+def test_the_updates_alone_are_a_target_at_every_batch():
+    program = ow.Adam(0.1).minimize(loss, PARAMS, X, Y)
+    step = ow.compile(ow.prune(program, program.updates))
+    state = step.init(PARAMS)
+    for n in (8, 4):
+        state, _ = step(state, X[:n], Y[:n])
+    assert int(state["step"]) == 2
+    reference = ow.compile(program)
+    expected = reference.init(PARAMS)
+    for n in (8, 4):
+        expected, _ = reference(expected, X[:n], Y[:n])
+    np.testing.assert_array_equal(state["w1/mean"], expected["w1/mean"])
+    np.testing.assert_array_equal(state["w1"], expected["w1"])
+
+
+def test_a_slot_is_a_target():
+    pruned = ow.prune(ow.Adam(0.1).minimize(loss, PARAMS, X, Y), "w1/mean")
+    assert {v.name for v in pruned.state} == {"w1/mean", "w1/variance"}
+
+
+def test_state_keeps_its_name_whatever_the_network_computes():
+    @jax.custom_jvp
+    def step(x):
+        return x * 2
+
+    step.defjvps(lambda t, out, x: t * 2)
+    program = ow.SGD(0.1).minimize(lambda w: jnp.sum(step(w)), jnp.ones(3))
+    assert [v.name for v in program.state] == ["w", "learning_rate", "step"]
+    assert [op.outputs[0].name for op in program.ops][:2] == ["step_1", "reduce_sum"]
+    assert program.next_state[program["step"]].name == "next(step)"
+
+
+def test_threads_compile_each_shape_once():
+    step = ow.compile(ow.trace(loss, PARAMS, X, Y))
+    state = step.init(PARAMS)
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(step, state, X[:n], Y[:n]) for n in (2, 3, 4) * 8]
+        assert len({float(f.result()[1].loss) for f in found}) == 1
+    assert (step.traces, step.compilations) == (3, 4)
+
+
+def test_results_of_two_batch_sizes_can_be_combined():
+    step = ow.compile(ow.trace(loss, PARAMS, X, Y))
+    state = step.init(PARAMS)
+    outs = [step(state, X[:n], Y[:n])[1] for n in (8, 4)]
+    mean = jax.tree.map(lambda *values: sum(values) / len(values), *outs)
+    assert float(mean.loss) == pytest.approx(float(loss(PARAMS, X, Y)))
+
+
+def test_a_copy_of_the_state_stays_readable():
+    step = ow.compile(ow.SGD(0.1).minimize(loss, PARAMS, X, Y))
+    best = step.init(PARAMS)
+    kept = best.copy()
+    step(best, X, Y)
+    np.testing.assert_array_equal(kept.parameters["w1"], PARAMS["w1"])
+
+
+def test_a_while_loop_on_the_path_is_named():
+    def looped(w):
+        return jax.lax.while_loop(lambda w: w < 10, lambda w: w * 2, w)
+
+    with pytest.raises(ow.LossError, match=r"while at .*test_review\.py:\d+ has no gradient"):
+        ow.SGD(0.1).minimize(looped, jnp.float32(1.0))
+
+
+def test_a_branch_in_a_schedule_or_a_rule_is_explained():
+    with pytest.raises(ow.TraceError, match=r"The schedule of learning_rate cannot be traced.*jnp\.where"):
+        ow.SGD(lambda n: 0.1 if n < 10 else 0.01).minimize(loss, PARAMS, X, Y)
+
+    class Branching(ow.Optimizer):
+        learning_rate: ow.Hyperparameter = 0.1
+
+        def update(self, parameter, gradient, slots, h):
+            return (parameter if gradient.sum() > 0 else -parameter), slots
+
+    with pytest.raises(ow.TraceError, match=r"The update of Branching cannot be traced.*in update"):
+        Branching().minimize(loss, PARAMS, X, Y)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ow.Adam(beta1=1.0), "beta1 is 1.0. It must be less than 1"),
+        (lambda: ow.SGD("0.1"), "learning_rate is '0.1'"),
+        (lambda: ow.SGD(True), "learning_rate is nan"),
+        (lambda: type("A", (ow.Optimizer,), {"__annotations__": {"step": int}, "step": 1}), "'step'"),
+        (lambda: type("A", (ow.Optimizer,), {"evaluates_loss": True}), "ACROSS"),
+    ],
+)
+def test_optimizers_that_make_no_sense(make, words):
+    with pytest.raises(ow.HyperparameterError, match=words):
+        make()
+
+
+def test_one_name_is_as_good_as_a_list_of_one():
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, Y, parameter_list="w1")
+    assert [p.name for p, _ in program.gradients] == ["w1"]
+    assert program[program.loss] is program["loss"] is program.loss
+    step = ow.compile(program, fetch="loss")
+    _, out = step(step.init(PARAMS), X, Y)
+    assert out["loss"] is out.loss
+
+
+def test_a_parameter_that_was_asked_to_have_no_gradient_is_not_reported():
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, Y, no_grad_set=["b1"])
+    assert [p.name for p, _ in program.gradients] == ["w1", "w2"]
+
+
+def test_an_op_that_reads_a_captured_array_can_be_printed():
+    scale = jnp.arange(3.0)
+
+    @jax.custom_vjp
+    def f(x):
+        return x * scale
+
+    f.defvjp(lambda x: (x * scale, None), lambda _, g: (g * scale,))
+    program = ow.SGD(0.1).minimize(lambda w: jnp.sum(f(w)), jnp.ones(3))
+    assert "f_grad(" in str(program)
+
+
+def test_compile_takes_a_program():
+    with pytest.raises(ow.ArgumentError, match="compile takes a Program, not a function"):
+        ow.compile(loss)

@@ -1,0 +1,101 @@
+"""The benchmarks run and say what they measured; how fast is never asked here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CASES = {
+    "derive_time": ["derive, 1 layers", "and lower, 1 layers"],
+    "step_time": [
+        "MLP, Adam",
+        "CNN, Momentum",
+        "transformer, AdamW",
+        "LSTM, Adagrad",
+        "dispatch, SGD",
+        "dispatch, Adam",
+    ],
+}
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.__main__")
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.harness")
+
+
+def test_every_benchmark_file_is_listed(main: ModuleType) -> None:
+    listed = importlib.import_module("benchmarks").__doc__
+    files = {path.stem for path in (ROOT / "benchmarks").glob("*_time.py")}
+    assert set(main.BENCHMARKS) == files == set(CASES)
+    assert all(name in listed for name in files)
+
+
+@pytest.fixture
+def hasty_compiler() -> Iterator[None]:
+    """XLA without most of its optimizations: nothing is timed here, and compiling is most of the time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("hasty_compiler")
+@pytest.mark.parametrize("name", CASES)
+def test_quick_run(main: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.json"
+    rows = main.main([name, "--quick", "--rounds", "2", "--json", str(path)])[name]
+    assert list(dict.fromkeys(row.case for row in rows)) == CASES[name]
+    for row in rows:
+        assert row.rounds == 2
+        assert 0 < row.low <= row.ratio <= row.high
+        assert min(row.onward, row.peer) > 0
+    printed = capsys.readouterr().out
+    assert all(row.case in printed for row in rows)
+    written = json.loads(path.read_text())
+    assert [row["case"] for row in written["results"][name]] == [row.case for row in rows]
+    assert {"python", "jax", "cores"} <= set(written["environment"])
+
+
+def test_unknown_name_is_refused(main: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["speed"])
+    assert "no benchmark is named speed; there are derive_time, step_time" in capsys.readouterr().err
+
+
+def test_rounds_alternate_and_are_compared_one_by_one(harness: ModuleType) -> None:
+    order: list[str] = []
+    durations = {"ours": iter([2.0, 9.0, 3.0]), "peer": iter([1.0, 3.0, 3.0])}
+
+    def side(name: str) -> float:
+        order.append(name)
+        return next(durations[name])
+
+    row = harness.compare("c", "p", lambda: side("ours"), lambda: side("peer"), rounds=3, target=1.5)
+    assert order == ["ours", "peer", "peer", "ours", "ours", "peer"]
+    assert (row.ratio, row.low, row.high) == (2.0, 1.0, 3.0)
+    assert (row.onward, row.peer) == (3.0, 3.0)
+    assert row.met is False
+    assert "<= 1.50  missed" in harness.table([row])
+
+
+def test_sides_that_part_are_caught(main: ModuleType) -> None:
+    step_time = importlib.import_module("benchmarks.step_time")
+    case = step_time.Case("line", step_time.models.line(), step_time.ow.SGD, step_time.sgd, 0)
+    agreeing = step_time._onward(case, 1e-3), step_time._by_hand(case, 1e-3)
+    step_time.check_agreement(case, *agreeing)
+    with pytest.raises(AssertionError, match="apart"):
+        step_time.check_agreement(case, step_time._onward(case, 1e-3), step_time._by_hand(case, 1.1e-3))

@@ -1,0 +1,535 @@
+"""Models of other libraries train the first time, and exactly as they do in plain JAX with optax.
+
+A ``Case`` is what a person arrives with: a loss, a model, perhaps its state, and batches. Each is trained
+five steps by Onward and by ``jax.value_and_grad`` with optax; losses, parameters and state must agree.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import equinox as eqx
+import flax
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import onward as ow
+
+STEPS = 5
+KEY = jax.random.key(0)
+
+OPTIMIZERS = {
+    "sgd": (ow.SGD(0.05), optax.sgd(0.05)),
+    "momentum": (ow.Momentum(0.05, 0.9), optax.sgd(0.05, momentum=0.9)),
+    "nesterov": (ow.Momentum(0.05, 0.9, nesterov=True), optax.sgd(0.05, momentum=0.9, nesterov=True)),
+    "adam": (ow.Adam(1e-2), optax.adam(1e-2)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``loss(model, [state,] *batch)`` and everything to call it with."""
+
+    loss: Callable[..., Any]
+    model: Any
+    batches: list[tuple[Any, ...]]
+    state: Any = None
+
+
+def regression(size=8, keyed=False):
+    """Five batches of (x, y) with four features, each with a random key of its own where asked."""
+    x = np.random.default_rng(0).standard_normal((STEPS, size, 4)).astype(np.float32)
+    y = np.sin(x.sum(-1, keepdims=True))
+    keys = jax.random.split(KEY, STEPS)
+    return [(x[i], y[i], keys[i]) if keyed else (x[i], y[i]) for i in range(STEPS)]
+
+
+def images(size=6):
+    """Five batches of (image of 1x6x6, label of three, key)."""
+    x = np.random.default_rng(1).standard_normal((STEPS, size, 1, 6, 6)).astype(np.float32)
+    labels = np.arange(STEPS * size, dtype=np.int32).reshape(STEPS, size) % 3
+    return list(zip(x, labels, jax.random.split(KEY, STEPS), strict=True))
+
+
+def squared(prediction, y):
+    return jnp.mean((prediction - y) ** 2)
+
+
+# ------------------------------------------------------------------------------------------ equinox
+
+
+def eqx_mlp(activation=jax.nn.relu):
+    def loss(model, x, y):
+        return squared(jax.vmap(model)(x), y)
+
+    return Case(loss, eqx.nn.MLP(4, 1, 8, depth=2, activation=activation, key=KEY), regression())
+
+
+def eqx_sequential():
+    first, second, third = jax.random.split(KEY, 3)
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(4, 8, key=first),
+            eqx.nn.Lambda(jax.nn.gelu),
+            eqx.nn.LayerNorm(8),
+            eqx.nn.Dropout(0.3),
+            eqx.nn.GRUCell(8, 5, key=second),
+            eqx.nn.Linear(5, 1, key=third),
+        ]
+    )
+
+    def loss(model, x, y, key):
+        linear, gelu, norm, dropout, cell, out = model.layers
+
+        def one(x, key):
+            h = dropout(norm(gelu(linear(x))), key=key)
+            return out(cell(h, jnp.zeros(5)))
+
+        return squared(jax.vmap(one)(x, jax.random.split(key, len(x))), y)
+
+    return Case(loss, model, regression(keyed=True))
+
+
+class ConvNet(eqx.Module):
+    conv: eqx.nn.Conv2d
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    out: eqx.nn.Linear
+    name: str
+
+    def __init__(self, key):
+        first, second = jax.random.split(key)
+        self.conv = eqx.nn.Conv2d(1, 2, 3, key=first)
+        self.norm = eqx.nn.LayerNorm(32)
+        self.dropout = eqx.nn.Dropout(0.4)
+        self.out = eqx.nn.Linear(32, 3, key=second)
+        self.name = "a string among the leaves"
+
+    def __call__(self, x, key):
+        h = self.norm(jax.nn.relu(self.conv(x)).ravel())
+        return self.out(self.dropout(h, key=key))
+
+
+def eqx_conv():
+    def loss(model, x, label, key):
+        logits = jax.vmap(model)(x, jax.random.split(key, len(x)))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
+
+    return Case(loss, ConvNet(KEY), images())
+
+
+class NormNet(eqx.Module):
+    conv: eqx.nn.Conv2d
+    norm: eqx.nn.BatchNorm
+    out: eqx.nn.Linear
+
+    def __init__(self, mode, key):
+        first, second = jax.random.split(key)
+        self.conv = eqx.nn.Conv2d(1, 2, 3, use_bias=False, key=first)
+        self.norm = eqx.nn.BatchNorm(2, axis_name="batch", mode=mode)
+        self.out = eqx.nn.Linear(32, 3, key=second)
+
+    def __call__(self, x, state):
+        h, state = self.norm(self.conv(x), state)
+        return self.out(jax.nn.relu(h).ravel()), state
+
+
+def eqx_batch_norm(mode="batch"):
+    model, state = eqx.nn.make_with_state(NormNet)(mode, KEY)
+
+    def loss(model, state, x, label):
+        apply = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        logits, state = apply(x, state)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean(), state
+
+    return Case(loss, model, [batch[:2] for batch in images()], state)
+
+
+# --------------------------------------------------------------------------------------------- flax
+
+
+class LinenNet(nn.Module):
+    normalize: bool = False
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        h = nn.Dense(8, use_bias=not self.normalize)(x)
+        if self.normalize:
+            h = nn.BatchNorm(use_running_average=not train, momentum=0.9)(h)
+        h = nn.Dropout(self.rate, deterministic=not train)(nn.tanh(h))
+        return nn.Dense(1)(h)
+
+
+def linen():
+    net = LinenNet()
+
+    def loss(params, x, y):
+        return squared(net.apply({"params": params}, x, True), y)
+
+    return Case(loss, net.init(KEY, jnp.ones((1, 4)), False)["params"], regression())
+
+
+def linen_all_variables():
+    """The whole ``variables`` dict as parameters, frozen as flax offers it."""
+    net = LinenNet()
+
+    def loss(variables, x, y):
+        return squared(net.apply(variables, x, True), y)
+
+    return Case(loss, flax.core.freeze(net.init(KEY, jnp.ones((1, 4)), False)), regression())
+
+
+def linen_dropout():
+    net = LinenNet(rate=0.5)
+
+    def loss(params, x, y, key):
+        return squared(net.apply({"params": params}, x, True, rngs={"dropout": key}), y)
+
+    return Case(loss, net.init(KEY, jnp.ones((1, 4)), False)["params"], regression(keyed=True))
+
+
+def linen_batch_stats():
+    net = LinenNet(normalize=True, rate=0.5)
+    variables = net.init(KEY, jnp.ones((1, 4)), False)
+
+    def loss(params, batch_stats, x, y, key):
+        prediction, updated = net.apply(
+            {"params": params, "batch_stats": batch_stats},
+            x,
+            True,
+            rngs={"dropout": key},
+            mutable=["batch_stats"],
+        )
+        return squared(prediction, y), updated["batch_stats"]
+
+    return Case(loss, variables["params"], regression(keyed=True), variables["batch_stats"])
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 8, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.second = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def nnx_params_only():
+    graphdef, params = nnx.split(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.Param)
+
+    def loss(params, x, y):
+        return squared(nnx.merge(graphdef, params)(x), y)
+
+    return Case(loss, params, regression())
+
+
+def nnx_with_rest():
+    """Batch statistics and the dropout's own random counter are the rest that ``nnx.split`` leaves."""
+    graphdef, params, rest = nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, rest, x, y):
+        model = nnx.merge(graphdef, params, rest)
+        value = squared(model(x), y)
+        return value, nnx.split(model, nnx.Param, ...)[2]
+
+    return Case(loss, params, regression(), rest)
+
+
+# -------------------------------------------------------------------------------------------- haiku
+
+
+def haiku():
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8, 1])(x)))
+
+    def loss(params, x, y):
+        return squared(net.apply(params, x), y)
+
+    return Case(loss, net.init(KEY, jnp.ones((1, 4))), regression())
+
+
+def haiku_state():
+    def forward(x):
+        h = hk.Linear(8, with_bias=False)(x)
+        h = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(h, is_training=True)
+        return hk.Linear(1)(hk.dropout(hk.next_rng_key(), 0.5, jax.nn.relu(h)))
+
+    net = hk.transform_with_state(forward)
+    params, state = net.init(KEY, jnp.ones((2, 4)))
+
+    def loss(params, state, x, y, key):
+        prediction, state = net.apply(params, state, key, x)
+        return squared(prediction, y), state
+
+    return Case(loss, params, regression(keyed=True), state)
+
+
+CASES = {
+    "eqx-mlp": eqx_mlp,
+    "eqx-mlp-swish": partial(eqx_mlp, jax.nn.swish),
+    "eqx-mlp-prelu": lambda: eqx_mlp(eqx.nn.PReLU()),
+    "eqx-mlp-lambda": lambda: eqx_mlp(lambda x: jnp.sin(x)),
+    "eqx-sequential": eqx_sequential,
+    "eqx-conv": eqx_conv,
+    "eqx-batch-norm": eqx_batch_norm,
+    "eqx-batch-norm-ema": partial(eqx_batch_norm, "ema"),
+    "linen": linen,
+    "linen-variables": linen_all_variables,
+    "linen-dropout": linen_dropout,
+    "linen-batch-stats": linen_batch_stats,
+    "nnx-params": nnx_params_only,
+    "nnx-rest": nnx_with_rest,
+    "haiku": haiku,
+    "haiku-state": haiku_state,
+}
+
+
+WITH_STATE = ["eqx-batch-norm", "linen-batch-stats", "nnx-rest", "haiku-state"]
+PAIRS = [(case, "adam") for case in CASES] + [
+    (case, optimizer) for case in WITH_STATE for optimizer in OPTIMIZERS if optimizer != "adam"
+]
+
+
+@cache
+def case_of(name):
+    return CASES[name]()
+
+
+def training_program(case, optimizer):
+    options = {} if case.state is None else {"state": case.state}
+    return optimizer.minimize(case.loss, case.model, *case.batches[0], **options)
+
+
+@cache
+def trained_by_onward(name, optimizer):
+    """The losses of five steps, and the State after them."""
+    case = case_of(name)
+    step = ow.compile(training_program(case, OPTIMIZERS[optimizer][0]))
+    state = step.init(case.model) if case.state is None else step.init(case.model, case.state)
+    losses = []
+    for batch in case.batches:
+        state, out = step(state, *batch)
+        losses.append(float(out.loss))
+    return losses, state
+
+
+@cache
+def trained_by_optax(name, optimizer):
+    """Plain JAX: the model's float arrays are trained, everything else stays in a closure."""
+    case, rule = case_of(name), OPTIMIZERS[optimizer][1]
+    params, static = eqx.partition(case.model, eqx.is_inexact_array)
+    carried, fixed = eqx.partition(case.state, eqx.is_array)
+    moments = rule.init(params)
+
+    @jax.jit
+    def step(params, carried, moments, *batch):
+        def loss(params):
+            model = eqx.combine(params, static)
+            if case.state is None:
+                return case.loss(model, *batch), None
+            value, following = case.loss(model, eqx.combine(carried, fixed), *batch)
+            return value, eqx.filter(following, eqx.is_array)
+
+        (value, following), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        change, moments_after = rule.update(grads, moments, params)
+        return optax.apply_updates(params, change), following, moments_after, value
+
+    losses = []
+    for batch in case.batches:
+        params, carried, moments, value = step(params, carried, moments, *batch)
+        losses.append(float(value))
+    return losses, eqx.combine(params, static), eqx.combine(carried, fixed)
+
+
+def assert_same(found, expected):
+    """The same containers, the same static leaves, and arrays that agree."""
+    assert type(found) is type(expected)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if not eqx.is_array(other):
+            assert one is other or one == other
+        elif jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(jax.random.key_data(one), jax.random.key_data(other))
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("case", "optimizer"), PAIRS)
+def test_five_steps_equal_plain_jax(case, optimizer):
+    losses, state = trained_by_onward(case, optimizer)
+    expected, model, carried = trained_by_optax(case, optimizer)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert len(set(losses)) == STEPS
+    assert_same(state.parameters, model)
+    assert_same(state.model_state, carried)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_comes_back_as_it_was_passed_and_that_one_stays_usable(case):
+    _, state = trained_by_onward(case, "adam")
+    before = case_of(case)
+    again = CASES[case]()
+    for found, passed, untouched in (
+        (state.parameters, before.model, again.model),
+        (state.model_state, before.state, again.state),
+    ):
+        assert type(found) is type(passed)
+        assert jax.tree.structure(found) == jax.tree.structure(passed)
+        if passed is not None:
+            arrays = jax.tree.leaves(eqx.filter(passed, eqx.is_inexact_array))
+            same = jax.tree.leaves(eqx.filter(untouched, eqx.is_inexact_array))
+            assert arrays
+            assert all(map(np.array_equal, arrays, same))
+
+
+@pytest.mark.parametrize("case", WITH_STATE)
+def test_a_batch_of_another_size_goes_through_the_model_again(case):
+    case = CASES[case]()  # its own: called without jit, flax.nnx writes into the state it is given
+    step = ow.compile(training_program(case, ow.SGD(0.05)))
+    x, y, *rest = case.batches[1]
+    _, out = step(step.init(case.model, case.state), x[:3], y[:3], *rest)
+    expected, _ = case.loss(case.model, case.state, x[:3], y[:3], *rest)
+    np.testing.assert_allclose(out.loss, expected, rtol=1e-5)
+    assert step.traces == 1
+
+
+# ------------------------------------------------------------------------- what each library promises
+
+
+def test_a_trained_equinox_model_predicts_with_its_static_leaves():
+    case = case_of("eqx-conv")
+    _, state = trained_by_onward("eqx-conv", "adam")
+    _, model, _ = trained_by_optax("eqx-conv", "adam")
+    trained = state.parameters
+    assert (trained.name, trained.dropout) == (case.model.name, case.model.dropout)
+    x = case.batches[0][0][0]
+    found = eqx.nn.inference_mode(trained)(x, KEY)
+    np.testing.assert_allclose(found, eqx.nn.inference_mode(model)(x, KEY), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(found, eqx.nn.inference_mode(case.model)(x, KEY), rtol=1e-3)
+
+
+def test_the_activation_of_an_equinox_model_is_static_and_compared():
+    case = case_of("eqx-mlp")
+    program = ow.SGD(0.1).minimize(case.loss, case.model, *case.batches[0])
+    assert [v.name for v in program.parameters] == [
+        f"layers/{i}/{part}" for i in range(3) for part in ("weight", "bias")
+    ]
+    step = ow.compile(program)
+    assert step.init(case.model).parameters.activation is case.model.activation
+    other = eqx_mlp(jax.nn.tanh).model
+    with pytest.raises(ow.ArgumentError, match=r"holds .* where the traced one holds .*trace again"):
+        step.init(other)
+
+
+def test_the_slope_of_prelu_is_trained():
+    case = case_of("eqx-mlp-prelu")
+    _, state = trained_by_onward("eqx-mlp-prelu", "adam")
+    before, after = case.model.activation.negative_slope, state.parameters.activation.negative_slope
+    assert after.shape == before.shape
+    assert not np.array_equal(after, before)
+
+
+def test_python_numbers_in_an_equinox_model_are_static():
+    class Scaled(eqx.Module):
+        weight: jax.Array
+        factor: float
+        times: int
+
+        def __call__(self, x):
+            h = x @ self.weight
+            for _ in range(self.times):
+                h = h * self.factor if self.factor > 1 else h
+            return h
+
+    def loss(model, x, y):
+        return squared(model(x), y)
+
+    batch = regression()[0]
+    program = ow.SGD(0.1).minimize(loss, Scaled(jnp.ones((4, 1)), 2.0, 3), *batch)
+    assert [v.name for v in program.parameters] == ["weight"]
+    step = ow.compile(program)
+    state, out = step(step.init(Scaled(jnp.ones((4, 1)), 2.0, 3)), *batch)
+    np.testing.assert_allclose(out.loss, squared(8 * batch[0] @ np.ones((4, 1)), batch[1]), rtol=1e-5)
+    assert (state.parameters.factor, state.parameters.times) == (2.0, 3)
+
+
+def test_equinox_batch_norm_predicts_with_the_trained_statistics():
+    case = case_of("eqx-batch-norm")
+    _, state = trained_by_onward("eqx-batch-norm", "adam")
+    _, model, carried = trained_by_optax("eqx-batch-norm", "adam")
+    x = case.batches[0][0][0]
+    found, _ = eqx.nn.inference_mode(state.parameters)(x, state.model_state)
+    expected, _ = eqx.nn.inference_mode(model)(x, carried)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_trained_linen_parameters_go_back_into_apply():
+    case = case_of("linen-batch-stats")
+    _, state = trained_by_onward("linen-batch-stats", "adam")
+    net = LinenNet(normalize=True, rate=0.5)
+    variables = {"params": state.parameters, "batch_stats": state.model_state}
+    _, params, stats = trained_by_optax("linen-batch-stats", "adam")
+    x = case.batches[0][0]
+    expected = net.apply({"params": params, "batch_stats": stats}, x, False)
+    np.testing.assert_allclose(net.apply(variables, x, False), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_nnx_update_takes_the_trained_parameters():
+    model = NnxNet(nnx.Rngs(0))
+    case = case_of("nnx-rest")
+    _, state = trained_by_onward("nnx-rest", "adam")
+    nnx.update(model, state.parameters, state.model_state)
+    model.eval()
+    _, params, rest = trained_by_optax("nnx-rest", "adam")
+    other = NnxNet(nnx.Rngs(0))
+    nnx.update(other, params, rest)
+    other.eval()
+    x = case.batches[0][0]
+    np.testing.assert_allclose(model(x), other(x), rtol=1e-4, atol=1e-5)
+
+
+def test_random_keys_and_counters_of_nnx_are_carried_and_not_trained():
+    case = case_of("nnx-rest")
+    program = training_program(case, ow.SGD(0.1))
+    kinds = {v.name: v.kind for v in program.state if v.name.startswith("rest/")}
+    assert set(kinds.values()) == {ow.Kind.STATE}
+    assert {name for name in kinds if "rngs" in name} == {
+        "rest/dropout/rngs/count/value",
+        "rest/dropout/rngs/key/value",
+    }
+    _, state = trained_by_onward("nnx-rest", "adam")
+    assert int(state["rest/dropout/rngs/count/value"]) == STEPS
+
+
+def test_haiku_module_names_are_part_of_the_variable_names():
+    program = training_program(case_of("haiku"), ow.SGD(0.1))
+    names = [v.name for v in program.parameters]
+    assert names == [f"mlp/~/linear_{i}/{part}" for i in range(3) for part in ("b", "w")]
+
+
+def test_a_frozen_layer_of_a_foreign_model_stays():
+    case = case_of("eqx-mlp")
+    program = ow.SGD(0.1).minimize(
+        case.loss, case.model, *case.batches[0], parameter_list=["layers/1/*", "layers/2/*"]
+    )
+    step = ow.compile(program)
+    state, _ = step(step.init(case.model), *case.batches[0])
+    assert [p.name for p, _ in program.gradients] == [
+        f"layers/{i}/{p}" for i in (1, 2) for p in ("weight", "bias")
+    ]
+    np.testing.assert_array_equal(state.parameters.layers[0].weight, case.model.layers[0].weight)
+    assert not np.array_equal(state.parameters.layers[1].weight, case.model.layers[1].weight)
+
+
+def test_models_without_arrays_to_train_are_refused_by_name():
+    with pytest.raises(ow.LossError, match="no parameters"):
+        ow.SGD(0.1).minimize(lambda model, x: jnp.sum(model(x)), eqx.nn.Lambda(jax.nn.relu), jnp.ones(3))
