@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
+import benchmarks
 import jax
 import pytest
+from benchmarks import harness, step_time
+from benchmarks.__main__ import BENCHMARKS, main
 
 ROOT = Path(__file__).parents[1]
 CASES = {
@@ -25,22 +26,10 @@ CASES = {
 }
 
 
-@pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("benchmarks.__main__")
-
-
-@pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("benchmarks.harness")
-
-
-def test_every_benchmark_file_is_listed(main: ModuleType) -> None:
-    listed = importlib.import_module("benchmarks").__doc__
+def test_every_benchmark_file_is_listed() -> None:
+    listed = benchmarks.__doc__ or ""
     files = {path.stem for path in (ROOT / "benchmarks").glob("*_time.py")}
-    assert set(main.BENCHMARKS) == files == set(CASES)
+    assert set(BENCHMARKS) == files == set(CASES)
     assert all(name in listed for name in files)
 
 
@@ -55,9 +44,9 @@ def hasty_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hasty_compiler")
 @pytest.mark.parametrize("name", CASES)
-def test_quick_run(main: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.json"
-    rows = main.main([name, "--quick", "--rounds", "2", "--json", str(path)])[name]
+    rows = main([name, "--quick", "--rounds", "2", "--json", str(path)])[name]
     assert list(dict.fromkeys(row.case for row in rows)) == CASES[name]
     for row in rows:
         assert row.rounds == 2
@@ -70,13 +59,13 @@ def test_quick_run(main: ModuleType, name: str, tmp_path: Path, capsys: pytest.C
     assert {"python", "jax", "cores"} <= set(written["environment"])
 
 
-def test_unknown_name_is_refused(main: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main.main(["speed"])
+        main(["speed"])
     assert "no benchmark is named speed; there are derive_time, step_time" in capsys.readouterr().err
 
 
-def test_rounds_alternate_and_are_compared_one_by_one(harness: ModuleType) -> None:
+def test_rounds_alternate_and_are_compared_one_by_one() -> None:
     order: list[str] = []
     durations = {"ours": iter([2.0, 9.0, 3.0]), "peer": iter([1.0, 3.0, 3.0])}
 
@@ -92,8 +81,7 @@ def test_rounds_alternate_and_are_compared_one_by_one(harness: ModuleType) -> No
     assert "<= 1.50  missed" in harness.table([row])
 
 
-def test_sides_that_part_are_caught(main: ModuleType) -> None:
-    step_time = importlib.import_module("benchmarks.step_time")
+def test_sides_that_part_are_caught() -> None:
     case = step_time.Case("line", step_time.models.line(), step_time.ow.SGD, step_time.sgd, 0)
     agreeing = step_time._onward(case, 1e-3), step_time._by_hand(case, 1e-3)
     step_time.check_agreement(case, *agreeing)

@@ -207,6 +207,7 @@ STEPS = {
         lambda s: (X.astype(int), Y),
         ["'x' is int32[8, 4]; expected float32[8,4]", "x.astype('float32')"],
     ),
+    "axes": (lambda s: (X[0], Y), ["'x' is float32[4], of 1 axes; expected 2, as in float32[8,4]"]),
     "no array": (lambda s: ("images", Y), ["'x' is 'images'; expected an array"]),
     "a dict": (lambda s: ({"a": X}, Y), ["'x' is a dict of 1; expected an array"]),
 }

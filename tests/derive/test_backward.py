@@ -284,8 +284,7 @@ def test_a_cut_beside_another_way_leaves_the_other_way():
 
 def test_a_parameter_in_the_no_grad_set_is_not_trained():
     program = ow.trace(layered, layers(1), X)
-    with pytest.warns(ow.UnreachedWarning, match="'params/0/w'"):
-        program = ow.append_backward(program, no_grad_set=["params/0/w"])
+    program = ow.append_backward(program, no_grad_set=["params/0/w"])
     assert [p.name for p, _ in program.gradients] == ["params/0/b"]
     assert "dot_general_grad" not in kinds(program)
 
@@ -552,10 +551,14 @@ def test_integers_have_no_gradients():
 # Rules are derived once
 
 
+def remembered():
+    return {*rules._rules.rules, *rules._rules_by_identity.rules}
+
+
 def derived_rules(program):
-    before = set(rules._rules)
+    before = remembered()
     ow.append_backward(program)
-    return set(rules._rules) - before
+    return remembered() - before
 
 
 def test_twelve_layers_need_no_more_rules_than_two():

@@ -104,8 +104,8 @@ def replayed(program: Program, data: tuple[Any, ...]) -> Program:
     if program.ops is not program.recipe.ops:
         raise RecipeError(
             f"The ops of Program {program.name!r} were changed by hand, which its recipe does not know, so "
-            "it cannot be traced again for data of another shape. Make the change in a function decorated with "
-            "onward.transform."
+            "it cannot be traced again for data of another shape. Make the change in a function decorated "
+            "with onward.transform."
         )
     return program.recipe.replay(data)
 

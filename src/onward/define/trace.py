@@ -217,8 +217,8 @@ def _check_call(function: Callable[..., Any], count: int) -> None:
         signature.bind(*range(count))
     except TypeError as error:
         raise ArgumentError(
-            f"{_function_name(function)}{signature} cannot be called with {count} arguments: {error}. trace and minimize take "
-            "the function and then every argument of it, parameters first."
+            f"{_function_name(function)}{signature} cannot be called with {count} arguments: {error}. trace "
+            "and minimize take the function and then every argument of it, parameters first."
         ) from None
 
 

@@ -91,16 +91,16 @@ class Feeds:
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {describe(value)}; expected an array {v.type}."
             )
-        if len(found.shape) != len(v.shape):
-            raise ArgumentError(
-                f"{self.program.name}: {v.name!r} is {found.dtype}{list(found.shape)}, of {len(found.shape)} "
-                f"axes; expected {len(v.shape)} axes, as in {v.type}. Another batch size is fine; for another "
-                "number of axes, trace the function anew."
-            )
         if not fits(found, v):
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {found.dtype}{list(found.shape)}; expected {v.type}. "
                 f"{_conversion(v)}, or trace with that dtype."
+            )
+        if len(found.shape) != len(v.shape):
+            raise ArgumentError(
+                f"{self.program.name}: {v.name!r} is {found.dtype}{list(found.shape)}, of {len(found.shape)} "
+                f"axes; expected {len(v.shape)}, as in {v.type}. Another batch size is fine; for another "
+                "number of axes, trace the function anew."
             )
         if isinstance(value, jax.Array):
             return value
