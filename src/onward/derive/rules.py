@@ -54,9 +54,10 @@ class _Memory:
 
     def get(self, key: Any) -> Rule | None:
         with self.lock:
-            if key in self.rules:
+            rule = self.rules.get(key)
+            if rule is not None:
                 self.rules.move_to_end(key)
-            return self.rules.get(key)
+            return rule
 
     def put(self, key: Any, rule: Rule) -> None:
         with self.lock:
@@ -78,12 +79,13 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
     >>> rule_for(body, wanted=[0], given=[0]).reads
     (Read(source='input', position=1), Read(source='cotangent', position=0))
     """
-    settings = jax.dtypes.canonicalize_dtype(float), jax.config.values["jax_default_matmul_precision"]
-    key = (body.signature, tuple(wanted), tuple(given), settings)
-    memory = _rules_by_identity if body.holds_functions else _rules
-    rule = memory.get(key)
+    settings: Any = jax.config  # what JAX's own rules may depend on beside the op
+    precision = settings.jax_enable_x64, settings.jax_default_matmul_precision
+    key = (body.signature, tuple(wanted), tuple(given), precision)
+    rule = _rules.get(key) or _rules_by_identity.get(key)
     if rule is None:
         rule = _derive(body.anonymous(), tuple(wanted), tuple(given))
+        memory = _rules_by_identity if body.holds_functions else _rules
         memory.put(key, rule)
     return rule
 
