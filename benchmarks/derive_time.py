@@ -14,15 +14,29 @@ Run it with ``python -m benchmarks derive_time``. To expect:
 
     derive_time
     case                  against         rounds  onward   peer     ratio  min   max   target
-    derive, 2 layers      value_and_grad  20      12.1 ms  28.1 ms  0.43   0.41  0.47
-    cold, 2 layers        value_and_grad  5       91.8 ms  69.7 ms  1.32   1.23  1.77
-    and lower, 2 layers   value_and_grad  5       45.7 ms  51.1 ms  0.89   0.82  0.91
-    derive, 12 layers     value_and_grad  20      59.6 ms  147 ms   0.40   0.34  0.42  <= 1.20
-    cold, 12 layers       value_and_grad  5       138 ms   183 ms   0.75   0.73  0.78
-    and lower, 12 layers  value_and_grad  5       170 ms   194 ms   0.87   0.84  0.92
-    derive, 48 layers     value_and_grad  20      382 ms   713 ms   0.54   0.47  0.62  <= 1.00
-    cold, 48 layers       value_and_grad  5       362 ms   777 ms   0.47   0.45  0.51
-    and lower, 48 layers  value_and_grad  5       1180 ms  1019 ms  1.15   1.13  1.16
+    derive, 2 layers      value_and_grad  20      15.6 ms  34.9 ms  0.45   0.41  0.71
+    cold, 2 layers        value_and_grad  5       114 ms   80.9 ms  1.41   1.28  1.46
+    and lower, 2 layers   value_and_grad  5       60.6 ms  66 ms    0.89   0.81  0.92
+    derive, 12 layers     value_and_grad  20      72.4 ms  174 ms   0.41   0.39  0.46  <= 1.20
+    cold, 12 layers       value_and_grad  5       161 ms   233 ms   0.70   0.64  0.80
+    and lower, 12 layers  value_and_grad  5       192 ms   226 ms   0.86   0.82  0.92
+    derive, 48 layers     value_and_grad  20      459 ms   837 ms   0.54   0.49  0.60  <= 1.00
+    cold, 48 layers       value_and_grad  5       418 ms   863 ms   0.49   0.44  0.58
+    and lower, 48 layers  value_and_grad  5       1379 ms  1238 ms  1.10   1.08  1.13
+
+    step_time
+    case                against  rounds  onward   peer     ratio  min   max   target
+    MLP, Adam           by hand  150     3 ms     3 ms     1.00   0.67  1.46  <= 1.02
+      the same by hand  by hand  150     2.98 ms  3.01 ms  0.99   0.73  1.29
+    MLP, Adam           optax    150     2.99 ms  2.94 ms  1.00   0.67  1.52
+    CNN, Momentum       by hand  150     41.3 ms  40 ms    1.02   0.49  1.66  <= 1.02
+      the same by hand  by hand  150     41.9 ms  41.9 ms  1.01   0.67  2.57
+    transformer, AdamW  by hand  150     74.7 ms  74.6 ms  0.99   0.48  1.65  <= 1.02
+      the same by hand  by hand  150     79.5 ms  76.9 ms  0.99   0.62  2.01
+    LSTM, Adagrad       by hand  150     14.2 ms  14.3 ms  1.01   0.63  1.58  <= 1.02
+      the same by hand  by hand  150     13.7 ms  14 ms    1.00   0.49  1.35
+    dispatch, SGD       by hand  150     13.5 us  9.9 us   1.37   0.92  2.14
+    dispatch, Adam      by hand  150     15.5 us  11.5 us  1.35   0.97  1.81
 """
 
 from __future__ import annotations
