@@ -34,6 +34,11 @@ class Executable:
         count = len(self.layout.changed)
         return found[:count], found[count:]
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it can be called on arrays."""
+        return self._compiled is not None
+
     def compile(self) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
 
@@ -52,9 +57,7 @@ class Executable:
         Raises:
             StateError: some of the state was given to a step before.
         """
-        if self._compiled is None:
-            self.compile()
-            assert self._compiled is not None
+        assert self._compiled is not None, "compile comes first"
         count = len(self.layout.changed)
         try:
             changed, results = self._compiled(tuple(own[:count]), tuple(own[count:]), tuple(values))

@@ -42,7 +42,6 @@ class Step:
         self._lock = RLock()
         self._feeds = Feeds(program)
         self._foreign: dict[Layout, tuple[int, ...]] = {}
-        self._compiled: set[Executable] = set()
         self._executables = {key_of(program.inputs): Executable(program, self.fetch, donate)}
         self._compile(self._executables[key_of(program.inputs)])
 
@@ -88,7 +87,7 @@ class Step:
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
             changed, results = executable.function(own, values)
         else:
-            if executable not in self._compiled:
+            if not executable.is_compiled:
                 self._compile(executable)
             changed, results = executable(own, values)
         return self._next(state, changed), Out(executable.results, results)
@@ -120,9 +119,8 @@ class Step:
     def _compile(self, executable: Executable) -> None:
         """Compile ahead of time, once, and count it."""
         with self._lock:
-            if executable not in self._compiled:
+            if not executable.is_compiled:
                 executable.compile()
-                self._compiled.add(executable)
                 self.compilations += 1
 
     def _retrace(self, values: Sequence[Any]) -> Executable:
