@@ -41,6 +41,10 @@ from onward.core.show import show, summary_by_pass
 from onward.core.transform import transform
 from onward.core.walk import ancestors, consumers, descendants, liveness, producers, prune
 from onward.core.words import Kind, Pass, Placement, UpdateType
+from onward.define import initializer, layer
+from onward.define.declare import assign, data, is_training, key, parameter, state, var
+from onward.define.deferred import Deferred
+from onward.define.lazy import Lazy
 from onward.define.trace import trace
 from onward.derive.backward import append_backward, gradients
 from onward.derive.optimizer import Hyperparameter, Optimizer, Schedule, Slots

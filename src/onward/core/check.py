@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onward.core.errors import GraphError
-from onward.core.program import Op, Program, Variable
+from onward.core.program import SEED, Op, Program, Variable
 
 
 def check(program: Program) -> Program:
@@ -89,6 +89,7 @@ def _check_next_state(program: Program) -> None:
 def _check_initializers(program: Program) -> None:
     made = {v for op in program.initializers for v in op.outputs}
     known = _Known(f"{program.name}, initializers")
+    known.variables.add(SEED)
     known.give((v for v in program.state if v not in made), "the state that is passed in")
     for op in program.initializers:
         known.read(op.inputs, op)

@@ -9,6 +9,7 @@
     ├── UnknownNameError    (LookupError)   a name that no Variable bears
     ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
+    ├── CheckpointError     (OSError)       a checkpoint that cannot be written, or is not what was written
     └── MissingExtraError   (ImportError)   an optional package that is not installed
 
     UnreachedWarning        (UserWarning)   a parameter that was to be trained and is not reached
@@ -54,6 +55,10 @@ class RecipeError(OnwardError, RuntimeError):
 
 class StateError(OnwardError, RuntimeError):
     """A State cannot be used here."""
+
+
+class CheckpointError(OnwardError, OSError):
+    """A checkpoint cannot be written, or is not what was written."""
 
 
 class MissingExtraError(OnwardError, ImportError):

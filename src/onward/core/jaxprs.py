@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core as jex
+from jax.extend import source_info_util
 
 from onward.core.errors import TraceError
 from onward.core.names import Names
@@ -166,7 +167,7 @@ class Body:
     @property
     def attributes(self) -> Mapping[str, str]:
         """The parameters of the primitive in words; empty for a body of several equations."""
-        if len(self.equations) != 1:
+        if len(self.equations) != 1 or self.equations[0].primitive.name in _INLINED:
             return {}
         shown = {}
         for key, value in self.equations[0].params.items():
@@ -269,19 +270,59 @@ class Reading:
     constants: Mapping[Variable, Any]
 
 
-def read_jaxpr(closed: Any, inputs: Sequence[Variable], names: Names) -> Reading:
-    """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope."""
-    reader = _Reader(names)
+_declare = jex.Primitive("declare")
+_declare.def_abstract_eval(lambda *, name, type: jax.core.ShapedArray(type.shape, type.dtype))  # noqa: A006
+
+
+def declared(name: str, kind: Type) -> Any:
+    """Inside a trace, the value of the Variable that ``read_jaxpr`` is given under this name."""
+    return _declare.bind(name=name, type=kind)
+
+
+def trace_in_progress() -> Any:
+    """Equal for two moments of one trace; another inside the body of a ``jit``, ``scan`` or ``vmap``."""
+    return jex.get_opaque_trace_state(convention="onward")
+
+
+def current_scope() -> str:
+    """The scopes that ``jax.named_scope`` has opened here, joined by ``/``."""
+    return str(source_info_util.current_name_stack())
+
+
+def outermost_scope() -> Any:
+    """A context in which no ``jax.named_scope`` is open."""
+    return source_info_util.reset_name_stack()
+
+
+def read_jaxpr(
+    closed: Any,
+    inputs: Sequence[Variable],
+    names: Names,
+    declarations: Mapping[str, Variable] | None = None,
+    labels: Mapping[int, str] | None = None,
+) -> Reading:
+    """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope.
+
+    ``declarations`` holds the Variables that stand for ``declared`` values, ``labels`` the names that some
+    of the outputs shall bear, by position.
+    """
+    reader = _Reader(names, declarations or {})
     reader.env.update(zip(closed.jaxpr.invars, inputs, strict=True))
+    reader.labels = {
+        closed.jaxpr.outvars[i]: name
+        for i, name in (labels or {}).items()
+        if not isinstance(closed.jaxpr.outvars[i], jex.Literal)
+    }
     reader.read(closed, scope="", caller=None)
     outputs = tuple(reader.value(v) for v in closed.jaxpr.outvars)
     return Reading(tuple(reader.ops), outputs, reader.constants)
 
 
 class _Reader:
-    def __init__(self, names: Names) -> None:
-        self.names = names
+    def __init__(self, names: Names, declarations: Mapping[str, Variable]) -> None:
+        self.names, self.declarations = names, declarations
         self.env: dict[Any, Any] = {}
+        self.labels: dict[Any, str] = {}
         self.ops: list[Op] = []
         self.constants: dict[Variable, Any] = {}
         self._by_identity: dict[int, Variable] = {}
@@ -296,7 +337,9 @@ class _Reader:
             place = caller if caller is not None and in_library else eqn
             stack = str(eqn.source_info.name_stack)
             here = f"{scope}/{stack}" if scope and stack else scope or stack
-            if eqn.primitive.name in _INLINED:
+            if eqn.primitive is _declare:
+                self.env[eqn.outvars[0]] = self.declarations[eqn.params["name"]]
+            elif eqn.primitive.name in _INLINED and not _draws(eqn):
                 self.inline(eqn, here, place)
             else:
                 self.append(eqn, here, place, jaxpr.debug_info)
@@ -306,8 +349,12 @@ class _Reader:
         name = eqn.params.get("name", "call")
         for v, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
             self.env[v] = self.resolve(outer)
+        outputs = list(zip(inner.jaxpr.outvars, eqn.outvars, strict=True))
+        outside = self.labels
+        self.labels = {v: outside[o] for v, o in outputs if o in outside and not isinstance(v, jex.Literal)}
         self.read(inner, f"{scope}/{name}" if scope else name, place)
-        for v, outer in zip(inner.jaxpr.outvars, eqn.outvars, strict=True):
+        self.labels = outside
+        for v, outer in outputs:
             self.env[outer] = self.resolve(v)
 
     def append(self, eqn: Any, scope: str, place: Any, debug_info: Any) -> None:
@@ -321,7 +368,7 @@ class _Reader:
         label = given or (f"{scope}/{kind}" if scope else kind)
         outputs = []
         for v in written:
-            outputs.append(Variable(self.names.new(label), *_shape(v.aval)))
+            outputs.append(Variable(self.names.new(self.labels.get(v, label)), *_shape(v.aval)))
             self.env[v] = outputs[-1]
         self.ops.append(
             Op(
@@ -370,8 +417,17 @@ class _Reader:
         return found
 
 
+def _draws(eqn: Any) -> bool:
+    """Whether this is a call of ``jax.random`` that draws numbers from a key: one op, not its many."""
+    if not eqn.invars or not eqn.params.get("name", "").startswith("_"):
+        return False
+    return bool(jax.numpy.issubdtype(eqn.invars[0].aval.dtype, jax.dtypes.prng_key))
+
+
 def _kind(eqn: Any) -> str:
     """The type of the op: the primitive's name, or that of the function with a rule of its own."""
+    if eqn.primitive.name in _INLINED:
+        return str(eqn.params["name"]).strip("_")
     call = eqn.params.get("call_jaxpr") if eqn.primitive.name.startswith("custom_") else None
     name = call.jaxpr.debug_info.func_name if call is not None else ""
     return name if name.isidentifier() else eqn.primitive.name

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.show import listing
 from onward.core.words import Kind, Pass, Placement, UpdateType
@@ -54,6 +56,10 @@ class Variable:
 
     def __repr__(self) -> str:
         return f"Variable({self.name!r}, {self.type}, {self.kind})"
+
+
+SEED = Variable("seed", (), np.dtype(np.uint32), Kind.DATA)
+"""What the initializers of every Program may read: the number that a person chose."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -105,7 +111,9 @@ class Program:
 
     ``outputs`` come in the order of the traced function's results. ``gradients`` is the seam: the
     pairs (parameter, gradient) along which data parallelism averages, clipping acts and a parameter
-    server cuts. ``initializers`` compute the first value of the state that nobody passes in.
+    server cuts. ``initializers`` compute the first value of the state that nobody passes in, some from
+    ``SEED``. ``bounds`` holds, for integer data such as labels and embedding ids, the number below which
+    they must lie, and what they are for.
     """
 
     name: str
@@ -119,6 +127,7 @@ class Program:
     initializers: tuple[Op, ...] = ()
     loss: Variable | None = None
     hyperparameters: tuple[Variable, ...] = ()
+    bounds: Mapping[Variable, tuple[int, str]] = field(default_factory=dict)
     signature: Signature | None = None
     recipe: Recipe | None = None
 

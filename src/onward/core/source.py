@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import jax
@@ -73,6 +73,14 @@ def line_of(error: BaseException) -> str:
         if not is_library(frame.tb_frame.f_code.co_filename)
     ]
     return found[-1] if found else "an unknown line"
+
+
+def user_line() -> str:
+    """The line of the user's code that is running now, as ``file:line``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
 
 def user_level() -> int:

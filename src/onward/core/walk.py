@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.transform import transform
 
-Where = str | Variable | Callable[[Variable], bool]
+class Named(Protocol):
+    """Something that stands for the Variable of its name, such as a declaration made outside of a trace."""
+
+    @property
+    def name(self) -> str | None:
+        """The name of the Variable."""
+
+
+Where = str | Variable | Named | Callable[[Variable], bool]
 
 
 def producers(program: Program) -> Mapping[Variable, Op]:
@@ -92,6 +100,7 @@ def prune(program: Program, targets: str | Variable | Target | Sequence[str | Va
         initializers=initializers,
         loss=program.loss if program.loss in outputs else None,
         hyperparameters=tuple(v for v in program.hyperparameters if v in used),
+        bounds={v: bound for v, bound in program.bounds.items() if v in used},
     )
 
 
@@ -152,14 +161,28 @@ def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Pr
     )
 
 
-def find(program: Program, target: str | Variable | Target) -> Variable:
+def find(program: Program, target: Any) -> Variable:
     """The Variable of a Program that a name, a Variable of another Program or an op stands for."""
-    return program[target.op.outputs[0] if isinstance(target, Target) else target]
+    if isinstance(target, Target):
+        return program[target.op.outputs[0]]
+    name = name_of(target)
+    if name is None:
+        raise UnknownNameError(
+            f"{target!r} bears no name in Program {program.name!r}: it is no layer's result. Give it one: "
+            "jax.ad_checkpoint.checkpoint_name, or name= of a layer."
+        )
+    return program[name]
+
+
+def name_of(target: Any) -> str | None:
+    """The name that a string, a Variable or a declaration stands for."""
+    return target if isinstance(target, str) else getattr(target, "name", None)
 
 
 def listed(choice: Any) -> list[Any]:
     """Several choices as a list; one alone as a list of one."""
-    return [choice] if isinstance(choice, str | Variable | Target) or callable(choice) else list(choice)
+    alone = isinstance(choice, str | Target) or hasattr(choice, "name") or callable(choice)
+    return [choice] if alone else list(choice)
 
 
 def select(variables: Sequence[Variable], where: Iterable[Where], what: str) -> tuple[Variable, ...]:
@@ -178,18 +201,16 @@ def select(variables: Sequence[Variable], where: Iterable[Where], what: str) -> 
 
 
 def _matches(variables: Sequence[Variable], by_name: Mapping[str, Variable], choice: Where) -> list[Variable]:
-    if isinstance(choice, Variable):
-        choice = choice.name
-    if not isinstance(choice, str):
-        return [v for v in variables if choice(v)]
-    if choice in by_name:
-        return [by_name[choice]]
-    return [v for v in variables if fnmatchcase(v.name, choice)]
+    name = name_of(choice)
+    if name is None:
+        return [v for v in variables if callable(choice) and choice(v)]
+    if name in by_name:
+        return [by_name[name]]
+    return [v for v in variables if fnmatchcase(v.name, name)]
 
 
 def _nothing_found(choice: Where, by_name: Mapping[str, Variable], what: str) -> str:
-    if isinstance(choice, Variable):
-        choice = choice.name
-    if not isinstance(choice, str):
+    name = name_of(choice)
+    if name is None:
         return f"{what}: the predicate {choice!r} picks none of {len(by_name)} Variables."
-    return f"{what}: nothing is named {choice!r}. {nearest(choice, by_name)}"
+    return f"{what}: nothing is named {name!r}. {nearest(name, by_name)}"

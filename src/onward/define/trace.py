@@ -10,7 +10,7 @@ whose leaves that are no arrays stay as they are.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,24 +18,28 @@ import jax
 import numpy as np
 
 from onward.core.check import check
-from onward.core.errors import ArgumentError, OnwardError, TraceError
-from onward.core.jaxprs import read_jaxpr
-from onward.core.names import Names
-from onward.core.program import Program, Variable
+from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
+from onward.core.program import Program
 from onward.core.source import line_of
-from onward.core.structure import Signature, Static, Structure, describe
+from onward.core.structure import Static, describe
 from onward.core.transform import Recipe
 from onward.core.words import Kind
-from onward.define.arguments import Leaf, Specification, specify
+from onward.define.arguments import Specification, Type, specify, type_of
+from onward.define.assembly import Traced, assemble
+from onward.define.context import Context
+from onward.define.lazy import Lazy, data_in, has_lazy, lazies_in, resolved
 from onward.define.purity import LeakWatch
 
 
 def trace(
-    function: Callable[..., Any],
+    function: Any,
     *args: Any,
     has_aux: bool = False,
     state: Any = None,
     name: str | None = None,
+    batch_size: int | None = None,
+    feed: Mapping[str, Any] | None = None,
+    training: bool = True,
 ) -> Program:
     """Trace a pure function of (parameters, *data) into a forward Program.
 
@@ -43,13 +47,18 @@ def trace(
         function: ``function(parameters, *data) -> loss``, or any arrays in any containers. With
             ``has_aux`` it returns ``(loss, aux)``, like for ``jax.grad``. With ``state`` it is
             ``function(parameters, state, *data) -> (loss, next_state)``, and with both
-            ``(loss, (next_state, aux))``.
+            ``(loss, (next_state, aux))``. A function without arguments declares what it needs
+            (``onward.data``, ``onward.parameter``, ``onward.layer``). In place of a function, a Lazy value
+            that layers returned outside of a trace.
         args: parameters first, then data: arrays, ``jax.ShapeDtypeStruct``, or containers of them.
             Only shapes and dtypes are read.
         has_aux: the function returns auxiliary outputs beside the loss.
         state: what the model itself carries from step to step (flax ``batch_stats``, haiku state,
             ``equinox.nn.State``); the function returns its next value.
         name: the name of the Program; the function's name unless given.
+        batch_size: what None stands for in the shapes of declared data; 2 unless given or fed.
+        feed: for declared data, by name, an array or ``jax.ShapeDtypeStruct`` that shows its shape.
+        training: False traces the test Program: layers drop nothing, and use the statistics they have.
 
     Raises:
         TraceError: the function branches on a traced value, has a side effect, or fails.
@@ -63,27 +72,45 @@ def trace(
         >>> trace(loss, params, jnp.ones((8, 3)), jnp.ones((8, 1)))
         Program('loss', 7 ops)
     """
+    lazies: list[Lazy] = []
+    if has_lazy(function) and not callable(function):
+        lazies = lazies_in(function)
+        function, name = _making(function), name or "network"
     if not callable(function):
         raise ArgumentError(
             f"trace was given {describe(function)} in place of a function. Write trace(loss, params, *data)."
         )
-    if not args:
+    count = len(args) + (state is not None)
+    if not args and takes_arguments(function):
         raise ArgumentError(
             "trace(function) was given no arguments. Pass the parameters first and then the data, or "
             "their shapes: trace(loss, params, images, labels)."
         )
-    count = len(args) + (state is not None)
     _check_call(function, count)
     names = argument_names(function, count)
     traced = _TracedFunction(
         function=function,
-        parameters=specify(args[0], names[0]),
+        parameters=specify(args[0], names[0]) if args else None,
         state=None if state is None else specify(state, names[1]),
         data=tuple(map(specify, args[1:], names[1 + (state is not None) :])),
         has_aux=has_aux,
         name=name or _function_name(function),
+        training=training,
+        batch_size=batch_size,
+        feed={key: _shown(key, value) for key, value in (feed or {}).items()},
+        lazies=tuple(lazies),
     )
     return traced.program()
+
+
+def _making(tree: Any) -> Callable[[], Any]:
+    """The function that makes the Lazy values in these containers, data first, as it was declared."""
+
+    def network() -> Any:
+        resolved(data_in(tree))
+        return resolved(tree)
+
+    return network
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,73 +118,66 @@ class _TracedFunction:
     """A function with the types of its arguments: the origin of a Recipe."""
 
     function: Callable[..., Any]
-    parameters: Specification
+    parameters: Specification | None
     state: Specification | None
     data: tuple[Specification, ...]
     has_aux: bool
     name: str
+    training: bool
+    batch_size: int | None
+    feed: Mapping[str, Type]
+    lazies: tuple[Lazy, ...]
 
     def trace(self, data: tuple[Any, ...]) -> Program:
-        """Trace again with data of these types."""
-        specified = tuple(s.retyped(specify(d, s.name)) for d, s in zip(data, self.data, strict=True))
-        return replace(self, data=specified).program()
+        """Trace again with data of these types: the arguments first, then what is declared."""
+        count = len(self.data)
+        specified = tuple(
+            s.retyped(specify(d, s.name)) for d, s in zip(data[:count], self.data, strict=True)
+        )
+        feed = dict(zip(self.feed, data[count:], strict=True))
+        return replace(self, data=specified, feed=feed, batch_size=None).program()
+
+    def for_test(self) -> Program:
+        """The forward Program as it is when nothing is trained."""
+        return replace(self, training=False).program()
 
     def program(self) -> Program:
         """The forward Program."""
         arguments = [s for s in (self.parameters, self.state, *self.data) if s is not None]
-        closed, result = self.jaxpr(arguments)
-        names = Names()
-        declared = [_declare(s, self._kind(s), names) for s in arguments]
-        inputs = [v for structure in declared for v in structure.variables]
-        read = read_jaxpr(closed, inputs, names)
-        kept = len(declared) - len(self.data)
-        state = tuple(v for structure in declared[:kept] for v in structure.variables)
-        carried = declared[1].variables if self.state is not None else ()
-        outputs = read.outputs[: len(read.outputs) - len(carried)]
-        program = Program(
-            name=self.name,
-            inputs=tuple(v for structure in declared[kept:] for v in structure.variables),
-            state=state,
-            constants=read.constants,
-            ops=read.ops,
-            outputs=tuple(dict.fromkeys(outputs)),
-            next_state=dict(zip(carried, read.outputs[len(outputs) :], strict=True)),
-            loss=outputs[0] if outputs and (self.has_aux or len(outputs) == 1) else None,
-            signature=Signature(
-                parameters=declared[0],
-                model_state=declared[1] if self.state is not None else None,
-                data=tuple(declared[kept:]),
-                names=tuple(s.name for s in arguments),
-                result=_filled(result, outputs),
-                has_aux=self.has_aux,
-            ),
-            recipe=Recipe(self, read.ops),
-        )
-        return check(program)
+        found = self.traced(arguments)
+        feed = {n: d.type for n, d in found.context.declared.items() if d.kind is Kind.DATA}
+        program = assemble(found, self.name, self.parameters, self.state, self.data, self.has_aux)
+        return check(replace(program, recipe=Recipe(replace(self, feed=feed), program.ops)))
 
-    def jaxpr(self, arguments: Sequence[Specification]) -> tuple[Any, Any]:
-        """The traced jaxpr, and the structure of what the function returns."""
+    def traced(self, arguments: Sequence[Specification]) -> Traced:
+        """The traced jaxpr, and what the function returned and declared."""
+        context = Context(self.training, self.batch_size, self.feed, [v.name for v in self.lazies if v.name])
         result: list[tuple[Any, list[Static | None]]] = []
         watch = LeakWatch()
 
         def flat(*leaves: Any) -> list[Any]:
             watch.begin(leaves)
             supply = iter(leaves)
-            returned = self.function(*(s.fill(supply) for s in arguments))
+            with context.open():
+                returned = resolved(self.function(*(s.fill(supply) for s in arguments)))
             value, carried = self._split(returned)
             found, treedef = jax.tree.flatten(value)
             result.append((treedef, [None if _is_array(leaf) else Static(leaf) for leaf in found]))
-            return [*filter(_is_array, found), *carried]
+            return [*filter(_is_array, found), *carried, *context.extras()]
 
         types = [leaf.type for s in arguments for leaf in s.arrays]
         closed = explaining(self.name, jax.make_jaxpr(flat), *types)
+        context.forget()
         watch.end(self.function, self.name)
-        return closed, result[0]
+        self._check_feed(context)
+        return Traced(closed, *result[-1], context)
 
-    def _kind(self, specification: Specification) -> Kind:
-        if specification is self.parameters:
-            return Kind.PARAMETER
-        return Kind.STATE if specification is self.state else Kind.DATA
+    def _check_feed(self, context: Context) -> None:
+        """Raise ``ArgumentError`` for a feed that nothing declares."""
+        known = [n for n, d in context.declared.items() if d.kind is Kind.DATA]
+        for name in self.feed:
+            if name not in known:
+                raise ArgumentError(f"{self.name} declares no data {name!r}. {nearest(name, known)}")
 
     def _split(self, returned: Any) -> tuple[Any, list[Any]]:
         """What the function returns for the person, and the leaves of the next model state."""
@@ -194,6 +214,17 @@ class _TracedFunction:
         return value
 
 
+def takes_arguments(function: Callable[..., Any]) -> bool:
+    """Whether a function cannot be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:
+        return False
+    return False
+
+
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:
     """The names of the first ``count`` positional arguments of a function."""
     try:
@@ -228,41 +259,12 @@ def _function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-def _declare(specification: Specification, kind: Kind, names: Names) -> Structure:
-    """The Variables of one argument."""
-    return Structure(
-        specification.treedef,
-        tuple(
-            Variable(names.new(_name(leaf, specification, kind)), *_typed(leaf), _leaf_kind(leaf, kind))
-            if isinstance(leaf, Leaf)
-            else leaf
-            for leaf in specification.leaves
-        ),
-    )
-
-
-def _name(leaf: Leaf, specification: Specification, kind: Kind) -> str:
-    if not leaf.path:
-        return specification.name
-    if kind is Kind.PARAMETER and not specification.is_sequence:
-        return leaf.path
-    return f"{specification.name}/{leaf.path}"
-
-
-def _typed(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
-    return tuple(leaf.type.shape), leaf.type.dtype
-
-
-def _leaf_kind(leaf: Leaf, kind: Kind) -> Kind:
-    """Integers, booleans and random keys among the parameters are state: they are never trained."""
-    trainable = jax.numpy.issubdtype(leaf.type.dtype, np.inexact)
-    return Kind.STATE if kind is Kind.PARAMETER and not trainable else kind
-
-
-def _filled(result: tuple[Any, list[Any]], outputs: Sequence[Variable]) -> Structure:
-    treedef, statics = result
-    supply = iter(outputs)
-    return Structure(treedef, tuple(next(supply) if s is None else s for s in statics))
+def _shown(name: str, value: Any) -> Type:
+    """The type of an example that is fed."""
+    found = type_of(np.asarray(value) if isinstance(value, list | tuple) else value)
+    if found is None:
+        raise ArgumentError(f"The feed {name!r} is {describe(value)}; expected an array.")
+    return Type(found.shape, found.dtype)
 
 
 def _is_pair(value: Any) -> bool:

@@ -29,8 +29,10 @@ import jax
 
 from onward.core.errors import ArgumentError, HyperparameterError
 from onward.core.program import Program, Variable
-from onward.core.walk import Where
+from onward.core.walk import Where, listed
 from onward.core.words import UpdateType
+from onward.define.deferred import Deferred
+from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.backward import append_backward
 from onward.derive.update import append_update
@@ -144,7 +146,9 @@ class Optimizer:
         """Derive the training Program: forward, backward and update.
 
         Args:
-            loss: a pure function ``loss(parameters, *data)``, or a forward Program.
+            loss: a pure function ``loss(parameters, *data)``, or a forward Program; or a Lazy cost that
+                layers returned outside of a trace. Where such a cost leaves shapes open, a ``Deferred``
+                comes back, which a Session completes at its first feed.
             args: for a function, the parameters and the data to trace it with, or their shapes.
             parameter_list: the parameters to train; all unless given.
             no_grad_set: Variables through which no gradient flows.
@@ -161,6 +165,8 @@ class Optimizer:
             >>> program
             Program('loss', 7 ops)
         """
+        chosen = None if parameter_list is None else tuple(listed(parameter_list))
+        stopped = tuple(listed(no_grad_set))
         if isinstance(loss, Program):
             if args or trace_options:
                 raise ArgumentError(
@@ -170,12 +176,16 @@ class Optimizer:
             program = loss
         elif callable(loss):
             program = trace(loss, *args, **trace_options)
+        elif isinstance(loss, Deferred) or has_lazy(loss):
+            later = loss if isinstance(loss, Deferred) else Deferred(loss, trace_options)
+            whole = later.then(lambda p: self.minimize(p, parameter_list=chosen, no_grad_set=stopped))
+            return whole.complete({}) if later.is_complete else whole
         else:
             raise ArgumentError(
                 f"minimize was given {type(loss).__name__!r} as the loss. Give the loss function itself and "
                 "its arguments, minimize(loss, params, images, labels), not the number that it returned."
             )
-        program = self.create_backward_pass(program, None, parameter_list, no_grad_set)
+        program = self.create_backward_pass(program, None, chosen, stopped)
         return self.create_optimization_pass(program)
 
 

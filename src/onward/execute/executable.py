@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from onward.execute.state import SPENT, Layout, is_deleted
 class Executable:
     """What runs: ``function`` under a trace, ``compiled`` on arrays."""
 
-    def __init__(self, program: Program, fetch: Sequence[str], donate: bool) -> None:
+    def __init__(self, program: Program, fetch: Sequence[str], donate: Collection[str]) -> None:
         self.program = program
         self.layout = Layout.of(program)
         wanted = dict.fromkeys((*program.outputs, *(program[name] for name in fetch)))
@@ -25,7 +25,9 @@ class Executable:
         following = [program.next_state[v] for v in self.layout.changed]
         self._run = lower(program, [*following, *wanted])
         self._order = [self.layout.position[v.name] for v in program.state]
-        self._donate = donate
+        self._reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]
+        self._lent = [i for i, v in enumerate(self.layout.variables) if v.name not in donate]
+        self._first = list(range(len(self._reused)))
         self._compiled: Callable[..., Any] | None = None
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -42,14 +44,23 @@ class Executable:
     def compile(self) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
 
-        def split(changed: Any, kept: Any, values: Any) -> tuple[list[Any], list[Any]]:
-            return self.function((*changed, *kept), values)
+        def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
+            own = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))
+            return self.function([own[i] for i in range(len(own))], values)
 
         name = self.program.name
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
-        jitted = jax.jit(split, donate_argnums=(0,) if self._donate else ())
-        groups = (self.layout.changed, self.layout.kept, self.program.inputs)
+        jitted = jax.jit(split, donate_argnums=(0,))
+        variables = self.layout.variables
+        groups = ([variables[i] for i in self._reused], [variables[i] for i in self._lent], self.program.inputs)
         self._compiled = jitted.lower(*(tuple(map(_type, group)) for group in groups)).compile()
+
+    def _split(self, own: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The values whose buffers the step reuses, and those it only reads."""
+        count = len(self._reused)
+        if self._reused == self._first:
+            return tuple(own[:count]), tuple(own[count:])
+        return tuple(own[i] for i in self._reused), tuple(own[i] for i in self._lent)
 
     def __call__(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run on arrays.
@@ -58,9 +69,8 @@ class Executable:
             StateError: some of the state was given to a step before.
         """
         assert self._compiled is not None, "compile comes first"
-        count = len(self.layout.changed)
         try:
-            changed, results = self._compiled(tuple(own[:count]), tuple(own[count:]), tuple(values))
+            changed, results = self._compiled(*self._split(own), tuple(values))
             return changed, results
         except (RuntimeError, ValueError) as error:
             if any(map(is_deleted, own)):

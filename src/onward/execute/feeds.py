@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, nearest
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.define.arguments import Type, type_of
@@ -47,6 +47,34 @@ class Feeds:
             arrays = structure.flatten(argument, f"{self.program.name}: {name}")
             values.extend(x for v, x in zip(structure.variables, arrays, strict=True) if v in self.inputs)
         return values
+
+    def named(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The data arguments in order, some of them given by name.
+
+        Raises:
+            ArgumentError: a name that is no data, is given twice, or is missing.
+        """
+        names = [name for _, name in self.taken]
+        rest = names[len(data) :]
+        for name in feed:
+            if name not in names:
+                raise ArgumentError(
+                    f"{self.program.name} takes no data named {name!r}. {nearest(name, names)}"
+                )
+            if name not in rest:
+                raise ArgumentError(f"{self.program.name} was given {name!r} by place and by name.")
+        if missing := [name for name in rest if name not in feed]:
+            raise ArgumentError(
+                f"{self.program.name} was not fed {', '.join(map(repr, missing))}; it takes "
+                f"{', '.join(names)}."
+            )
+        return (*data, *(feed[name] for name in rest))
+
+    def check_bounds(self, values: Sequence[Any]) -> None:
+        """Raise ``ArgumentError`` for a label or an id out of range, which devices read as something else."""
+        for v, value in zip(self.program.inputs, values, strict=True):
+            if v in self.program.bounds and not isinstance(value, jax.Array):
+                _check_bound(self.program.name, v, np.asarray(value), *self.program.bounds[v])
 
     def types(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Every data argument of the traced function by its types, those that are not taken included.
@@ -104,7 +132,34 @@ class Feeds:
             )
         if isinstance(value, jax.Array):
             return value
-        return np.asarray(value, v.dtype)
+        return self._narrowed(np.asarray(value), v)
+
+    def _narrowed(self, value: Any, v: Variable) -> Any:
+        """The array in the dtype of its Variable; refused where that would change numbers beyond rounding."""
+        if value.dtype == v.dtype or value.dtype.kind not in "iuf":
+            return value.astype(v.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            narrow = value.astype(v.dtype)
+            if jax.numpy.issubdtype(v.dtype, np.integer):
+                lost = narrow.astype(value.dtype) != value
+            else:
+                lost = np.isinf(narrow.astype(np.float64)) & np.isfinite(value)
+        if np.any(lost):
+            raise ArgumentError(
+                f"{self.program.name}: {v.name!r} holds {value[lost].flat[0]!r} ({value.dtype}), which {v.dtype} "
+                "cannot hold; JAX would change it in silence. Bring the numbers into range, or trace with a "
+                "wider dtype (jax_enable_x64)."
+            )
+        return narrow
+
+
+def _check_bound(program: str, v: Variable, value: Any, size: int, what: str) -> None:
+    if value.size and (value.min() < 0 or value.max() >= size):
+        wrong = np.argwhere((value < 0) | (value >= size))[0]
+        raise ArgumentError(
+            f"{program}: {v.name!r} holds {value[tuple(wrong)]} at {wrong.tolist()}; {what} must lie from 0 to "
+            f"{size - 1}. A device would read another row in silence."
+        )
 
 
 def _conversion(v: Variable) -> str:

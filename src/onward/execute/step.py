@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError, OnwardError, StateError
 from onward.core.program import Program, Variable
-from onward.core.structure import Structure, describe
+from onward.core.structure import describe
 from onward.core.transform import replayed
-from onward.core.walk import find, listed
+from onward.core.walk import Where, find, listed, select
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
+from onward.execute.initialize import by_name, by_structure, initialized, is_declared
 from onward.execute.out import Out
-from onward.execute.state import SPENT, Layout, State, stored
+from onward.execute.state import SPENT, Layout, State
 
 
 class Step:
@@ -32,25 +32,34 @@ class Step:
         compilations: how many executables were compiled.
     """
 
-    def __init__(self, program: Program, fetch: Sequence[str | Variable], donate: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        fetch: Sequence[str | Variable],
+        donate: bool | Iterable[Where],
+        check_feeds: bool = True,
+    ) -> None:
         self.program = program
         self.fetch = tuple(find(program, name).name for name in fetch)
         self.layout = Layout.of(program)
         self.traces = 0
         self.compilations = 0
-        self._donate = donate
+        self._donate = self._donated(donate)
+        self._bounded = check_feeds and bool(program.bounds)
         self._lock = RLock()
         self._feeds = Feeds(program)
         self._foreign: dict[Layout, tuple[int, ...]] = {}
-        self._executables = {key_of(program.inputs): Executable(program, self.fetch, donate)}
+        self._executables = {key_of(program.inputs): Executable(program, self.fetch, self._donate)}
         self._compile(self._executables[key_of(program.inputs)])
 
-    def init(self, parameters: Any, state: Any = None) -> State:
+    def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
         """The State before the first step: the parameters copied, everything else initialized.
 
         Args:
-            parameters: as traced, with arrays at the leaves. They stay usable.
+            parameters: as traced, with arrays at the leaves. They stay usable. Where the network declares its
+                parameters, they need not be given; any of them can be, by name, in a dict.
             state: what the model itself carries, if the Program was traced with ``state=``.
+            seed: what declared parameters are initialized from.
 
         Raises:
             ArgumentError: containers, shapes or dtypes that differ from the traced ones.
@@ -58,7 +67,10 @@ class Step:
         signature = self.program.signature
         if signature is None:
             raise ArgumentError(f"Program {self.program.name!r} was not traced, so it has no init.")
-        given = _copied(signature.parameters, parameters, signature.names[0])
+        if is_declared(self.program):
+            given = by_name(self.program, parameters)
+        else:
+            given = by_structure(signature.parameters, parameters, signature.names[0])
         if (signature.model_state is None) != (state is None):
             if state is None:
                 advice = f"carries model state: step.init({', '.join(signature.names[:2])})"
@@ -68,21 +80,24 @@ class Step:
                 )
             raise ArgumentError(f"{self.program.name} {advice}.")
         if signature.model_state is not None:
-            given |= _copied(signature.model_state, state, signature.names[1])
-        for op in self.program.initializers:
-            values = op.body(*(given[v] for v in op.inputs))
-            given |= {v: jnp.array(x, v.dtype) for v, x in zip(op.outputs, values, strict=True)}
-        return State(self.layout, [given[v] for v in self.layout.variables])
+            given |= by_structure(signature.model_state, state, signature.names[1])
+        values = initialized(self.program, given, seed)
+        return State(self.layout, [values[v] for v in self.layout.variables])
 
-    def __call__(self, state: State, *data: Any) -> tuple[State, Out]:
+    def __call__(self, state: State, *data: Any, **feed: Any) -> tuple[State, Out]:
         """Run one step.
+
+        Args:
+            state: what the step before returned, or ``init``.
+            data: in the order in which the function takes or declares it.
+            feed: data by name.
 
         Raises:
             ArgumentError: data of the wrong number, structure, shape or dtype.
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
         """
         own = self._own(state)
-        executable, values = self._find(data)
+        executable, values = self._find(self._feeds.named(data, feed) if feed else data)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
             changed, results = executable.function(own, values)
@@ -96,19 +111,27 @@ class Step:
     def function(self) -> Callable[..., tuple[State, Out]]:
         """The pure function behind the step, ``(state, *data) -> (state, out)``: never donates."""
 
-        def pure(state: State, *data: Any) -> tuple[State, Out]:
+        def pure(state: State, *data: Any, **feed: Any) -> tuple[State, Out]:
             own = self._own(state)
             if state.is_spent:
                 raise StateError(SPENT)
-            executable, values = self._find(data)
+            executable, values = self._find(self._feeds.named(data, feed) if feed else data)
             changed, results = executable.function(own, values)
             return self._next(state, changed), Out(executable.results, results)
 
         return pure
 
+    def _donated(self, donate: bool | Iterable[Where]) -> frozenset[str]:
+        """The names of the Variables whose buffers a step may reuse."""
+        if isinstance(donate, bool):
+            return frozenset(v.name for v in self.layout.changed if donate)
+        return frozenset(v.name for v in select(self.layout.changed, donate, "donate"))
+
     def _find(self, data: tuple[Any, ...]) -> tuple[Executable, Sequence[Any]]:
         """The executable for data of these shapes, and the data as it takes them."""
         values = self._feeds.read(data)
+        if self._bounded:
+            self._feeds.check_bounds(values)
         try:
             return self._executables[key_of(values)], values
         except (KeyError, AttributeError):
@@ -185,14 +208,22 @@ class Step:
         return f"Step({self.program.name!r}, {self.compilations} compiled)"
 
 
-def compile(program: Program, fetch: Sequence[str | Variable] = (), donate: bool = True) -> Step:
+def compile(
+    program: Program,
+    fetch: Sequence[str | Variable] = (),
+    donate: bool | Iterable[Where] = True,
+    check_feeds: bool = True,
+) -> Step:
     """Compile a Program to one XLA computation, ahead of time.
 
     Args:
         program: a Program, with or without backward and update.
         fetch: names of further Variables that ``out[name]`` shall hold: activations, gradients,
             hyperparameters. A fetched parameter is its value before the update.
-        donate: let the step reuse the buffers of the State it is given. The State is spent then.
+        donate: let the step reuse the buffers of the State it is given. The State is spent then. A list of
+            names or patterns donates just these.
+        check_feeds: look on the host whether labels and embedding ids lie in their range, which no device
+            would say. Arrays that are on a device already are not looked at.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable bears.
@@ -213,15 +244,7 @@ def compile(program: Program, fetch: Sequence[str | Variable] = (), donate: bool
             f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
             "optimizer.minimize(loss, params, *data) to train."
         )
-    return Step(program, listed(fetch), donate)
-
-
-def _copied(structure: Structure, tree: Any, what: str) -> dict[Variable, Any]:
-    arrays = structure.flatten(tree, what)
-    return {
-        v: stored(value, v, f"{what}: {v.name!r}")
-        for v, value in zip(structure.variables, arrays, strict=True)
-    }
+    return Step(program, listed(fetch), donate, check_feeds)
 
 
 def _identity(v: Variable) -> tuple[str, tuple[int, ...], Any]:

@@ -1,0 +1,67 @@
+"""A Program that waits for the first feed to show the shapes that its declarations leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from onward.core.errors import ArgumentError
+from onward.core.program import Program
+from onward.define.lazy import data_in
+from onward.define.trace import trace
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """Lazy values, how they will be traced, and the transforms that will be applied to the Program.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> x = ow.data("x")
+        >>> later = ow.SGD(0.1).minimize(ow.layer.mse(ow.layer.fc(x, 1), ow.data("y")))
+        >>> later.complete({"x": jnp.ones((8, 4)), "y": jnp.ones((8, 1))})["x"]
+        Variable('x', float32[8,4], data)
+    """
+
+    target: Any
+    options: Mapping[str, Any]
+    transforms: tuple[Callable[[Program], Program], ...] = ()
+
+    def then(self, transform: Callable[[Program], Program]) -> Deferred:
+        """The same, with one more transform to apply."""
+        return replace(self, transforms=(*self.transforms, transform))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every shape is known already."""
+        return all(v.shape is not None for v in data_in(self.target))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the data, in the order in which it was declared."""
+        return tuple(v.name or "" for v in data_in(self.target))
+
+    def complete(self, feed: Mapping[str, Any]) -> Program:
+        """The Program for data like this.
+
+        Raises:
+            ArgumentError: data without a shape that is not fed.
+        """
+        program = trace(self.target, feed=feed, **self.options)
+        for transform in self.transforms:
+            program = transform(program)
+        return program
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Program, name):
+            raise AttributeError(name)
+        raise ArgumentError(f"{self} Then it has {name!r}.")
+
+    def __str__(self) -> str:
+        names = [v.name or "" for v in data_in(self.target) if v.shape is None]
+        example = ", ".join(f"{name!r}: array" for name in names)
+        return (
+            f"A Program to come: its first feed will show the shape of {', '.join(map(repr, names))}. To see "
+            f"it before, show an example: deferred.complete({{{example}}})."
+        )

@@ -1,0 +1,271 @@
+"""Values that a network will have: what declarations and layers return outside of a trace.
+
+The early designs describe a network at module level. There is nothing to compute with yet, so ``data``,
+``var`` and the layers return Lazy values, which remember how they are made. ``trace`` makes them; so does
+the first feed of a Session, which also shows the shapes that nobody wrote.
+
+>>> import onward as ow
+>>> x, y = ow.data("x", (None, 4)), ow.data("y", (None, 1))
+>>> cost = ow.layer.mse(ow.layer.fc(x, 1), y)
+>>> cost
+Lazy mse(Lazy fc(Lazy data 'x', 1), Lazy data 'y')
+>>> [op.type for op in ow.trace(cost, batch_size=8).ops][:2]
+['dot_general', 'add']
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from itertools import count
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from onward.core.errors import ArgumentError, TraceError
+from onward.core.jaxprs import outermost_scope
+from onward.core.words import Kind
+from onward.define.arguments import Type
+from onward.define.context import Context, Initializer, Shape, current_context
+
+
+class Lazy:
+    """A value that a network will have. Inside a traced function it behaves like the array itself."""
+
+    name: str | None = None
+
+    def value(self) -> Any:
+        """The array, inside a trace.
+
+        Raises:
+            ArgumentError: nothing is being traced.
+        """
+        context = current_context()
+        if context is None:
+            self._no_value()
+        if self not in context.memory:
+            with outermost_scope():
+                context.memory[self] = self.make(context)
+        return context.memory[self]
+
+    def make(self, context: Context) -> Any:
+        """Compute or declare the value."""
+        raise NotImplementedError
+
+    def reached(self) -> Iterator[Lazy]:
+        """This value, and everything it is made of."""
+        yield self
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every shape is known before something is fed."""
+        return not any(isinstance(v, LazyData) and v.shape is None for v in self.reached())
+
+    def _no_value(self) -> NoReturn:
+        raise ArgumentError(
+            f"{self!r} has no value yet: it is a declaration, made outside of a traced function. Give it to a "
+            "layer (onward.layer), use it inside a function that onward.trace traces, or run it in a Session."
+        )
+
+    def __jax_array__(self) -> Any:
+        return self.value()
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        self._no_value()
+
+    def __bool__(self) -> NoReturn:
+        self._no_value()
+
+    def __iter__(self) -> NoReturn:
+        raise ArgumentError(
+            f"{self!r} cannot be unpacked before it has a value. Take parts by index, value[0], or write the "
+            "network as a function and trace it."
+        )
+
+    def __add__(self, other: Any) -> Any:
+        return applied(operator.add, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return applied(operator.add, other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return applied(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return applied(operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return applied(operator.mul, self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return applied(operator.mul, other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return applied(operator.truediv, self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return applied(operator.truediv, other, self)
+
+    def __matmul__(self, other: Any) -> Any:
+        return applied(operator.matmul, self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return applied(operator.matmul, other, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return applied(operator.pow, self, other)
+
+    def __neg__(self) -> Any:
+        return applied(operator.neg, self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return applied(operator.getitem, self, index)
+
+
+_ORDER = count()
+
+
+class LazyData(Lazy):
+    """Data that will be fed."""
+
+    def __init__(self, name: str, shape: Shape | None, dtype: Any) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self.order = next(_ORDER)
+
+    def make(self, context: Context) -> Any:
+        return context.data(self.name or "", self.shape, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"Lazy data {self.name!r}"
+
+
+class LazyVariable(Lazy):
+    """A parameter or a state Variable; without a shape, the layer that takes it completes it."""
+
+    def __init__(
+        self, name: str, kind: Kind, shape: tuple[int, ...] | None, dtype: Any, initializer: Initializer | None
+    ) -> None:
+        self.name, self.kind, self.shape, self.dtype = name, kind, shape, dtype
+        self.initializer = initializer
+
+    def value(self) -> Any:
+        """The array as it is now, inside a trace: what was assigned last."""
+        context = current_context()
+        if context is None:
+            self._no_value()
+        return self.make(context)
+
+    def make(self, context: Context) -> Any:
+        name = self.name or ""
+        known = context.declared.get(name)
+        if self.shape is None and known is None:
+            raise TraceError(
+                f"var({name!r}) has no shape, and no layer that could tell has used it so far. Declare it "
+                f"whole: parameter({name!r}, (784, 128))."
+            )
+        kind = known.type if self.shape is None and known else Type(self.shape or (), jnp.dtype(self.dtype))
+        return context.variable(name, self.kind, kind, self.initializer)
+
+    def completed(self, context: Context, shape: tuple[int, ...], initializer: Initializer) -> Any:
+        """The value, its shape told by the layer that takes it."""
+        kind = Type(self.shape if self.shape is not None else shape, jnp.dtype(self.dtype))
+        return context.variable(self.name or "", self.kind, kind, self.initializer or initializer)
+
+    def __repr__(self) -> str:
+        return f"Lazy {self.kind} {self.name!r}"
+
+
+class LazyCall(Lazy):
+    """What a layer or an operator will return."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.function, self.args, self.options = function, args, options
+        self.name = options.get("name")
+
+    def make(self, context: Context) -> Any:
+        return self.called(context)
+
+    def called(self, context: Context, **more: Any) -> Any:
+        """Call the function; a layer keeps for ever the name that it got in its first trace."""
+        if self.name is None and "name" in self.parameters:
+            self.name = context.number(self.function.__name__)
+        if self.name is not None:
+            more["name"] = self.name
+        options = {**self.options, **more}
+        if getattr(self.function, "takes_lazy", False):
+            return self.function(*self.args, **options)
+        return self.function(*resolved(self.args), **resolved(options))
+
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the function; a layer has one called ``name``."""
+        return inspect.signature(self.function).parameters
+
+    @property
+    def lacks_size(self) -> bool:
+        """Whether this is a layer whose number of outputs is left open."""
+        if "size" not in self.parameters:
+            return False
+        bound = inspect.signature(self.function).bind(*self.args, **self.options).arguments
+        return bound.get("size") is None and getattr(bound.get("w"), "shape", None) is None
+
+    def reached(self) -> Iterator[Lazy]:
+        yield self
+        for leaf in _leaves((self.args, self.options)):
+            if isinstance(leaf, Lazy):
+                yield from leaf.reached()
+
+    def __repr__(self) -> str:
+        shown = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.options.items())]
+        return f"Lazy {self.function.__name__}({', '.join(shown)})"
+
+
+def applied(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function of arrays, some of them Lazy: computed in a trace, Lazy outside of one."""
+    if current_context() is None:
+        return LazyCall(function, args, {})
+    return function(*resolved(args))
+
+
+def resolved(values: Any) -> Any:
+    """Containers with every Lazy replaced by its array; a ``var`` whose shape is unknown stays."""
+
+    def array(leaf: Any) -> Any:
+        if not isinstance(leaf, Lazy) or _is_open(leaf):
+            return leaf
+        return leaf.value()
+
+    return jax.tree.map(array, values, is_leaf=_is_lazy)
+
+
+def has_lazy(*values: Any) -> bool:
+    """Whether any Lazy is in these containers."""
+    return any(map(_is_lazy, _leaves(values)))
+
+
+def lazies_in(values: Any) -> list[Lazy]:
+    """Every Lazy in these containers, and everything these are made of."""
+    return [v for leaf in _leaves(values) if isinstance(leaf, Lazy) for v in leaf.reached()]
+
+
+def data_in(values: Any) -> list[LazyData]:
+    """The data that Lazy values are made of, in the order in which it was declared."""
+    found = {v: None for v in lazies_in(values) if isinstance(v, LazyData)}
+    return sorted(found, key=lambda v: v.order)
+
+
+def _is_open(leaf: Lazy) -> bool:
+    context = current_context()
+    known = context.declared if context is not None else {}
+    return isinstance(leaf, LazyVariable) and leaf.shape is None and leaf.name not in known
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, Lazy)
+
+
+def _leaves(values: Any) -> list[Any]:
+    return jax.tree.leaves(values, is_leaf=_is_lazy)

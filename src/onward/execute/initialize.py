@@ -1,0 +1,68 @@
+"""The first values of a Program's state: what is given is copied, the rest is initialized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.program import SEED, Program, Variable
+from onward.core.structure import Structure, describe
+from onward.execute.state import copied, stored
+
+
+def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> dict[Variable, Any]:
+    """Every state Variable with its value: the given ones, and what the initializers make of the seed.
+
+    An initializer runs only if something that it makes is not given.
+    """
+    values: dict[Variable, Any] = {SEED: seed_of(seed), **given}
+    for op in program.initializers:
+        if all(v in values for v in op.outputs):
+            continue
+        made = op.body(*(values[v] for v in op.inputs))
+        for v, value in zip(op.outputs, made, strict=True):
+            values.setdefault(v, copied(value, v.dtype))
+    del values[SEED]
+    return values
+
+
+def is_declared(program: Program) -> bool:
+    """Whether the Program declares all its parameters itself, so that none need be given."""
+    made = {v for op in program.initializers for v in op.outputs}
+    return made.issuperset(program.parameters)
+
+
+def by_structure(structure: Structure, tree: Any, what: str) -> dict[Variable, Any]:
+    """Copies of the arrays in a person's containers."""
+    arrays = structure.flatten(tree, what)
+    return {
+        v: stored(value, v, f"{what}: {v.name!r}")
+        for v, value in zip(structure.variables, arrays, strict=True)
+    }
+
+
+def by_name(program: Program, values: Any) -> dict[Variable, Any]:
+    """Copies of values given by name, for some of the state."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ArgumentError(
+            f"{program.name} declares its parameters itself: init() makes them. To begin with your own, give "
+            f"them by name, init({{'fc_0/w': array}}), not {describe(values)}."
+        )
+    state = {v.name: v for v in program.state}
+    for name in values:
+        if name not in state:
+            raise UnknownNameError(f"{program.name} keeps nothing named {name!r}. {nearest(name, state)}")
+    return {state[n]: stored(value, state[n], f"init: {n!r}") for n, value in values.items()}
+
+
+def seed_of(seed: int) -> Any:
+    """The seed as the initializers read it."""
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise ArgumentError(f"The seed is {seed!r}; expected a whole number from 0 to 2**32 - 1.")
+    return jnp.uint32(seed)
