@@ -25,10 +25,12 @@ from importlib.metadata import version
 from onward.core.check import check
 from onward.core.errors import (
     ArgumentError,
+    CheckpointError,
     GraphError,
     HyperparameterError,
     LossError,
     MissingExtraError,
+    NonFiniteError,
     OnwardError,
     RecipeError,
     StateError,
@@ -47,12 +49,26 @@ from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
 from onward.define.trace import trace
 from onward.derive.backward import append_backward, gradients
+from onward.derive.for_test import for_test
 from onward.derive.optimizer import Hyperparameter, Optimizer, Schedule, Slots
 from onward.derive.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
+from onward.derive.seam import forward_pass, update_pass
 from onward.derive.update import append_update
+from onward.execute.batches import Batches, batches
+from onward.execute.checkpoint import Checkpoint, Checkpoints
+from onward.execute.evaluator import Evaluator
+from onward.execute.events import EarlyStop, Event, EventKind, StopTraining
+from onward.execute.gradient_machine import GradientMachine
+from onward.execute.history import History
+from onward.execute.model import Model
 from onward.execute.out import Out
+from onward.execute.restore import Restored
+from onward.execute.scope import Scope
+from onward.execute.session import Session
 from onward.execute.state import State
 from onward.execute.step import Step, compile
+from onward.execute.train import optimize, train
+from onward.execute.trainer import Trainer
 
 __version__ = version("onward")
 

@@ -9,6 +9,7 @@
     ├── UnknownNameError    (LookupError)   a name that no Variable bears
     ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
+    ├── NonFiniteError      (FloatingPointError)  a loss that is no finite number
     ├── CheckpointError     (OSError)       a checkpoint that cannot be written, or is not what was written
     └── MissingExtraError   (ImportError)   an optional package that is not installed
 
@@ -59,6 +60,10 @@ class StateError(OnwardError, RuntimeError):
 
 class CheckpointError(OnwardError, OSError):
     """A checkpoint cannot be written, or is not what was written."""
+
+
+class NonFiniteError(OnwardError, FloatingPointError):
+    """A loss is NaN or infinite."""
 
 
 class MissingExtraError(OnwardError, ImportError):

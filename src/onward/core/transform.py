@@ -24,6 +24,9 @@ class Origin(Protocol):
     def trace(self, data: tuple[Any, ...]) -> Program:
         """Trace it again for data of these types; parameters and model state stay as they were."""
 
+    def for_test(self) -> Program:
+        """Trace it again as it is when nothing is trained."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -96,18 +99,27 @@ def remembered(
 
 def replayed(program: Program, data: tuple[Any, ...]) -> Program:
     """The same Program for data of other shapes."""
+    return recipe_of(program, "for data of another shape", "Feed the shapes it shows").replay(data)
+
+
+def recipe_of(program: Program, purpose: str, instead: str) -> Recipe:
+    """The recipe of a Program, if replaying it would give this Program again.
+
+    Raises:
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+    """
     if program.recipe is None:
         raise RecipeError(
-            f"Program {program.name!r} was not made by trace, so it cannot be traced again for data of "
-            "another shape. Feed the shapes it shows, or build it with onward.trace."
+            f"Program {program.name!r} was not made by trace, so it cannot be traced again {purpose}. "
+            f"{instead}, or build it with onward.trace."
         )
     if program.ops is not program.recipe.ops:
         raise RecipeError(
             f"The ops of Program {program.name!r} were changed by hand, which its recipe does not know, so "
-            "it cannot be traced again for data of another shape. Make the change in a function decorated "
+            f"it cannot be traced again {purpose}. Make the change in a function decorated "
             "with onward.transform."
         )
-    return program.recipe.replay(data)
+    return program.recipe
 
 
 def _by_name(value: Any) -> Any:

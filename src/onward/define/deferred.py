@@ -48,7 +48,14 @@ class Deferred:
         Raises:
             ArgumentError: data without a shape that is not fed.
         """
-        program = trace(self.target, feed=feed, **self.options)
+        return self.derived(self.forward(feed))
+
+    def forward(self, feed: Mapping[str, Any]) -> Program:
+        """The forward Program alone."""
+        return trace(self.target, feed=feed, **self.options)
+
+    def derived(self, program: Program) -> Program:
+        """The forward Program with the transforms applied."""
         for transform in self.transforms:
             program = transform(program)
         return program

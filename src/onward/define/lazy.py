@@ -170,8 +170,10 @@ class LazyVariable(Lazy):
         return context.variable(name, self.kind, kind, self.initializer)
 
     def completed(self, context: Context, shape: tuple[int, ...], initializer: Initializer) -> Any:
-        """The value, its shape told by the layer that takes it."""
-        kind = Type(self.shape if self.shape is not None else shape, jnp.dtype(self.dtype))
+        """The value, its shape told by the layer that takes it, once and for all."""
+        if self.shape is None:
+            self.shape, self.initializer = shape, self.initializer or initializer
+        kind = Type(self.shape, jnp.dtype(self.dtype))
         return context.variable(self.name or "", self.kind, kind, self.initializer or initializer)
 
     def __repr__(self) -> str:
@@ -186,15 +188,10 @@ class LazyCall(Lazy):
         self.name = options.get("name")
 
     def make(self, context: Context) -> Any:
-        return self.called(context)
-
-    def called(self, context: Context, **more: Any) -> Any:
         """Call the function; a layer keeps for ever the name that it got in its first trace."""
         if self.name is None and "name" in self.parameters:
             self.name = context.number(self.function.__name__)
-        if self.name is not None:
-            more["name"] = self.name
-        options = {**self.options, **more}
+        options = self.options if self.name is None else {**self.options, "name": self.name}
         if getattr(self.function, "takes_lazy", False):
             return self.function(*self.args, **options)
         return self.function(*resolved(self.args), **resolved(options))
@@ -203,6 +200,11 @@ class LazyCall(Lazy):
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the function; a layer has one called ``name``."""
         return inspect.signature(self.function).parameters
+
+    def sized(self, context: Context, size: int) -> Any:
+        """The value of a layer that was not told how many outputs it has, and is told now."""
+        self.options["size"] = size
+        return self.value()
 
     @property
     def lacks_size(self) -> bool:

@@ -25,10 +25,9 @@ class Feeds:
         self.inputs = set(program.inputs)
         signature = program.signature
         self.structures = signature.data if signature is not None else ()
-        names = signature.names[len(signature.names) - len(self.structures) :] if signature else ()
         self.taken = tuple(
             (structure, name)
-            for structure, name in zip(self.structures, names, strict=True)
+            for structure, name in zip(self.structures, data_names(program), strict=True)
             if not structure.variables or not self.inputs.isdisjoint(structure.variables)
         )
         self.flat = all(jax.tree_util.treedef_is_leaf(s.treedef) for s, _ in self.taken)
@@ -167,6 +166,12 @@ def _conversion(v: Variable) -> str:
     if jax.numpy.issubdtype(v.dtype, jax.dtypes.prng_key):
         return f"Make it a typed key, jax.random.wrap_key_data({name}) or jax.random.key(seed)"
     return f"Convert it, {name}.astype({str(v.dtype)!r})"
+
+
+def data_names(program: Program) -> tuple[str, ...]:
+    """The names of the data arguments of a traced function, those that are declared included."""
+    signature = program.signature
+    return signature.names[len(signature.names) - len(signature.data) :] if signature is not None else ()
 
 
 def key_of(values: Sequence[Any]) -> Key:

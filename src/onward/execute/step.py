@@ -38,6 +38,7 @@ class Step:
         fetch: Sequence[str | Variable],
         donate: bool | Iterable[Where],
         check_feeds: bool = True,
+        ahead: bool = True,
     ) -> None:
         self.program = program
         self.fetch = tuple(find(program, name).name for name in fetch)
@@ -47,10 +48,11 @@ class Step:
         self._donate = self._donated(donate)
         self._bounded = check_feeds and bool(program.bounds)
         self._lock = RLock()
-        self._feeds = Feeds(program)
+        self.feeds = Feeds(program)
         self._foreign: dict[Layout, tuple[int, ...]] = {}
         self._executables = {key_of(program.inputs): Executable(program, self.fetch, self._donate)}
-        self._compile(self._executables[key_of(program.inputs)])
+        if ahead:
+            self._compile(self._executables[key_of(program.inputs)])
 
     def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
         """The State before the first step: the parameters copied, everything else initialized.
@@ -97,7 +99,7 @@ class Step:
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
         """
         own = self._own(state)
-        executable, values = self._find(self._feeds.named(data, feed) if feed else data)
+        executable, values = self._find(self.feeds.named(data, feed) if feed else data)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
             changed, results = executable.function(own, values)
@@ -115,7 +117,7 @@ class Step:
             own = self._own(state)
             if state.is_spent:
                 raise StateError(SPENT)
-            executable, values = self._find(self._feeds.named(data, feed) if feed else data)
+            executable, values = self._find(self.feeds.named(data, feed) if feed else data)
             changed, results = executable.function(own, values)
             return self._next(state, changed), Out(executable.results, results)
 
@@ -129,13 +131,13 @@ class Step:
 
     def _find(self, data: tuple[Any, ...]) -> tuple[Executable, Sequence[Any]]:
         """The executable for data of these shapes, and the data as it takes them."""
-        values = self._feeds.read(data)
+        values = self.feeds.read(data)
         if self._bounded:
-            self._feeds.check_bounds(values)
+            self.feeds.check_bounds(values)
         try:
             return self._executables[key_of(values)], values
         except (KeyError, AttributeError):
-            values = self._feeds.convert(values)
+            values = self.feeds.convert(values)
         with self._lock:
             return self._executables.get(key_of(values)) or self._retrace(values), values
 
@@ -149,7 +151,7 @@ class Step:
     def _retrace(self, values: Sequence[Any]) -> Executable:
         """The executable for data of other shapes, by replaying the Program's recipe."""
         try:
-            program = replayed(self.program, self._feeds.types(values))
+            program = replayed(self.program, self.feeds.types(values))
         except OnwardError as error:
             raise ArgumentError(self._misfit(values, str(error))) from error
         self.traces += 1
@@ -165,7 +167,7 @@ class Step:
             for v, value in zip(self.program.inputs, values, strict=True)
             if tuple(value.shape) != v.shape
         ]
-        unread = [v.name for s in self._feeds.structures for v in s.variables if v not in self._feeds.inputs]
+        unread = [v.name for s in self.feeds.structures for v in s.variables if v not in self.feeds.inputs]
         note = f" (What is not fed was taken to follow the batch: {', '.join(unread)}.)" if unread else ""
         return (
             f"{self.program.name}: {', '.join(wrong)}, and the function does not accept this: {reason}{note}"

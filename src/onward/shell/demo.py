@@ -17,6 +17,7 @@ import numpy as np
 from safetensors.numpy import save
 from tqdm import tqdm
 
+from onward.core.extras import require
 from onward.core.program import Program
 from onward.core.show import headline, human_bytes, summary_by_pass
 from onward.core.walk import prune
@@ -24,7 +25,6 @@ from onward.define.trace import trace
 from onward.derive.optimizers import Adam
 from onward.execute.state import State
 from onward.execute.step import Step, compile
-from onward.shell.extras import require
 
 Parameters: TypeAlias = dict[str, Any]
 BATCH = 64

@@ -68,8 +68,7 @@ def cost(function: F) -> F:
             return LazyCall(called, (prediction, target), options)
         if context is not None and isinstance(prediction, LazyCall) and prediction.lacks_size:
             target = resolved(target)
-            if prediction not in context.memory:
-                context.memory[prediction] = prediction.called(context, size=_width(target))
+            prediction = prediction.sized(context, _width(target))
         return inner(prediction, target, **options)
 
     called.takes_lazy = True  # type: ignore[attr-defined]

@@ -1,0 +1,105 @@
+"""Activations: the functions of ``jax.nn`` as layers, which take Lazy values and name what they return.
+
+Options beside the array are those of the function in ``jax.nn``. Inside of a traced function ``jax.nn``
+itself does as well.
+
+>>> import onward as ow
+>>> hidden = ow.layer.relu(ow.layer.fc(ow.data("x", (None, 4)), 3))
+>>> [v.name for v in ow.trace(hidden).outputs]
+['relu_0']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from onward.core.errors import ArgumentError, nearest
+from onward.core.source import user_line
+from onward.define.layer.base import layer
+
+_DOCSTRING = """{formula}, as ``jax.nn.{name}``.
+
+    Args:
+        x: an array of any shape.
+        options: those of ``jax.nn.{name}``.
+        name: as for every layer.
+
+    Returns:
+        An array of the shape and dtype of x.
+    {source}
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> ow.layer.{name}(jnp.zeros(2)).round(3).tolist()
+        {at_zero}
+    """
+
+
+def _activation(function: Callable[..., Any], formula: str, source: str = "", zero: float = 0.0) -> Any:
+    """A layer of one of the functions of ``jax.nn``; ``zero`` is what it makes of two zeros."""
+
+    def activation(x: Any, *, name: str | None = None, **options: Any) -> Any:
+        return function(jnp.asarray(x), **options)
+
+    activation.__name__ = activation.__qualname__ = function.__name__
+    activation.__doc__ = _DOCSTRING.format(
+        formula=formula,
+        name=function.__name__,
+        source=f"\n    Source: {source}.\n" if source else "",
+        at_zero=[zero, zero],
+    )
+    return layer(activation)
+
+
+_FUKUSHIMA = "Nair and Hinton, Rectified Linear Units Improve Restricted Boltzmann Machines, 2010, section 2"
+_MAAS = "Maas, Hannun and Ng, Rectifier Nonlinearities Improve Neural Network Acoustic Models, 2013, section 2"
+_CLEVERT = "Clevert, Unterthiner and Hochreiter, Exponential Linear Units, 2016, equation 15"
+_KLAMBAUER = "Klambauer et al., Self-Normalizing Neural Networks, 2017, equation 2"
+_HENDRYCKS = "Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, section 2"
+_ELFWING = "Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, 2018, equation 5"
+_HOWARD = "Howard et al., Searching for MobileNetV3, 2019, section 5.2"
+
+relu = _activation(jax.nn.relu, "``max(x, 0)``", _FUKUSHIMA)
+relu6 = _activation(jax.nn.relu6, "``min(max(x, 0), 6)``")
+leaky_relu = _activation(jax.nn.leaky_relu, "``max(x, 0.01 x)``", _MAAS)
+elu = _activation(jax.nn.elu, "``x`` above 0, ``exp(x) - 1`` below", _CLEVERT)
+selu = _activation(jax.nn.selu, "``elu``, scaled to keep mean 0 and variance 1", _KLAMBAUER)
+gelu = _activation(
+    jax.nn.gelu, "``x P(X <= x)`` for a normal X, approximated with tanh (``approximate=False``: not)", _HENDRYCKS
+)
+silu = _activation(jax.nn.silu, "``x sigmoid(x)``, also called swish", _ELFWING)
+hard_swish = _activation(jax.nn.hard_swish, "``x relu6(x + 3) / 6``", _HOWARD)
+tanh = _activation(jax.nn.tanh, "The hyperbolic tangent")
+sigmoid = _activation(jax.nn.sigmoid, "``1 / (1 + exp(-x))``", zero=0.5)
+softplus = _activation(jax.nn.softplus, "``log(1 + exp(x))``", zero=0.693)
+softmax = _activation(jax.nn.softmax, "``exp(x) / sum(exp(x))`` over the last axis", zero=0.5)
+log_softmax = _activation(jax.nn.log_softmax, "``x - log(sum(exp(x)))`` over the last axis", zero=-0.693)
+
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        *(jax.nn.relu, jax.nn.relu6, jax.nn.leaky_relu, jax.nn.elu, jax.nn.selu, jax.nn.gelu, jax.nn.silu),
+        *(jax.nn.hard_swish, jax.nn.tanh, jax.nn.sigmoid, jax.nn.softplus),
+        *(jax.nn.softmax, jax.nn.log_softmax),
+    )
+}
+
+
+def activated(x: Any, act: str | Callable[..., Any] | None) -> Any:
+    """What an activation, by name or as a function, makes of the array.
+
+    Raises:
+        ArgumentError: no activation has this name.
+    """
+    if act is None:
+        return x
+    if callable(act):
+        return act(x)
+    if act not in _BY_NAME:
+        raise ArgumentError(
+            f"A layer at {user_line()} was given act={act!r}. {nearest(str(act), _BY_NAME)} Or pass a function."
+        )
+    return _BY_NAME[act](x)

@@ -1,0 +1,213 @@
+"""Layers that slide a window: convolution and pooling, over one, two or three axes.
+
+Images are NHWC and kernels HWIO, as in jax, Keras and flax (torch: NCHW and OIHW). Series are [n, width,
+channels], volumes [n, depth, height, width, channels].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from onward.core.errors import ArgumentError
+from onward.core.source import user_line
+from onward.define.context import Initializer
+from onward.define.initializer import constant, he_normal
+from onward.define.layer.activation import activated
+from onward.define.layer.base import layer, weight
+from onward.define.layer.expect import expect_axes, floating, precise
+
+Window = int | Sequence[int]
+Padding = str | int | Sequence[tuple[int, int]]
+
+_NUMBERS = {
+    3: ("NWC", "WIO", "NWC"),
+    4: ("NHWC", "HWIO", "NHWC"),
+    5: ("NDHWC", "DHWIO", "NDHWC"),
+}
+_MEANING = "[n, height, width, channels], or one spatial axis less or more"
+
+
+@layer
+def conv(
+    x: Any,
+    filters: int,
+    size: Window,
+    *,
+    stride: Window = 1,
+    padding: Padding = "SAME",
+    dilation: Window = 1,
+    groups: int = 1,
+    w: Any = None,
+    b: Any = None,
+    act: str | Callable[..., Any] | None = None,
+    initializer: Initializer | None = None,
+    name: str | None = None,
+) -> Any:
+    """A convolution (without flipping the kernel), plus b, activated.
+
+    Args:
+        x: [n, height, width, channels]; [n, width, channels] and [n, depth, height, width, channels] too.
+        filters: how many channels the result has.
+        size: of the window; a number stands for all of its axes, here and below.
+        stride: how far the window moves.
+        padding: "SAME" (the result has the size of x over the stride), "VALID" (none), zeros on every side,
+            or (before, after) for each axis.
+        dilation: how far apart the window's rows are.
+        groups: into how many parts the channels are divided, each convolved by itself; as many as there are
+            channels for a depthwise convolution.
+        w: [height, width, channels / groups, filters].
+        b: [filters]; False for none.
+        act: an activation by its name ("relu") or as a function.
+        initializer: of w; He's normal one unless given. b begins at 0.
+        name: as for every layer.
+
+    Returns:
+        [n, new height, new width, filters].
+
+    Raises:
+        ArgumentError: another number of axes, channels that groups do not divide, or w of another shape.
+
+    Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998, section II.A.
+
+    Example:
+        >>> import onward as ow
+        >>> def network():
+        ...     return ow.layer.conv(ow.data("x", (None, 28, 28, 1)), 16, 3, stride=2)
+        >>> program = ow.trace(network, batch_size=8)
+        >>> program.outputs, program.parameters[0].shape
+        ((Variable('conv_0', float32[8,14,14,16]),), (3, 3, 1, 16))
+    """
+    x = jnp.asarray(x)
+    expect_axes("conv", x, (3, 4, 5), _MEANING)
+    dtype, count = floating(x), x.ndim - 2
+    shape = (*_each("size", size, count), _channels(x, filters, groups), filters)
+    w = jnp.asarray(weight(w, "w", shape, dtype, initializer or he_normal()))
+    y = lax.conv_general_dilated(
+        *_same_dtype(x, w),
+        window_strides=_each("stride", stride, count),
+        padding=_padding(padding, count),
+        rhs_dilation=_each("dilation", dilation, count),
+        dimension_numbers=_NUMBERS[x.ndim],
+        feature_group_count=groups,
+    )
+    return activated(y if b is False else y + weight(b, "b", (filters,), dtype, constant(0.0)), act)
+
+
+@layer
+def pool(
+    x: Any,
+    size: Window | Literal["global"],
+    *,
+    stride: Window | None = None,
+    kind: Literal["max", "average"] = "max",
+    padding: Padding = "VALID",
+    name: str | None = None,
+) -> Any:
+    """The largest number or the average in each window.
+
+    Args:
+        x: [n, height, width, channels]; [n, width, channels] and [n, depth, height, width, channels] too.
+        size: of the window; "global" for one window over everything.
+        stride: how far the window moves; its size unless given.
+        kind: "max" or "average". What is padded does not count (flax: it counts as 0).
+        padding: as for ``conv``.
+        name: as for every layer.
+
+    Returns:
+        [n, new height, new width, channels]; [n, channels] for a global window.
+
+    Raises:
+        ArgumentError: another number of axes, or another kind.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> image = jnp.arange(16.0).reshape(1, 4, 4, 1)
+        >>> ow.layer.pool(image, 2)[0, :, :, 0].tolist()
+        [[5.0, 7.0], [13.0, 15.0]]
+        >>> ow.layer.pool(image, "global", kind="average").tolist()
+        [[7.5]]
+    """
+    x = jnp.asarray(x)
+    expect_axes("pool", x, (3, 4, 5), _MEANING)
+    if kind not in ("max", "average"):
+        raise ArgumentError(f'pool at {user_line()} was given kind={kind!r}; expected "max" or "average".')
+    if size == "global":
+        axes = tuple(range(1, x.ndim - 1))
+        return jnp.max(x, axes) if kind == "max" else jnp.mean(precise(x), axes).astype(floating(x))
+    count = x.ndim - 2
+    window = (1, *_each("size", size, count), 1)
+    strides = window if stride is None else (1, *_each("stride", stride, count), 1)
+    sides = _padding(padding, count)
+    pads = sides if isinstance(sides, str) else [(0, 0), *sides, (0, 0)]
+    return _largest(x, window, strides, pads) if kind == "max" else _average(x, window, strides, pads)
+
+
+def _largest(x: Any, window: Any, strides: Any, padding: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        least: Any = -np.inf
+    else:
+        least = jnp.iinfo(x.dtype).min
+    return lax.reduce_window(x, np.asarray(least, x.dtype), lax.max, window, strides, padding)
+
+
+def _average(x: Any, window: Any, strides: Any, padding: Any) -> Any:
+    """Sums over windows, divided by how many numbers of x each window holds."""
+
+    def sums(values: Any) -> Any:
+        return lax.reduce_window(values, np.zeros((), values.dtype), lax.add, window, strides, padding)
+
+    values = precise(x)
+    if padding == "VALID":
+        return (sums(values) / np.prod(window)).astype(floating(x))
+    ones = jnp.ones((1, *x.shape[1:-1], 1), values.dtype)
+    return (sums(values) / sums(ones)).astype(floating(x))
+
+
+def _each(what: str, value: Window, count: int) -> tuple[int, ...]:
+    """A number for each spatial axis."""
+    sizes = (value,) * count if isinstance(value, int) else tuple(value)
+    if len(sizes) != count or any(not isinstance(n, int) or n < 1 for n in sizes):
+        raise ArgumentError(
+            f"The {what} of a window at {user_line()} is {value!r}; expected a positive number, or a tuple of "
+            f"{count}, one for each spatial axis."
+        )
+    return sizes
+
+
+def _padding(padding: Padding, count: int) -> Any:
+    """The padding as ``jax.lax`` takes it: a word, or (before, after) for each spatial axis."""
+    if isinstance(padding, int) and padding >= 0:
+        return [(padding, padding)] * count
+    if isinstance(padding, str) and padding.upper() in ("SAME", "VALID"):
+        return padding.upper()
+    if isinstance(padding, Sequence) and len(padding) == count and all(map(_is_pair, padding)):
+        return [(int(before), int(after)) for before, after in padding]
+    raise ArgumentError(
+        f'The padding of a window at {user_line()} is {padding!r}; expected "SAME", "VALID", a number, or '
+        f"(before, after) for each of {count} spatial axes."
+    )
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _channels(x: Any, filters: int, groups: int) -> int:
+    """How many channels of x each filter sees."""
+    channels = int(x.shape[-1])
+    if groups < 1 or channels % groups or filters % groups:
+        raise ArgumentError(
+            f"conv at {user_line()} has {channels} channels and {filters} filters in {groups} groups; groups must "
+            "divide both."
+        )
+    return channels // groups
+
+
+def _same_dtype(x: Any, w: Any) -> tuple[Any, Any]:
+    dtype = jnp.promote_types(x.dtype, w.dtype)
+    return x.astype(dtype), w.astype(dtype)

@@ -1,0 +1,73 @@
+"""What layers expect of the arrays that they are given, and the words when it is not so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from onward.core.errors import ArgumentError, HyperparameterError
+from onward.core.source import user_line
+
+
+def floating(x: Any) -> Any:
+    """The dtype of the parameters that this is multiplied with: its own, or float32 for integers."""
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype("float32")
+
+
+def precise(x: Any) -> Any:
+    """The array in float32 or wider: what sums and logarithms of 16 bit numbers are computed in."""
+    return x.astype(jnp.promote_types(floating(x), "float32"))
+
+
+def words(x: Any) -> str:
+    """The type of an array as it is printed."""
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def is_integer(x: Any) -> bool:
+    """Whether the array holds integers (not booleans)."""
+    return bool(jnp.issubdtype(x.dtype, jnp.integer))
+
+
+def expect_axes(layer: str, x: Any, axes: tuple[int, ...], meaning: str) -> None:
+    """Raise ``ArgumentError`` unless the array has one of these numbers of axes."""
+    if x.ndim not in axes:
+        raise ArgumentError(f"{layer} at {user_line()} was given {words(x)}; expected {meaning}.")
+
+
+def expect_features(layer: str, x: Any) -> None:
+    """Raise ``ArgumentError`` for a single number, which has no axis of features."""
+    if not x.ndim:
+        raise ArgumentError(
+            f"{layer} at {user_line()} was given a single number; expected an array whose last axis holds the "
+            "features: x[None] makes one of it."
+        )
+
+
+def expect_same_shape(layer: str, first: Any, second: Any, names: tuple[str, str]) -> None:
+    """Raise ``ArgumentError`` where two arrays would be broadcast to a third shape."""
+    if first.shape == second.shape:
+        return
+    raise ArgumentError(
+        f"{layer} at {user_line()} was given {names[0]} of shape {list(first.shape)} and {names[1]} of shape "
+        f"{list(second.shape)}. It compares number by number and does not broadcast"
+        f"{_remedy(first.shape, second.shape, names)}"
+    )
+
+
+def expect_fraction(layer: str, name: str, value: float) -> None:
+    """Raise ``HyperparameterError`` unless ``0 <= value < 1``."""
+    if not 0 <= value < 1:
+        raise HyperparameterError(
+            f"{layer} at {user_line()} was given {name}={value!r}; expected a number of at least 0 and less "
+            "than 1."
+        )
+
+
+def _remedy(first: tuple[int, ...], second: tuple[int, ...], names: tuple[str, str]) -> str:
+    if first == (*second, 1):
+        return f": write {names[1]}[..., None]."
+    if second == (*first, 1):
+        return f": write {names[1]}[..., 0]."
+    return "; give both the same shape, such as [8, 1]."

@@ -1,0 +1,129 @@
+"""One checkpoint on the disk: written, found again, checked from the outside in, read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.core.errors import CheckpointError
+from onward.execute.backends import BACKENDS, Backend, OrbaxBackend, SafetensorsBackend
+from onward.execute.durable import appearing, files_in
+from onward.execute.encoding import Form, checksum, decode
+from onward.execute.manifest import (
+    MANIFEST,
+    NOTHING,
+    SEAL,
+    File,
+    Manifest,
+    Stored,
+    check_files,
+    read_manifest,
+    write_manifest,
+)
+
+MARKS = (MANIFEST, SEAL, SafetensorsBackend.FILE, OrbaxBackend.FOLDER)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is to be written: each variable's form and bits by name, and what is said about them."""
+
+    variables: Mapping[str, tuple[Form, np.ndarray]]
+    sequence: int
+    step: int
+    metrics: Mapping[str, float]
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder that looks like a checkpoint: its manifest, None if damaged, and when the folder changed."""
+
+    path: Path
+    manifest: Manifest | None
+    time: int
+
+
+def write(path: Path, content: Content, backend: Backend) -> None:
+    """Write a checkpoint that appears under this path whole, or not at all."""
+    keys = backend.keys(content.variables)
+    variables = {
+        name: Stored(form, keys[name], checksum(stored)) for name, (form, stored) in content.variables.items()
+    }
+    about = (content.sequence, content.step, content.metrics, content.extra)
+    with appearing(path) as part:
+        backend.write(part, {keys[name]: stored for name, (_, stored) in content.variables.items()})
+        files = {name: File.of(file) for name, file in files_in(part).items()}
+        write_manifest(part, Manifest(backend.name, *about, files, variables))
+
+
+def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest of a checkpoint and its arrays.
+
+    Raises:
+        CheckpointError: anything at all is not as it was written.
+    """
+    manifest = read_manifest(path)
+    backend: Backend = BACKENDS[manifest.backend]()
+    check_files(path, manifest, backend)
+    try:
+        expected = manifest.expected()
+        found = backend.read(path, expected)
+        if found.keys() != expected.keys():
+            raise ValueError(f"its files hold {len(found)} variables, the manifest lists {len(expected)}")
+        return manifest, {name: _restore(name, v, found[v.key]) for name, v in manifest.variables.items()}
+    except Exception as error:
+        raise CheckpointError(f"{path} does not hold what its {MANIFEST} says: {error}. {NOTHING}") from error
+
+
+def look(folder: Path) -> list[Found]:
+    """Every checkpoint in a folder, in no order; only manifests are read.
+
+    Raises:
+        CheckpointError: the folder cannot be read; one that is missing is only empty.
+    """
+    try:
+        times = {p: _time_of_checkpoint(p) for p in folder.iterdir() if not p.name.startswith(".")}
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}.") from error
+    return [Found(path, _manifest_or_none(path), time) for path, time in times.items() if time is not None]
+
+
+def by_age(found: Sequence[Found]) -> list[Path]:
+    """Oldest first; where a damaged manifest tells no age, the time at which its folder changed does."""
+    whole = [(f.manifest.sequence, f.manifest.step, f.path.name, f) for f in found if f.manifest is not None]
+    ordered = [f for *_, f in sorted(whole, key=lambda w: w[:3])]
+    for damaged in (f for f in found if f.manifest is None):
+        place = max((i + 1 for i, f in enumerate(ordered) if f.time <= damaged.time), default=0)
+        ordered.insert(place, damaged)
+    return [f.path for f in ordered]
+
+
+def _restore(name: str, v: Stored, found: np.ndarray) -> Any:
+    if (found.dtype, found.shape) != (v.form.stored_dtype, v.form.stored_shape):
+        raise ValueError(f"{name!r} is stored as {found.dtype}{list(found.shape)}; expected {v.form}")
+    if checksum(found) != v.crc32:
+        raise ValueError(f"the bytes of {name!r} are not those that were saved")
+    return decode(v.form, found)
+
+
+def _time_of_checkpoint(path: Path) -> int | None:
+    """When a folder changed; None if it is no checkpoint, or has just been removed by a writer."""
+    try:
+        marked = not {entry.name for entry in path.iterdir()}.isdisjoint(MARKS)
+        return path.stat().st_mtime_ns if marked else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _manifest_or_none(path: Path) -> Manifest | None:
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None

@@ -1,0 +1,195 @@
+"""Two ways to put named arrays into a folder: one safetensors file, or Orbax.
+
+A backend writes plain numbers under keys and reads them back, nothing more. That a checkpoint is whole and
+undamaged is the business of the manifest, the same for both:
+
+    keys      which key stands for which name; names hold any characters and never become paths
+    write     arrays into files
+    read      files into arrays
+    damaged   which keys lie in a file, and are not what was written: for the message of an error
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+
+import jax
+import numpy as np
+from safetensors.numpy import load
+
+from onward.core.extras import require
+
+BackendName: TypeAlias = Literal["safetensors", "orbax"]
+
+
+class Backend(Protocol):
+    """What a store needs of a file format."""
+
+    name: ClassVar[BackendName]
+
+    def keys(self, names: Iterable[str]) -> dict[str, str]:
+        """Name -> key, different keys for different names."""
+
+    def write(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write plain arrays by key into a folder that is this checkpoint's own."""
+
+    def read(self, folder: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+        """The arrays by key; raises anything at all where the files do not hold what is expected."""
+
+    def damaged(self, folder: Path, file: str, checksums: Mapping[str, int]) -> list[str]:
+        """The keys whose bytes in this file are not those of the checksum, as far as that can be told."""
+
+
+class SafetensorsBackend:
+    """One file, ``arrays.safetensors``: a header in JSON, then the bytes. Any safetensors reader opens it.
+
+    Example:
+        >>> import tempfile
+        >>> backend, folder = SafetensorsBackend(), Path(tempfile.mkdtemp())
+        >>> backend.write(folder, {"w": np.arange(3.0)})
+        >>> backend.read(folder, {"w": jax.ShapeDtypeStruct((3,), np.float64)})
+        {'w': array([0., 1., 2.])}
+    """
+
+    name: ClassVar[BackendName] = "safetensors"
+    FILE: ClassVar[str] = "arrays.safetensors"
+    RESERVED: ClassVar[str] = "__metadata__"
+
+    def keys(self, names: Iterable[str]) -> dict[str, str]:
+        """The names themselves; numbers if one of them cannot stand in the header."""
+        names = list(names)
+        if all(name != self.RESERVED and _is_utf8(name) for name in names):
+            return {name: name for name in names}
+        return {name: str(i) for i, name in enumerate(names)}
+
+    def write(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write the file piece by piece, so that no second copy of the arrays is made."""
+        ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
+        with open(folder / self.FILE, "xb") as file:
+            file.write(_header(ordered))
+            for array in ordered.values():
+                file.write(array.reshape(-1).view(np.uint8).data)
+
+    def read(self, folder: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+        """Read the file, which is as large as its manifest says."""
+        return dict(load((folder / self.FILE).read_bytes()))
+
+    def damaged(self, folder: Path, file: str, checksums: Mapping[str, int]) -> list[str]:
+        """Compare each span of bytes that the header names; none if the header cannot be read."""
+        try:
+            data = memoryview((folder / self.FILE).read_bytes())
+            found = {key: zlib.crc32(data[start:end]) for key, start, end in _spans(data)}
+        except (ValueError, TypeError, LookupError, OSError, RecursionError):
+            return []
+        return [key for key, value in checksums.items() if key in found and found[key] != value]
+
+
+class OrbaxBackend:
+    """A folder that Orbax writes, uncompressed and one sub-folder per variable; an optional extra.
+
+    Raises:
+        MissingExtraError: Orbax is not installed.
+    """
+
+    name: ClassVar[BackendName] = "orbax"
+    FOLDER: ClassVar[str] = "orbax"
+
+    def __init__(self) -> None:
+        self.orbax = require("orbax.checkpoint", "orbax")
+
+    def keys(self, names: Iterable[str]) -> dict[str, str]:
+        """Numbers, because Orbax makes folders of its keys."""
+        return {name: f"v{i}" for i, name in enumerate(names)}
+
+    def write(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write what has elements; Orbax refuses arrays that have none."""
+        filled = {key: array for key, array in arrays.items() if array.size}
+        if filled:
+            with self._checkpointer() as checkpointer:
+                checkpointer.save((folder / self.FOLDER).absolute(), filled)
+
+    def read(self, folder: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+        """Read once it is certain that the files are as large as the arrays."""
+        arrays = {key: np.empty(e.shape, e.dtype) for key, e in expected.items() if 0 in e.shape}
+        filled = {key: e for key, e in expected.items() if key not in arrays}
+        if filled:
+            self._check_sizes(folder / self.FOLDER, filled)
+            restore = {key: self.orbax.RestoreArgs(restore_type=np.ndarray) for key in filled}
+            with self._checkpointer() as checkpointer:
+                path = (folder / self.FOLDER).absolute()
+                arrays |= checkpointer.restore(path, item=dict(filled), restore_args=restore)
+        return arrays
+
+    def damaged(self, folder: Path, file: str, checksums: Mapping[str, int]) -> list[str]:
+        """The variable whose sub-folder the file lies in."""
+        top, _, rest = file.partition("/")
+        return [key for key in checksums if top == self.FOLDER and rest.startswith(f"{key}/")]
+
+    def _checkpointer(self) -> Any:
+        return self.orbax.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=False, use_compression=False)
+
+    def _check_sizes(self, path: Path, filled: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Raise ValueError where a variable, or a piece of it, claims more bytes than its files have."""
+        for key, e in filled.items():
+            found = json.loads((path / key / ".zarray").read_bytes())
+            present = sum(p.stat().st_size for p in (path / key).iterdir())
+            claimed = max(math.prod(e.shape), math.prod(found["chunks"])) * e.dtype.itemsize
+            if tuple(found["shape"]) != e.shape or claimed > present:
+                raise ValueError(f"{key} is an array of shape {found['shape']} in {present} bytes")
+
+
+BACKENDS: Mapping[str, type[SafetensorsBackend] | type[OrbaxBackend]] = {
+    backend.name: backend for backend in (SafetensorsBackend, OrbaxBackend)
+}
+
+CODES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+}
+
+
+def _header(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The head of a safetensors file: eight bytes of length, then JSON, filled up to a multiple of eight."""
+    entries, start = {}, 0
+    for key, array in arrays.items():
+        offsets = [start, start + array.nbytes]
+        entries[key] = {
+            "dtype": CODES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": offsets,
+        }
+        start = offsets[1]
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _spans(data: memoryview) -> Iterator[tuple[str, int, int]]:
+    """Where the header says that each key lies in the file."""
+    base = 8 + int.from_bytes(data[:8], "little")
+    for key, entry in json.loads(bytes(data[8:base])).items():
+        start, end = entry["data_offsets"]
+        yield key, base + start, base + end
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

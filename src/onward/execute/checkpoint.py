@@ -1,0 +1,315 @@
+"""A folder of checkpoints: saved while training goes on, whole or not at all, refused when damaged.
+
+>>> import tempfile, jax.numpy as jnp
+>>> with Checkpoints(tempfile.mkdtemp(), keep=2) as checkpoints:
+...     for step in range(1, 5):
+...         path = checkpoints.save({"w": jnp.full(2, step / 2)}, step)
+>>> [entry.path.name for entry in checkpoints.entries()]
+['000003-step-3', '000004-step-4']
+>>> checkpoints.load().arrays
+{'w': array([2., 2.], dtype=float32)}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from onward.core.errors import ArgumentError, CheckpointError, nearest
+from onward.execute.archive import Content, by_age, look, read, write
+from onward.execute.backends import BACKENDS, Backend, BackendName
+from onward.execute.durable import discard, make_folder, sweep
+from onward.execute.encoding import encode
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was saved: arrays by name (NumPy, or JAX arrays of random keys), and what was said about them."""
+
+    arrays: Mapping[str, Any]
+    step: int
+    metrics: Mapping[str, float]
+    extra: Mapping[str, Any]
+    path: Path
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint of a folder, as its manifest describes it; nothing else has been read."""
+
+    path: Path
+    sequence: int
+    step: int
+    metrics: Mapping[str, float]
+
+
+class Checkpoints:
+    """The checkpoints in one folder; one process at a time writes to it, any number may read.
+
+    ``save`` copies the arrays and returns; a thread writes them to ``folder/000007-step-120/``. An error of
+    that thread is raised by the next ``save``, by ``wait``, or at the end of a ``with`` block, so end with
+    one of them.
+
+    Args:
+        folder: where the checkpoints are; made by the first save.
+        every: how many steps apart ``due`` says that a checkpoint is due; None for never.
+        keep: how many of the newest stay; None for all.
+        best: the metric whose best checkpoint stays as well.
+        mode: whether the best metric is the smallest or the largest.
+        backend: ``"safetensors"``, or ``"orbax"``, an optional extra.
+        asynchronous: whether to write in a thread of its own.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> with Checkpoints(tempfile.mkdtemp(), keep=1, best="loss") as checkpoints:
+        ...     for step, loss in enumerate([3.0, 0.5, 1.0], start=1):
+        ...         path = checkpoints.save({"w": np.float32(step)}, step, metrics={"loss": loss})
+        >>> checkpoints.load().step, checkpoints.load("best").step
+        (3, 2)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        keep: int | None = 3,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        backend: BackendName = "safetensors",
+        asynchronous: bool = True,
+    ) -> None:
+        for name, value in {"every": every, "keep": keep}.items():
+            if value is not None and value < 1:
+                raise ArgumentError(f"Checkpoints: {name} is {value}; expected at least 1, or None.")
+        _check_word("mode", mode, ("min", "max"))
+        _check_word("backend", backend, BACKENDS)
+        self.folder = Path(folder)
+        self.every, self.keep, self.best, self.mode = every, keep, best, mode
+        self.asynchronous = asynchronous
+        self._backend: Backend = BACKENDS[backend]()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        arrays: Mapping[str, Any],
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Copy the arrays, which may be donated as soon as this returns, and write them as a new checkpoint.
+
+        Args:
+            arrays: name -> array of numbers, booleans or typed random keys, of any dtype and shape.
+            step: the step after which they were taken.
+            metrics: numbers by which a person, or ``best``, tells checkpoints apart.
+            extra: JSON data that comes back as it is: the position of a reader, the epoch.
+
+        Returns:
+            The folder that holds the checkpoint once it is written.
+
+        Raises:
+            ArgumentError: something that cannot be stored, or no metric named ``best``.
+            CheckpointError: this one or the one before could not be written.
+        """
+        step = operator.index(step)
+        if step < 0:
+            raise ArgumentError(f"Checkpoints.save: step is {step}; expected at least 0.")
+        metrics = {_name("metrics", name): float(value) for name, value in (metrics or {}).items()}
+        if self.best is not None and self.best not in metrics:
+            raise ArgumentError(
+                f"Checkpoints.save: best={self.best!r}, and metrics= has no such number. "
+                f"{nearest(self.best, metrics)}"
+            )
+        extra = _json_data(extra or {})
+        self.wait()
+        encoded = {_name("arrays", name): encode(name, value) for name, value in arrays.items()}
+        sequence, path = self._next(step)
+        content = Content(encoded, sequence, step, metrics, extra)
+        self._run(lambda: self._write(path, content))
+        return path
+
+    def wait(self) -> None:
+        """Return when everything is written; raises the ``CheckpointError`` of a write that failed."""
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step.
+
+        >>> [step for step in range(10) if Checkpoints("runs", every=4).due(step)]
+        [4, 8]
+        """
+        return self.every is not None and step > 0 and step % self.every == 0
+
+    def entries(self) -> tuple[Entry, ...]:
+        """The checkpoints, oldest first; those whose manifest is damaged are left out."""
+        manifests = [(f.path, f.manifest) for f in look(self.folder)]
+        found = [Entry(path, m.sequence, m.step, m.metrics) for path, m in manifests if m is not None]
+        return tuple(sorted(found, key=lambda e: (e.sequence, e.step, e.path.name)))
+
+    def load(
+        self, which: Literal["latest", "best"] | str | os.PathLike[str] = "latest", *, fallback: bool = False
+    ) -> Checkpoint:
+        """Read a checkpoint, every bit as it was saved, or none of it.
+
+        Args:
+            which: ``"latest"``, ``"best"``, or the path of one.
+            fallback: take the one before if this one is damaged, with a ``UserWarning`` for each left out.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged; the message names the file and the variables.
+        """
+        self._join()
+        *others, path = self._candidates(which)
+        while True:
+            try:
+                manifest, arrays = read(path)
+                return Checkpoint(arrays, manifest.step, manifest.metrics, manifest.extra, path)
+            except CheckpointError as error:
+                if not fallback:
+                    raise
+                if not others:
+                    raise CheckpointError(f"No checkpoint is left to fall back to. {error}") from error
+                warnings.warn(f"Left out: {error}", UserWarning, stacklevel=2)
+            path = others.pop()
+
+    def __enter__(self) -> Checkpoints:
+        """The store itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait; if the block failed, its error goes first and carries that of the write as a note."""
+        try:
+            self.wait()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, write: Callable[[], None]) -> None:
+        """Call in a thread, which the interpreter waits for when it exits, or here."""
+        if not self.asynchronous:
+            write()
+            return
+        self._thread = threading.Thread(target=self._catch, args=(write,), name="onward-checkpoint")
+        self._thread.start()
+
+    def _catch(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+
+    def _next(self, step: int) -> tuple[int, Path]:
+        """The next sequence number, and a path that nothing has yet."""
+        sequence = max((e.sequence for e in self.entries()), default=0) + 1
+        while os.path.lexists(path := self.folder / f"{sequence:06}-step-{step}"):
+            sequence += 1
+        return sequence, path
+
+    def _write(self, path: Path, content: Content) -> None:
+        try:
+            make_folder(self.folder)
+            sweep(self.folder)
+            write(path, content, self._backend)
+        except Exception as error:
+            message = FAILED.format(step=content.step, folder=self.folder, error=error)
+            raise CheckpointError(message) from error
+        self._retain()
+
+    def _retain(self) -> None:
+        """Remove what is neither among the newest nor the best."""
+        if self.keep is None:
+            return
+        entries = self.entries()
+        kept = {e.path for e in (*entries[-self.keep :], *self._ranked(entries)[-1:])}
+        for entry in entries:
+            if entry.path not in kept:
+                discard(entry.path)
+
+    def _ranked(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Those that have the metric, the best last."""
+        if (best := self.best) is None:
+            return []
+        sign = -1 if self.mode == "min" else 1
+        having = [e for e in entries if not math.isnan(e.metrics.get(best, math.nan))]
+        return sorted(having, key=lambda e: sign * e.metrics[best])
+
+    def _candidates(self, which: str | os.PathLike[str]) -> list[Path]:
+        """What to try, the first choice last."""
+        if which not in ("latest", "best"):
+            return _up_to(by_age(look(self.folder)), Path(which))
+        found = self._by_metric() if which == "best" else by_age(look(self.folder))
+        if not found:
+            what = f"checkpoint with a metric {self.best!r}" if which == "best" else "checkpoint"
+            raise CheckpointError(EMPTY.format(folder=self.folder, what=what))
+        return found
+
+    def _by_metric(self) -> list[Path]:
+        """The best last, after it those whose manifest is damaged: any of them may be better."""
+        if self.best is None:
+            raise ArgumentError('load("best"): no metric was named. Write Checkpoints(folder, best="loss").')
+        damaged = [f.path for f in look(self.folder) if f.manifest is None]
+        return [*(e.path for e in self._ranked(self.entries())), *damaged]
+
+
+def _up_to(found: Sequence[Path], path: Path) -> list[Path]:
+    """The checkpoints up to this one; this one alone if it is not among them."""
+    places = [p.resolve() for p in found]
+    return [*found[: places.index(path.resolve()) + 1]] if path.resolve() in places else [path]
+
+
+def _name(argument: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise ArgumentError(f"Checkpoints.save: {argument}= has a name that is no string, {name!r}.")
+    return name
+
+
+def _json_data(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy by way of JSON; raises ``ArgumentError`` if that changes anything."""
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
+        unchanged = copy == extra
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"Checkpoints.save: extra= is no JSON data: {error}.") from error
+    if not unchanged:
+        raise ArgumentError(
+            f"Checkpoints.save: extra={extra!r} would come back as {copy!r}. Write lists in place "
+            "of tuples, and strings as the keys of dicts."
+        )
+    return copy
+
+
+def _check_word(name: str, value: str, known: Any) -> None:
+    if value not in known:
+        raise ArgumentError(
+            f"Checkpoints: {name} is {value!r}; expected one of {', '.join(map(repr, known))}."
+        )
+
+
+FAILED = "Saving step {step} to {folder} failed: {error}. The checkpoints written before are as they were."
+EMPTY = (
+    "{folder} holds no {what}. Expected folders such as 000007-step-120, each with manifest.json, "
+    "manifest.sha256 and the files that the manifest lists, as Checkpoints.save writes them."
+)

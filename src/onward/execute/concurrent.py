@@ -1,0 +1,98 @@
+"""Several threads train one Model at once, each with a GradientMachine of its own.
+
+A thread takes a batch, computes gradients with the parameters as it finds them, and applies them, one thread
+at a time, to the parameters as they are then: no update is lost, though it may be made with gradients that
+are a few steps old (Recht et al., Hogwild!, 2011, with a lock around the update).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from onward.core.errors import ArgumentError
+from onward.derive.seam import update_pass
+from onward.execute.gradient_machine import GradientMachine
+from onward.execute.out import Out
+from onward.execute.state import State
+from onward.execute.step import Step
+from onward.execute.training import Training
+
+if TYPE_CHECKING:
+    from onward.execute.trainer import Trainer
+
+_END: Any = object()
+
+
+class Crew:
+    """The threads of one training run."""
+
+    def __init__(self, trainer: Trainer, threads: int, training: Training) -> None:
+        if threads < 1:
+            raise ArgumentError(f"threads is {threads}; expected at least 1.")
+        self.trainer, self.training = trainer, training
+        names = [p.name for p, _ in trainer.program.gradients]
+        self.machines = [GradientMachine(trainer.model, names, number=n + 1) for n in range(threads)]
+        self.apply = Applier(trainer)
+        self._reading = threading.Lock()
+        self._stop = threading.Event()
+        self._errors: list[BaseException] = []
+
+    def loop(self, batches: Iterator[tuple[Mapping[str, Any], Any]]) -> None:
+        """Train on the batches of one epoch with all threads; returns when all are done."""
+        self._stop.clear()
+        self._errors.clear()
+        threads = [
+            threading.Thread(target=self._work, args=(machine, batches), name=f"trainer-{machine.number}")
+            for machine in self.machines
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(timeout=0.1)
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _work(self, machine: GradientMachine, batches: Iterator[Any]) -> None:
+        try:
+            while not self._stop.is_set():
+                with self._reading:
+                    item = next(batches, _END)
+                if item is _END:
+                    return
+                fed, position = item
+                out = machine.backward(**fed)
+                with self.trainer.model.lock:
+                    self.apply(machine.gradients)
+                    self.training.done(out, fed, position)
+                    self.training.after()
+        except BaseException as error:
+            self._errors.append(error)
+            self._stop.set()
+
+
+class Applier:
+    """Applies gradients that were computed elsewhere to the parameters as they are now."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        part = update_pass(trainer.program)
+        kept = {v.name for v in trainer.model.state.layout.variables}
+        self._names = {p.name: g.name for p, g in part.gradients}
+        donated = [old.name for old in part.next_state if old.name not in kept]
+        self._step = Step(part, (), donate=donated, ahead=False)
+
+    def __call__(self, gradients: Mapping[str, Any]) -> Out:
+        """One update; to be called by one thread at a time."""
+        feed = {self._names[name]: gradient for name, gradient in gradients.items()}
+        state, out = self._step(self.trainer.joined(), **feed)
+        self.trainer.take(State(state.layout, state.values))
+        self.trainer.step += 1
+        return out

@@ -1,0 +1,118 @@
+"""Folders that appear whole or not at all, and vanish the same way.
+
+A folder is filled under a temporary name, forced to the disk, and renamed. Whoever is killed half way leaves
+only names that begin with ``.part-`` or ``.trash-``, which nobody reads and the next writer sweeps away.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PART = re.compile(r"\.part-(\d{1,9})-[0-9a-f]+")
+TRASH = re.compile(r"\.trash-[0-9a-f]+")
+_writing: set[str] = set()
+
+
+@contextmanager
+def appearing(final: Path) -> Iterator[Path]:
+    """A temporary folder that becomes ``final`` when the block ends, and is removed if it fails.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with appearing(folder / "a") as part:
+        ...     _ = (part / "file").write_text("whole")
+        ...     print((folder / "a").exists())
+        False
+        >>> [p.name for p in folder.iterdir()]
+        ['a']
+    """
+    part = final.with_name(f".part-{os.getpid()}-{secrets.token_hex(8)}")
+    _writing.add(part.name)
+    try:
+        part.mkdir()
+        yield part
+        _sync_tree(part)
+        os.rename(part, final)
+        sync(final.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        _writing.discard(part.name)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and the ones above it, so that they outlive a power cut."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync(made.parent)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder; half removed, it does not bear its name any more."""
+    trash = folder.with_name(f".trash-{secrets.token_hex(8)}")
+    with suppress(OSError):
+        os.rename(folder, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what writers that are no more have left behind."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            part = PART.fullmatch(path.name)
+            if TRASH.fullmatch(path.name) or (part and _is_stale(path.name, int(part[1]))):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """Every file below a folder by its relative path; raises OSError at links, pipes and the like."""
+    found = {}
+    for path in _walk(folder):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise OSError(f"{path} is neither a file nor a folder")
+        if path.is_file():
+            found[path.relative_to(folder).as_posix()] = path
+    return found
+
+
+def sync(path: Path) -> None:
+    """Force a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in _walk(folder):
+        sync(path)
+    sync(folder)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Everything below a folder, what is in it before itself; errors are raised, unlike by ``os.walk``."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
+        yield path
+
+
+def _is_stale(name: str, pid: int) -> bool:
+    """Whether nobody on this host writes to a temporary folder any more."""
+    if pid == os.getpid():
+        return name not in _writing
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

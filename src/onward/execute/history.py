@@ -1,0 +1,174 @@
+"""The numbers of a training, one record a step, kept without waiting for the device.
+
+A step returns its loss before it is computed. History keeps the promise, and turns promises into numbers in
+bulk: when somebody reads, or when a record is so old that it has long been computed.
+
+>>> history = History()
+>>> for step in range(1, 4):
+...     history.record(step=step, epoch=0, loss=1.0 / step)
+>>> history.record(step=3, epoch=0, test_loss=0.5)
+>>> history["loss"]
+array([1.        , 0.5       , 0.33333333,        nan])
+>>> history
+History(3 steps: loss 1 -> 0.3333, test_loss 0.5 -> 0.5)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.structure import describe
+
+WAITING = (
+    1000  # records that may stay on the device; twice as many at most, as they are fetched by the thousand
+)
+NAN = float("nan")
+
+
+class History(Mapping[str, np.ndarray]):
+    """Metrics by name, each an array of one float64 a record, NaN where a record lacks that metric.
+
+    ``"step"`` and ``"epoch"`` are names like the others, and come first. Reading waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[float]] = {}
+        self._fetched = 0
+        self._waiting: list[dict[str, Any]] = []
+
+    def record(self, /, *, step: int, epoch: int, **values: Any) -> None:
+        """Append one record; does not wait for values that are still computing.
+
+        Args:
+            step: how many steps were done.
+            epoch: the epoch, counted from 0.
+            **values: scalars: numbers, NumPy or JAX.
+
+        Raises:
+            ArgumentError: a value that is no scalar.
+        """
+        row = {"step": step, "epoch": epoch, **values}
+        for name, value in row.items():
+            if getattr(value, "shape", None) != () and not isinstance(value, int | float):
+                raise ArgumentError(
+                    f"History: {name!r} is {describe(value)}; expected one number. Record its mean, or a "
+                    "metric for each of its entries."
+                )
+            if name not in self._columns:
+                self._columns[name] = array("d")
+        self._waiting.append(row)
+        if len(self._waiting) >= 2 * WAITING:
+            self._fetch(WAITING)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """One metric over all records.
+
+        Raises:
+            UnknownNameError: no record has it.
+        """
+        if name not in self._columns:
+            raise UnknownNameError(f"The history has no {name!r}. {nearest(name, self._columns)}")
+        self._fetch(len(self._waiting))
+        return np.array(self._columns[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One metric over all records, or ``default`` when no record has it."""
+        return self[name] if name in self._columns else default
+
+    def as_dict(self) -> dict[str, list[float]]:
+        """The same as plain lists, for ``json.dump`` and the like.
+
+        >>> history = History()
+        >>> history.record(step=1, epoch=0, loss=0.5)
+        >>> history.as_dict()
+        {'step': [1.0], 'epoch': [0.0], 'loss': [0.5]}
+        >>> History.from_dict(history.as_dict()) == history
+        True
+        """
+        self._fetch(len(self._waiting))
+        return {name: column.tolist() for name, column in self._columns.items()}
+
+    @classmethod
+    def from_dict(cls, columns: Mapping[str, Sequence[float]]) -> History:
+        """The History that ``as_dict`` was asked of; training may go on recording in it.
+
+        Raises:
+            ArgumentError: columns of unequal length.
+        """
+        history = cls()
+        lengths = {name: len(column) for name, column in columns.items()}
+        for name, length in lengths.items():
+            first = next(iter(lengths))
+            if length != lengths[first]:
+                raise ArgumentError(
+                    f"History.from_dict: {first!r} has {lengths[first]} records and {name!r} has {length}; "
+                    "expected one number a record in each. Give NaN where there is none."
+                )
+        history._columns = {name: array("d", column) for name, column in columns.items()}
+        history._fetched = max(lengths.values(), default=0)
+        return history
+
+    def _fetch(self, count: int) -> None:
+        """Turn the oldest waiting records into numbers, all transfers under way at once."""
+        rows, start = self._waiting[:count], self._fetched
+        if jax.default_backend() != "cpu":
+            _send(rows)
+        for name, column in self._columns.items():
+            numbers = [_number(row.get(name, NAN)) for row in rows]
+            del column[start:]  # what an interrupted fetch has left
+            column.extend([NAN] * (start - len(column)) + numbers)
+        self._fetched = start + len(rows)
+        del self._waiting[:count]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, History):
+            return NotImplemented
+        ours, theirs = self.as_dict(), other.as_dict()
+        same = (np.array_equal(ours[k], theirs[k], equal_nan=True) for k in ours if k in theirs)
+        return list(ours) == list(theirs) and all(same)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return History.from_dict, (self.as_dict(),)
+
+    def __repr__(self) -> str:
+        if not self._columns:
+            return "History(0 steps)"
+        steps = len(set(self["step"].tolist()))
+        names = [name for name in self._columns if name not in ("step", "epoch")][:3]
+        shown = ", ".join(f"{name} {_ends(self[name])}" for name in names)
+        return f"History({steps} step{'s' * (steps != 1)}{': ' * bool(shown)}{shown})"
+
+
+def _send(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Begin every transfer to the host, so that the latencies pass together."""
+    for row in rows:
+        for value in row.values():
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
+
+
+def _number(value: Any) -> float:
+    """A scalar as a float; by way of NumPy, which takes a fifth of the time of ``float(jax_array)``."""
+    return float(value if isinstance(value, int | float) else np.asarray(value))
+
+
+def _ends(column: np.ndarray) -> str:
+    numbers = column[~np.isnan(column)]
+    return f"{numbers[0]:.4g} -> {numbers[-1]:.4g}" if len(numbers) else "nan"

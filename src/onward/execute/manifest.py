@@ -1,0 +1,244 @@
+"""What a checkpoint says about itself, and whether that is true.
+
+``manifest.json`` lists every file with its size and SHA-256 and every variable with its dtype, shape and
+CRC-32; ``manifest.sha256`` seals the manifest. So a changed bit anywhere is found, and the variable in which
+it lies can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import jax
+
+from onward.core.errors import CheckpointError
+from onward.execute.backends import BACKENDS, Backend
+from onward.execute.durable import files_in
+from onward.execute.encoding import DTYPES, KEY, Form
+
+T = TypeVar("T")
+MANIFEST = "manifest.json"
+SEAL = "manifest.sha256"
+FORMAT = 1
+LARGEST = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class File:
+    """The size and the SHA-256 of one file."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> File:
+        """Read a file and describe it."""
+        with open(path, "rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How one variable is stored: what it is, its key in the files, the checksum of its bytes."""
+
+    form: Form
+    key: str
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but the numbers."""
+
+    backend: str
+    sequence: int
+    step: int
+    metrics: Mapping[str, float]
+    extra: Mapping[str, Any]
+    files: Mapping[str, File]
+    variables: Mapping[str, Stored]
+
+    def to_bytes(self) -> bytes:
+        """The manifest as JSON, which has no word for NaN and infinity: they become strings."""
+        variables = {
+            name: {**vars(v.form), "key": v.key, "crc32": v.crc32} for name, v in self.variables.items()
+        }
+        described = {
+            "format": FORMAT,
+            "onward": version("onward"),
+            "jax": jax.__version__,
+            "backend": self.backend,
+            "sequence": self.sequence,
+            "step": self.step,
+            "metrics": {name: v if math.isfinite(v) else repr(v) for name, v in self.metrics.items()},
+            "extra": self.extra,
+            "files": {name: vars(file) for name, file in self.files.items()},
+            "variables": variables,
+        }
+        return json.dumps(described, indent=1, allow_nan=False).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """The manifest again; raises ValueError where anything is not what ``to_bytes`` writes."""
+        record = json.loads(data, parse_constant=_refuse)
+        written = take(record, "format", int)
+        if written > FORMAT:
+            raise ValueError(f"it is of format {written}, this Onward reads up to {FORMAT}; update Onward")
+        variables = {name: _variable(v) for name, v in take(record, "variables", dict).items()}
+        _check(len({v.key for v in variables.values()}) == len(variables), "two variables share a key")
+        return cls(
+            one_of(take(record, "backend", str), BACKENDS),
+            natural(record, "sequence"),
+            natural(record, "step"),
+            {name: _metric(v) for name, v in take(record, "metrics", dict).items()},
+            take(record, "extra", dict),
+            {
+                name: File(natural(f, "bytes"), take(f, "sha256", str))
+                for name, f in take(record, "files", dict).items()
+            },
+            variables,
+        )
+
+    def expected(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What the backend has to read, by key."""
+        forms = {v.key: v.form for v in self.variables.values()}
+        return {key: jax.ShapeDtypeStruct(f.stored_shape, f.stored_dtype) for key, f in forms.items()}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and its seal; raises ValueError if nobody would read one so large."""
+    data = manifest.to_bytes()
+    if len(data) > LARGEST:
+        raise ValueError(
+            f"the manifest would be {len(data)} bytes, the limit is {LARGEST}; save less in extra="
+        )
+    (folder / MANIFEST).write_bytes(data)
+    (folder / SEAL).write_bytes(_digest(data))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is not the one that was written.
+    """
+    data, seal = _read(folder, MANIFEST), _read(folder, SEAL)
+    if seal != _digest(data):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {SEAL} beside it does not agree. {NOTHING}")
+    try:
+        return Manifest.from_bytes(data)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be understood: {error}. {NOTHING}") from error
+
+
+def check_files(folder: Path, manifest: Manifest, backend: Backend) -> None:
+    """Raise ``CheckpointError`` unless names, then sizes, then contents are those of the manifest."""
+    try:
+        found = files_in(folder)
+        _check_names(folder, found.keys() - {MANIFEST, SEAL}, manifest.files.keys())
+        for name, file in manifest.files.items():
+            size = found[name].stat().st_size
+            if size != file.bytes:
+                raise _damage(
+                    folder, name, f"it has {size} bytes, {file.bytes} were written", manifest, backend
+                )
+        for name, file in manifest.files.items():
+            if File.of(found[name]) != file:
+                raise _damage(folder, name, "its SHA-256 is not that of what was written", manifest, backend)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}. {NOTHING}") from error
+
+
+def take(record: Any, name: str, kind: type[T]) -> T:
+    """A field of exactly this type; raises ValueError if it is missing or another."""
+    value = record.get(name) if isinstance(record, dict) else None
+    if type(value) is not kind:
+        raise ValueError(f"{name!r} is {type(value).__name__}; expected {kind.__name__}")
+    return value
+
+
+def natural(record: Any, name: str) -> int:
+    """A field that is a whole number and not negative."""
+    value = take(record, name, int)
+    _check(0 <= value < 2**63, f"{name!r} is out of range")
+    return value
+
+
+def one_of(value: str, known: Iterable[str]) -> str:
+    """A word out of a closed list."""
+    _check(value in (known := list(known)), f"{value[:40]!r} is none of {', '.join(known)}")
+    return value
+
+
+def _variable(record: Any) -> Stored:
+    shape = take(record, "shape", list)
+    _check(all(type(n) is int and 0 <= n < 2**63 for n in shape), "a shape is no list of sizes")
+    dtype = one_of(take(record, "dtype", str), [*DTYPES, KEY])
+    generator = take(record, "generator", str) if dtype == KEY else None
+    return Stored(Form(dtype, tuple(shape), generator), take(record, "key", str), natural(record, "crc32"))
+
+
+def _metric(value: Any) -> float:
+    _check(type(value) is float or value in ("nan", "inf", "-inf"), "a metric is no number")
+    return float(value)
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+def _read(folder: Path, name: str) -> bytes:
+    path = folder / name
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
+            raise CheckpointError(f"{path} is no file of at most {LARGEST} bytes. {NOTHING}")
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(FOREIGN.format(folder=folder, name=name)) from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. {NOTHING}") from error
+
+
+def _check_names(folder: Path, found: Iterable[str], expected: Iterable[str]) -> None:
+    missing, spare = sorted({*expected} - {*found}), sorted({*found} - {*expected})
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[0]!r}, which its {MANIFEST} lists. {NOTHING}")
+    if spare:
+        raise CheckpointError(f"{folder} holds {spare[0]!r}, which its {MANIFEST} does not list. {NOTHING}")
+
+
+def _damage(folder: Path, file: str, how: str, manifest: Manifest, backend: Backend) -> CheckpointError:
+    keys = set(backend.damaged(folder, file, {v.key: v.crc32 for v in manifest.variables.values()}))
+    names = [repr(name) for name, v in manifest.variables.items() if v.key in keys]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    where = f"damaged there: {', '.join(names[:8])}{more}" if names else "no variable can be told apart in it"
+    return CheckpointError(f"{folder / file} is damaged: {how}; {where}. {NOTHING}")
+
+
+NOTHING = "Nothing was loaded; load(fallback=True) takes the checkpoint before it."
+FOREIGN = (
+    "{folder} is no checkpoint of Onward: it has no {name}. Expected a folder that Checkpoints.save wrote, "
+    "with manifest.json, manifest.sha256 and the files that the manifest lists."
+)

@@ -1,0 +1,174 @@
+"""Model = {topology, parameters}: a network and its values, shared by everything that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+from onward.core.errors import ArgumentError, RecipeError
+from onward.core.program import Program, Variable
+from onward.core.structure import describe
+from onward.core.walk import descendants, prune
+from onward.define.deferred import Deferred
+from onward.define.lazy import has_lazy
+from onward.define.trace import trace
+from onward.derive.for_test import for_test
+from onward.derive.seam import forward_pass
+from onward.execute.feeds import data_names
+from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.state import Layout, State
+from onward.execute.step import Step
+
+
+class Model:
+    """A network and its parameters; Evaluators, GradientMachines and Trainers share them, none copies them.
+
+    The values are one immutable State. A Trainer publishes the next one by exchanging the reference, so that
+    any number of threads may read while one trains.
+
+    Args:
+        network: a function that declares what it needs, a Lazy value, or a traced Program.
+        parameters: first values: by name for declared ones, or in the containers that were traced.
+        state: what the model itself carries, for a Program traced with ``state=``.
+        seed: what declared parameters are initialized from.
+        options: further arguments of ``trace``, such as ``feed`` or ``has_aux``.
+
+    Raises:
+        ArgumentError: a network whose shapes nothing shows.
+
+    Example:
+        >>> import numpy as np, onward as ow
+        >>> def network():
+        ...     return ow.layer.fc(ow.data("x", (None, 4)), 2)
+        >>> model = ow.Model(network, seed=1)
+        >>> model
+        Model('network', 2 parameters, 10 numbers)
+        >>> model["fc_0/b"]
+        Array([0., 0.], dtype=float32)
+    """
+
+    def __init__(
+        self, network: Any, parameters: Any = None, state: Any = None, *, seed: int = 0, **options: Any
+    ) -> None:
+        self.topology = _topology(network, options)
+        self.lock = RLock()
+        self._steps: dict[Any, Step] = {}
+        self._tests: Program | None = None
+        layout = Layout.of(self.topology)
+        values = initialized(self.topology, _given(self.topology, parameters, state), seed)
+        self.state = State(layout, [values[v] for v in layout.variables])
+
+    @property
+    def parameters(self) -> Any:
+        """The parameters as they are now: a dict by name, or the containers in which they were traced."""
+        return self.state.parameters
+
+    def __getitem__(self, name: str | Variable) -> Any:
+        """The value of a parameter or state Variable as it is now."""
+        return self.state[name]
+
+    def replace(self, values: Mapping[str, Any]) -> None:
+        """Publish other values for some parameters, all at once.
+
+        Raises:
+            UnknownNameError: a name that the model does not keep.
+            ArgumentError: a value of another shape or dtype.
+        """
+        with self.lock:
+            self.state = self.state.replace(values)
+
+    def publish(self, state: State) -> None:
+        """Exchange all values at once; what reads meanwhile sees the old ones or the new ones, whole."""
+        self.state = state
+
+    @property
+    def test_program(self) -> Program:
+        """The topology as it is when nothing is trained."""
+        if self._tests is None:
+            try:
+                self._tests = for_test(self.topology)
+            except RecipeError:
+                self._tests = forward_pass(self.topology)
+        return self._tests
+
+    def step(self, request: Hashable, make: Callable[[], Step]) -> Step:
+        """The Step for a request, made once and shared by everything that uses this model."""
+        found = self._steps.get(request)
+        if found is None:
+            with self.lock:
+                found = self._steps.get(request) or make()
+                self._steps[request] = found
+        return found
+
+    def __repr__(self) -> str:
+        count = sum(_size(v) for v in self.topology.parameters)
+        return f"Model({self.topology.name!r}, {len(self.topology.parameters)} parameters, {count:,} numbers)"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a test Program: further names, and which data is given (None: all of it)."""
+
+    fetch: tuple[str, ...] = ()
+    given: frozenset[str] | None = None
+    only: bool = False
+
+    def program(self, program: Program) -> Program:
+        """The part that computes it: the outputs that the given data reaches, and what is fetched.
+
+        Raises:
+            ArgumentError: something fetched needs data that is not given.
+        """
+        wanted = [] if self.only else list(program.outputs)
+        if self.given is not None:
+            missing = {v for v, name in _data(program) if name not in self.given}
+            tainted = descendants(program, missing)
+            wanted = [v for v in wanted if v not in tainted]
+            if lost := [n for n in self.fetch if program[n] in tainted]:
+                names = sorted({name for v, name in _data(program) if v in missing})
+                raise ArgumentError(f"{lost[0]!r} needs data that was not given, among {', '.join(names)}.")
+        targets = [*wanted, *(program[n] for n in self.fetch)]
+        return prune(program, targets)
+
+
+def _data(program: Program) -> list[tuple[Variable, str]]:
+    """The data Variables, each with the name of the argument that it is part of."""
+    assert program.signature is not None
+    pairs = zip(program.signature.data, data_names(program), strict=True)
+    return [(v, name) for structure, name in pairs for v in structure.variables]
+
+
+def _topology(network: Any, options: dict[str, Any]) -> Program:
+    if isinstance(network, Program):
+        if options:
+            raise ArgumentError(f"The Program is traced already; {', '.join(options)} comes too late.")
+        return forward_pass(network)
+    if has_lazy(network) and not callable(network):
+        network = Deferred(network, {k: v for k, v in options.items() if k != "feed"})
+    if isinstance(network, Deferred):
+        return forward_pass(network.complete(options.get("feed", {})))
+    if not callable(network):
+        raise ArgumentError(
+            f"Model was given {describe(network)}; expected a function that declares its data and layers, a "
+            "traced Program, or what a layer returned."
+        )
+    return trace(network, **options)
+
+
+def _given(topology: Program, parameters: Any, state: Any) -> dict[Variable, Any]:
+    signature = topology.signature
+    if signature is None or is_declared(topology):
+        return by_name(topology, parameters)
+    given = by_structure(signature.parameters, parameters, signature.names[0])
+    if signature.model_state is not None:
+        given |= by_structure(signature.model_state, state, signature.names[1])
+    return given
+
+
+def _size(v: Variable) -> int:
+    size = 1
+    for n in v.shape:
+        size *= n
+    return size

@@ -1,0 +1,229 @@
+"""How a training loop reads, whatever a person reads with.
+
+A reader is any iterable of batches, or a callable that makes one. Reading gives it one method, ``epoch``, and
+asks it after each batch where it stands, so that a training can be continued in the middle of an epoch.
+
+>>> for batch, position in Reading(["first", "second"]).epoch(0):
+...     print(batch, position)
+first None
+second None
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError
+from onward.core.structure import describe
+from onward.execute.batches import Batches, batches
+from onward.execute.prefetch import END, prefetched
+
+__all__ = ["Batches", "Reading", "batches", "prefetched"]
+
+SPELLINGS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # torch and Onward, grain
+
+
+class Reading:
+    """How a training loop reads: one method, ``epoch``, over whatever a person passes as ``reader``.
+
+    Args:
+        reader: any iterable, or a callable that returns one. A callable with one required argument is given
+            the number of the epoch; a reader with ``set_epoch`` is told it.
+
+    Attributes:
+        length: the number of batches in an epoch, or None when ``len(reader)`` does not say.
+
+    Raises:
+        ArgumentError: nothing that yields batches.
+
+    Example:
+        >>> reading = Reading(lambda epoch: [epoch, epoch + 1])
+        >>> list(reading.epoch(7))
+        [(7, None), (8, None)]
+        >>> list(Reading(batches([np.arange(2)], 1)).epoch(0))[0]
+        ((array([0]),), {'epoch': 0, 'batch': 1})
+    """
+
+    def __init__(self, reader: Any) -> None:
+        if isinstance(reader, Mapping | str | bytes | np.ndarray | jax.Array):
+            raise ArgumentError(
+                f"The reader is {describe(reader)}; expected an iterable of batches. For arrays in memory: "
+                "batches(arrays, batch_size=32)."
+            )
+        self._make = _maker(reader)
+        self._once = isinstance(reader, Iterator)
+        self._begun = False
+        self._target: Any = None
+        self._keeps = True
+        self.length = _length(reader)
+
+    def epoch(self, number: int, skip: int = 0) -> Iterator[tuple[Any, Any]]:
+        """Read one epoch, or what is left of it after ``restore``.
+
+        Args:
+            number: the epoch, counted from 0.
+            skip: drop this many batches first.
+
+        Returns:
+            pairs of a batch and the reader's position after it, JSON data, or None when it offers none.
+
+        Raises:
+            ArgumentError: a reader without a batch, or one that can be read only once and was.
+        """
+        if self._once and self._begun:
+            raise ArgumentError(
+                f"The reader is an iterator, which can be read only once; epoch {number} needs a new one. "
+                "Pass a callable that makes it: reader=lambda: read(files), or reader=read."
+            )
+        self._begun = True
+        return self._pairs(number, skip)
+
+    def restore(self, position: Any) -> None:
+        """Let the next ``epoch`` continue at a position that ``epoch`` gave; None changes nothing."""
+        self._target = position
+
+    def _pairs(self, number: int, skip: int) -> Iterator[tuple[Any, Any]]:
+        target, self._target = self._target, None
+        iterator, source = self._open(number, target)
+        count = 0
+        while (batch := _next(iterator, number, count, target is not None)) is not END:
+            count += 1
+            if count > skip:
+                yield batch, self._position(source)
+        if not count and target is None:
+            raise ArgumentError(
+                f"The reader yielded no batch in epoch {number}. If it can be read only once, pass a "
+                "callable that makes a new one: reader=lambda: read(files)."
+            )
+        if count < skip:
+            raise ArgumentError(
+                f"The reader yielded {count} batches in epoch {number}, and {skip} were to be skipped to "
+                "continue where the training stood. Give the reader of that training."
+            )
+
+    def _open(self, number: int, target: Any) -> tuple[Iterator[Any], Any]:
+        """An iterator at the target, and the object that says where it stands."""
+        made = self._make(number)
+        if not isinstance(made, Iterable):
+            raise ArgumentError(f"The reader returned {describe(made)}; expected an iterable of batches.")
+        self.length = _length(made)
+        if hasattr(made, "set_epoch"):
+            made.set_epoch(number)
+        if _spelling(made):
+            _restore(made, target)
+            return iter(made), made
+        iterator = iter(made)
+        _restore(iterator, target)
+        return iterator, iterator if _spelling(iterator) else None
+
+    def _position(self, source: Any) -> Any:
+        if source is None or not self._keeps:
+            return None
+        try:
+            return _plain(getattr(source, _spelling(source)[0])())
+        except TypeError as error:
+            self._keeps = False
+            warnings.warn(
+                f"The reader says where it stands, but {error}, which a checkpoint does not keep. A training "
+                "that is resumed will read the batches it has had again, and drop them.",
+                stacklevel=2,
+            )
+            return None
+
+
+def _maker(reader: Any) -> Callable[[int], Any]:
+    """A function from the number of an epoch to an iterable."""
+    if isinstance(reader, Iterable):
+        return lambda number: reader
+    if not callable(reader):
+        raise ArgumentError(
+            f"The reader is {describe(reader)}; expected an iterable of batches, or a callable that returns "
+            "one."
+        )
+    required = _required(reader)
+    if required > 1:
+        raise ArgumentError(
+            f"The reader takes {required} arguments; expected a callable of none, or of one, the number of "
+            "the epoch. Bind the others: reader=lambda epoch: read(files, epoch)."
+        )
+    return reader if required else lambda number: reader()
+
+
+def _required(function: Callable[..., Any]) -> int:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some builtins do not tell
+        return 0
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _length(reader: Any) -> int | None:
+    with suppress(TypeError, NotImplementedError):
+        return len(reader)
+    return None
+
+
+def _next(iterator: Iterator[Any], number: int, count: int, restored: bool) -> Any:
+    try:
+        return next(iterator, END)
+    except Exception as error:
+        since = ", counted from where it was restored" if restored else ""
+        error.add_note(f"The reader raised this in epoch {number} at batch {count}{since} (both from 0).")
+        raise
+
+
+def _spelling(reader: Any) -> tuple[str, ...]:
+    """The names of the two methods by which a reader offers its position."""
+    for pair in SPELLINGS:
+        if all(callable(getattr(reader, name, None)) for name in pair):
+            return pair
+    return ()
+
+
+def _restore(reader: Any, target: Any) -> None:
+    if target is None:
+        return
+    spelling = _spelling(reader)
+    if not spelling:
+        raise ArgumentError(
+            f"There is a position to continue at, {json.dumps(target)[:80]}, and the reader, "
+            f"{describe(reader)}, has no load_state_dict (or set_state) to take it. Give the reader of "
+            "that training."
+        )
+    getattr(reader, spelling[1])(_restored(target))
+
+
+def _plain(value: Any) -> Any:
+    """A reader's state as JSON data; bytes as {"base64": text}."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, bytes):
+        return {"base64": b64encode(value).decode()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {name: _plain(v) for name, v in value.items()}
+    raise TypeError(f"its state holds {describe(value)}")
+
+
+def _restored(value: Any) -> Any:
+    """The inverse of ``_plain``."""
+    if isinstance(value, list):
+        return [_restored(v) for v in value]
+    if isinstance(value, Mapping):
+        if set(value) == {"base64"}:
+            return b64decode(value["base64"])
+        return {name: _restored(v) for name, v in value.items()}
+    return value

@@ -1,0 +1,186 @@
+"""Run any part of a Program by naming targets; values are kept by Variable between the runs.
+
+>>> import numpy as np, onward as ow
+>>> images, labels = ow.data("images"), ow.data("labels")
+>>> w1, b1 = ow.var("w1"), ow.var("b1")
+>>> cost = ow.layer.mse(ow.layer.fc(images, w=w1, b=b1), labels)
+>>> updates = ow.Adagrad(learning_rate=0.1).minimize(cost, parameter_list=[w1, b1])
+>>> session = ow.Session()
+>>> feed = {"images": np.eye(4, dtype="float32"), "labels": np.ones((4, 1), "float32")}
+>>> for _ in range(200):
+...     [loss] = session.run(target=updates, feed=feed, fetch=[cost])
+>>> float(loss) < 1e-3
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import RLock
+from typing import Any
+
+from onward.core.errors import ArgumentError, nearest
+from onward.core.program import Program, Target
+from onward.core.structure import describe
+from onward.core.walk import name_of
+from onward.define.deferred import Deferred
+from onward.define.lazy import Lazy
+from onward.execute.feeds import data_names
+from onward.execute.interrupt import Interruptible
+from onward.execute.scope import Scope
+from onward.execute.state import State
+from onward.execute.step import Step
+from onward.execute.targets import Aim, aim, listed, program_in
+
+
+class Session:
+    """Runs Programs over values that it keeps, by Variable, in its ``scope``.
+
+    Only what the targets need is run. A Variable is initialized when a run first needs it, once; a training
+    Program and a test Program over the same Variables share them. What was compiled for targets, fetches and
+    shapes is remembered. Ctrl-C waits until a run has stored its values.
+
+    Args:
+        program: where targets that are mere names or ops are looked up; the last Program run unless given.
+        seed: what declared parameters are initialized from.
+        scope: the values of another Session, to be shared.
+
+    Example:
+        >>> import numpy as np, onward as ow
+        >>> def network():
+        ...     return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 3)), 1), ow.data("y", (None, 1)))
+        >>> program = ow.SGD(0.1).minimize(ow.trace(network))
+        >>> session = ow.Session(program)
+        >>> feed = {"x": np.ones((8, 3)), "y": np.ones((8, 1))}
+        >>> [loss] = session.run(target=program.updates, feed=feed, fetch=["loss"])
+        >>> [y] = session.run(feed={"x": np.ones((1, 3))}, fetch=["fc_0"])
+        >>> y.shape, int(session["step"])
+        ((1, 1), 1)
+    """
+
+    def __init__(self, program: Program | None = None, *, seed: int = 0, scope: Scope | None = None) -> None:
+        self.scope = scope if scope is not None else Scope()
+        self.seed = seed
+        self._program = program
+        self._completed: dict[Deferred, Program] = {}
+        self._plans: dict[Any, _Plan] = {}
+        self._lock = RLock()
+
+    def run(
+        self,
+        target: Any = None,
+        feed: Mapping[Any, Any] | None = None,
+        fetch: Any = (),
+    ) -> list[Any]:
+        """Run what the targets and fetches need, once.
+
+        Args:
+            target: what ``minimize`` returned, one of its update ops (``program.updates``), any op, Variable,
+                name or layer; or a list of these.
+            feed: arrays by the name of their data, or by its declaration.
+            fetch: names, Variables or layers whose values to return. A fetched parameter is its value
+                before the update.
+
+        Returns:
+            The values of ``fetch``, in order, as JAX arrays that may still be computing.
+
+        Raises:
+            ArgumentError: data that is missing, misspelt, or of another shape or dtype.
+            GraphError: targets of several Programs, or of another one.
+            UnknownNameError: a target or fetch that no Variable bears.
+            StateError: a Variable without a first value.
+        """
+        fed = _named(feed)
+        with self._lock, Interruptible() as interrupts:
+            plan = self._plan(listed(target), listed(fetch), fed)
+            plan.check(fed)
+            self.scope.initialize(plan.step.program, self.seed)
+            with interrupts.uninterrupted:
+                state = State(plan.step.layout, self.scope.values_of(plan.step.layout.variables))
+                state, out = plan.step(state, **{n: x for n, x in fed.items() if n in plan.reads})
+                self.scope.take(state)
+        return [out[name] for name in plan.aim.fetch]
+
+    def program(self, target: Any, feed: Mapping[Any, Any] | None = None) -> Program:
+        """The part of the Program that ``run`` would run for this target, to be printed or counted."""
+        return self._plan(listed(target), [], _named(feed)).step.program
+
+    def __getitem__(self, name: str) -> Any:
+        """A copy of the value of a state Variable."""
+        return self.scope[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Give a state Variable a value."""
+        self.scope[name] = value
+
+    def _plan(self, targets: list[Any], fetch: list[Any], fed: Mapping[str, Any]) -> _Plan:
+        """What to run for these targets, from memory if they were run before."""
+        if not targets and not fetch:
+            raise ArgumentError("run was given neither target nor fetch: there is nothing to run.")
+        key = tuple(map(_key, targets)), tuple(map(_key, fetch))
+        if key not in self._plans:
+            program = self._chosen(targets, fetch, fed)
+            self._plans[key] = _Plan(aim(program, targets, fetch), (targets, fetch))
+        return self._plans[key]
+
+    def _chosen(self, targets: list[Any], fetch: list[Any], fed: Mapping[str, Any]) -> Program:
+        """The Program that the targets belong to."""
+        found = program_in([*targets, *fetch])
+        if found is None and any(isinstance(t, Lazy) for t in (*targets, *fetch)):
+            lazies = tuple(t for t in (*targets, *fetch) if isinstance(t, Lazy))
+            found = Deferred(lazies, {"training": False})
+        if isinstance(found, Deferred):
+            return self._complete(found, fed)
+        if found is not None:
+            self._program = found
+        if self._program is None:
+            raise ArgumentError(
+                f"run cannot tell which Program {describe((targets or fetch)[0])} belongs to. Give the Program "
+                "once, Session(program), or a target that knows it: program.updates."
+            )
+        return self._program
+
+    def _complete(self, deferred: Deferred, fed: Mapping[str, Any]) -> Program:
+        """The Program of Lazy values, its open shapes as they were fed first."""
+        if deferred not in self._completed:
+            names = deferred.names
+            examples = {n: x for n, x in fed.items() if n in names}
+            self._completed[deferred] = deferred.complete(examples)
+        return self._completed[deferred]
+
+    def __repr__(self) -> str:
+        return f"Session({len(self.scope)} Variables, {len(self._plans)} plans)"
+
+
+class _Plan:
+    """One way of running: what is aimed at, and the Step that does it."""
+
+    def __init__(self, aimed: Aim, keep: Any) -> None:
+        self.aim, self.keep = aimed, keep
+        self.step = Step(aimed.pruned(), (), donate=True, ahead=False)
+        self.reads = frozenset(name for _, name in self.step.feeds.taken)
+        self.known = data_names(aimed.program)
+
+    def check(self, fed: Mapping[str, Any]) -> None:
+        """Raise ``ArgumentError`` for a feed that the Program does not know."""
+        for name in fed:
+            if name not in self.known:
+                raise ArgumentError(
+                    f"{self.aim.program.name} takes no data named {name!r}. {nearest(name, self.known)}"
+                )
+
+
+def _named(feed: Mapping[Any, Any] | None) -> dict[str, Any]:
+    """The feed by name, whatever its keys are."""
+    if feed is None:
+        return {}
+    if not isinstance(feed, Mapping):
+        raise ArgumentError(f"The feed is {describe(feed)}; expected a dict, {{'images': array}}.")
+    return {str(name_of(key)): value for key, value in feed.items()}
+
+
+def _key(target: Any) -> Any:
+    """What a target is remembered by: names by value, everything else by identity."""
+    if isinstance(target, Target):
+        return id(target.program), id(target.op)
+    return target if isinstance(target, str) else id(target)

@@ -1,0 +1,135 @@
+"""The two-line way: ``optimize(cost)``, ``train(cost, reader=...)``.
+
+>>> import numpy as np, onward as ow
+>>> x = ow.data("images")
+>>> l = ow.data("label")
+>>> y = ow.layer.fc(x)
+>>> cost = ow.layer.mse(y, l)
+>>> ow.optimize(cost, ow.SGD(0.1))
+>>> images = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+>>> trainer = ow.train(cost, reader=ow.batches((images, images.sum(1, keepdims=True)), 16), epochs=40)
+>>> bool(trainer.history["loss"][-1] < 1e-3)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from os import PathLike
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from onward.core.errors import ArgumentError
+from onward.core.program import Program
+from onward.core.structure import describe
+from onward.define.deferred import Deferred
+from onward.define.lazy import has_lazy
+from onward.define.trace import trace
+from onward.derive.optimizer import Optimizer
+from onward.derive.optimizers import Adam
+from onward.execute.checkpoint import Checkpoints
+from onward.execute.model import Model
+from onward.execute.reader import Reading
+from onward.execute.trainer import Trainer
+
+_optimizers: WeakKeyDictionary[Any, tuple[Optimizer, dict[str, Any]]] = WeakKeyDictionary()
+
+
+def optimize(cost: Any, optimizer: Optimizer | None = None, **options: Any) -> None:
+    """Say how a cost shall be minimized when ``train`` is called for it.
+
+    Args:
+        cost: what a cost layer returned, a traced Program, or a function that declares what it needs.
+        optimizer: Adam(1e-3) unless given.
+        options: further arguments of ``minimize``, such as ``parameter_list``.
+
+    Example:
+        >>> import onward as ow
+        >>> cost = ow.layer.mse(ow.layer.fc(ow.data("x")), ow.data("y"))
+        >>> ow.optimize(cost, ow.Momentum(0.1, 0.9))
+    """
+    optimizer = optimizer if optimizer is not None else Adam(1e-3)
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimize was given {describe(optimizer)}; expected an optimizer: Adam(1e-3).")
+    if not (isinstance(cost, Program) or has_lazy(cost) or callable(cost)):
+        raise ArgumentError(f"optimize was given {describe(cost)}; expected a cost, a Program or a function.")
+    _optimizers[cost] = optimizer, options
+
+
+def train(
+    cost: Any,
+    reader: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    epochs: int = 1,
+    seed: int = 0,
+    checkpoints: Checkpoints | str | PathLike[str] | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Trainer:
+    """Train a cost on what a reader yields; the first batch shows the shapes that nobody wrote.
+
+    Args:
+        cost: what a cost layer returned, a traced Program, or a function that declares what it needs.
+        reader: any iterable of batches, or a callable that returns one.
+        optimizer: what ``optimize`` was told, or Adam(1e-3), unless given.
+        epochs: how often to read the data; with ``resume``, in all.
+        seed: what the parameters are initialized from.
+        checkpoints: where, how often and how many to save.
+        resume: continue from the latest checkpoint, if there is one.
+        options: further arguments of ``Trainer.train``, such as ``test``, ``callbacks``, ``threads``.
+
+    Returns:
+        The Trainer: ``trainer.history``, ``trainer.model``, ``trainer.test(reader)``.
+
+    Example:
+        >>> import numpy as np, onward as ow
+        >>> def network():
+        ...     return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 2)), 1), ow.data("y", (None, 1)))
+        >>> x = np.ones((8, 2), "float32")
+        >>> ow.train(network, [(x, x[:, :1])], epochs=3).history["loss"].shape
+        (3,)
+    """
+    chosen, given = _optimizers.get(cost, (Adam(1e-3), {})) if _is_key(cost) else (Adam(1e-3), {})
+    chosen = optimizer or chosen
+    first, reader = _peeked(reader)
+    forward = _forward(cost, first)
+    program = chosen.minimize(forward, **given)
+    store = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
+    trainer = Trainer(Model(forward, seed=seed), program, share=False, checkpoints=store)
+    if resume and store is not None and store.entries():
+        trainer.restore(fallback=True)
+    trainer.train(reader, epochs=epochs, **options)
+    return trainer
+
+
+def _forward(cost: Any, first: Any) -> Program:
+    """The forward Program of a cost, its open shapes as the first batch has them."""
+    if isinstance(cost, Program):
+        return cost
+    if has_lazy(cost) and not callable(cost):
+        deferred = Deferred(cost, {})
+        values = first if isinstance(first, tuple | list) else (first,)
+        fed = first if isinstance(first, Mapping) else dict(zip(deferred.names, values, strict=False))
+        return deferred.forward(fed)
+    if not callable(cost):
+        raise ArgumentError(f"train was given {describe(cost)}; expected a cost, a Program or a function.")
+    return trace(cost, feed=first if isinstance(first, Mapping) else None)
+
+
+def _peeked(reader: Any) -> tuple[Any, Any]:
+    """The first batch of a reader, and a reader that still yields it."""
+    pairs = Reading(reader).epoch(0)
+    first, _ = next(pairs)
+    if isinstance(reader, Iterator):
+        return first, chain([first], (batch for batch, _ in pairs))
+    return first, reader
+
+
+def _is_key(cost: Any) -> bool:
+    try:
+        hash(cost)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,290 @@
+"""Trainer = {Model, Evaluator, GradientMachine, Optimizer}: trains, tests, saves.
+
+    trainer = Trainer(Model(network), Adam(1e-3))
+    trainer.train(reader, epochs=10, test=test_reader)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.program import Program, Variable
+from onward.core.structure import describe
+from onward.core.walk import Where, listed
+from onward.derive.optimizer import Optimizer
+from onward.execute.checkpoint import Checkpoints
+from onward.execute.concurrent import Crew
+from onward.execute.evaluator import Evaluator
+from onward.execute.feeds import data_names
+from onward.execute.history import History
+from onward.execute.initialize import initialized
+from onward.execute.interrupt import Interruptible
+from onward.execute.model import Model
+from onward.execute.out import Out
+from onward.execute.restore import Restored, matched
+from onward.execute.state import Layout, State
+from onward.execute.step import Step
+from onward.execute.training import Training
+
+
+class Trainer:
+    """Trains a Model with an Optimizer.
+
+    The parameters stay the Model's: each step publishes new ones. The slots, the hyperparameters and the step
+    counter are the Trainer's.
+
+    Args:
+        model: what to train.
+        optimizer: an Optimizer, or a training Program that ``minimize`` made of the model's network.
+        parameter_list: the parameters to train; all unless given.
+        share: other threads may use the model while it is trained. Without it a step reuses the buffers of
+            the parameters, which saves their memory once.
+        checkpoints: where, how often and how many to save; a folder saves at the end and on Ctrl-C.
+
+    Attributes:
+        history: loss and metrics of every step, and of every test.
+        epoch, batch, step: where the training stands: epochs and batches of this epoch done, steps in all.
+
+    Example:
+        >>> import numpy as np, onward as ow
+        >>> def network():
+        ...     return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 3)), 1), ow.data("y", (None, 1)))
+        >>> x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
+        >>> reader = ow.batches((x, x.sum(1, keepdims=True)), 32, shuffle=True)
+        >>> trainer = ow.Trainer(ow.Model(network), ow.Adam(0.05))
+        >>> history = trainer.train(reader, epochs=20)
+        >>> history["loss"].shape, bool(history["loss"][-1] < 1e-3)
+        ((160,), True)
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer | Program,
+        *,
+        parameter_list: Iterable[Where] | None = None,
+        share: bool = True,
+        checkpoints: Checkpoints | str | PathLike[str] | None = None,
+    ) -> None:
+        if not isinstance(model, Model):
+            raise ArgumentError(f"Trainer was given {describe(model)}; expected a Model: Model(network).")
+        self.model = model
+        self.program = _program(model, optimizer, parameter_list)
+        self.evaluator = Evaluator(model)
+        self.checkpoints = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
+        self.history = History()
+        self.names = data_names(self.program)
+        self.epoch = self.batch = self.step = self.begun = 0
+        self.position: Any = None
+        self.resumed = False
+        layout = Layout.of(self.program)
+        self._own_variables = tuple(v for v in layout.variables if v.name not in model.state.layout.position)
+        given = {v: model.state[v] for v in layout.variables if v not in self._own_variables}
+        values = initialized(self.program, given, 0)
+        self._own: tuple[Any, ...] = tuple(values[v] for v in self._own_variables)
+        donated = [v.name for v in layout.changed if not share or v in self._own_variables]
+        self._step = Step(self.program, (), donate=donated, ahead=False)
+        self._joint = _Joint(self._step.layout, model.state.layout, self._own_variables)
+
+    def update(self, *data: Any, **feed: Any) -> Out:
+        """Train on one batch; ``out.loss`` is the loss before the update.
+
+        Raises:
+            ArgumentError: data of the wrong name, number, shape or dtype. Nothing is changed then.
+        """
+        with self.model.lock, Interruptible() as interrupts, interrupts.uninterrupted:
+            return self.advance(data, feed)
+
+    def advance(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> Out:
+        """One step, to be called where nothing interrupts it, by one thread."""
+        state, out = self._step(self.joined(), *data, **feed)
+        self.take(state)
+        self.step += 1
+        return out
+
+    def train(
+        self,
+        reader: Any,
+        *,
+        epochs: int = 1,
+        test: Any = None,
+        callbacks: Sequence[Callable[[Any], Any]] = (),
+        progress: bool | None = None,
+        prefetch: int = 2,
+        threads: int = 1,
+        check: bool = True,
+    ) -> History:
+        """Train for some epochs.
+
+        Ctrl-C finishes the step, saves a checkpoint if any are configured, and is raised again; the
+        model is whole, and ``train`` can be called again.
+
+        Args:
+            reader: any iterable of batches, or a callable that returns one for each epoch. A batch is a
+                tuple of arrays in the order of the declarations, or a dict by name. The last one may be
+                shorter.
+            epochs: how many more; after ``restore``, how many in all, counted from where the interrupted
+                training began.
+            test: a reader to test on after each epoch; its means go to the history as ``test_loss``...
+            callbacks: functions of an Event. One ends the training by raising ``StopTraining``.
+            progress: show a bar; None: in a terminal or a notebook.
+            prefetch: how many batches a thread reads ahead. Readers that fill the same array again and again
+                need 0.
+            threads: how many threads train at once, each on batches of its own, with the gradients of the
+                parameters as it finds them.
+            check: refuse data that is NaN or infinite, naming the batch.
+
+        Returns:
+            ``trainer.history``.
+
+        Raises:
+            ArgumentError: an empty reader, a batch of the wrong structure, shape or dtype, or bad numbers in
+                it. The state before that batch is kept.
+            NonFiniteError: the loss was no finite number; the message names the batch.
+        """
+        training = Training(self, reader, epochs, test, callbacks, progress, prefetch, check)
+        training.run(self._loop(training) if threads == 1 else Crew(self, threads, training).loop)
+        return self.history
+
+    def test(self, reader: Any) -> dict[str, float]:
+        """The means of loss and metrics over a reader, with the parameters as they are now."""
+        return self.evaluator.test(reader)
+
+    def __getitem__(self, name: str | Variable) -> Any:
+        """The value of any state Variable: parameters, slots, hyperparameters."""
+        name = getattr(name, "name", name)
+        if name in self.model.state.layout.position:
+            return self.model[name]
+        for v, value in zip(self._own_variables, self._own, strict=True):
+            if v.name == name:
+                return value
+        known = [v.name for v in self._step.layout.variables]
+        raise UnknownNameError(f"The trainer keeps nothing named {name!r}. {nearest(str(name), known)}")
+
+    def replace(self, values: Mapping[str, Any]) -> None:
+        """Set state Variables: ``trainer.replace({"learning_rate": 1e-4})``. Nothing is compiled again.
+
+        Raises:
+            UnknownNameError, ArgumentError, HyperparameterError: see ``State.replace``.
+        """
+        with self.model.lock:
+            self.take(self.joined().replace(values))
+
+    def take(self, state: State) -> None:
+        """Go on from this State of the training Program."""
+        values, self._own = self._joint.split(state.values)
+        self.model.publish(State(self.model.state.layout, values))
+
+    @property
+    def state(self) -> State:
+        """Everything the next step needs, in buffers of its own."""
+        with self.model.lock:
+            return self.joined().copy()
+
+    def joined(self) -> State:
+        """The Model's values and the Trainer's own as the State of the training Program; no copy."""
+        return State(self._step.layout, self._joint.join(self.model.state.values, self._own))
+
+    def checkpoint(self, folder: str | PathLike[str] | None = None) -> Any:
+        """Save everything now; returns the path once it is on disk.
+
+        Args:
+            folder: the folder of checkpoints; the one that the Trainer was made with unless given.
+        """
+        target = self.checkpoints if folder is None else Checkpoints(folder, keep=None)
+        if target is None:
+            raise ArgumentError(
+                "There is no folder to save to: trainer.checkpoint('runs/one'), or Trainer(..., "
+                "checkpoints='runs/one')."
+            )
+        path = self.save(target)
+        target.wait()
+        return path
+
+    def save(self, target: Checkpoints, metrics: Mapping[str, float] | None = None) -> Any:
+        """Hand everything to a store, which may write while training goes on."""
+        with self.model.lock:
+            state = self.joined()
+            arrays = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
+            extra = {"epoch": self.epoch, "batch": self.batch, "begun": self.begun, "position": self.position}
+            return target.save(arrays, self.step, metrics=metrics or {}, extra=extra)
+
+    def restore(
+        self, source: Checkpoints | str | PathLike[str] | None = None, *, which: Any = "latest", fallback: bool = False
+    ) -> Restored:
+        """Continue from a checkpoint: parameters, slots, hyperparameters, random keys, place in the data.
+
+        What the checkpoint lacks, or holds with another shape, keeps the value it has; a parameter must be
+        there. What was kept, what not, is returned, and warned about where the two differ.
+
+        Args:
+            source: the folder of checkpoints; the Trainer's own unless given.
+            which: ``"latest"``, ``"best"``, or the path of one.
+            fallback: where one is damaged, take the one before.
+
+        Raises:
+            CheckpointError: nothing whole is there, or a parameter does not fit; nothing is changed then.
+        """
+        store = Checkpoints(source) if isinstance(source, str | PathLike) else source or self.checkpoints
+        if store is None:
+            raise ArgumentError("There is no folder to restore from: trainer.restore('runs/one').")
+        found = store.load(which, fallback=fallback)
+        with self.model.lock:
+            state = self.joined()
+            values, report = matched(state, self.model.state.layout.variables, found)
+            self.take(State(state.layout, values))
+            self.step = found.step
+            self.epoch, self.batch = found.extra.get("epoch", 0), found.extra.get("batch", 0)
+            self.begun, self.position = found.extra.get("begun", 0), found.extra.get("position")
+            self.resumed = True
+        return report
+
+    def _loop(self, training: Training) -> Callable[[Any], None]:
+        """How one thread trains on the batches of an epoch."""
+
+        def loop(batches: Any) -> None:
+            for fed, position in batches:
+                with training.uninterrupted:
+                    with self.model.lock:
+                        out = self.advance((), fed)
+                    training.done(out, fed, position)
+                training.after()
+
+        return loop
+
+    def __repr__(self) -> str:
+        return f"Trainer({self.model!r}, step {self.step})"
+
+
+class _Joint:
+    """How the state of a training Program is made of the Model's values and the Trainer's own."""
+
+    def __init__(self, whole: Layout, model: Layout, own: Sequence[Variable]) -> None:
+        names = [*(v.name for v in model.variables), *(v.name for v in own)]
+        position = {name: i for i, name in enumerate(names)}
+        self._order = [position[v.name] for v in whole.variables]
+        self._back = [whole.position[name] for name in names]
+        self._count = len(model.variables)
+
+    def join(self, model: Sequence[Any], own: Sequence[Any]) -> tuple[Any, ...]:
+        """The values in the order of the training Program."""
+        return tuple(map((*model, *own).__getitem__, self._order))
+
+    def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The values of the Model, and the Trainer's."""
+        found = tuple(map(values.__getitem__, self._back))
+        return found[: self._count], found[self._count :]
+
+
+def _program(model: Model, optimizer: Optimizer | Program, parameter_list: Iterable[Where] | None) -> Program:
+    if isinstance(optimizer, Program):
+        return optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"Trainer was given {describe(optimizer)} as the optimizer; expected one such as Adam(1e-3)."
+        )
+    chosen = None if parameter_list is None else listed(parameter_list)
+    return optimizer.minimize(model.topology, parameter_list=chosen)

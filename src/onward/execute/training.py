@@ -1,0 +1,184 @@
+"""One run of a training loop: epochs, tests, events, progress, checkpoints, and what ends it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError, NonFiniteError
+from onward.execute.evaluator import as_feed, batch_size, metrics_of
+from onward.execute.events import Event, EventKind, StopTraining
+from onward.execute.interrupt import Interruptible
+from onward.execute.out import Out
+from onward.execute.prefetch import prefetched
+from onward.execute.progress import Progress
+from onward.execute.reader import Reading
+
+if TYPE_CHECKING:
+    from onward.execute.trainer import Trainer
+
+_LOOK_BACK = 64
+
+Loop = Callable[[Iterator[tuple[Mapping[str, Any], Any]]], None]
+
+
+class Training:
+    """What a Trainer's ``train`` does around its steps."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        reader: Any,
+        epochs: int,
+        test: Any,
+        callbacks: Sequence[Callable[[Event], Any]],
+        progress: bool | None,
+        prefetch: int,
+        check: bool,
+    ) -> None:
+        self.trainer, self.reading, self.test = trainer, Reading(reader), test
+        self.callbacks, self.prefetch, self.check = tuple(callbacks), prefetch, check
+        if not trainer.resumed:
+            trainer.begun = trainer.epoch
+        trainer.resumed = False
+        self.last = trainer.begun + epochs
+        length = self.reading.length
+        total = None if length is None else max(0, (self.last - trainer.epoch) * length - trainer.batch)
+        self.progress = Progress(total, progress, "train")
+        self.interrupts = Interruptible()
+        self.metrics: Mapping[str, Any] = {}
+        self.tested: dict[str, float] = {}
+        self.saved = -1
+        self._recent: deque[tuple[int, int, int, Any]] = deque()
+
+    @property
+    def uninterrupted(self) -> Any:
+        """The part of the loop that Ctrl-C may not interrupt."""
+        return self.interrupts.uninterrupted
+
+    def run(self, loop: Loop) -> None:
+        """Train epoch by epoch; ``loop`` takes the batches of one."""
+        trainer = self.trainer
+        with self.interrupts, closing(self.progress):
+            try:
+                self.event(EventKind.BEGIN)
+                while trainer.epoch < self.last:
+                    self.epoch(loop)
+            except StopTraining as reason:
+                self.progress.message(f"Stopped: {reason}")
+            except KeyboardInterrupt:
+                self.save()
+                raise
+            self.save()
+            self.event(EventKind.END)
+        if trainer.checkpoints is not None:
+            trainer.checkpoints.wait()
+
+    def epoch(self, loop: Loop) -> None:
+        """One epoch, or the rest of one, and the test after it."""
+        trainer = self.trainer
+        self.progress.epoch(trainer.epoch, self.last)
+        with closing(self.batches()) as batches:
+            loop(batches)
+        self.look_for_nan(0)
+        trainer.epoch, trainer.batch, trainer.position = trainer.epoch + 1, 0, None
+        self.event(EventKind.EPOCH)
+        if self.test is not None:
+            self.tested = {f"test_{name}": x for name, x in trainer.test(self.test).items()}
+            trainer.history.record(step=trainer.step, epoch=trainer.epoch - 1, **self.tested)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in self.tested.items())
+            self.progress.message(f"epoch {trainer.epoch}: {shown}")
+            self.event(EventKind.TEST, self.tested)
+
+    def batches(self) -> Iterator[tuple[Mapping[str, Any], Any]]:
+        """The batches of this epoch by name, checked, read ahead by a thread."""
+        trainer = self.trainer
+        skip = 0
+        if trainer.batch and trainer.position is not None:
+            self.reading.restore(trainer.position)
+        elif trainer.batch:
+            skip = trainer.batch
+        pairs = self.reading.epoch(trainer.epoch, skip)
+        numbered = ((*pair, trainer.epoch, n) for n, pair in enumerate(pairs, trainer.batch))
+        return prefetched(numbered, self.prefetch, self.prepared)  # type: ignore[arg-type, return-value]
+
+    def prepared(self, item: tuple[Any, Any, int, int]) -> tuple[Mapping[str, Any], Any]:
+        """A batch as the step takes it; raises ``ArgumentError`` that names the batch."""
+        batch, position, epoch, number = item
+        try:
+            fed = as_feed(batch, self.trainer.names)
+            if self.check:
+                for name, value in fed.items():
+                    _check_finite(name, value)
+        except ArgumentError as error:
+            raise ArgumentError(f"Batch {number} of epoch {epoch} (both counted from 0): {error}") from None
+        return (fed if jax.default_backend() == "cpu" else jax.device_put(fed)), position
+
+    def done(self, out: Out, fed: Mapping[str, Any], position: Any) -> None:
+        """Note that a step was made."""
+        trainer = self.trainer
+        trainer.batch += 1
+        trainer.position = position
+        self.metrics = metrics_of(out)
+        trainer.history.record(step=trainer.step, epoch=trainer.epoch, **self.metrics)
+        if "loss" in self.metrics:
+            self._recent.append((trainer.step, trainer.epoch, trainer.batch - 1, self.metrics["loss"]))
+        self.progress.advance(batch_size(fed), **self.metrics)
+
+    def after(self) -> None:
+        """Between two steps: look at old losses, save, tell the callbacks."""
+        trainer = self.trainer
+        if len(self._recent) >= 2 * _LOOK_BACK:
+            self.look_for_nan(_LOOK_BACK)
+        if trainer.checkpoints is not None and trainer.checkpoints.due(trainer.step):
+            self.save()
+        if self.callbacks:
+            self.event(EventKind.STEP, self.metrics)
+
+    def look_for_nan(self, leave: int) -> None:
+        """Raise ``NonFiniteError`` if a loss was no finite number; the newest ones may still be computing."""
+        while len(self._recent) > leave:
+            step, epoch, batch, loss = self._recent.popleft()
+            if self.check and not np.isfinite(loss):
+                raise NonFiniteError(
+                    f"The loss was {float(loss)} at step {step}: batch {batch} of epoch {epoch} (counted from "
+                    "0). The parameters are not to be trusted since then. Restore a checkpoint "
+                    "(trainer.restore()), and look at the learning rate and at that batch."
+                )
+
+    def save(self) -> None:
+        """Save a checkpoint, if any are configured and this step was not saved."""
+        trainer = self.trainer
+        if trainer.checkpoints is None or self.saved == trainer.step:
+            return
+        numbers = {name: float(value) for name, value in self.metrics.items()}
+        path = trainer.save(trainer.checkpoints, {**numbers, **self.tested})
+        self.saved = trainer.step
+        self.event(EventKind.CHECKPOINT, {"path": path})
+
+    def event(self, kind: EventKind, metrics: Mapping[str, Any] | None = None) -> None:
+        """Call every callback."""
+        if self.callbacks:
+            trainer = self.trainer
+            values = self.metrics if metrics is None else metrics
+            event = Event(kind, trainer.epoch, trainer.batch, trainer.step, values, trainer)
+            for callback in self.callbacks:
+                callback(event)
+
+
+def _check_finite(name: str, value: Any) -> None:
+    """Raise ``ArgumentError`` if host data holds NaN or infinity."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        return
+    finite = np.isfinite(value)
+    if not finite.all():
+        place = np.argwhere(~finite)[0]
+        raise ArgumentError(
+            f"{name!r} holds {value[tuple(place)]} at {place.tolist()}. One such number spoils all "
+            "parameters. Clean the data, or train with check=False if the network expects it."
+        )
