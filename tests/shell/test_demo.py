@@ -6,8 +6,8 @@ import sys
 import pytest
 from safetensors.numpy import load_file
 
+from onward.core.extras import require
 from onward.shell.demo import load_digits
-from onward.shell.extras import require
 from onward.shell.main import main
 
 

@@ -11,6 +11,7 @@ from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.transform import transform
 
+
 class Named(Protocol):
     """Something that stands for the Variable of its name, such as a declaration made outside of a trace."""
 

@@ -88,7 +88,11 @@ def assemble(
             parameters=structures[parameters] if parameters is not None else _by_name(declared),
             model_state=structures[state] if state is not None else None,
             data=(*(structures[s] for s in data), *map(_alone, own)),
-            names=(*([] if parameters else ["parameters"]), *(s.name for s in structures), *(v.name for v in own)),
+            names=(
+                *([] if parameters else ["parameters"]),
+                *(s.name for s in structures),
+                *(v.name for v in own),
+            ),
             result=found.result(outputs),
             has_aux=has_aux,
         ),

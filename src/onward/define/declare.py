@@ -213,7 +213,9 @@ def _checked(name: str, shape: Any) -> Any:
         sizes = tuple(shape)
         whole = tuple(n if n is None else int(n) for n in sizes)
     except TypeError:
-        raise ArgumentError(f"{name!r}: the shape is {shape!r}; write a tuple, such as (None, 784).") from None
+        raise ArgumentError(
+            f"{name!r}: the shape is {shape!r}; write a tuple, such as (None, 784)."
+        ) from None
     if any(n is not None and n < 0 for n in whole):
         raise ArgumentError(f"{name!r}: the shape {sizes} has a negative size; None stands for the batch.")
     return whole

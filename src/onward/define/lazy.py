@@ -146,7 +146,12 @@ class LazyVariable(Lazy):
     """A parameter or a state Variable; without a shape, the layer that takes it completes it."""
 
     def __init__(
-        self, name: str, kind: Kind, shape: tuple[int, ...] | None, dtype: Any, initializer: Initializer | None
+        self,
+        name: str,
+        kind: Kind,
+        shape: tuple[int, ...] | None,
+        dtype: Any,
+        initializer: Initializer | None,
     ) -> None:
         self.name, self.kind, self.shape, self.dtype = name, kind, shape, dtype
         self.initializer = initializer

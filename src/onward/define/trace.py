@@ -131,9 +131,7 @@ class _TracedFunction:
     def trace(self, data: tuple[Any, ...]) -> Program:
         """Trace again with data of these types: the arguments first, then what is declared."""
         count = len(self.data)
-        specified = tuple(
-            s.retyped(specify(d, s.name)) for d, s in zip(data[:count], self.data, strict=True)
-        )
+        specified = tuple(s.retyped(specify(d, s.name)) for d, s in zip(data[:count], self.data, strict=True))
         feed = dict(zip(self.feed, data[count:], strict=True))
         return replace(self, data=specified, feed=feed, batch_size=None).program()
 

@@ -137,7 +137,7 @@ class Optimizer:
 
     def minimize(
         self,
-        loss: Callable[..., Any] | Program,
+        loss: Any,
         *args: Any,
         parameter_list: Iterable[Where] | None = None,
         no_grad_set: Iterable[Where] = (),
@@ -178,7 +178,7 @@ class Optimizer:
             program = trace(loss, *args, **trace_options)
         elif isinstance(loss, Deferred) or has_lazy(loss):
             later = loss if isinstance(loss, Deferred) else Deferred(loss, trace_options)
-            whole = later.then(lambda p: self.minimize(p, parameter_list=chosen, no_grad_set=stopped))
+            whole: Any = later.then(lambda p: self.minimize(p, parameter_list=chosen, no_grad_set=stopped))
             return whole.complete({}) if later.is_complete else whole
         else:
             raise ArgumentError(

@@ -1,8 +1,8 @@
 """Evaluator = {Model, activations}: computes outputs, and remembers what any layer gave on the way.
 
-    evaluator = Evaluator(model)                # costs nothing: the parameters are the model's
-    evaluator.forward(images=images)
-    evaluator.activation("fc_1")
+evaluator = Evaluator(model)                # costs nothing: the parameters are the model's
+evaluator.forward(images=images)
+evaluator.activation("fc_1")
 """
 
 from __future__ import annotations

@@ -52,7 +52,11 @@ class Executable:
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
         jitted = jax.jit(split, donate_argnums=(0,))
         variables = self.layout.variables
-        groups = ([variables[i] for i in self._reused], [variables[i] for i in self._lent], self.program.inputs)
+        groups = (
+            [variables[i] for i in self._reused],
+            [variables[i] for i in self._lent],
+            self.program.inputs,
+        )
         self._compiled = jitted.lower(*(tuple(map(_type, group)) for group in groups)).compile()
 
     def _split(self, own: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -1,8 +1,8 @@
 """GradientMachine = {Model, gradients}: runs forward and backward, and holds the gradients apart from the Model.
 
-    machine = GradientMachine(model)            # one for each thread that trains
-    machine.backward(images=images, labels=labels)
-    machine.gradient("fc_0/w")
+machine = GradientMachine(model)            # one for each thread that trains
+machine.backward(images=images, labels=labels)
+machine.gradient("fc_0/w")
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class GradientMachine:
             self._keys = {v.name: changed.pop(v.name) for v in self._step.layout.changed if _is_key(v)}
         with self.model.lock:
             current = self.model.state
-            values = [changed.get(v.name, x) for v, x in zip(current.layout.variables, current.values, strict=True)]
+            values = [
+                changed.get(v.name, x) for v, x in zip(current.layout.variables, current.values, strict=True)
+            ]
             self.model.publish(State(current.layout, values))
 
     def __repr__(self) -> str:

@@ -43,9 +43,7 @@ class Restored:
         return "; ".join(parts)
 
 
-def matched(
-    state: State, needed: Sequence[Variable], found: Checkpoint
-) -> tuple[list[Any], Restored]:
+def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tuple[list[Any], Restored]:
     """The values of the State with those of the checkpoint in their places.
 
     Raises:

@@ -7,6 +7,8 @@ from typing import Any
 
 from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest
 from onward.core.program import Program, Variable
+from onward.core.structure import describe
+from onward.core.words import Kind
 from onward.define.arguments import type_of
 from onward.execute.initialize import initialized
 from onward.execute.state import State, copied, is_deleted, stored
@@ -29,19 +31,21 @@ class Scope(Mapping[str, Any]):
         Raises:
             UnknownNameError: nothing of this name has a value yet.
         """
-        name = getattr(name, "name", name)
+        name = name.name if isinstance(name, Variable) else name
         if name not in self._values:
             raise UnknownNameError(f"The scope holds nothing named {name!r}. {nearest(name, self._values)}")
         return copied(self._values[name], self._values[name].dtype)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Give a Variable a value; of one that is known already the type stays."""
-        found = type_of(value)
-        if found is None:
-            raise ArgumentError(f"scope[{name!r}] was given {value!r}; expected an array.")
-        v = self._variables.get(name) or Variable(name, tuple(found.shape), found.dtype)
-        self._values[name] = stored(value, v, f"scope[{name!r}]")
-        self._variables[name] = v
+        self.update({name: value})
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Give several Variables values, all or none; of those that are known already the types stay."""
+        variables = {name: self._variables.get(name) or _variable(name, x) for name, x in values.items()}
+        made = {name: stored(x, variables[name], f"The value of {name!r}") for name, x in values.items()}
+        self._variables.update(variables)
+        self._values.update(made)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -87,6 +91,10 @@ class Scope(Mapping[str, Any]):
         """The stored arrays themselves, not copies."""
         return [self._values[v.name] for v in variables]
 
+    def values_by_name(self) -> dict[str, Any]:
+        """The stored arrays themselves, by name."""
+        return dict(self._values)
+
     @property
     def is_spent(self) -> bool:
         """Whether any array here was given away."""
@@ -94,3 +102,11 @@ class Scope(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Scope({len(self)} Variables)"
+
+
+def _variable(name: str, value: Any) -> Variable:
+    """A state Variable of the type of this value."""
+    found = type_of(value)
+    if found is None:
+        raise ArgumentError(f"{name!r} was given {describe(value)}; expected an array.")
+    return Variable(name, tuple(found.shape), found.dtype, Kind.STATE)

@@ -16,6 +16,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from threading import RLock
 from typing import Any
 
@@ -25,8 +26,10 @@ from onward.core.structure import describe
 from onward.core.walk import name_of
 from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
+from onward.execute.checkpoint import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.interrupt import Interruptible
+from onward.execute.out import Out
 from onward.execute.scope import Scope
 from onward.execute.state import State
 from onward.execute.step import Step
@@ -44,6 +47,7 @@ class Session:
         program: where targets that are mere names or ops are looked up; the last Program run unless given.
         seed: what declared parameters are initialized from.
         scope: the values of another Session, to be shared.
+        checkpoints: where Ctrl-C during a run, and ``save``, write all values.
 
     Example:
         >>> import numpy as np, onward as ow
@@ -58,8 +62,19 @@ class Session:
         ((1, 1), 1)
     """
 
-    def __init__(self, program: Program | None = None, *, seed: int = 0, scope: Scope | None = None) -> None:
+    def __init__(
+        self,
+        program: Program | None = None,
+        *,
+        seed: int = 0,
+        scope: Scope | None = None,
+        checkpoints: Checkpoints | str | PathLike[str] | None = None,
+    ) -> None:
         self.scope = scope if scope is not None else Scope()
+        self.checkpoints = (
+            Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
+        )
+        self.runs = 0
         self.seed = seed
         self._program = program
         self._completed: dict[Deferred, Program] = {}
@@ -91,15 +106,55 @@ class Session:
             StateError: a Variable without a first value.
         """
         fed = _named(feed)
-        with self._lock, Interruptible() as interrupts:
-            plan = self._plan(listed(target), listed(fetch), fed)
-            plan.check(fed)
-            self.scope.initialize(plan.step.program, self.seed)
-            with interrupts.uninterrupted:
-                state = State(plan.step.layout, self.scope.values_of(plan.step.layout.variables))
-                state, out = plan.step(state, **{n: x for n, x in fed.items() if n in plan.reads})
-                self.scope.take(state)
+        try:
+            with self._lock, Interruptible() as interrupts:
+                plan = self._plan(listed(target), listed(fetch), fed)
+                plan.check(fed)
+                self.scope.initialize(plan.step.program, self.seed)
+                with interrupts.uninterrupted:
+                    out = self._run(plan, fed)
+        except KeyboardInterrupt:
+            if self.checkpoints is not None:
+                self.save()
+            raise
         return [out[name] for name in plan.aim.fetch]
+
+    def _run(self, plan: _Plan, fed: Mapping[str, Any]) -> Out:
+        """Run a plan over the values of the scope, and keep the new ones; nothing may interrupt this."""
+        state = State(plan.step.layout, self.scope.values_of(plan.step.layout.variables))
+        state, out = plan.step(state, **{n: x for n, x in fed.items() if n in plan.reads})
+        self.scope.take(state)
+        self.runs += 1
+        return out
+
+    def save(self, folder: str | PathLike[str] | None = None) -> Any:
+        """Write every value of the scope to disk; returns the path once it is there.
+
+        Args:
+            folder: the folder of checkpoints; the Session's own unless given.
+        """
+        store = self.checkpoints if folder is None else Checkpoints(folder, keep=None)
+        if store is None:
+            raise ArgumentError("There is no folder to save to: session.save('runs/one').")
+        with self._lock:
+            path = store.save(self.scope.values_by_name(), self.runs)
+        store.wait()
+        return path
+
+    def restore(self, folder: str | PathLike[str] | None = None, which: Any = "latest") -> None:
+        """Take the values of a checkpoint, by name.
+
+        Raises:
+            CheckpointError: nothing whole is there; nothing is changed then.
+            StateError: a value of another type than the Variable that is known here.
+        """
+        store = self.checkpoints if folder is None else Checkpoints(folder)
+        if store is None:
+            raise ArgumentError("There is no folder to restore from: session.restore('runs/one').")
+        found = store.load(which)
+        with self._lock:
+            self.scope.update(found.arrays)
+            self.runs = found.step
 
     def program(self, target: Any, feed: Mapping[Any, Any] | None = None) -> Program:
         """The part of the Program that ``run`` would run for this target, to be printed or counted."""

@@ -121,6 +121,8 @@ def _goes_along(
         return old in needed
     maker = next(op for op in program.ops if new in op.outputs) if new not in program.state else None
     trains = any(op.made_by is Pass.UPDATE for op in program.ops if not needed.isdisjoint(op.outputs))
-    return trains and maker is not None and (
-        maker.update is UpdateType.BOOKKEEPING or maker.made_by is Pass.FORWARD
+    return (
+        trains
+        and maker is not None
+        and (maker.update is UpdateType.BOOKKEEPING or maker.made_by is Pass.FORWARD)
     )

@@ -1,7 +1,7 @@
 """Trainer = {Model, Evaluator, GradientMachine, Optimizer}: trains, tests, saves.
 
-    trainer = Trainer(Model(network), Adam(1e-3))
-    trainer.train(reader, epochs=10, test=test_reader)
+trainer = Trainer(Model(network), Adam(1e-3))
+trainer.train(reader, epochs=10, test=test_reader)
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Trainer:
         self.model = model
         self.program = _program(model, optimizer, parameter_list)
         self.evaluator = Evaluator(model)
-        self.checkpoints = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
+        self.checkpoints = (
+            Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
+        )
         self.history = History()
         self.names = data_names(self.program)
         self.epoch = self.batch = self.step = self.begun = 0
@@ -213,7 +215,11 @@ class Trainer:
             return target.save(arrays, self.step, metrics=metrics or {}, extra=extra)
 
     def restore(
-        self, source: Checkpoints | str | PathLike[str] | None = None, *, which: Any = "latest", fallback: bool = False
+        self,
+        source: Checkpoints | str | PathLike[str] | None = None,
+        *,
+        which: Any = "latest",
+        fallback: bool = False,
     ) -> Restored:
         """Continue from a checkpoint: parameters, slots, hyperparameters, random keys, place in the data.
 

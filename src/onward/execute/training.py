@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,7 @@ class Training:
             self.progress.message(f"epoch {trainer.epoch}: {shown}")
             self.event(EventKind.TEST, self.tested)
 
-    def batches(self) -> Iterator[tuple[Mapping[str, Any], Any]]:
+    def batches(self) -> Generator[Any, None, None]:
         """The batches of this epoch by name, checked, read ahead by a thread."""
         trainer = self.trainer
         skip = 0
@@ -105,9 +105,9 @@ class Training:
             skip = trainer.batch
         pairs = self.reading.epoch(trainer.epoch, skip)
         numbered = ((*pair, trainer.epoch, n) for n, pair in enumerate(pairs, trainer.batch))
-        return prefetched(numbered, self.prefetch, self.prepared)  # type: ignore[arg-type, return-value]
+        return prefetched(numbered, self.prefetch, self.prepared)
 
-    def prepared(self, item: tuple[Any, Any, int, int]) -> tuple[Mapping[str, Any], Any]:
+    def prepared(self, item: Any) -> Any:
         """A batch as the step takes it; raises ``ArgumentError`` that names the batch."""
         batch, position, epoch, number = item
         try:

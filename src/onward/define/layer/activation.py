@@ -54,21 +54,23 @@ def _activation(function: Callable[..., Any], formula: str, source: str = "", ze
     return layer(activation)
 
 
-_FUKUSHIMA = "Nair and Hinton, Rectified Linear Units Improve Restricted Boltzmann Machines, 2010, section 2"
-_MAAS = "Maas, Hannun and Ng, Rectifier Nonlinearities Improve Neural Network Acoustic Models, 2013, section 2"
+_NAIR = "Nair and Hinton, Rectified Linear Units Improve Restricted Boltzmann Machines, 2010"
+_MAAS = "Maas, Hannun and Ng, Rectifier Nonlinearities Improve Acoustic Models, 2013, equation 2"
 _CLEVERT = "Clevert, Unterthiner and Hochreiter, Exponential Linear Units, 2016, equation 15"
 _KLAMBAUER = "Klambauer et al., Self-Normalizing Neural Networks, 2017, equation 2"
 _HENDRYCKS = "Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, section 2"
 _ELFWING = "Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, 2018, equation 5"
 _HOWARD = "Howard et al., Searching for MobileNetV3, 2019, section 5.2"
 
-relu = _activation(jax.nn.relu, "``max(x, 0)``", _FUKUSHIMA)
+relu = _activation(jax.nn.relu, "``max(x, 0)``", _NAIR)
 relu6 = _activation(jax.nn.relu6, "``min(max(x, 0), 6)``")
 leaky_relu = _activation(jax.nn.leaky_relu, "``max(x, 0.01 x)``", _MAAS)
 elu = _activation(jax.nn.elu, "``x`` above 0, ``exp(x) - 1`` below", _CLEVERT)
 selu = _activation(jax.nn.selu, "``elu``, scaled to keep mean 0 and variance 1", _KLAMBAUER)
 gelu = _activation(
-    jax.nn.gelu, "``x P(X <= x)`` for a normal X, approximated with tanh (``approximate=False``: not)", _HENDRYCKS
+    jax.nn.gelu,
+    "``x P(X <= x)`` for a normal X, approximated with tanh (``approximate=False``: not)",
+    _HENDRYCKS,
 )
 silu = _activation(jax.nn.silu, "``x sigmoid(x)``, also called swish", _ELFWING)
 hard_swish = _activation(jax.nn.hard_swish, "``x relu6(x + 3) / 6``", _HOWARD)
@@ -100,6 +102,7 @@ def activated(x: Any, act: str | Callable[..., Any] | None) -> Any:
         return act(x)
     if act not in _BY_NAME:
         raise ArgumentError(
-            f"A layer at {user_line()} was given act={act!r}. {nearest(str(act), _BY_NAME)} Or pass a function."
+            f"A layer at {user_line()} was given act={act!r}. {nearest(str(act), _BY_NAME)} Or pass a "
+            "function."
         )
     return _BY_NAME[act](x)

@@ -18,6 +18,7 @@ from onward.core.source import user_line
 from onward.core.words import Kind
 from onward.define.arguments import Type
 from onward.define.context import Context, Initializer, current_context
+from onward.define.initializer import constant
 from onward.define.lazy import LazyCall, LazyVariable, has_lazy, resolved
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -90,7 +91,7 @@ def weight(
     """
     context = current_context()
     if isinstance(given, LazyVariable) and context is not None:
-        return given.completed(context, shape, initializer)
+        return given.completed(context, shape, initializer or constant(0.0))
     if given is None and context is not None:
         return context.variable(context.scoped(name), kind, Type(shape, jnp.dtype(dtype)), initializer)
     if given is None:

@@ -173,8 +173,8 @@ def _each(what: str, value: Window, count: int) -> tuple[int, ...]:
     sizes = (value,) * count if isinstance(value, int) else tuple(value)
     if len(sizes) != count or any(not isinstance(n, int) or n < 1 for n in sizes):
         raise ArgumentError(
-            f"The {what} of a window at {user_line()} is {value!r}; expected a positive number, or a tuple of "
-            f"{count}, one for each spatial axis."
+            f"The {what} of a window at {user_line()} is {value!r}; expected a positive number, or a tuple "
+            f"of {count}, one for each spatial axis."
         )
     return sizes
 
@@ -202,8 +202,8 @@ def _channels(x: Any, filters: int, groups: int) -> int:
     channels = int(x.shape[-1])
     if groups < 1 or channels % groups or filters % groups:
         raise ArgumentError(
-            f"conv at {user_line()} has {channels} channels and {filters} filters in {groups} groups; groups must "
-            "divide both."
+            f"conv at {user_line()} has {channels} channels and {filters} filters in {groups} groups; groups "
+            "must divide both."
         )
     return channels // groups
 

@@ -40,8 +40,8 @@ def expect_features(layer: str, x: Any) -> None:
     """Raise ``ArgumentError`` for a single number, which has no axis of features."""
     if not x.ndim:
         raise ArgumentError(
-            f"{layer} at {user_line()} was given a single number; expected an array whose last axis holds the "
-            "features: x[None] makes one of it."
+            f"{layer} at {user_line()} was given a single number; expected an array whose last axis holds "
+            "the features: x[None] makes one of it."
         )
 
 

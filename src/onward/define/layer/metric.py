@@ -10,7 +10,7 @@ from jax import lax
 from onward.core.errors import ArgumentError
 from onward.core.source import user_line
 from onward.define.layer.base import cost, layer
-from onward.define.layer.cost import expect_labels
+from onward.define.layer.costs import expect_labels
 from onward.define.layer.expect import expect_same_shape, precise
 
 
@@ -40,16 +40,16 @@ def accuracy(logits: Any, labels: Any, *, top_k: int = 1, name: str | None = Non
     expect_labels("accuracy", logits, labels)
     if not 1 <= top_k <= logits.shape[-1]:
         raise ArgumentError(
-            f"accuracy at {user_line()} was given top_k={top_k} for {logits.shape[-1]} classes; expected a number "
-            "from 1 to that many."
+            f"accuracy at {user_line()} was given top_k={top_k} for {logits.shape[-1]} classes; expected "
+            "a number from 1 to that many."
         )
     if labels.shape == logits.shape:
         labels = jnp.argmax(labels, -1)
     labels = labels.reshape(logits.shape[:-1])
     if top_k == 1:
-        return jnp.mean(jnp.argmax(logits, -1) == labels, dtype="float32")
+        return jnp.mean((jnp.argmax(logits, -1) == labels).astype("float32"))
     guesses = lax.top_k(logits, top_k)[1]
-    return jnp.mean(jnp.any(guesses == labels[..., None], -1), dtype="float32")
+    return jnp.mean(jnp.any(guesses == labels[..., None], -1).astype("float32"))
 
 
 @cost
@@ -80,8 +80,8 @@ def auc(scores: Any, labels: Any, *, name: str | None = None) -> Any:
     expect_same_shape("auc", scores, labels, ("scores", "labels"))
     if scores.ndim != 1 and scores.shape[1:] != (1,):
         raise ArgumentError(
-            f"auc at {user_line()} was given scores of shape {list(scores.shape)}; expected one for each example, "
-            "[n]: take scores[:, 1] of two classes."
+            f"auc at {user_line()} was given scores of shape {list(scores.shape)}; expected one for each "
+            "example, [n]: take scores[:, 1] of two classes."
         )
     s, positive = scores.ravel(), precise(labels).ravel()
     positives, negatives = jnp.sum(positive), jnp.sum(1 - positive)

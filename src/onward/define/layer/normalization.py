@@ -51,7 +51,7 @@ def dropout(
 
 
 def dropped(x: Any, rate: float, key: Any = None) -> Any:
-    """x with zeros in random places, the rest scaled up."""
+    """The array with zeros in random places, the rest scaled up."""
     keep = jax.random.bernoulli(declare.key() if key is None else key, 1 - rate, x.shape)
     scaled = x / (1 - rate)
     return lax.select(keep, scaled, jnp.zeros_like(scaled))
@@ -77,9 +77,9 @@ def batch_norm(
     the state Variables ``mean`` and ``variance``: ``mean <- momentum mean + (1 - momentum) batch mean``. The
     test Program normalizes with these.
 
-    The running variance is that of the batch divided by n, as in flax, haiku and Keras (torch divides by n - 1
-    for it). Momentum is the share that is kept: 0.9 here is 0.1 in torch. Defaults differ: flax 0.99, Keras
-    0.99 with epsilon 1e-3.
+    The running variance is that of the batch divided by n, as in flax, haiku and Keras (torch divides by
+    n - 1 for it). Momentum is the share that is kept: 0.9 here is 0.1 in torch. Defaults differ: flax and
+    Keras keep 0.99, and Keras has epsilon 1e-3.
 
     Args:
         x: [..., channels].
@@ -111,22 +111,18 @@ def batch_norm(
     axes = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     values, shape = precise(x), (x.shape[axis],)
     active = declare.is_training() if training is None else training
-    if not active or current_context() is not None:
-        mean = weight(mean, "mean", shape, values.dtype, constant(0.0), Kind.STATE)
-        variance = weight(variance, "variance", shape, values.dtype, constant(1.0), Kind.STATE)
+    running = _running(mean, variance, shape, values.dtype) if not active or current_context() else ()
     if active:
-        centre = jnp.mean(values, axes)
-        centred = values - _along(centre, axes)
-        spread = jnp.mean(centred**2, axes)
-        if current_context() is not None:
-            declare.assign(mean, momentum * mean + (1 - momentum) * centre)
-            declare.assign(variance, momentum * variance + (1 - momentum) * spread)
+        centred, spread = _by_batch(values, axes, running, momentum)
     else:
-        centred, spread = values - _along(mean, axes), jnp.asarray(variance)
+        centred, spread = values - _along(running[0], axes), jnp.asarray(running[1])
     factor = lax.rsqrt(spread + epsilon)
     if scale is not False:
         factor = factor * weight(scale, "scale", shape, floating(x), constant(1.0))
-    return _shifted(centred * _along(factor, axes), x, offset, axes)
+    y = centred * _along(factor, axes)
+    if offset is not False:
+        y = y + _along(weight(offset, "offset", shape, floating(x), constant(0.0)), axes)
+    return y.astype(floating(x))
 
 
 @layer
@@ -158,7 +154,9 @@ def layer_norm(
     centred = values - jnp.mean(values, -1, keepdims=True)
     variance = jnp.mean(centred**2, -1, keepdims=True)
     y = _scaled(centred * lax.rsqrt(variance + epsilon), x, scale)
-    return _shifted(y, x, offset)
+    if offset is not False:
+        y = y + weight(offset, "offset", x.shape[-1:], floating(x), constant(0.0))
+    return y.astype(floating(x))
 
 
 @layer
@@ -188,9 +186,30 @@ def rms_norm(x: Any, *, epsilon: float = 1e-6, scale: Any = None, name: str | No
     return _scaled(y, x, scale).astype(floating(x))
 
 
+def _running(mean: Any, variance: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+    """The running mean and variance, given or declared."""
+    return (
+        weight(mean, "mean", shape, dtype, constant(0.0), Kind.STATE),
+        weight(variance, "variance", shape, dtype, constant(1.0), Kind.STATE),
+    )
+
+
+def _by_batch(
+    values: Any, axes: tuple[int, ...], running: tuple[Any, ...], momentum: float
+) -> tuple[Any, Any]:
+    """Deviations from the batch's mean, and its variance; both move the running statistics."""
+    mean = jnp.mean(values, axes)
+    centred = values - _along(mean, axes)
+    variance = jnp.mean(centred**2, axes)
+    for old, new in zip(running, (mean, variance), strict=False):
+        declare.assign(old, momentum * old + (1 - momentum) * new)
+    return centred, variance
+
+
 def _along(vector: Any, axes: tuple[int, ...]) -> Any:
     """A vector laid along the one axis that is not among these."""
     return jnp.expand_dims(vector, axes)
 
 
-XX
+def _scaled(y: Any, x: Any, scale: Any) -> Any:
+    return y if scale is False else y * weight(scale, "scale", x.shape[-1:], floating(x), constant(1.0))

@@ -1,8 +1,8 @@
 """Costs: how far a prediction is from its target, averaged over the batch.
 
 They compute in float32 or wider, whatever they compare. ``weights`` says how much each example counts: an
-array over the leading axes, such as [n]. The cost is then ``sum(weights * losses) / sum(weights)``, and 0 where
-all weights are 0.
+array over the leading axes, such as [n]. The cost is then ``sum(weights * losses) / sum(weights)``, and 0
+where all weights are 0.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def cross_entropy(
 
     Args:
         logits: [..., classes], before the softmax.
-        labels: integers [...] or [..., 1], checked to lie in ``range(classes)`` where they are fed (the cost of
-            another label is NaN); or how likely each class is, [..., classes].
+        labels: integers [...] or [..., 1], checked to lie in ``range(classes)`` where they are fed (the cost
+            of another label is NaN); or how likely each class is, [..., classes].
         label_smoothing: the part of the label that is spread evenly over all classes.
         weights: how much each example counts.
         name: as for every layer.
@@ -182,8 +182,8 @@ def expect_labels(layer: str, logits: Any, labels: Any) -> None:
     """Raise ``ArgumentError`` unless the labels are classes, or likelihoods of classes, of the logits."""
     if not logits.ndim or logits.shape[-1] < 2:
         raise ArgumentError(
-            f"{layer} at {user_line()} was given logits {words(logits)}, whose last axis holds no classes to choose "
-            "from. Give the last layer a size, fc(x, 10); for one yes or no, take binary_cross_entropy."
+            f"{layer} at {user_line()} was given logits {words(logits)}, whose last axis holds no classes to "
+            "choose from. Give the last layer a size, fc(x, 10); for one yes or no, take binary_cross_entropy."
         )
     integers = is_integer(labels) and labels.shape in (logits.shape[:-1], (*logits.shape[:-1], 1))
     if not integers and labels.shape != logits.shape:
@@ -203,11 +203,17 @@ def _surprise(log_p: Any, labels: Any) -> Any:
     return -_picked(log_p, labels.reshape(log_p.shape[:-1]))
 
 
-def _pick(row: Any, label: Any) -> Any:
-    return row.at[label].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-
-
-_picked = jnp.vectorize(_pick, signature="(c),()->()")
+def _picked(table: Any, index: Any) -> Any:
+    """From each row along the last axis the number at its index; NaN where there is none."""
+    leading = tuple(range(index.ndim))
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=(index.ndim,),
+        start_index_map=(index.ndim,),
+        operand_batching_dims=leading,
+        start_indices_batching_dims=leading,
+    )
+    return lax.gather(table, index[..., None], numbers, (1,) * table.ndim, mode="fill", fill_value=jnp.nan)
 
 
 def _unit(x: Any, epsilon: float) -> Any:
