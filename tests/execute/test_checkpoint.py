@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tests.torture import checkpoint_faults as torture
 
 from onward.core.errors import ArgumentError, CheckpointError, MissingExtraError
-from onward.execute import manifest
+from onward.execute import archive, manifest
 from onward.execute.backends import BACKENDS, SafetensorsBackend
 from onward.execute.checkpoint import Checkpoints
 from onward.execute.encoding import DTYPES
@@ -36,11 +36,15 @@ def bits(array):
     return array.dtype, array.shape, array.tobytes()
 
 
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def any_bits(dtype, shape):
     """Random bits, among them NaNs with payloads."""
     size = int(np.prod(shape)) * dtype.itemsize
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    return (data % 2 if dtype == bool else data).view(dtype).reshape(shape)
+    return (data % 2 if dtype.kind == "b" else data).view(dtype).reshape(shape)
 
 
 def save_one(folder, step=1, **options):
@@ -61,7 +65,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path, backend, dtype):
     assert all(type(a) is np.ndarray for a in found.values())
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d.itemsize < 8], ids=str)
+@pytest.mark.parametrize("dtype", [d for n, d in DTYPES.items() if d.itemsize < 8 and "float6" not in n])
 def test_jax_arrays_come_back_as_numpy_arrays(tmp_path, dtype):
     array = jnp.asarray([0, 1, 1], dtype)
     found = Checkpoints(save_one(tmp_path).parent, asynchronous=False)
@@ -280,13 +284,18 @@ def test_an_error_of_the_thread_surfaces_once(slow, error):
 def test_an_error_of_the_thread_ends_a_with_block(slow):
     slow._backend.gate.set()
     slow._backend.error = OSError("full")
-    with pytest.raises(CheckpointError, match="step 1 .*full"), slow:
+    with pytest.raises(CheckpointError, match=r"step 1 .*full"), slow:
         slow.save({"w": W}, 1)
-    with pytest.raises(KeyError) as raised, slow:
-        slow._backend.running = 0
-        slow.save({"w": W}, 2)
-        raise KeyError("mine")
+    slow._backend.running = 0
+    with pytest.raises(KeyError) as raised:
+        fail_after_saving(slow)
     assert "step 2" in raised.value.__notes__[0]
+
+
+def fail_after_saving(checkpoints):
+    with checkpoints:
+        checkpoints.save({"w": W}, 2)
+        raise KeyError("mine")
 
 
 def test_the_interpreter_writes_the_last_checkpoint_before_it_exits(tmp_path):
@@ -296,6 +305,17 @@ def test_the_interpreter_writes_the_last_checkpoint_before_it_exits(tmp_path):
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], check=True)
     assert Checkpoints(tmp_path).load().step == 1
+
+
+def test_an_error_for_which_nobody_waits_is_printed_at_the_exit(tmp_path):
+    code = (
+        "import sys, numpy; from onward.execute import checkpoint\n"
+        "checkpoint.write = lambda *_: 1 / 0\n"
+        "checkpoint.Checkpoints(sys.argv[1]).save({'w': numpy.ones(3)}, 1)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stderr.startswith("CheckpointError: Saving step 1 to ")
 
 
 def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
@@ -323,6 +343,14 @@ def test_every_flipped_bit_is_refused(tmp_path, backend):
     refused, named = torture.flips(torture.saved(tmp_path, backend), 200)
     assert refused == 200
     assert named > 40
+
+
+def test_the_flips_would_show_a_loader_that_does_not_look(tmp_path, monkeypatch):
+    path = torture.saved(tmp_path)
+    monkeypatch.setattr(archive, "check_files", lambda *_: None)
+    monkeypatch.setattr(archive, "_restore", lambda name, v, found: found)
+    refused, _ = torture.flips(path, 60)
+    assert refused < 60
 
 
 def test_every_truncation_is_refused(tmp_path, backend):
@@ -365,9 +393,7 @@ def test_foreign_folders(tmp_path):
     save_file({"w": W}, tmp_path / "other" / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     store = Checkpoints(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"holds no checkpoint\. Expected folders such as 000007-step-120"
-    ):
+    with pytest.raises(CheckpointError, match=r"no checkpoint\. Expected folders such as 000007-step-120"):
         store.load()
     for path in (tmp_path / "other", tmp_path / "config.json", str(tmp_path / "nowhere")):
         with pytest.raises(CheckpointError, match=r"is no checkpoint of Onward: it has no manifest\.json"):
@@ -376,7 +402,7 @@ def test_foreign_folders(tmp_path):
         Checkpoints(tmp_path / "missing").load()
     with pytest.raises(CheckpointError, match="cannot be read"):
         Checkpoints(tmp_path / "config.json").load()
-    with pytest.raises(CheckpointError, match=r"Saving step 1 to .*config\.json failed"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: .*Not a directory"):
         Checkpoints(tmp_path / "config.json", asynchronous=False).save({"w": W}, 1)
 
 
@@ -403,11 +429,14 @@ def test_fallback(tmp_path, name, which):
         assert checkpoints.load(which, fallback=True).step == 2
     assert warned[0].filename == __file__
     damage(paths[1], name)
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="Left out") as warned:
         assert checkpoints.load(which, fallback=True).step == 1
     assert len(warned) == 2
     damage(paths[0], name)
-    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="No checkpoint is left"):
+    with (
+        pytest.warns(UserWarning, match="Left out"),
+        pytest.raises(CheckpointError, match="No checkpoint is left"),
+    ):
         checkpoints.load(which, fallback=True)
 
 
@@ -588,7 +617,7 @@ def test_wrong_calls(tmp_path, call, message):
 def test_an_array_that_was_given_away(tmp_path):
     w = jnp.ones(3)
     w.delete()
-    with pytest.raises(ArgumentError, match="'w' cannot be copied to host memory: .*deleted"):
+    with pytest.raises(ArgumentError, match=r"'w' cannot be copied to host memory: .*deleted"):
         Checkpoints(tmp_path).save({"w": w}, 1)
 
 

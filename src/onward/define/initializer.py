@@ -18,6 +18,7 @@ dtype(bfloat16)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,13 +77,13 @@ class Initializer:
     def _check(self, shape: tuple[int, ...], dtype: Any) -> None:
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ArgumentError(
-                f"{self!r} at {user_line()} draws floating point numbers, and the Variable is {dtype}. Declare "
-                "it as float32, or begin it with onward.initializer.constant(0)."
+                f"{self!r} at {user_line()} draws floating point numbers, and the Variable is {dtype}. "
+                "Declare it as float32, or begin it with onward.initializer.constant(0)."
             )
         if len(shape) < 2 and self.name.split("_")[0] in _NEEDS_TWO_AXES:
             raise ArgumentError(
-                f"{self!r} at {user_line()} needs a shape of inputs and outputs, at least 2 axes, and was given "
-                f"{list(shape)}. For vectors write onward.initializer.constant(0.0) or normal(0.02)."
+                f"{self!r} at {user_line()} needs a shape of inputs and outputs, at least 2 axes, and was "
+                f"given {list(shape)}. For vectors write onward.initializer.constant(0.0) or normal(0.02)."
             )
 
 
@@ -250,7 +251,7 @@ def _uniform(low: float, high: float) -> Any:
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, low, high)
 
 
-_MATHEMATICS = {
+_MATHEMATICS: dict[str, Callable[..., Any]] = {
     "normal": _normal,
     "truncated_normal": _truncated_normal,
     "uniform": _uniform,

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import jax
 import numpy as np
-from safetensors.numpy import load
+from safetensors import safe_open
 
 from onward.core.extras import require
 
@@ -76,8 +76,9 @@ class SafetensorsBackend:
                 file.write(array.reshape(-1).view(np.uint8).data)
 
     def read(self, folder: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-        """Read the file, which is as large as its manifest says."""
-        return dict(load((folder / self.FILE).read_bytes()))
+        """Read the file array by array, so that no second copy of all of them is made."""
+        with safe_open(folder / self.FILE, framework="np") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not iterable itself
 
     def damaged(self, folder: Path, file: str, checksums: Mapping[str, int]) -> list[str]:
         """Compare each span of bytes that the header names; none if the header cannot be read."""
@@ -118,7 +119,7 @@ class OrbaxBackend:
         arrays = {key: np.empty(e.shape, e.dtype) for key, e in expected.items() if 0 in e.shape}
         filled = {key: e for key, e in expected.items() if key not in arrays}
         if filled:
-            self._check_sizes(folder / self.FOLDER, filled)
+            self._check_arrays(folder / self.FOLDER, filled)
             restore = {key: self.orbax.RestoreArgs(restore_type=np.ndarray) for key in filled}
             with self._checkpointer() as checkpointer:
                 path = (folder / self.FOLDER).absolute()
@@ -133,14 +134,16 @@ class OrbaxBackend:
     def _checkpointer(self) -> Any:
         return self.orbax.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=False, use_compression=False)
 
-    def _check_sizes(self, path: Path, filled: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Raise ValueError where a variable, or a piece of it, claims more bytes than its files have."""
+    def _check_arrays(self, path: Path, filled: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Raise ValueError where a variable is another, or claims more bytes than its files have."""
         for key, e in filled.items():
             found = json.loads((path / key / ".zarray").read_bytes())
+            described = (found["shape"], found["dtype"], found["compressor"])
+            if described != (list(e.shape), e.dtype.str, None):
+                raise ValueError(f"{key} is {described}; expected {e.dtype.str} of shape {list(e.shape)}")
             present = sum(p.stat().st_size for p in (path / key).iterdir())
-            claimed = max(math.prod(e.shape), math.prod(found["chunks"])) * e.dtype.itemsize
-            if tuple(found["shape"]) != e.shape or claimed > present:
-                raise ValueError(f"{key} is an array of shape {found['shape']} in {present} bytes")
+            if max(math.prod(e.shape), math.prod(found["chunks"])) * e.dtype.itemsize > present:
+                raise ValueError(f"{key} claims more than the {present} bytes of its files")
 
 
 BACKENDS: Mapping[str, type[SafetensorsBackend] | type[OrbaxBackend]] = {

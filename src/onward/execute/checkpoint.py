@@ -12,10 +12,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import operator
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,8 +58,8 @@ class Checkpoints:
     """The checkpoints in one folder; one process at a time writes to it, any number may read.
 
     ``save`` copies the arrays and returns; a thread writes them to ``folder/000007-step-120/``. An error of
-    that thread is raised by the next ``save``, by ``wait``, or at the end of a ``with`` block, so end with
-    one of them.
+    that thread is raised by the next ``save``, by ``wait``, or at the end of a ``with`` block; end with one
+    of them. (An interpreter that exits without them writes on until it is done, but Orbax cannot.)
 
     Args:
         folder: where the checkpoints are; made by the first save.
@@ -145,6 +147,7 @@ class Checkpoints:
         self._join()
         error, self._error = self._error, None
         if error is not None:
+            atexit.unregister(self._report)
             raise error
 
     def due(self, step: int) -> bool:
@@ -220,6 +223,11 @@ class Checkpoints:
             write()
         except BaseException as error:
             self._error = error
+            atexit.register(self._report)
+
+    def _report(self) -> None:
+        """Print an error for which nobody waited."""
+        print(f"CheckpointError: {self._error}", file=sys.stderr)
 
     def _next(self, step: int) -> tuple[int, Path]:
         """The next sequence number, and a path that nothing has yet."""

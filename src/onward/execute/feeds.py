@@ -145,9 +145,9 @@ class Feeds:
                 lost = np.isinf(narrow.astype(np.float64)) & np.isfinite(value)
         if np.any(lost):
             raise ArgumentError(
-                f"{self.program.name}: {v.name!r} holds {value[lost].flat[0]!r} ({value.dtype}), which {v.dtype} "
-                "cannot hold; JAX would change it in silence. Bring the numbers into range, or trace with a "
-                "wider dtype (jax_enable_x64)."
+                f"{self.program.name}: {v.name!r} holds {value[lost].flat[0]!r} ({value.dtype}), which "
+                f"{v.dtype} cannot hold; JAX would change it in silence. Bring the numbers into range, or "
+                "trace with a wider dtype (jax_enable_x64)."
             )
         return narrow
 
@@ -156,8 +156,8 @@ def _check_bound(program: str, v: Variable, value: Any, size: int, what: str) ->
     if value.size and (value.min() < 0 or value.max() >= size):
         wrong = np.argwhere((value < 0) | (value >= size))[0]
         raise ArgumentError(
-            f"{program}: {v.name!r} holds {value[tuple(wrong)]} at {wrong.tolist()}; {what} must lie from 0 to "
-            f"{size - 1}. A device would read another row in silence."
+            f"{program}: {v.name!r} holds {value[tuple(wrong)]} at {wrong.tolist()}; {what} must lie from 0 "
+            f"to {size - 1}. A device would read another row in silence."
         )
 
 

@@ -65,9 +65,9 @@ class Scope(Mapping[str, Any]):
         made = {v for op in program.initializers for v in op.outputs}
         if lost := [v for v in program.state if v not in made and v not in given]:
             raise StateError(
-                f"{program.name!r} keeps {', '.join(f'{v.name!r} ({v.type})' for v in lost[:5])}, which has no "
-                f"first value: it came in as an argument. Set it, session[{lost[0].name!r}] = array, or declare "
-                "it with onward.parameter."
+                f"{program.name!r} keeps {', '.join(f'{v.name!r} ({v.type})' for v in lost[:5])}, which has "
+                f"no first value: it came in as an argument. Set it, session[{lost[0].name!r}] = array, or "
+                "declare it with onward.parameter."
             )
         values = initialized(program, given, seed)
         for v in program.state:
@@ -77,8 +77,8 @@ class Scope(Mapping[str, Any]):
         known = self._variables.get(v.name)
         if known is not None and (known.shape, known.dtype) != (v.shape, v.dtype):
             raise StateError(
-                f"{v.name!r} is {known.type} here, and the Program keeps {v.name!r} as {v.type}. The same name "
-                "is the same Variable: give one of the two another name, or use another Session."
+                f"{v.name!r} is {known.type} here, and the Program keeps {v.name!r} as {v.type}. The same "
+                "name is the same Variable: give one of the two another name, or use another Session."
             )
         return known is not None
 

@@ -190,8 +190,8 @@ class Session:
             self._program = found
         if self._program is None:
             raise ArgumentError(
-                f"run cannot tell which Program {describe((targets or fetch)[0])} belongs to. Give the Program "
-                "once, Session(program), or a target that knows it: program.updates."
+                f"run cannot tell which Program {describe((targets or fetch)[0])} belongs to. Give the "
+                "Program once, Session(program), or a target that knows it: program.updates."
             )
         return self._program
 

@@ -65,8 +65,8 @@ def program_in(targets: Iterable[Any]) -> Program | Deferred | None:
             found.append(own)
     if len(found) > 1:
         raise GraphError(
-            f"The targets belong to {len(found)} Programs ({', '.join(_name(p) for p in found)}). One run is of "
-            "one Program: run them one after the other."
+            f"The targets belong to {len(found)} Programs ({', '.join(_name(p) for p in found)}). One run is "
+            "of one Program: run them one after the other."
         )
     return found[0] if found else None
 

@@ -30,7 +30,7 @@ from onward.define.declare import data
 from onward.define.layer.activation import (
     elu,
     gelu,
-    hard_swish,
+    hard_silu,
     leaky_relu,
     log_softmax,
     relu,
@@ -68,7 +68,7 @@ __all__ = [
     "fc",
     "gelu",
     "gru",
-    "hard_swish",
+    "hard_silu",
     "huber",
     "layer",
     "layer_norm",

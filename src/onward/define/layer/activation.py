@@ -33,7 +33,7 @@ _DOCSTRING = """{formula}, as ``jax.nn.{name}``.
     {source}
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> ow.layer.{name}(jnp.zeros(2)).round(3).tolist()
+        >>> [round(y, 3) for y in ow.layer.{name}(jnp.zeros(2)).tolist()]
         {at_zero}
     """
 
@@ -73,7 +73,7 @@ gelu = _activation(
     _HENDRYCKS,
 )
 silu = _activation(jax.nn.silu, "``x sigmoid(x)``, also called swish", _ELFWING)
-hard_swish = _activation(jax.nn.hard_swish, "``x relu6(x + 3) / 6``", _HOWARD)
+hard_silu = _activation(jax.nn.hard_silu, "``x relu6(x + 3) / 6``, also called hard swish", _HOWARD)
 tanh = _activation(jax.nn.tanh, "The hyperbolic tangent")
 sigmoid = _activation(jax.nn.sigmoid, "``1 / (1 + exp(-x))``", zero=0.5)
 softplus = _activation(jax.nn.softplus, "``log(1 + exp(x))``", zero=0.693)
@@ -84,7 +84,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         *(jax.nn.relu, jax.nn.relu6, jax.nn.leaky_relu, jax.nn.elu, jax.nn.selu, jax.nn.gelu, jax.nn.silu),
-        *(jax.nn.hard_swish, jax.nn.tanh, jax.nn.sigmoid, jax.nn.softplus),
+        *(jax.nn.hard_silu, jax.nn.tanh, jax.nn.sigmoid, jax.nn.softplus),
         *(jax.nn.softmax, jax.nn.log_softmax),
     )
 }

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.source import user_line
@@ -93,11 +94,12 @@ def _attend(q: Any, k: Any, v: Any, causal: bool, mask: Any, rate: float) -> Any
     """What each place takes from what it looks at; written out where weights are dropped."""
     if not rate:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type="float32") / q.shape[-1] ** 0.5
+    wide = jnp.promote_types(q.dtype, "float32")
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) / q.shape[-1] ** 0.5
     allowed = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     if causal:
         allowed = allowed & jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    scores = jnp.where(allowed, scores, float(jnp.finfo(scores.dtype).min))
+    scores = jnp.where(allowed, scores, float(np.finfo(scores.dtype).min))
     weights = dropped(jax.nn.softmax(scores), rate)
     return jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v)
 
@@ -113,9 +115,9 @@ def _width(arrays: Mapping[str, Any], heads: int, size: int | None) -> int:
         expect_axes(f"attention ({part})", x, (3,), "[batch, time, features]")
     shapes = [x.shape[:2] for x in arrays.values()]
     if shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
+        found = ", ".join(f"{part} {words(x)}" for part, x in arrays.items())
         raise ArgumentError(
-            f"attention at {user_line()} was given "
-            f"{', '.join(f'{part} {words(x)}' for part, x in arrays.items())}; expected the same batch in all, "
+            f"attention at {user_line()} was given {found}; expected the same batch in all, "
             "and a value for every key."
         )
     width = arrays["query"].shape[-1] if size is None else size

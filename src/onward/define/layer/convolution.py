@@ -6,6 +6,7 @@ channels], volumes [n, depth, height, width, channels].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -79,8 +80,8 @@ def conv(
         >>> def network():
         ...     return ow.layer.conv(ow.data("x", (None, 28, 28, 1)), 16, 3, stride=2)
         >>> program = ow.trace(network, batch_size=8)
-        >>> program.outputs, program.parameters[0].shape
-        ((Variable('conv_0', float32[8,14,14,16]),), (3, 3, 1, 16))
+        >>> program.outputs[0].shape, program.parameters[0].shape
+        ((8, 14, 14, 16), (3, 3, 1, 16))
     """
     x = jnp.asarray(x)
     expect_axes("conv", x, (3, 4, 5), _MEANING)
@@ -151,7 +152,7 @@ def _largest(x: Any, window: Any, strides: Any, padding: Any) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
         least: Any = -np.inf
     else:
-        least = jnp.iinfo(x.dtype).min
+        least = np.iinfo(x.dtype).min
     return lax.reduce_window(x, np.asarray(least, x.dtype), lax.max, window, strides, padding)
 
 
@@ -163,7 +164,7 @@ def _average(x: Any, window: Any, strides: Any, padding: Any) -> Any:
 
     values = precise(x)
     if padding == "VALID":
-        return (sums(values) / np.prod(window)).astype(floating(x))
+        return (sums(values) / math.prod(window)).astype(floating(x))
     ones = jnp.ones((1, *x.shape[1:-1], 1), values.dtype)
     return (sums(values) / sums(ones)).astype(floating(x))
 
@@ -185,7 +186,7 @@ def _padding(padding: Padding, count: int) -> Any:
         return [(padding, padding)] * count
     if isinstance(padding, str) and padding.upper() in ("SAME", "VALID"):
         return padding.upper()
-    if isinstance(padding, Sequence) and len(padding) == count and all(map(_is_pair, padding)):
+    if not isinstance(padding, int | str) and len(padding) == count and all(map(_is_pair, padding)):
         return [(int(before), int(after)) for before, after in padding]
     raise ArgumentError(
         f'The padding of a window at {user_line()} is {padding!r}; expected "SAME", "VALID", a number, or '

@@ -182,8 +182,9 @@ def expect_labels(layer: str, logits: Any, labels: Any) -> None:
     """Raise ``ArgumentError`` unless the labels are classes, or likelihoods of classes, of the logits."""
     if not logits.ndim or logits.shape[-1] < 2:
         raise ArgumentError(
-            f"{layer} at {user_line()} was given logits {words(logits)}, whose last axis holds no classes to "
-            "choose from. Give the last layer a size, fc(x, 10); for one yes or no, take binary_cross_entropy."
+            f"{layer} at {user_line()} was given logits {words(logits)}, whose last axis holds no "
+            "classes to choose from. Give the last layer a size, fc(x, 10); for one yes or no, take "
+            "binary_cross_entropy."
         )
     integers = is_integer(labels) and labels.shape in (logits.shape[:-1], (*logits.shape[:-1], 1))
     if not integers and labels.shape != logits.shape:
@@ -232,4 +233,4 @@ def _mean(losses: Any, weights: Any) -> Any:
             f"{list(losses.shape)}. Weights are over the leading axes: {list(losses.shape[:1])}."
         )
     each = jnp.mean(losses, tuple(range(w.ndim, losses.ndim)))
-    return jnp.sum(w * each) / jnp.maximum(jnp.sum(w), jnp.finfo(w.dtype).tiny)
+    return jnp.sum(w * each) / jnp.maximum(jnp.sum(w), 1e-30)

@@ -47,8 +47,8 @@ def fc(
     Example:
         >>> import onward as ow
         >>> program = ow.trace(lambda: ow.layer.fc(ow.data("x", (None, 4)), 3, act="relu"), batch_size=8)
-        >>> program.outputs, [v.name for v in program.parameters]
-        ((Variable('fc_0', float32[8,3]),), ['fc_0/w', 'fc_0/b'])
+        >>> program.outputs[0].shape, [v.name for v in program.parameters]
+        ((8, 3), ['fc_0/w', 'fc_0/b'])
     """
     x = jnp.asarray(x)
     expect_features("fc", x)

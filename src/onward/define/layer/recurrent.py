@@ -67,8 +67,8 @@ def lstm(
         ...     outputs, (h, c) = ow.layer.lstm(ow.data("x", (None, 5, 3)), 4)
         ...     return outputs
         >>> program = ow.trace(network, batch_size=8)
-        >>> program.outputs, [v.shape for v in program.parameters]
-        ((Variable('lstm_0', float32[8,5,4]),), [(3, 16), (4, 16), (16,)])
+        >>> program.outputs[0].shape, [v.shape for v in program.parameters]
+        ((8, 5, 4), [(3, 16), (4, 16), (16,)])
     """
     x = jnp.asarray(x)
     gates, u = _projected("lstm", x, size, 4, w, u, initializer)
