@@ -3,6 +3,7 @@
     core        what a Program is
     define      a pure function becomes a forward Program
     derive      forward, then backward, then update
+    distribute  one Program for many devices
     execute     a Program becomes an executable and runs
     shell       the command line
 
@@ -54,6 +55,9 @@ from onward.derive.optimizer import Hyperparameter, Optimizer, Schedule, Slots
 from onward.derive.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
 from onward.derive.seam import forward_pass, update_pass
 from onward.derive.update import append_update
+from onward.distribute.merge import Average, Bucketed, Devices, LowPrecision, Merge, PowerSGD, Sum, TopK
+from onward.distribute.replicate import replicate
+from onward.distribute.sharded import Sharded
 from onward.execute.batches import Batches, batches
 from onward.execute.checkpoint import Checkpoint, Checkpoints
 from onward.execute.evaluator import Evaluator
@@ -78,11 +82,14 @@ __all__ = [
     "Adam",
     "AdamW",
     "ArgumentError",
+    "Average",
     "Batches",
+    "Bucketed",
     "Checkpoint",
     "CheckpointError",
     "Checkpoints",
     "Deferred",
+    "Devices",
     "EarlyStop",
     "Evaluator",
     "Event",
@@ -95,6 +102,8 @@ __all__ = [
     "Kind",
     "Lazy",
     "LossError",
+    "LowPrecision",
+    "Merge",
     "MissingExtraError",
     "Model",
     "Momentum",
@@ -105,18 +114,22 @@ __all__ = [
     "Out",
     "Pass",
     "Placement",
+    "PowerSGD",
     "Program",
     "RecipeError",
     "Restored",
     "Schedule",
     "Scope",
     "Session",
+    "Sharded",
     "Slots",
     "State",
     "StateError",
     "Step",
     "StopTraining",
+    "Sum",
     "Target",
+    "TopK",
     "TraceError",
     "Trainer",
     "UnknownNameError",
@@ -145,6 +158,7 @@ __all__ = [
     "parameter",
     "producers",
     "prune",
+    "replicate",
     "show",
     "state",
     "summary_by_pass",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onward.core.errors import GraphError
+from onward.core.placement import check_placement
 from onward.core.program import SEED, Op, Program, Variable
 
 
@@ -13,7 +14,7 @@ def check(program: Program) -> Program:
 
     Every Variable is given a value exactly once, before it is read; names are unique; the inputs and
     outputs of every op have the types its body has; what replaces a state Variable has its type;
-    every gradient has the type of its parameter.
+    every gradient has the type of its parameter; what is placed replicated stays equal on all devices.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> program = ow.trace(lambda w: jnp.sum(w), jnp.ones(3))
@@ -33,6 +34,7 @@ def check(program: Program) -> Program:
     for parameter, gradient in program.gradients:
         _same_type(program, parameter, gradient, "the gradient of")
     _check_initializers(program)
+    check_placement(program)
     return program
 
 

@@ -12,7 +12,9 @@ house sees Bodies, types (``ShapeDtypeStruct``) and positions only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -97,6 +99,11 @@ class Body:
         """Whether it prints, calls back, or otherwise does more than compute."""
         return bool(self.closed.jaxpr.effects)
 
+    @cached_property
+    def collectives(self) -> tuple[tuple[str, int], ...]:
+        """The collective primitives in it, however deep, each with the bytes that one device puts in."""
+        return tuple(found for eqn in self.equations for found in _collectives_in(eqn))
+
     @property
     def has_custom_rule(self) -> bool:
         """Whether a ``custom_jvp`` or ``custom_vjp`` function is called in it, however deep."""
@@ -141,6 +148,16 @@ class Body:
             if any(not isinstance(v, jex.Literal) and v in reached for v in eqn.invars):
                 reached.update(eqn.outvars)
         return {j for j, v in enumerate(jaxpr.outvars) if not isinstance(v, jex.Literal) and v in reached}
+
+    def same_everywhere(self, inputs: Iterable[int]) -> set[int]:
+        """The outputs that are equal on all devices if these inputs are, and the others are not."""
+        jaxpr = self.closed.jaxpr
+        same = {jaxpr.invars[i] for i in inputs} | set(jaxpr.constvars)
+        for eqn in jaxpr.eqns:
+            told = all(isinstance(v, jex.Literal) or v in same for v in eqn.invars)
+            if eqn.primitive.name in _MERGING or (told and not _tells_devices_apart(eqn)):
+                same.update(eqn.outvars)
+        return {j for j, v in enumerate(jaxpr.outvars) if isinstance(v, jex.Literal) or v in same}
 
     def restricted(self, outputs: Sequence[int], keep_inputs: bool = False) -> tuple[Body, tuple[int, ...]]:
         """The part that computes these outputs, and the positions of the inputs it still takes."""
@@ -245,9 +262,45 @@ class _EquationBody(Body):
         return key
 
 
+@dataclass(frozen=True)
+class Axis:
+    """The devices that run a Program at once: their number, and the name that collectives use.
+
+    ``syncs`` says whether what is normalized by its batch is normalized by the batch of all devices.
+    """
+
+    name: str
+    size: int
+    syncs: bool = True
+
+
+_axis: ContextVar[Axis | None] = ContextVar("axis", default=None)
+
+
+@contextmanager
+def along(axis: Axis) -> Iterator[None]:
+    """Whatever is traced meanwhile may use collectives along this axis, such as ``jax.lax.pmean``."""
+    token = _axis.set(axis)
+    try:
+        yield
+    finally:
+        _axis.reset(token)
+
+
+def current_axis() -> Axis | None:
+    """The axis of the devices that what is traced now will run on, or None for one device."""
+    return _axis.get()
+
+
+def traced(function: Callable[..., Any], *types: Any) -> Any:
+    """The closed jaxpr of a function of flat arrays."""
+    axis = _axis.get()
+    return jax.make_jaxpr(function, axis_env=[(axis.name, axis.size)] if axis else None)(*types)
+
+
 def body_of(function: Callable[..., Any], *types: Any) -> Body:
     """The Body of a function of flat arrays that returns a flat sequence of arrays."""
-    return Body(jax.make_jaxpr(function)(*types))
+    return Body(traced(function, *types))
 
 
 def program_of(closed: Any, name: str) -> Program:
@@ -438,6 +491,29 @@ def _calls_custom_rule(eqn: Any) -> bool:
         return True
     inner = (jaxpr for value in eqn.params.values() for jaxpr in _jaxprs_in(value))
     return any(_calls_custom_rule(e) for jaxpr in inner for e in jaxpr.jaxpr.eqns)
+
+
+_MERGING = ("psum", "pmax", "pmin", "all_gather")
+_APART = ("axis_index", "reduce_scatter", "all_to_all", "ppermute")
+_COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
+
+
+def _collectives_in(eqn: Any) -> Iterator[tuple[str, int]]:
+    if eqn.primitive.name in _COLLECTIVES:
+        count = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
+        yield eqn.primitive.name, int(count)
+    for value in eqn.params.values():
+        for jaxpr in _jaxprs_in(value):
+            for inner in jaxpr.jaxpr.eqns:
+                yield from _collectives_in(inner)
+
+
+def _tells_devices_apart(eqn: Any) -> bool:
+    """Whether an equation may give another result on each device though its inputs are the same."""
+    if eqn.primitive.name in _APART:
+        return True
+    inner = (jaxpr for value in eqn.params.values() for jaxpr in _jaxprs_in(value))
+    return any(_tells_devices_apart(e) for jaxpr in inner for e in jaxpr.jaxpr.eqns)
 
 
 def _refuse_references(eqn: Any, source: Source) -> None:

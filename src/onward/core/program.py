@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onward.core.errors import UnknownNameError, nearest
-from onward.core.show import listing
+from onward.core.show import listing, sentence
 from onward.core.words import Kind, Pass, Placement, UpdateType
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ class Op:
         return (self.primal or self.body).subprograms
 
     def __repr__(self) -> str:
-        outputs = ", ".join(v.name for v in self.outputs)
-        return f"{outputs} = {self.type}({', '.join(v.name for v in self.inputs)})"
+        return sentence(self)
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,14 @@ class Target:
     op: Op
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """How many devices run a Program at once, and the name of the axis that its collectives run along."""
+
+    count: int
+    axis: str
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Program:
     """A training program, or a part of one.
@@ -113,7 +120,8 @@ class Program:
     pairs (parameter, gradient) along which data parallelism averages, clipping acts and a parameter
     server cuts. ``initializers`` compute the first value of the state that nobody passes in, some from
     ``SEED``. ``bounds`` holds, for integer data such as labels and embedding ids, the number below which
-    they must lie, and what they are for.
+    they must lie, and what they are for. With ``replicas`` the types are those on one device; what is
+    placed ``sharded`` is one device's part, laid end to end along the first axis.
     """
 
     name: str
@@ -130,6 +138,7 @@ class Program:
     bounds: Mapping[Variable, tuple[int, str]] = field(default_factory=dict)
     signature: Signature | None = None
     recipe: Recipe | None = None
+    replicas: Replicas | None = None
 
     @property
     def parameters(self) -> tuple[Variable, ...]:

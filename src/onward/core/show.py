@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
@@ -70,8 +70,16 @@ class _Line:
     source: str = ""
 
 
-def show(program: Program, depth: int | None = None, source: bool = False) -> None:
-    """Print a Program; ``depth`` folds scopes below that level, ``source`` adds the user's lines.
+def show(
+    program: Program, depth: int | None = None, source: bool = False, initializers: bool = False
+) -> None:
+    """Print a Program.
+
+    Args:
+        program: what to print.
+        depth: fold the scopes below this level.
+        source: add the user's file and line to every op.
+        initializers: add the operators that give state its first values, each run once.
 
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> def loss(w, x):
@@ -89,10 +97,12 @@ def show(program: Program, depth: int | None = None, source: bool = False) -> No
     ──────────┼──────────────────────────────────────────────────────────────────────
     return    │ f32[]   reduce_sum  (the loss)
     """
-    print(listing(program, depth, source))
+    print(listing(program, depth, source, initializers))
 
 
-def listing(program: Program, depth: int | None = None, source: bool = False) -> str:
+def listing(
+    program: Program, depth: int | None = None, source: bool = False, initializers: bool = False
+) -> str:
     """The text that ``print(program)`` shows; a Program of over 200 ops is folded to scopes of depth 1."""
     if depth is None and len(program.ops) > _LARGE:
         depth = 1
@@ -100,6 +110,8 @@ def listing(program: Program, depth: int | None = None, source: bool = False) ->
         blocks = [[*_given(program)], [*map(_op_line, program.ops)], [*_returned(program)]]
     else:
         blocks = [[*_given_folded(program, depth)], [*_ops_folded(program, depth)], [*_returned(program)]]
+    if initializers:
+        blocks.insert(1, [replace(_op_line(op), margin="initialize") for op in program.initializers])
     return f"{headline(program)}\n\n" + "\n".join(_table(blocks, source))
 
 
@@ -150,7 +162,9 @@ def _returned(program: Program) -> Iterator[_Line]:
         yield _Line("return", short_type(v), f"{v.name}  (the loss)" if v is program.loss else v.name)
     replaced = program.next_state.items()
     if plain := [old for old, new in replaced if new.name == f"next({old.name})"]:
-        yield _Line("next step", f"{len(plain)} arrays", "each state Variable x takes the value of next(x)")
+        yield _Line(
+            "next step", _count(len(plain), "array"), "each state Variable x takes the value of next(x)"
+        )
     for old, new in replaced:
         if old not in plain:
             yield _Line("next step", short_type(old), f"{old.name} <- {new.name}")
@@ -158,10 +172,13 @@ def _returned(program: Program) -> Iterator[_Line]:
 
 def _op_line(op: Op) -> _Line:
     source = str(op.source) if op.source is not None else ""
+    return _Line(str(op.made_by), _types(op.outputs), sentence(op), source)
+
+
+def sentence(op: Op) -> str:
+    """An op as an assignment: ``y = dot_general(x, w)``."""
     names = ", ".join(v.name for v in op.outputs)
-    return _Line(
-        str(op.made_by), _types(op.outputs), f"{names} = {_call(op)}" if names else _call(op), source
-    )
+    return f"{names} = {_call(op)}" if names else _call(op)
 
 
 def _types(variables: Iterable[Variable]) -> str:

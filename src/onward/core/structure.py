@@ -6,8 +6,8 @@ array or the static value itself (an activation function inside an equinox modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,6 +35,10 @@ class Structure:
     def variables(self) -> tuple[Variable, ...]:
         """The Variables at the leaves, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Variable))
+
+    def mapped(self, new: Callable[[Variable], Variable]) -> Structure:
+        """The same containers with other Variables."""
+        return replace(self, leaves=tuple(new(v) if isinstance(v, Variable) else v for v in self.leaves))
 
     def flatten(self, tree: Any, what: str) -> list[Any]:
         """The arrays of a tree of this structure, in the order of ``variables``.
@@ -86,6 +90,16 @@ class Signature:
     names: tuple[str, ...]
     result: Structure
     has_aux: bool
+
+    def mapped(self, new: Callable[[Variable], Variable]) -> Signature:
+        """The same with other Variables."""
+        return replace(
+            self,
+            parameters=self.parameters.mapped(new),
+            model_state=self.model_state and self.model_state.mapped(new),
+            data=tuple(structure.mapped(new) for structure in self.data),
+            result=self.result.mapped(new),
+        )
 
 
 def path_name(path: Sequence[Any]) -> str:

@@ -136,7 +136,7 @@ def _primal_form(op: Op) -> Op:
 
 
 def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Program:
-    """The Program with some computed Variables replaced by others of their type, wherever they stand."""
+    """The Program with some Variables replaced by others of their type, wherever they stand."""
 
     def new(v: Variable) -> Variable:
         return replacement.get(v, v)
@@ -147,18 +147,20 @@ def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Pr
             return replace(op, inputs=inputs, outputs=outputs, of=op.of and new(op.of))
         return op
 
-    signature = program.signature
-    if signature is not None:
-        leaves = tuple(new(v) if isinstance(v, Variable) else v for v in signature.result.leaves)
-        signature = replace(signature, result=replace(signature.result, leaves=leaves))
     return replace(
         program,
+        inputs=tuple(map(new, program.inputs)),
+        state=tuple(map(new, program.state)),
+        constants={new(v): value for v, value in program.constants.items()},
         ops=tuple(map(rewired, program.ops)),
         outputs=tuple(map(new, program.outputs)),
-        next_state={old: new(following) for old, following in program.next_state.items()},
-        gradients=tuple((p, new(g)) for p, g in program.gradients),
+        next_state={new(old): new(following) for old, following in program.next_state.items()},
+        gradients=tuple((new(p), new(g)) for p, g in program.gradients),
+        initializers=tuple(map(rewired, program.initializers)),
         loss=program.loss and new(program.loss),
-        signature=signature,
+        hyperparameters=tuple(map(new, program.hyperparameters)),
+        bounds={new(v): bound for v, bound in program.bounds.items()},
+        signature=program.signature and program.signature.mapped(new),
     )
 
 

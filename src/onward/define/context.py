@@ -27,8 +27,8 @@ Shape = tuple[int | None, ...]
 _UNFED_BATCH = 2
 _INSIDE = (
     "{what} is declared at {line}, inside the body of a scan, cond, vmap, grad or nested jit. What is inside "
-    "runs another number of times than it is declared: declare it outside, in the traced function itself, and "
-    "close over the array."
+    "runs another number of times than it is declared: declare it outside, in the traced function itself, "
+    "and close over the array."
 )
 
 
@@ -71,6 +71,7 @@ class Context:
         self.training = training
         self.feed = feed
         self.batch = None if batch_size is None else (batch_size, "batch_size")
+        self.reread: set[str] = set()
         self.declared: dict[str, Declared] = {}
         self.assigned: dict[str, Any] = {}
         self.labels: dict[int, tuple[str, Any]] = {}
@@ -130,6 +131,7 @@ class Context:
         if known is None:
             return self._declare(name, kind, type, initializer, placement)
         self._same(name, known, kind, type)
+        self.reread.update({name} & self.assigned.keys())
         return self.assigned.get(name, known.value)
 
     def assign(self, target: Any, value: Any) -> None:
@@ -158,10 +160,10 @@ class Context:
 
     def key(self) -> Any:
         """A random key that no other call and no other step is given."""
+        if not self.is_outermost:
+            raise TraceError(_INSIDE.format(what="A random key", line=user_line()))
         if self._base is None:
-            if not self.is_outermost:
-                raise TraceError(_INSIDE.format(what="A random key", line=user_line()))
-            self._base = self.variable("key", Kind.STATE, _key_type(), None, Placement.PER_REPLICA)
+            self._base = self.variable("key", Kind.STATE, _key_type(), None)
             with outermost_scope():
                 self.assigned["key"] = jax.random.fold_in(self._base, 0)
         self._keys += 1
@@ -217,9 +219,15 @@ class Context:
         """The name of the state Variable that has this value now."""
         if (name := getattr(value, "name", None)) is not None:
             return str(name)
-        for name, known in self.declared.items():
-            if self.assigned.get(name, known.value) is value or known.value is value:
-                return name
+        first = [name for name, known in self.declared.items() if known.value is value]
+        again = [name for name in self.assigned if name in self.reread and self.assigned[name] is value]
+        if len(found := dict.fromkeys([*first, *again])) == 1:
+            return next(iter(found))
+        if found:
+            raise TraceError(
+                f"assign at {user_line()} was given an array that is the value of several: "
+                f"{', '.join(map(repr, found))}. Say which by its name: assign({next(iter(found))!r}, value)."
+            )
         raise TraceError(
             f"assign at {user_line()} was given an array that onward.state did not return. Pass what it "
             "returned, or the name: assign('mean', value)."
@@ -238,8 +246,9 @@ class Context:
     def _unfed(self, name: str, shape: Shape | None) -> tuple[int, ...]:
         if shape is None:
             raise ArgumentError(
-                f"The data {name!r} is declared without a shape, and nothing is fed that shows it. Declare it, "
-                f"data({name!r}, (None, 784)), or show an example: trace(network, feed={{{name!r}: array}})."
+                f"The data {name!r} is declared without a shape, and nothing is fed that shows it. Declare "
+                f"it, data({name!r}, (None, 784)), or show an example: "
+                f"trace(network, feed={{{name!r}: array}})."
             )
         if None in shape[1:]:
             raise ArgumentError(
@@ -247,7 +256,8 @@ class Context:
                 f"leave other axes open, show an example: trace(network, feed={{{name!r}: array}})."
             )
         if None in shape and self.batch is None:
-            self.batch = (_UNFED_BATCH, "default")
+            rows = ((kind.shape[0], fed) for fed, kind in self.feed.items() if kind.shape)
+            self.batch = next(rows, (_UNFED_BATCH, "default"))
         return tuple(self.batch[0] if n is None and self.batch else n or 0 for n in shape)
 
     def _fits(self, name: str, shape: Shape, found: tuple[int, ...]) -> None:
@@ -256,15 +266,20 @@ class Context:
         )
         if wrong:
             raise ArgumentError(
-                f"The data {name!r} is declared as {_words(shape)} and fed as {_words(found)}. None stands for "
-                "the batch; everything else must be equal."
+                f"The data {name!r} is declared as {_words(shape)} and fed as {_words(found)}. None stands "
+                "for the batch; everything else must be equal."
             )
         if shape and shape[0] is None:
+            if self.training and not found[0]:
+                raise ArgumentError(
+                    f"The data {name!r} is fed as {_words(found)}: a batch without rows has no mean to train "
+                    "on. Leave it out."
+                )
             self.batch = self.batch or (found[0], name)
             if self.batch[0] != found[0]:
                 raise ArgumentError(
-                    f"The batch has {self.batch[0]} rows in {self.batch[1]!r} and {found[0]} in {name!r}. The "
-                    "first axis is the batch where None is declared: feed equally many rows."
+                    f"The batch has {self.batch[0]} rows in {self.batch[1]!r} and {found[0]} in {name!r}. "
+                    "The first axis is the batch where None is declared: feed equally many rows."
                 )
 
 

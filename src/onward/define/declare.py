@@ -24,8 +24,10 @@ return    │ f32[]           div  (the loss)
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError
@@ -42,7 +44,8 @@ def data(name: str, shape: Shape | None = None, dtype: Any = None) -> Any:
     Args:
         name: what the feed calls it; scopes are not put before it.
         shape: None in the first place stands for the batch. Without a shape the first feed shows it.
-        dtype: float32 unless given; without a shape, what the first feed has.
+        dtype: unless given, that of the first feed or of the example that the trace is shown; float32 where
+            there is none.
 
     Raises:
         ArgumentError: a shape that what is fed contradicts, or that nothing shows.
@@ -56,9 +59,11 @@ def data(name: str, shape: Shape | None = None, dtype: Any = None) -> Any:
         (Variable('x', float32[4,3], data),)
     """
     context = current_context()
+    whole = None if shape is None else _checked(name, shape, batch=True)
+    held = None if dtype is None else _held(name, dtype)
     if context is None:
-        return LazyData(name, _checked(name, shape), dtype)
-    return context.data(name, _checked(name, shape), dtype)
+        return LazyData(_named(name), whole, held)
+    return context.data(_named(name), whole, held)
 
 
 def parameter(
@@ -75,6 +80,7 @@ def parameter(
 
     Raises:
         TraceError: declared inside the body of a scan or a nested jit, or twice with different types.
+        ArgumentError: None in the shape, or a dtype that cannot be trained.
 
     Example:
         >>> import onward as ow
@@ -84,11 +90,11 @@ def parameter(
         >>> [v.name for v in ow.trace(network).parameters]
         ['w']
     """
-    initializer = initializer or (xavier_uniform() if len(shape) > 1 else constant(0.0))
     context = current_context()
+    kind = Type(_checked(name, shape), _trained(name, dtype))
+    initializer = initializer or _usual(kind.shape)
     if context is None:
-        return LazyVariable(name, Kind.PARAMETER, _checked(name, shape), dtype, initializer)
-    kind = Type(_checked(name, shape), jnp.dtype(dtype))
+        return LazyVariable(name, Kind.PARAMETER, kind.shape, kind.dtype, initializer)
     return context.variable(context.scoped(name), Kind.PARAMETER, kind, initializer)
 
 
@@ -102,8 +108,11 @@ def var(name: str, shape: tuple[int, ...] | None = None, dtype: Any = "float32")
         >>> [v for v in ow.trace(hidden).parameters if v.name == "w1"]
         [Variable('w1', float32[784,128], parameter)]
     """
-    lazy = LazyVariable(name, Kind.PARAMETER, _checked(name, shape), dtype, None)
-    return lazy if current_context() is None or shape is None else lazy.value()
+    if shape is not None:
+        return parameter(name, shape, dtype)
+    context = current_context()
+    name = _named(name) if context is None else context.scoped(_named(name))
+    return LazyVariable(name, Kind.PARAMETER, None, _trained(name, dtype), None)
 
 
 def state(
@@ -114,8 +123,8 @@ def state(
     Args:
         name: open scopes are put before it.
         shape: of ints; a single number unless given.
-        dtype: any.
-        initializer: ``(key, shape, dtype) -> array``; zeros unless given.
+        dtype: any; of random keys too, ``jax.random.key(0).dtype``.
+        initializer: ``(key, shape, dtype) -> array``; zeros unless given, and for a random key a fresh one.
 
     Returns:
         The value as it is now: after ``assign``, what was assigned.
@@ -132,10 +141,11 @@ def state(
         1
     """
     context = current_context()
-    initializer = initializer or constant(0.0)
+    kind = Type(_checked(name, shape), _held(name, dtype))
+    if initializer is None and not jnp.issubdtype(kind.dtype, jax.dtypes.extended):
+        initializer = constant(0.0)
     if context is None:
-        return LazyVariable(name, Kind.STATE, _checked(name, shape), dtype, initializer)
-    kind = Type(_checked(name, shape), jnp.dtype(dtype))
+        return LazyVariable(name, Kind.STATE, kind.shape, kind.dtype, initializer)
     return context.variable(context.scoped(name), Kind.STATE, kind, initializer)
 
 
@@ -195,7 +205,8 @@ def is_training() -> bool:
     Example:
         >>> import onward as ow
         >>> def network():
-        ...     return ow.data("x", (None, 2)).sum() * (2.0 if ow.is_training() else 1.0)
+        ...     x = ow.data("x", (None, 2)).sum()
+        ...     return 2.0 * x if ow.is_training() else x
         >>> len(ow.trace(network).ops), len(ow.trace(network, training=False).ops)
         (2, 1)
     """
@@ -203,19 +214,67 @@ def is_training() -> bool:
     return context is None or context.training
 
 
-def _checked(name: str, shape: Any) -> Any:
-    """The shape as a tuple, if it and the name can be those of a Variable."""
+def _named(name: Any) -> str:
+    """The name, if it can be that of a Variable."""
     if not isinstance(name, str) or not name:
         raise ArgumentError(f"A declaration needs a name, a string, not {name!r}.")
-    if shape is None:
-        return None
+    return name
+
+
+def _checked(name: str, shape: Any, batch: bool = False) -> Any:
+    """The shape as a tuple, if it can be that of a Variable."""
+    _named(name)
+    example = "(None, 784)" if batch else "(784, 128)"
     try:
-        sizes = tuple(shape)
-        whole = tuple(n if n is None else int(n) for n in sizes)
+        whole = tuple(n if n is None else operator.index(n) for n in shape)
     except TypeError:
         raise ArgumentError(
-            f"{name!r}: the shape is {shape!r}; write a tuple, such as (None, 784)."
+            f"{name!r}: the shape is {shape!r}; write a tuple of whole numbers, such as {example}."
         ) from None
     if any(n is not None and n < 0 for n in whole):
-        raise ArgumentError(f"{name!r}: the shape {sizes} has a negative size; None stands for the batch.")
+        raise ArgumentError(f"{name!r}: the shape {whole} has a negative size; None stands for the batch.")
+    if None in whole and not batch:
+        raise ArgumentError(
+            f"{name!r}: the shape is {whole}; None stands for the batch, which only data has. Write the "
+            f"numbers, such as {example}."
+        )
     return whole
+
+
+def _held(name: str, dtype: Any) -> Any:
+    """The dtype as JAX holds it; Python's own ``float`` and ``int`` mean what they mean to ``jnp.zeros``.
+
+    Raises:
+        ArgumentError: no dtype, or one of 64 bits that JAX would make one of 32.
+    """
+    try:
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            return dtype
+        found = jnp.dtype(dtype)
+        held = jax.dtypes.canonicalize_dtype(found)
+    except TypeError:
+        found = held = jnp.dtype(object)
+    if found.kind in "OUSMm":
+        raise ArgumentError(f"{name!r}: the dtype is {dtype!r}; write one such as 'float32' or 'int32'.")
+    if held != found and not any(dtype is kind for kind in (float, int, complex)):
+        raise ArgumentError(
+            f"{name!r} is declared as {found}, and JAX holds {held}. Write {str(held)!r}; or, for wider "
+            "numbers, jax.config.update('jax_enable_x64', True)."
+        )
+    return held
+
+
+def _trained(name: str, dtype: Any) -> Any:
+    """The dtype of a parameter."""
+    held = _held(name, dtype)
+    if not jnp.issubdtype(held, jnp.inexact):
+        raise ArgumentError(
+            f"The parameter {name!r} is declared as {held}, and parameters are trained: write a floating "
+            f"point type. What is not trained is state: onward.state({name!r}, shape, {str(held)!r})."
+        )
+    return held
+
+
+def _usual(shape: tuple[int, ...]) -> Initializer:
+    """The initializer of a parameter of this shape where none is given."""
+    return xavier_uniform() if len(shape) > 1 else constant(0.0)

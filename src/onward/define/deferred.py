@@ -35,7 +35,7 @@ class Deferred:
     @property
     def is_complete(self) -> bool:
         """Whether every shape is known already."""
-        return all(v.shape is not None for v in data_in(self.target))
+        return all(v.declared_shape is not None for v in data_in(self.target))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class Deferred:
         raise ArgumentError(f"{self} Then it has {name!r}.")
 
     def __str__(self) -> str:
-        names = [v.name or "" for v in data_in(self.target) if v.shape is None]
+        names = [v.name or "" for v in data_in(self.target) if v.declared_shape is None]
         example = ", ".join(f"{name!r}: array" for name in names)
         return (
             f"A Program to come: its first feed will show the shape of {', '.join(map(repr, names))}. To see "

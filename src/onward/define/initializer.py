@@ -67,7 +67,7 @@ class Initializer:
         """
         kind = jnp.dtype(dtype)
         if self.name == "constant":
-            return _filled(self.arguments[0][1], tuple(shape), kind)
+            return jnp.full(shape, self.arguments[0][1], kind)
         self._check(tuple(shape), kind)
         return _drawn(key, self, tuple(shape), kind)
 
@@ -224,7 +224,7 @@ def orthogonal(scale: float = 1.0) -> Initializer:
     All axes but the last count as one.
 
     Source: Saxe, McClelland and Ganguli, Exact Solutions to the Nonlinear Dynamics of Learning in Deep Linear
-    Neural Networks, 2014, section 3.
+    Neural Networks, 2014, section 2.
 
     Example:
         >>> import jax, jax.numpy as jnp, onward as ow
@@ -263,11 +263,6 @@ _MATHEMATICS: dict[str, Callable[..., Any]] = {
     "lecun_normal": initializers.lecun_normal,
     "orthogonal": initializers.orthogonal,
 }
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _filled(value: float, shape: tuple[int, ...], dtype: Any) -> Any:
-    return jnp.full(shape, value, dtype)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))

@@ -9,8 +9,8 @@ the first feed of a Session, which also shows the shapes that nobody wrote.
 >>> cost = ow.layer.mse(ow.layer.fc(x, 1), y)
 >>> cost
 Lazy mse(Lazy fc(Lazy data 'x', 1), Lazy data 'y')
->>> [op.type for op in ow.trace(cost, batch_size=8).ops][:2]
-['dot_general', 'add']
+>>> [v.name for v in ow.trace(cost, batch_size=8).parameters]
+['fc_0/w', 'fc_0/b']
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ from onward.core.words import Kind
 from onward.define.arguments import Type
 from onward.define.context import Context, Initializer, Shape, current_context
 
+_NO_ATTRIBUTE = (
+    "{lazy!r} has no {name!r} yet: it is a declaration, made outside of a traced function. Write the network "
+    "as a function that uses it, def network(): ..., and trace that; inside it has all that an array has."
+)
+
 
 class Lazy:
     """A value that a network will have. Inside a traced function it behaves like the array itself."""
 
     name: str | None = None
+    __array_ufunc__ = None  # lets NumPy leave its operators to the ones below
 
     def value(self) -> Any:
         """The array, inside a trace.
@@ -62,21 +68,33 @@ class Lazy:
     @property
     def is_complete(self) -> bool:
         """Whether every shape is known before something is fed."""
-        return not any(isinstance(v, LazyData) and v.shape is None for v in self.reached())
+        return not any(isinstance(v, LazyData) and v.declared_shape is None for v in self.reached())
 
     def _no_value(self) -> NoReturn:
         raise ArgumentError(
-            f"{self!r} has no value yet: it is a declaration, made outside of a traced function. Give it to a "
-            "layer (onward.layer), use it inside a function that onward.trace traces, or run it in a Session."
+            f"{self!r} has no value yet: it is a declaration, made outside of a traced function. Give it to "
+            "a layer (onward.layer), use it inside a function that onward.trace traces, or run it in a "
+            "Session."
         )
 
-    def __jax_array__(self) -> Any:
-        return self.value()
+    @property
+    def __jax_array__(self) -> Callable[[], Any]:
+        """How JAX asks for the array; missing outside of a trace, so that JAX takes the operators below."""
+        if current_context() is None:
+            raise AttributeError("__jax_array__")
+        return self.value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if current_context() is None:
+            raise AttributeError(_NO_ATTRIBUTE.format(lazy=self, name=name))
+        return getattr(self.value(), name)
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         self._no_value()
 
-    def __bool__(self) -> NoReturn:
+    def __bool__(self) -> NoReturn:  # noqa: PLE0304
         self._no_value()
 
     def __iter__(self) -> NoReturn:
@@ -118,8 +136,26 @@ class Lazy:
     def __pow__(self, other: Any) -> Any:
         return applied(operator.pow, self, other)
 
+    def __rpow__(self, other: Any) -> Any:
+        return applied(operator.pow, other, self)
+
     def __neg__(self) -> Any:
         return applied(operator.neg, self)
+
+    def __abs__(self) -> Any:
+        return applied(operator.abs, self)
+
+    def __lt__(self, other: Any) -> Any:
+        return applied(operator.lt, self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return applied(operator.le, self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return applied(operator.gt, self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return applied(operator.ge, self, other)
 
     def __getitem__(self, index: Any) -> Any:
         return applied(operator.getitem, self, index)
@@ -132,11 +168,12 @@ class LazyData(Lazy):
     """Data that will be fed."""
 
     def __init__(self, name: str, shape: Shape | None, dtype: Any) -> None:
-        self.name, self.shape, self.dtype = name, shape, dtype
+        self.name, self.declared_shape, self.declared_dtype = name, shape, dtype
         self.order = next(_ORDER)
 
     def make(self, context: Context) -> Any:
-        return context.data(self.name or "", self.shape, self.dtype)
+        """The data Variable."""
+        return context.data(self.name or "", self.declared_shape, self.declared_dtype)
 
     def __repr__(self) -> str:
         return f"Lazy data {self.name!r}"
@@ -164,6 +201,7 @@ class LazyVariable(Lazy):
         return self.make(context)
 
     def make(self, context: Context) -> Any:
+        """The value as it is now; of an open shape, the one that a layer has declared."""
         name = self.name or ""
         known = context.declared.get(name)
         if self.shape is None and known is None:
@@ -191,15 +229,28 @@ class LazyCall(Lazy):
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.function, self.args, self.options = function, args, options
         self.name = options.get("name")
+        self.is_named = self.name is not None
 
     def make(self, context: Context) -> Any:
         """Call the function; a layer keeps for ever the name that it got in its first trace."""
+        args, options = self.args, self.options
+        if not getattr(self.function, "takes_lazy", False):
+            args, options = (resolved if "name" in self.parameters else made)((args, options))
         if self.name is None and "name" in self.parameters:
             self.name = context.number(self.function.__name__)
-        options = self.options if self.name is None else {**self.options, "name": self.name}
-        if getattr(self.function, "takes_lazy", False):
-            return self.function(*self.args, **options)
-        return self.function(*resolved(self.args), **resolved(options))
+        self._expect_own_name(context)
+        if "name" in self.parameters:
+            options = {**options, "name": self.name}
+        return self.function(*args, **options)
+
+    def label(self, context: Context) -> None:
+        """Name the Variable of an operator's result that a person asks for, as layers name theirs."""
+        if "name" in self.parameters:
+            return
+        if self.name is None:
+            self.name = context.number(self.function.__name__)
+        self._expect_own_name(context)
+        context.label(self.name, self.value())
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -211,6 +262,17 @@ class LazyCall(Lazy):
         self.options["size"] = size
         return self.value()
 
+    def _expect_own_name(self, context: Context) -> None:
+        """Raise ``TraceError`` if another layer was given the same name in a trace of its own."""
+        for other in context.memory:
+            same = isinstance(other, LazyCall) and other is not self and other.name == self.name
+            if same and self.name is not None and not (self.is_named and other.is_named):
+                raise TraceError(
+                    f"Two layers are named {self.name!r}, because they were traced apart before: {other!r} "
+                    f"and {self!r}. They would share it. Give layers names of their own, "
+                    "layer.fc(..., name='first'), or trace these two together first."
+                )
+
     @property
     def lacks_size(self) -> bool:
         """Whether this is a layer whose number of outputs is left open."""
@@ -220,8 +282,9 @@ class LazyCall(Lazy):
         return bound.get("size") is None and getattr(bound.get("w"), "shape", None) is None
 
     def reached(self) -> Iterator[Lazy]:
+        """This value, and everything that its arguments are made of."""
         yield self
-        for leaf in _leaves((self.args, self.options)):
+        for leaf in leaves((self.args, self.options)):
             if isinstance(leaf, Lazy):
                 yield from leaf.reached()
 
@@ -234,7 +297,7 @@ def applied(function: Callable[..., Any], *args: Any) -> Any:
     """The result of a function of arrays, some of them Lazy: computed in a trace, Lazy outside of one."""
     if current_context() is None:
         return LazyCall(function, args, {})
-    return function(*resolved(args))
+    return function(*made(args))
 
 
 def resolved(values: Any) -> Any:
@@ -248,14 +311,24 @@ def resolved(values: Any) -> Any:
     return jax.tree.map(array, values, is_leaf=_is_lazy)
 
 
+def made(values: Any) -> Any:
+    """Containers with every Lazy replaced by its array.
+
+    Raises:
+        TraceError: a ``var`` whose shape no layer has told.
+    """
+    known = resolved(values)
+    return jax.tree.map(lambda leaf: leaf.value() if _is_lazy(leaf) else leaf, known, is_leaf=_is_lazy)
+
+
 def has_lazy(*values: Any) -> bool:
     """Whether any Lazy is in these containers."""
-    return any(map(_is_lazy, _leaves(values)))
+    return any(map(_is_lazy, leaves(values)))
 
 
 def lazies_in(values: Any) -> list[Lazy]:
     """Every Lazy in these containers, and everything these are made of."""
-    return [v for leaf in _leaves(values) if isinstance(leaf, Lazy) for v in leaf.reached()]
+    return [v for leaf in leaves(values) if isinstance(leaf, Lazy) for v in leaf.reached()]
 
 
 def data_in(values: Any) -> list[LazyData]:
@@ -274,5 +347,6 @@ def _is_lazy(value: Any) -> bool:
     return isinstance(value, Lazy)
 
 
-def _leaves(values: Any) -> list[Any]:
+def leaves(values: Any) -> list[Any]:
+    """What these containers hold, every Lazy whole."""
     return jax.tree.leaves(values, is_leaf=_is_lazy)

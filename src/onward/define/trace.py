@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,15 +20,17 @@ import numpy as np
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
+from onward.core.jaxprs import traced
 from onward.core.program import Program
 from onward.core.source import line_of
 from onward.core.structure import Static, describe
 from onward.core.transform import Recipe
+from onward.core.walk import name_of
 from onward.core.words import Kind
 from onward.define.arguments import Specification, Type, specify, type_of
 from onward.define.assembly import Traced, assemble
-from onward.define.context import Context
-from onward.define.lazy import Lazy, data_in, has_lazy, lazies_in, resolved
+from onward.define.context import Context, current_context
+from onward.define.lazy import Lazy, LazyCall, data_in, has_lazy, lazies_in, leaves, made, resolved
 from onward.define.purity import LeakWatch
 
 
@@ -86,6 +89,10 @@ def trace(
             "trace(function) was given no arguments. Pass the parameters first and then the data, or "
             "their shapes: trace(loss, params, images, labels)."
         )
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise ArgumentError(f"batch_size is {describe(batch_size)}; expected a whole number, at least 1.")
+    if not isinstance(feed, Mapping | None):
+        raise ArgumentError(f"The feed is {describe(feed)}; expected a dict, {{'images': array}}.")
     _check_call(function, count)
     names = argument_names(function, count)
     traced = _TracedFunction(
@@ -97,7 +104,7 @@ def trace(
         name=name or _function_name(function),
         training=training,
         batch_size=batch_size,
-        feed={key: _shown(key, value) for key, value in (feed or {}).items()},
+        feed={str(name_of(key)): _shown(key, value) for key, value in (feed or {}).items()},
         lazies=tuple(lazies),
     )
     return traced.program()
@@ -107,8 +114,14 @@ def _making(tree: Any) -> Callable[[], Any]:
     """The function that makes the Lazy values in these containers, data first, as it was declared."""
 
     def network() -> Any:
+        context = current_context()
+        assert context is not None
         resolved(data_in(tree))
-        return resolved(tree)
+        result = made(tree)
+        for lazy in leaves(tree):
+            if isinstance(lazy, LazyCall):
+                lazy.label(context)
+        return result
 
     return network
 
@@ -157,14 +170,14 @@ class _TracedFunction:
             watch.begin(leaves)
             supply = iter(leaves)
             with context.open():
-                returned = resolved(self.function(*(s.fill(supply) for s in arguments)))
+                returned = made(self.function(*(s.fill(supply) for s in arguments)))
             value, carried = self._split(returned)
             found, treedef = jax.tree.flatten(value)
             result.append((treedef, [None if _is_array(leaf) else Static(leaf) for leaf in found]))
             return [*filter(_is_array, found), *carried, *context.extras()]
 
         types = [leaf.type for s in arguments for leaf in s.arrays]
-        closed = explaining(self.name, jax.make_jaxpr(flat), *types)
+        closed = explaining(self.name, partial(traced, flat), *types)
         context.forget()
         watch.end(self.function, self.name)
         self._check_feed(context)
@@ -259,7 +272,10 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 def _shown(name: str, value: Any) -> Type:
     """The type of an example that is fed."""
-    found = type_of(np.asarray(value) if isinstance(value, list | tuple) else value)
+    try:
+        found = type_of(np.asarray(value) if isinstance(value, list | tuple) else value)
+    except (ValueError, ArgumentError) as error:
+        raise ArgumentError(f"The feed {name!r} is {describe(value)}; expected numbers: {error}") from None
     if found is None:
         raise ArgumentError(f"The feed {name!r} is {describe(value)}; expected an array.")
     return Type(found.shape, found.dtype)
@@ -304,6 +320,11 @@ def _explained(error: Exception, name: str) -> TraceError:
         advice = (
             "a value of another trace is used: some function stored a traced array outside itself (a side "
             "effect). Return what you need instead of storing it."
+        )
+    elif "__jax_array__" in str(error):
+        advice = (
+            "a declaration made outside of the function is given to JAX, which takes arrays. Make it one: "
+            "jnp.asarray(x) or x.value()."
         )
     else:
         advice = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

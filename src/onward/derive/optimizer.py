@@ -23,11 +23,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, Self, cast, dataclass_transform
 
 import jax
 
-from onward.core.errors import ArgumentError, HyperparameterError
+from onward.core.errors import ArgumentError, HyperparameterError, nearest
 from onward.core.program import Program, Variable
 from onward.core.walk import Where, listed
 from onward.core.words import UpdateType
@@ -74,6 +74,16 @@ class Optimizer:
                 f"{cls.__name__} evaluates the loss, which depends on all parameters: set type = "
                 "UpdateType.ACROSS and take tuples of parameters, gradients and slots."
             )
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse a hyperparameter that does not exist, and offer the nearest."""
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                names = cls.__dataclass_fields__
+                raise HyperparameterError(
+                    f"{cls.__name__} has no hyperparameter {name!r}. {nearest(name, names)}"
+                )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, value in self.hyperparameters.items():
@@ -178,8 +188,8 @@ class Optimizer:
             program = trace(loss, *args, **trace_options)
         elif isinstance(loss, Deferred) or has_lazy(loss):
             later = loss if isinstance(loss, Deferred) else Deferred(loss, trace_options)
-            whole: Any = later.then(lambda p: self.minimize(p, parameter_list=chosen, no_grad_set=stopped))
-            return whole.complete({}) if later.is_complete else whole
+            whole = later.then(lambda p: self.minimize(p, parameter_list=chosen, no_grad_set=stopped))
+            return whole.complete({}) if later.is_complete else cast("Program", whole)
         else:
             raise ArgumentError(
                 f"minimize was given {type(loss).__name__!r} as the loss. Give the loss function itself and "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from onward.core.jaxprs import Body, Wire, body_of
+from onward.core.jaxprs import Body, Wire, body_of, current_axis
 
 _REMEMBERED = 4096
 _REMEMBERED_BY_IDENTITY = 256
@@ -80,8 +80,8 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
     (Read(source='input', position=1), Read(source='cotangent', position=0))
     """
     settings: Any = jax.config  # what JAX's own rules may depend on beside the op
-    precision = settings.jax_enable_x64, settings.jax_default_matmul_precision
-    key = (body.signature, tuple(wanted), tuple(given), precision)
+    ambient = settings.jax_enable_x64, settings.jax_default_matmul_precision, current_axis()
+    key = (body.signature, tuple(wanted), tuple(given), ambient)
     rule = _rules.get(key) or _rules_by_identity.get(key)
     if rule is None:
         rule = _derive(body.anonymous(), tuple(wanted), tuple(given))

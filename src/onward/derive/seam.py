@@ -12,7 +12,7 @@ from onward.core.program import Program, Variable
 from onward.core.structure import Signature, Structure
 from onward.core.transform import transform
 from onward.core.walk import prune
-from onward.core.words import Pass
+from onward.core.words import Kind, Pass
 
 
 @transform
@@ -80,15 +80,12 @@ def update_pass(program: Program) -> Program:
 def _signature(state: tuple[Variable, ...], gradients: tuple[Variable, ...]) -> Signature:
     """How an update pass is called: one argument for each gradient, by name."""
     alone = jax.tree.structure(0)
+    parameters = sorted((v for v in state if v.kind is Kind.PARAMETER), key=lambda v: v.name)
     return Signature(
-        parameters=Structure(jax.tree.structure({v.name: 0 for v in state}), _sorted(state)),
+        parameters=Structure(jax.tree.structure({v.name: 0 for v in parameters}), tuple(parameters)),
         model_state=None,
         data=tuple(Structure(alone, (g,)) for g in gradients),
         names=("parameters", *(g.name for g in gradients)),
         result=Structure(jax.tree.structure(()), ()),
         has_aux=False,
     )
-
-
-def _sorted(variables: tuple[Variable, ...]) -> tuple[Variable, ...]:
-    return tuple(sorted(variables, key=lambda v: v.name))

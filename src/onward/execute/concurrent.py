@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onward.core.errors import ArgumentError
+from onward.core.structure import describe
 from onward.derive.seam import update_pass
 from onward.execute.gradient_machine import GradientMachine
 from onward.execute.out import Out
 from onward.execute.state import State
 from onward.execute.step import Step
-from onward.execute.training import Training
+from onward.execute.training import Batch, Training
 
 if TYPE_CHECKING:
     from onward.execute.trainer import Trainer
@@ -29,17 +30,18 @@ class Crew:
     """The threads of one training run."""
 
     def __init__(self, trainer: Trainer, threads: int, training: Training) -> None:
-        if threads < 1:
-            raise ArgumentError(f"threads is {threads}; expected at least 1.")
+        if not isinstance(threads, int) or threads < 1:
+            raise ArgumentError(f"threads is {describe(threads)}; expected a whole number, at least 1.")
         self.trainer, self.training = trainer, training
         names = [p.name for p, _ in trainer.program.gradients]
-        self.machines = [GradientMachine(trainer.model, names, number=n + 1) for n in range(threads)]
+        first = trainer.step * threads + 1  # so that no random key comes twice, whenever a crew is formed
+        self.machines = [GradientMachine(trainer.model, names, number=first + n) for n in range(threads)]
         self.apply = Applier(trainer)
         self._reading = threading.Lock()
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
 
-    def loop(self, batches: Iterator[tuple[Mapping[str, Any], Any]]) -> None:
+    def loop(self, batches: Iterator[Batch]) -> None:
         """Train on the batches of one epoch with all threads; returns when all are done."""
         self._stop.clear()
         self._errors.clear()
@@ -60,18 +62,20 @@ class Crew:
         if self._errors:
             raise self._errors[0]
 
-    def _work(self, machine: GradientMachine, batches: Iterator[Any]) -> None:
+    def _work(self, machine: GradientMachine, batches: Iterator[Batch]) -> None:
         try:
             while not self._stop.is_set():
                 with self._reading:
                     item = next(batches, _END)
                 if item is _END:
                     return
-                fed, position = item
-                out = machine.backward(**fed)
+                try:
+                    out = machine.backward(**item.fed)
+                except ArgumentError as error:
+                    raise self.training.blaming(item, error) from error
                 with self.trainer.model.lock:
                     self.apply(machine.gradients)
-                    self.training.done(out, fed, position)
+                    self.training.done(out, item)
                     self.training.after()
         except BaseException as error:
             self._errors.append(error)

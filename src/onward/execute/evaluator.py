@@ -7,13 +7,14 @@ evaluator.activation("fc_1")
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import jax
 import numpy as np
 
-from onward.core.errors import ArgumentError, StateError
+from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of
@@ -21,7 +22,7 @@ from onward.execute.feeds import data_names
 from onward.execute.model import Model, Request
 from onward.execute.out import Out
 from onward.execute.reader import Reading
-from onward.execute.state import State
+from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 
 
@@ -65,12 +66,11 @@ class Evaluator:
         Raises:
             ArgumentError: data of the wrong name, shape or dtype.
         """
-        fed = {**dict(zip(self._names, data, strict=False)), **feed}
+        fed = self._named(data, feed) if data else feed
         state = self.model.state
-        step = self._step(fed, self._fetch, len(data), only=False)
-        _, self._out = step(state, **{name: fed[name] for name in _reads(step)})
+        self._out = out = self._forward(fed, self._fetch, only=False)(state, fed)
         self._seen = state, fed
-        return self._out
+        return out
 
     def activation(self, layer: Any) -> Any:
         """What a layer gave in the last ``forward``.
@@ -89,8 +89,7 @@ class Evaluator:
         if name in self._out.results.position:
             return self._out[name]
         state, fed = self._seen
-        step = self._step(fed, (name,), len(fed), only=True)
-        return step(state, **{n: fed[n] for n in _reads(step)})[1][name]
+        return self._forward(fed, (name,), only=True)(state, fed)[name]
 
     def test(self, reader: Any) -> dict[str, float]:
         """The mean of the loss and of every other number that the network returns, over a reader.
@@ -102,31 +101,94 @@ class Evaluator:
                 the order of the declarations, or a dict by name.
 
         Raises:
-            ArgumentError: an empty reader, or one of the wrong structure.
+            ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need.
         """
         total: dict[str, Any] = {}
         count = 0
         for batch, _ in Reading(reader).epoch(0):
             fed = as_feed(batch, self._names)
-            out = self.forward(**fed)
+            numbers = metrics_of(self.forward(**fed))
+            if not numbers or (total and numbers.keys() != total.keys()):
+                raise ArgumentError(_no_number(self.model.test_program.name, self._names, fed))
             size = batch_size(fed)
             count += size
-            for name, value in metrics_of(out).items():
+            for name, value in numbers.items():
                 total[name] = total.get(name, 0.0) + value * size
         return {name: float(value) / count for name, value in total.items()}
 
-    def _step(self, fed: Mapping[str, Any], fetch: tuple[str, ...], count: int, only: bool) -> Step:
-        """The model's Step for what is fed."""
-        given = None if len(fed) == len(self._names) else frozenset(fed)
-        if count > len(self._names) or not fed.keys() <= set(self._names):
-            _refuse(self.model.test_program.name, self._names, fed, count)
-        request = Request(fetch, given, only)
-        return self.model.step(
-            request, lambda: Step(request.program(self.model.test_program), (), donate=False, ahead=False)
-        )
+    def _named(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> dict[str, Any]:
+        """All data by name."""
+        program, names = self.model.test_program.name, self._names
+        if len(data) > len(names):
+            raise ArgumentError(
+                f"{program} takes {len(names)} data ({', '.join(names)}); {len(data)} were given."
+            )
+        fed = dict(zip(names, data, strict=False))
+        if twice := fed.keys() & feed.keys():
+            raise ArgumentError(f"{program} was given {min(twice)!r} by place and by name.")
+        return {**fed, **feed}
+
+    def _forward(self, fed: Mapping[str, Any], fetch: tuple[str, ...], only: bool) -> _Forward:
+        """How the model is run for data of these names, from the model's memory if it was before."""
+        return self.model.once((fetch, only, *fed), lambda: self._planned(frozenset(fed), fetch, only))
+
+    def _planned(self, given: frozenset[str], fetch: tuple[str, ...], only: bool) -> _Forward:
+        program = self.model.test_program
+        if unknown := sorted(given - set(self._names)):
+            raise ArgumentError(
+                f"{program.name} takes no data named {unknown[0]!r}. {nearest(unknown[0], self._names)}"
+            )
+        request = Request(fetch, None if len(given) == len(self._names) else given, only)
+        return self.model.once(request, lambda: _Forward(self.model, request))
 
     def __repr__(self) -> str:
         return f"Evaluator({self.model!r})"
+
+
+class _Forward:
+    """One way of running a Model, worked out once, so that a request costs little more than its computation.
+
+    Arrays of the very dtypes that the Program takes go straight into a jitted function, which tells their
+    shapes apart. Everything else goes through the Step, which converts it or says what is wrong.
+    """
+
+    def __init__(self, model: Model, request: Request) -> None:
+        self.step = step = Step(request.program(model.test_program), (), donate=False, ahead=False)
+        self.reads = tuple(name for _, name in step.feeds.taken)
+        self._layout = model.state.layout
+        self._own = _picking([self._layout.position[v.name] for v in step.layout.variables])
+        self._dtypes = [v.dtype for v in step.program.inputs]
+        self._plain = step.feeds.flat and len(self.reads) == len(self._dtypes)
+        self._bounded = bool(step.program.bounds)
+        function = step.function
+        self._run = jax.jit(lambda own, data: function(State(step.layout, own), *data)[1])
+
+    def __call__(self, state: State, fed: Mapping[str, Any]) -> Out:
+        """Run on the values of a State, which stay as they are, and on data by name."""
+        data = [fed[name] for name in self.reads]
+        if not self._is_plain(state, data):
+            return self.step(state, *data)[1]
+        if self._bounded:
+            self.step.feeds.check_bounds(data)
+        try:
+            out: Out = self._run(self._own(state.values), data)
+            return out
+        except (RuntimeError, ValueError) as error:
+            if state.is_spent:
+                raise StateError(SPENT) from error
+            raise
+
+    def _is_plain(self, state: State, data: list[Any]) -> bool:
+        """Whether nothing needs to be converted, flattened or reordered."""
+        try:
+            return self._plain and state.layout is self._layout and [x.dtype for x in data] == self._dtypes
+        except AttributeError:
+            return False
+
+
+def _picking(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that picks these places of a tuple, at C speed where there are several."""
+    return itemgetter(*places) if len(places) > 1 else lambda values: tuple(values[i] for i in places)
 
 
 def as_feed(batch: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -172,12 +234,9 @@ def _aux(signature: Any) -> list[tuple[str, Variable]]:
     return [(path, v) for path, v in pairs if isinstance(v, Variable)]
 
 
-def _reads(step: Step) -> list[str]:
-    return [name for _, name in step.feeds.taken]
-
-
-def _refuse(program: str, names: tuple[str, ...], fed: Mapping[str, Any], count: int) -> None:
-    if count > len(names):
-        raise ArgumentError(f"{program} takes {len(names)} data ({', '.join(names)}); {count} were given.")
-    unknown = next(name for name in fed if name not in names)
-    raise ArgumentError(f"{program} takes no data named {unknown!r}. Its data: {', '.join(names)}.")
+def _no_number(program: str, names: tuple[str, ...], fed: Mapping[str, Any]) -> str:
+    return (
+        f"The reader yielded {', '.join(map(repr, fed))}; {program} takes {', '.join(names)}. From that none "
+        "of the numbers that are tested can be computed, or other ones than before: the loss, and every "
+        "single number that the network returns beside it (has_aux=True)."
+    )

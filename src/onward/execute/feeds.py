@@ -73,7 +73,7 @@ class Feeds:
         """Raise ``ArgumentError`` for a label or an id out of range, which devices read as something else."""
         for v, value in zip(self.program.inputs, values, strict=True):
             if v in self.program.bounds and not isinstance(value, jax.Array):
-                _check_bound(self.program.name, v, np.asarray(value), *self.program.bounds[v])
+                _check_bound(self.program.name, v, _integers(value), *self.program.bounds[v])
 
     def types(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Every data argument of the traced function by its types, those that are not taken included.
@@ -113,7 +113,10 @@ class Feeds:
     def _converted(self, value: Any, v: Variable) -> Any:
         if isinstance(value, list | tuple):
             value = self._stacked(value, v)
-        found = type_of(value)
+        try:
+            found = type_of(value)
+        except (ArgumentError, OverflowError):
+            raise ArgumentError(self._no_numbers(np.asarray(value, object), v)) from None
         if found is None:
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {describe(value)}; expected an array {v.type}."
@@ -133,6 +136,20 @@ class Feeds:
             return value
         return self._narrowed(np.asarray(value), v)
 
+    def _no_numbers(self, value: Any, v: Variable) -> str:
+        """What to say of an array of strings, objects or Python integers that no device can hold."""
+        large = next((x for x in value.flat if isinstance(x, int) and abs(x) >= 2**63), None)
+        if large is not None:
+            return (
+                f"{self.program.name}: {v.name!r} holds an integer of {large.bit_length()} bits, which no "
+                f"array can hold; expected {v.type}. Bring the numbers into range, or write them as floats."
+            )
+        return (
+            f"{self.program.name}: {v.name!r} holds {describe(next(iter(value.flat), None))} in an array "
+            f"that is none of numbers, which no device can hold; expected {v.type}. Encode it as numbers "
+            "first."
+        )
+
     def _narrowed(self, value: Any, v: Variable) -> Any:
         """The array in the dtype of its Variable; refused where that would change numbers beyond rounding."""
         if value.dtype == v.dtype or value.dtype.kind not in "iuf":
@@ -150,6 +167,15 @@ class Feeds:
                 "trace with a wider dtype (jax_enable_x64)."
             )
         return narrow
+
+
+def _integers(value: Any) -> Any:
+    """The integers that are fed; none, if it is something else, which ``convert`` refuses."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a ragged list
+        return np.zeros(0, int)
+    return array if array.dtype.kind in "iub" else np.zeros(0, int)
 
 
 def _check_bound(program: str, v: Variable, value: Any, size: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""GradientMachine = {Model, gradients}: runs forward and backward, and holds the gradients apart from the Model.
+"""GradientMachine = {Model, gradients}: runs forward and backward, and holds the gradients.
 
 machine = GradientMachine(model)            # one for each thread that trains
 machine.backward(images=images, labels=labels)
@@ -60,7 +60,7 @@ class GradientMachine:
                 v.name for v in select(model.topology.parameters, listed(parameter_list), "parameter_list")
             )
         fetch = tuple(find(model.topology, name).name for name in activations)
-        self._step = model.step(("backward", chosen, fetch), lambda: _backward_step(model, chosen, fetch))
+        self._step = model.once(("backward", chosen, fetch), lambda: _backward_step(model, chosen, fetch))
         self._gradients = {p.name: g.name for p, g in self._step.program.gradients}
 
     def backward(self, *data: Any, **feed: Any) -> Out:

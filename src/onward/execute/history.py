@@ -66,6 +66,43 @@ class History(Mapping[str, np.ndarray]):
         if len(self._waiting) >= 2 * WAITING:
             self._fetch(WAITING)
 
+    def amend(self, /, **values: Any) -> None:
+        """Add values to the last record, such as those of a test after it.
+
+        >>> history = History()
+        >>> history.record(step=1, epoch=0, loss=0.5)
+        >>> history.record(step=2, epoch=0, loss=0.4)
+        >>> history.amend(test_loss=0.6)
+        >>> history["test_loss"]
+        array([nan, 0.6])
+        """
+        if not self._waiting and not self._fetched:
+            raise ArgumentError(
+                "History.amend: there is no record yet; record(step=..., epoch=...) comes first."
+            )
+        for name, value in values.items():
+            self._columns.setdefault(name, array("d"))
+            if self._waiting:
+                self._waiting[-1][name] = value
+            else:
+                column = self._columns[name]
+                column.extend([NAN] * (self._fetched - len(column)))
+                column[-1] = float(value)
+
+    def of(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The steps at which a metric was measured, and its values there: what one plots.
+
+        >>> history = History()
+        >>> for step in range(1, 5):
+        ...     history.record(step=step, epoch=0, loss=1 / step)
+        >>> history.amend(test_loss=0.3)
+        >>> history.of("test_loss")
+        (array([4.]), array([0.3]))
+        """
+        values = self[name]
+        measured = ~np.isnan(values)
+        return self["step"][measured], values[measured]
+
     def __getitem__(self, name: str) -> np.ndarray:
         """One metric over all records.
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.placement import whole_shape
 from onward.core.program import SEED, Program, Variable
 from onward.core.structure import Structure, describe
+from onward.core.words import Placement
 from onward.execute.state import copied, stored
 
 
@@ -25,9 +27,16 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
             continue
         made = op.body(*(values[v] for v in op.inputs))
         for v, value in zip(op.outputs, made, strict=True):
-            values.setdefault(v, copied(value, v.dtype))
+            values.setdefault(v, copied(_everywhere(value, v, program), v.dtype))
     del values[SEED]
     return values
+
+
+def _everywhere(value: Any, v: Variable, program: Program) -> Any:
+    """The first value over all devices, each of which begins with the same."""
+    if v.placement is Placement.SHARDED and program.replicas is not None:
+        return jnp.concatenate([value] * program.replicas.count)
+    return jnp.broadcast_to(value, whole_shape(v, program.replicas))
 
 
 def is_declared(program: Program) -> bool:

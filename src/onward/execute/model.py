@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 from onward.core.errors import ArgumentError, RecipeError
 from onward.core.program import Program, Variable
@@ -19,7 +19,8 @@ from onward.derive.seam import forward_pass
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
 from onward.execute.state import Layout, State
-from onward.execute.step import Step
+
+T = TypeVar("T")
 
 
 class Model:
@@ -54,8 +55,7 @@ class Model:
     ) -> None:
         self.topology = _topology(network, options)
         self.lock = RLock()
-        self._steps: dict[Any, Step] = {}
-        self._tests: Program | None = None
+        self._made: dict[Any, Any] = {}
         layout = Layout.of(self.topology)
         values = initialized(self.topology, _given(self.topology, parameters, state), seed)
         self.state = State(layout, [values[v] for v in layout.variables])
@@ -86,20 +86,15 @@ class Model:
     @property
     def test_program(self) -> Program:
         """The topology as it is when nothing is trained."""
-        if self._tests is None:
-            try:
-                self._tests = for_test(self.topology)
-            except RecipeError:
-                self._tests = forward_pass(self.topology)
-        return self._tests
+        return self.once("test", lambda: _test_program(self.topology))
 
-    def step(self, request: Hashable, make: Callable[[], Step]) -> Step:
-        """The Step for a request, made once and shared by everything that uses this model."""
-        found = self._steps.get(request)
+    def once(self, request: Hashable, make: Callable[[], T]) -> T:
+        """What answers a request, made once and shared by everything that uses this model."""
+        found: T | None = self._made.get(request)
         if found is None:
             with self.lock:
-                found = self._steps.get(request) or make()
-                self._steps[request] = found
+                found = self._made.get(request) or make()
+                self._made[request] = found
         return found
 
     def __repr__(self) -> str:
@@ -155,6 +150,13 @@ def _topology(network: Any, options: dict[str, Any]) -> Program:
             "traced Program, or what a layer returned."
         )
     return trace(network, **options)
+
+
+def _test_program(topology: Program) -> Program:
+    try:
+        return for_test(topology)
+    except RecipeError:
+        return forward_pass(topology)
 
 
 def _given(topology: Program, parameters: Any, state: Any) -> dict[Variable, Any]:

@@ -63,7 +63,7 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
         changed=tuple(n for n, x in given.items() if n in fits and not np.array_equal(x, found.arrays[n])),
     )
     if report.kept or report.left or report.changed:
-        warnings.warn(f"{found.path}: {report}.", stacklevel=4)
+        warnings.warn(f"{found.path}: {report}.", stacklevel=3)
     return values, report
 
 

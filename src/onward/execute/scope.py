@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from threading import RLock
 from typing import Any
 
 from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest
@@ -18,10 +19,12 @@ class Scope(Mapping[str, Any]):
     """State Variables by name, each with its value.
 
     A Variable of two Programs is the same one when name, shape and dtype agree; one of the same name and
-    another type is refused. Reading gives a copy, because a run may reuse the buffer.
+    another type is refused. Reading gives a copy, because a run may reuse the buffer. Who runs holds
+    ``lock``.
     """
 
     def __init__(self) -> None:
+        self.lock = RLock()
         self._variables: dict[str, Variable] = {}
         self._values: dict[str, Any] = {}
 
@@ -34,7 +37,8 @@ class Scope(Mapping[str, Any]):
         name = name.name if isinstance(name, Variable) else name
         if name not in self._values:
             raise UnknownNameError(f"The scope holds nothing named {name!r}. {nearest(name, self._values)}")
-        return copied(self._values[name], self._values[name].dtype)
+        with self.lock:
+            return copied(self._values[name], self._values[name].dtype)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Give a Variable a value; of one that is known already the type stays."""
@@ -44,8 +48,9 @@ class Scope(Mapping[str, Any]):
         """Give several Variables values, all or none; of those that are known already the types stay."""
         variables = {name: self._variables.get(name) or _variable(name, x) for name, x in values.items()}
         made = {name: stored(x, variables[name], f"The value of {name!r}") for name, x in values.items()}
-        self._variables.update(variables)
-        self._values.update(made)
+        with self.lock:
+            self._variables.update(variables)
+            self._values.update(made)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

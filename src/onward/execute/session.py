@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from threading import RLock
 from typing import Any
 
 from onward.core.errors import ArgumentError, nearest
@@ -44,7 +43,8 @@ class Session:
     shapes is remembered. Ctrl-C waits until a run has stored its values.
 
     Args:
-        program: where targets that are mere names or ops are looked up; the last Program run unless given.
+        program: where targets that are mere names, ops or Variables are looked up; unless given, the last
+            Program run.
         seed: what declared parameters are initialized from.
         scope: the values of another Session, to be shared.
         checkpoints: where Ctrl-C during a run, and ``save``, write all values.
@@ -76,10 +76,10 @@ class Session:
         )
         self.runs = 0
         self.seed = seed
-        self._program = program
+        self._given, self._last = program, program
+        self._deferred: dict[Any, Deferred] = {}
         self._completed: dict[Deferred, Program] = {}
         self._plans: dict[Any, _Plan] = {}
-        self._lock = RLock()
 
     def run(
         self,
@@ -107,7 +107,7 @@ class Session:
         """
         fed = _named(feed)
         try:
-            with self._lock, Interruptible() as interrupts:
+            with self.scope.lock, Interruptible() as interrupts:
                 plan = self._plan(listed(target), listed(fetch), fed)
                 plan.check(fed)
                 self.scope.initialize(plan.step.program, self.seed)
@@ -122,7 +122,7 @@ class Session:
     def _run(self, plan: _Plan, fed: Mapping[str, Any]) -> Out:
         """Run a plan over the values of the scope, and keep the new ones; nothing may interrupt this."""
         state = State(plan.step.layout, self.scope.values_of(plan.step.layout.variables))
-        state, out = plan.step(state, **{n: x for n, x in fed.items() if n in plan.reads})
+        state, out = plan.step(state, *plan.data(fed))
         self.scope.take(state)
         self.runs += 1
         return out
@@ -136,7 +136,7 @@ class Session:
         store = self.checkpoints if folder is None else Checkpoints(folder, keep=None)
         if store is None:
             raise ArgumentError("There is no folder to save to: session.save('runs/one').")
-        with self._lock:
+        with self.scope.lock:
             path = store.save(self.scope.values_by_name(), self.runs)
         store.wait()
         return path
@@ -152,13 +152,14 @@ class Session:
         if store is None:
             raise ArgumentError("There is no folder to restore from: session.restore('runs/one').")
         found = store.load(which)
-        with self._lock:
+        with self.scope.lock:
             self.scope.update(found.arrays)
             self.runs = found.step
 
     def program(self, target: Any, feed: Mapping[Any, Any] | None = None) -> Program:
         """The part of the Program that ``run`` would run for this target, to be printed or counted."""
-        return self._plan(listed(target), [], _named(feed)).step.program
+        with self.scope.lock:
+            return self._plan(listed(target), [], _named(feed)).step.program
 
     def __getitem__(self, name: str) -> Any:
         """A copy of the value of a state Variable."""
@@ -172,28 +173,28 @@ class Session:
         """What to run for these targets, from memory if they were run before."""
         if not targets and not fetch:
             raise ArgumentError("run was given neither target nor fetch: there is nothing to run.")
-        key = tuple(map(_key, targets)), tuple(map(_key, fetch))
+        program = self._chosen([*targets, *fetch], fed)
+        key = id(program), tuple(map(_key, targets)), tuple(map(_key, fetch))
         if key not in self._plans:
-            program = self._chosen(targets, fetch, fed)
             self._plans[key] = _Plan(aim(program, targets, fetch), (targets, fetch))
         return self._plans[key]
 
-    def _chosen(self, targets: list[Any], fetch: list[Any], fed: Mapping[str, Any]) -> Program:
+    def _chosen(self, targets: list[Any], fed: Mapping[str, Any]) -> Program:
         """The Program that the targets belong to."""
-        found = program_in([*targets, *fetch])
-        if found is None and any(isinstance(t, Lazy) for t in (*targets, *fetch)):
-            lazies = tuple(t for t in (*targets, *fetch) if isinstance(t, Lazy))
-            found = Deferred(lazies, {"training": False})
-        if isinstance(found, Deferred):
-            return self._complete(found, fed)
+        found = program_in(targets)
+        lazies = tuple(t for t in targets if isinstance(t, Lazy))
+        if found is None and lazies:
+            whole = self._deferred.setdefault(tuple(map(id, lazies)), Deferred(lazies, {"training": False}))
+            return self._complete(whole, fed)
         if found is not None:
-            self._program = found
-        if self._program is None:
+            self._last = self._complete(found, fed) if isinstance(found, Deferred) else found
+            return self._last
+        if (program := self._given or self._last) is None:
             raise ArgumentError(
-                f"run cannot tell which Program {describe((targets or fetch)[0])} belongs to. Give the "
-                "Program once, Session(program), or a target that knows it: program.updates."
+                f"run cannot tell which Program {describe(targets[0])} belongs to. Give the Program once, "
+                "Session(program), or a target that knows it: program.updates."
             )
-        return self._program
+        return program
 
     def _complete(self, deferred: Deferred, fed: Mapping[str, Any]) -> Program:
         """The Program of Lazy values, its open shapes as they were fed first."""
@@ -216,6 +217,10 @@ class _Plan:
         self.reads = frozenset(name for _, name in self.step.feeds.taken)
         self.known = data_names(aimed.program)
 
+    def data(self, fed: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the step reads of the feed, in its order."""
+        return self.step.feeds.named((), {name: x for name, x in fed.items() if name in self.reads})
+
     def check(self, fed: Mapping[str, Any]) -> None:
         """Raise ``ArgumentError`` for a feed that the Program does not know."""
         for name in fed:
@@ -231,6 +236,9 @@ def _named(feed: Mapping[Any, Any] | None) -> dict[str, Any]:
         return {}
     if not isinstance(feed, Mapping):
         raise ArgumentError(f"The feed is {describe(feed)}; expected a dict, {{'images': array}}.")
+    for key in feed:
+        if name_of(key) is None:
+            raise ArgumentError(f"The feed has the key {key!r}; expected a name of data, or its declaration.")
     return {str(name_of(key)): value for key, value in feed.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -90,6 +90,10 @@ class State:
         if is_deleted(value):
             raise StateError(SPENT)
         return value
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of everything it holds."""
+        return iter(self.layout.position)
 
     @property
     def parameters(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from onward.core.errors import ArgumentError, OnwardError, StateError
+from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.transform import replayed
@@ -50,9 +51,12 @@ class Step:
         self._lock = RLock()
         self.feeds = Feeds(program)
         self._foreign: dict[Layout, tuple[int, ...]] = {}
-        self._executables = {key_of(program.inputs): Executable(program, self.fetch, self._donate)}
+        first = Executable(program, self.fetch, self._donate)
+        shapes = tuple((whole_shape(v, program.replicas), v.dtype) for v in program.inputs)
+        self._executables = {shapes: first}
+        self._place = first.place
         if ahead:
-            self._compile(self._executables[key_of(program.inputs)])
+            self._compile(first)
 
     def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
         """The State before the first step: the parameters copied, everything else initialized.
@@ -84,7 +88,7 @@ class Step:
         if signature.model_state is not None:
             given |= by_structure(signature.model_state, state, signature.names[1])
         values = initialized(self.program, given, seed)
-        return State(self.layout, [values[v] for v in self.layout.variables])
+        return State(self.layout, [self._place(v, values[v]) for v in self.layout.variables])
 
     def __call__(self, state: State, *data: Any, **feed: Any) -> tuple[State, Out]:
         """Run one step.

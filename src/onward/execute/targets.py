@@ -13,9 +13,11 @@ from onward.core.errors import GraphError
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.structure import describe
 from onward.core.walk import ancestors, find, prune
-from onward.core.words import Pass, UpdateType
+from onward.core.words import Kind, Pass, UpdateType
 from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
+
+_SHARED = (Kind.PARAMETER, Kind.STATE, Kind.DATA)  # the same in two Programs if name and type are
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,17 @@ def _variables(program: Program, target: Any) -> tuple[Variable, ...]:
         if not belongs(program, op):
             raise GraphError(f"The target {op!r} belongs to another Program than {program.name!r}.")
         return op.outputs
+    if isinstance(target, Variable) and target.kind not in _SHARED and not belongs(program, target):
+        raise GraphError(
+            f"The target {target!r} belongs to another Program than {program.name!r}. Run that one, or say "
+            f"by its name which Variable of this one is meant: {target.name!r}."
+        )
     return (_found(program, target),)
 
 
 def _found(program: Program, target: Any) -> Variable:
+    if isinstance(target, Op):
+        target = _variables(program, target)[0]
     if isinstance(target, Variable) and not belongs(program, target):
         same = program.variables.get(target.name)
         if same is None or (same.shape, same.dtype) != (target.shape, target.dtype):
@@ -107,7 +116,7 @@ def _found(program: Program, target: Any) -> Variable:
             )
     if not isinstance(target, str | Variable | Lazy | Target):
         raise GraphError(
-            f"{describe(target)} is no target: give a Program, an op, a Variable, its name, or what a layer "
+            f"The target is {describe(target)}: give a Program, an op, a Variable, its name, or what a layer "
             "returned."
         )
     return find(program, target)

@@ -54,7 +54,13 @@ def optimize(cost: Any, optimizer: Optimizer | None = None, **options: Any) -> N
         raise ArgumentError(f"optimize was given {describe(optimizer)}; expected an optimizer: Adam(1e-3).")
     if not (isinstance(cost, Program) or has_lazy(cost) or callable(cost)):
         raise ArgumentError(f"optimize was given {describe(cost)}; expected a cost, a Program or a function.")
-    _optimizers[cost] = optimizer, options
+    try:
+        _optimizers[cost] = optimizer, options
+    except TypeError:
+        raise ArgumentError(
+            f"optimize was given {describe(cost)}, which it cannot remember; expected a single cost. Or give "
+            "the optimizer to train: train(cost, reader, optimizer=Adam(1e-3))."
+        ) from None
 
 
 def train(
@@ -91,7 +97,7 @@ def train(
         >>> ow.train(network, [(x, x[:, :1])], epochs=3).history["loss"].shape
         (3,)
     """
-    chosen, given = _optimizers.get(cost, (Adam(1e-3), {})) if _is_key(cost) else (Adam(1e-3), {})
+    chosen, given = _told(cost)
     chosen = optimizer or chosen
     first, reader = _peeked(reader)
     forward = _forward(cost, first)
@@ -127,9 +133,9 @@ def _peeked(reader: Any) -> tuple[Any, Any]:
     return first, reader
 
 
-def _is_key(cost: Any) -> bool:
+def _told(cost: Any) -> tuple[Optimizer, dict[str, Any]]:
+    """What ``optimize`` was told about a cost."""
     try:
-        hash(cost)
-    except TypeError:
-        return False
-    return True
+        return _optimizers.get(cost, (Adam(1e-3), {}))
+    except TypeError:  # nothing that can be remembered
+        return Adam(1e-3), {}

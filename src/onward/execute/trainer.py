@@ -83,6 +83,7 @@ class Trainer:
         self.position: Any = None
         self.resumed = False
         layout = Layout.of(self.program)
+        _check_same(model.state.layout, layout)
         self._own_variables = tuple(v for v in layout.variables if v.name not in model.state.layout.position)
         given = {v: model.state[v] for v in layout.variables if v not in self._own_variables}
         values = initialized(self.program, given, 0)
@@ -252,11 +253,14 @@ class Trainer:
         """How one thread trains on the batches of an epoch."""
 
         def loop(batches: Any) -> None:
-            for fed, position in batches:
+            for batch in batches:
                 with training.uninterrupted:
-                    with self.model.lock:
-                        out = self.advance((), fed)
-                    training.done(out, fed, position)
+                    try:
+                        with self.model.lock:
+                            out = self.advance((), batch.fed)
+                    except ArgumentError as error:
+                        raise training.blaming(batch, error) from error
+                    training.done(out, batch)
                 training.after()
 
         return loop
@@ -283,6 +287,19 @@ class _Joint:
         """The values of the Model, and the Trainer's."""
         found = tuple(map(values.__getitem__, self._back))
         return found[: self._count], found[self._count :]
+
+
+def _check_same(model: Layout, training: Layout) -> None:
+    """Raise ``ArgumentError`` unless a training Program keeps all that the model does, of the same types."""
+    kept = {v.name: v for v in training.variables}
+    for v in model.variables:
+        found = kept.get(v.name)
+        if found is None or (found.shape, found.dtype) != (v.shape, v.dtype):
+            what = "nothing of that name" if found is None else found.type
+            raise ArgumentError(
+                f"The model keeps {v.name!r} ({v.type}), and the training Program keeps {what}. Make it of "
+                "the model's own network: optimizer.minimize(model.topology)."
+            )
 
 
 def _program(model: Model, optimizer: Optimizer | Program, parameter_list: Iterable[Where] | None) -> Program:

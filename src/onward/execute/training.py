@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from math import nan
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from onward.core.errors import ArgumentError, NonFiniteError
+from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
+from onward.core.structure import describe
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
 from onward.execute.events import Event, EventKind, StopTraining
 from onward.execute.interrupt import Interruptible
@@ -24,7 +27,16 @@ if TYPE_CHECKING:
 
 _LOOK_BACK = 64
 
-Loop = Callable[[Iterator[tuple[Mapping[str, Any], Any]]], None]
+
+class Batch(NamedTuple):
+    """A batch by name, its number in the epoch, and the reader's position after it."""
+
+    fed: Mapping[str, Any]
+    number: int
+    position: Any
+
+
+Loop = Callable[[Iterator[Batch]], None]
 
 
 class Training:
@@ -43,6 +55,9 @@ class Training:
     ) -> None:
         self.trainer, self.reading, self.test = trainer, Reading(reader), test
         self.callbacks, self.prefetch, self.check = tuple(callbacks), prefetch, check
+        if not isinstance(epochs, int) or epochs < 0:
+            raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
+        self.saved = trainer.step if trainer.resumed else -1
         if not trainer.resumed:
             trainer.begun = trainer.epoch
         trainer.resumed = False
@@ -53,31 +68,32 @@ class Training:
         self.interrupts = Interruptible()
         self.metrics: Mapping[str, Any] = {}
         self.tested: dict[str, float] = {}
-        self.saved = -1
+        self.tested_at = -1
+        self._ahead: dict[int, Any] = {}
         self._recent: deque[tuple[int, int, int, Any]] = deque()
 
     @property
-    def uninterrupted(self) -> Any:
-        """The part of the loop that Ctrl-C may not interrupt."""
-        return self.interrupts.uninterrupted
+    def uninterrupted(self) -> AbstractContextManager[None]:
+        """The part of the loop that Ctrl-C may not interrupt; it reaches the main thread only."""
+        return self.interrupts.uninterrupted if current_thread() is main_thread() else nullcontext()
 
     def run(self, loop: Loop) -> None:
         """Train epoch by epoch; ``loop`` takes the batches of one."""
         trainer = self.trainer
-        with self.interrupts, closing(self.progress):
+        with trainer.checkpoints or nullcontext(), self.interrupts, closing(self.progress):
             try:
                 self.event(EventKind.BEGIN)
                 while trainer.epoch < self.last:
                     self.epoch(loop)
             except StopTraining as reason:
                 self.progress.message(f"Stopped: {reason}")
-            except KeyboardInterrupt:
-                self.save()
+            except KeyboardInterrupt as interrupt:
+                self.rescue(interrupt)
                 raise
-            self.save()
-            self.event(EventKind.END)
-        if trainer.checkpoints is not None:
-            trainer.checkpoints.wait()
+            with suppress(StopTraining):
+                self.save()
+            with suppress(StopTraining):
+                self.event(EventKind.END)
 
     def epoch(self, loop: Loop) -> None:
         """One epoch, or the rest of one, and the test after it."""
@@ -90,12 +106,15 @@ class Training:
         self.event(EventKind.EPOCH)
         if self.test is not None:
             self.tested = {f"test_{name}": x for name, x in trainer.test(self.test).items()}
+            self.tested_at = trainer.step
             trainer.history.record(step=trainer.step, epoch=trainer.epoch - 1, **self.tested)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in self.tested.items())
             self.progress.message(f"epoch {trainer.epoch}: {shown}")
+            if trainer.checkpoints is not None and trainer.checkpoints.best in self.tested:
+                self.save(again=True)
             self.event(EventKind.TEST, self.tested)
 
-    def batches(self) -> Generator[Any, None, None]:
+    def batches(self) -> Generator[Batch, None, None]:
         """The batches of this epoch by name, checked, read ahead by a thread."""
         trainer = self.trainer
         skip = 0
@@ -104,31 +123,41 @@ class Training:
         elif trainer.batch:
             skip = trainer.batch
         pairs = self.reading.epoch(trainer.epoch, skip)
-        numbered = ((*pair, trainer.epoch, n) for n, pair in enumerate(pairs, trainer.batch))
+        numbered = (Batch(batch, n, position) for n, (batch, position) in enumerate(pairs, trainer.batch))
         return prefetched(numbered, self.prefetch, self.prepared)
 
-    def prepared(self, item: Any) -> Any:
+    def prepared(self, batch: Batch) -> Batch:
         """A batch as the step takes it; raises ``ArgumentError`` that names the batch."""
-        batch, position, epoch, number = item
         try:
-            fed = as_feed(batch, self.trainer.names)
+            fed = as_feed(batch.fed, self.trainer.names)
             if self.check:
                 for name, value in fed.items():
                     _check_finite(name, value)
         except ArgumentError as error:
-            raise ArgumentError(f"Batch {number} of epoch {epoch} (both counted from 0): {error}") from None
-        return (fed if jax.default_backend() == "cpu" else jax.device_put(fed)), position
+            raise self.blaming(batch, error) from None
+        return batch._replace(fed=fed if jax.default_backend() == "cpu" else jax.device_put(fed))
 
-    def done(self, out: Out, fed: Mapping[str, Any], position: Any) -> None:
-        """Note that a step was made."""
+    def blaming(self, batch: Batch, error: ArgumentError) -> ArgumentError:
+        """The same error, naming the batch."""
+        return ArgumentError(
+            f"Batch {batch.number} of epoch {self.trainer.epoch} (both counted from 0): {error}"
+        )
+
+    def done(self, out: Out, batch: Batch) -> None:
+        """Note that a step was made.
+
+        Threads finish batches out of order. Where the training stands is before the first unfinished one.
+        """
         trainer = self.trainer
-        trainer.batch += 1
-        trainer.position = position
+        self._ahead[batch.number] = batch.position
+        while trainer.batch in self._ahead:
+            trainer.position = self._ahead.pop(trainer.batch)
+            trainer.batch += 1
         self.metrics = metrics_of(out)
         trainer.history.record(step=trainer.step, epoch=trainer.epoch, **self.metrics)
         if "loss" in self.metrics:
-            self._recent.append((trainer.step, trainer.epoch, trainer.batch - 1, self.metrics["loss"]))
-        self.progress.advance(batch_size(fed), **self.metrics)
+            self._recent.append((trainer.step, trainer.epoch, batch.number, self.metrics["loss"]))
+        self.progress.advance(batch_size(batch.fed), **self.metrics)
 
     def after(self) -> None:
         """Between two steps: look at old losses, save, tell the callbacks."""
@@ -146,20 +175,43 @@ class Training:
             step, epoch, batch, loss = self._recent.popleft()
             if self.check and not np.isfinite(loss):
                 raise NonFiniteError(
-                    f"The loss was {float(loss)} at step {step}: batch {batch} of epoch {epoch} (counted from "
-                    "0). The parameters are not to be trusted since then. Restore a checkpoint "
+                    f"The loss was {float(loss)} at step {step}: batch {batch} of epoch {epoch} (counted "
+                    "from 0). The parameters are not to be trusted since then. Restore a checkpoint "
                     "(trainer.restore()), and look at the learning rate and at that batch."
                 )
 
-    def save(self) -> None:
-        """Save a checkpoint, if any are configured and this step was not saved."""
+    def save(self, again: bool = False) -> None:
+        """Save a checkpoint, if any are configured and this step was not saved, or is to be ``again``.
+
+        Raises:
+            NonFiniteError: the loss was no finite number, so the parameters are not worth it.
+        """
         trainer = self.trainer
-        if trainer.checkpoints is None or self.saved == trainer.step:
+        if trainer.checkpoints is None or (self.saved == trainer.step and not again):
             return
-        numbers = {name: float(value) for name, value in self.metrics.items()}
-        path = trainer.save(trainer.checkpoints, {**numbers, **self.tested})
-        self.saved = trainer.step
+        self.look_for_nan(0)
+        with self.uninterrupted:
+            path = trainer.save(trainer.checkpoints, self._numbers(trainer.checkpoints.best))
+            self.saved = trainer.step
         self.event(EventKind.CHECKPOINT, {"path": path})
+
+    def rescue(self, interrupt: KeyboardInterrupt) -> None:
+        """Save before Ctrl-C ends the training; why that failed becomes a note of the interrupt."""
+        try:
+            with suppress(StopTraining):
+                self.save()
+        except OnwardError as error:
+            interrupt.add_note(f"No checkpoint was saved: {error}")
+
+    def _numbers(self, best: str | None) -> dict[str, float]:
+        """The metrics of this moment; the best's is NaN while no test of these parameters was made."""
+        numbers = {name: float(value) for name, value in self.metrics.items()}
+        if self.tested_at == self.trainer.step:
+            numbers |= self.tested
+        to_come = not numbers or best in self.tested or (self.test is not None and not self.tested)
+        if best is not None and best not in numbers and to_come:
+            numbers[best] = nan
+        return numbers
 
     def event(self, kind: EventKind, metrics: Mapping[str, Any] | None = None) -> None:
         """Call every callback."""

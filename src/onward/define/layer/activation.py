@@ -59,7 +59,7 @@ _MAAS = "Maas, Hannun and Ng, Rectifier Nonlinearities Improve Acoustic Models, 
 _CLEVERT = "Clevert, Unterthiner and Hochreiter, Exponential Linear Units, 2016, equation 15"
 _KLAMBAUER = "Klambauer et al., Self-Normalizing Neural Networks, 2017, equation 2"
 _HENDRYCKS = "Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, section 2"
-_ELFWING = "Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, 2018, equation 5"
+_ELFWING = "Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, 2018, section 2.2"
 _HOWARD = "Howard et al., Searching for MobileNetV3, 2019, section 5.2"
 
 relu = _activation(jax.nn.relu, "``max(x, 0)``", _NAIR)

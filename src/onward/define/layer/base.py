@@ -96,8 +96,8 @@ def weight(
         return context.variable(context.scoped(name), kind, Type(shape, jnp.dtype(dtype)), initializer)
     if given is None:
         raise ArgumentError(
-            f"A layer at {user_line()} needs {name!r}, {dtype}{list(shape)}: outside of a traced network nothing "
-            f"declares it. Pass it, {name}=array, or put the layer in a function and trace that."
+            f"A layer at {user_line()} needs {name!r}, {dtype}{list(shape)}: outside of a traced network "
+            f"nothing declares it. Pass it, {name}=array, or put the layer in a function and trace that."
         )
     if tuple(jnp.shape(given)) != tuple(shape):
         raise ArgumentError(

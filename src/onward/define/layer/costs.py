@@ -65,7 +65,7 @@ def huber(
     Raises:
         ArgumentError: two shapes.
 
-    Source: Huber, Robust Estimation of a Location Parameter, 1964, section 2.
+    Source: Huber, Robust Estimation of a Location Parameter, 1964.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -121,6 +121,7 @@ def _size(size: int | None, w: Any, b: Any) -> int:
             size = given.shape[-1]
     if size is None:
         raise ArgumentError(
-            f"fc at {user_line()} does not know how many outputs to have: write fc(x, 10), or pass w=."
+            f"fc at {user_line()} does not know how many outputs to have: write fc(x, 10), or pass w=. Only "
+            "directly under a cost, outside of a traced function, does the target tell."
         )
     return int(size)

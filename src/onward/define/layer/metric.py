@@ -69,7 +69,7 @@ def auc(scores: Any, labels: Any, *, name: str | None = None) -> Any:
     Raises:
         ArgumentError: two shapes, or several scores for an example.
 
-    Source: Hanley and McNeil, The Meaning and Use of the Area under a ROC Curve, 1982, section III.
+    Source: Hanley and McNeil, The Meaning and Use of the Area under a ROC Curve, 1982.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onward.core.jaxprs import current_axis
 from onward.core.words import Kind
 from onward.define import declare
 from onward.define.context import current_context
@@ -141,7 +142,7 @@ def layer_norm(
     Raises:
         ArgumentError: arrays of another shape.
 
-    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, equation 4.
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, equations 3 and 4.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -198,12 +199,18 @@ def _by_batch(
     values: Any, axes: tuple[int, ...], running: tuple[Any, ...], momentum: float
 ) -> tuple[Any, Any]:
     """Deviations from the batch's mean, and its variance; both move the running statistics."""
-    mean = jnp.mean(values, axes)
+    mean = _over_devices(jnp.mean(values, axes))
     centred = values - _along(mean, axes)
-    variance = jnp.mean(centred**2, axes)
+    variance = _over_devices(jnp.mean(centred**2, axes))
     for old, new in zip(running, (mean, variance), strict=False):
         declare.assign(old, momentum * old + (1 - momentum) * new)
     return centred, variance
+
+
+def _over_devices(mean: Any) -> Any:
+    """The mean over all devices that share the batch; on one device, what it is."""
+    axis = current_axis()
+    return mean if axis is None or not axis.syncs else lax.pmean(mean, axis.name)
 
 
 def _along(vector: Any, axes: tuple[int, ...]) -> Any:

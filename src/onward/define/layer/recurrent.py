@@ -103,8 +103,8 @@ def gru(
 
     With the gates side by side in the order reset, update, new:
     ``r = sigmoid(x w_r + h u_r + b_r)``, ``z = sigmoid(x w_z + h u_z + b_z)``,
-    ``n = tanh(x w_n + b_n + r (h u_n + b_h))``, then ``h <- (1 - z) n + z h``. In the paper, r multiplies h
-    before the matrix, and z and 1 - z change places.
+    ``n = tanh(x w_n + b_n + r (h u_n + b_h))``, then ``h <- (1 - z) n + z h``. As published, r multiplies
+    h before the matrix, and z and 1 - z change places.
 
     Args:
         x: [batch, time, n].
@@ -123,8 +123,8 @@ def gru(
     Raises:
         ArgumentError: arrays of another shape.
 
-    Source: Cho et al., Learning Phrase Representations using RNN Encoder-Decoder, 2014, section 2.3; the
-    variant is that of Appleyard et al., Optimizing Performance of Recurrent Neural Networks on GPUs, 2016.
+    Source: Cho et al., Learning Phrase Representations using RNN Encoder-Decoder, 2014, section 2.3; this
+    variant is that of its first version, arXiv:1406.1078v1.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -1,0 +1,60 @@
+"""What is equal on all devices when a Program runs on many: a proof by one walk over the ops.
+
+State that is placed ``replicated`` begins equal. An op of equal inputs gives equal outputs, a merging
+collective (a sum or mean over all devices) gives equal outputs whatever it reads, everything else differs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from onward.core.errors import GraphError
+from onward.core.words import Placement
+
+if TYPE_CHECKING:
+    from onward.core.program import Program, Replicas, Variable
+
+
+def equal_variables(program: Program) -> set[Variable]:
+    """The Variables that have the same value on every device."""
+    given = (*program.inputs, *program.state)
+    equal = {v for v in given if v.placement is Placement.REPLICATED} | set(program.constants)
+    for op in program.ops:
+        inputs = [i for i, v in enumerate(op.inputs) if v in equal]
+        same = op.body.same_everywhere(inputs)
+        equal.update(v for j, v in enumerate(op.outputs) if j in same)
+    return equal
+
+
+def check_placement(program: Program) -> None:
+    """Raise ``GraphError`` if what is called replicated may come to differ from device to device."""
+    if program.replicas is None:
+        return
+    equal = equal_variables(program)
+    for old, new in program.next_state.items():
+        if old.placement is Placement.REPLICATED and new not in equal:
+            raise GraphError(
+                f"{program.name}: {old.name!r} is placed replicated, but {new.name!r}, which replaces it, "
+                f"differs from device to device: {_why(program, new, equal)}. Merge it over the axis "
+                f"{program.replicas.axis!r} first."
+            )
+
+
+def whole_shape(v: Variable, replicas: Replicas | None) -> tuple[int, ...]:
+    """The shape of a Variable over all devices together, as people feed it and see it."""
+    if replicas is None or v.placement is Placement.REPLICATED:
+        return v.shape
+    if v.placement is Placement.PER_REPLICA:
+        return (replicas.count, *v.shape)
+    return (replicas.count * v.shape[0], *v.shape[1:])
+
+
+def _why(program: Program, v: Variable, equal: set[Variable]) -> str:
+    """Where a Variable begins to differ, as near to it as can be told."""
+    for op in program.ops:
+        if v in op.outputs:
+            differing = [x.name for x in op.inputs if x not in equal]
+            return (
+                f"{op.type} computes it from {', '.join(map(repr, differing[:3]))}" if differing else op.type
+            )
+    return "it is not computed from what is equal"

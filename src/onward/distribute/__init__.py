@@ -1,0 +1,1 @@
+"""One Program becomes one for each participant: replicate, and the ways to merge gradients."""

@@ -1,0 +1,330 @@
+"""How the gradients of all devices become one: merge strategies, each a small class.
+
+A strategy looks like an optimizer: ``init`` makes what it keeps for a gradient from step to step, ``merge``
+takes the gradient of this device and returns the one that all devices share.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> class Largest(ow.Merge):
+...     def merge(self, gradient, kept, devices):
+...         return devices.maximum(gradient), kept
+>>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x * w), jnp.ones(3), jnp.ones((8, 3)))
+>>> [op.type for op in ow.replicate(program, devices=1, merge=Largest()).ops if op.made_by == "collective"]
+['largest', 'all_mean']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any, ClassVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onward.core.errors import ArgumentError
+from onward.core.jaxprs import Type, body_of
+from onward.core.program import Program, Variable
+from onward.core.show import nbytes
+from onward.core.transform import Step
+from onward.derive.update import append_update
+from onward.distribute.weave import Weave
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices that run a Program, as a merge strategy sees them."""
+
+    axis: str
+    size: int
+
+    def sum(self, x: Any) -> Any:
+        """The sum over all devices."""
+        return lax.psum(x, self.axis)
+
+    def mean(self, x: Any) -> Any:
+        """The mean over all devices."""
+        return lax.pmean(x, self.axis)
+
+    def maximum(self, x: Any) -> Any:
+        """The largest of all devices, number by number."""
+        return lax.pmax(x, self.axis)
+
+    def gather(self, x: Any) -> Any:
+        """The arrays of all devices, along a new first axis."""
+        return lax.all_gather(x, self.axis)
+
+    def scatter_mean(self, x: Any) -> Any:
+        """Of the mean over all devices, this device's part: one of ``size`` along the first axis."""
+        return lax.psum_scatter(x, self.axis, tiled=True) / self.size
+
+    @property
+    def index(self) -> Any:
+        """The number of this device, from 0."""
+        return lax.axis_index(self.axis)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=False)
+@dataclass(frozen=True)
+class Merge:
+    """The base of every merge strategy; a subclass is a frozen dataclass without being told so.
+
+    ``exact`` says whether the result is the mean (or sum) up to rounding.
+    """
+
+    exact: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dataclass(frozen=True)(cls)
+
+    def init(self, gradient: Any) -> Mapping[str, Any]:
+        """What each device keeps for a gradient, by name, before the first step; nothing by default."""
+        return {}
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The merged gradient, equal on all devices, and what this device keeps."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to merge a gradient")
+
+    def groups(self, gradients: Sequence[Variable]) -> list[list[Variable]]:
+        """Which gradients are merged together, as one vector; each by itself unless overridden."""
+        return [[g] for g in gradients]
+
+    def apply(self, program: Program, devices: Devices, steps: Sequence[Step]) -> Program:
+        """The Program with every gradient merged before anything reads it; ``steps`` are yet to come."""
+        return with_merged_gradients(program, self, devices)
+
+    def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:
+        """The Program with the update pass: every device makes the whole of it."""
+        return append_update(program, optimizer)
+
+    @property
+    def name(self) -> str:
+        """The type of its ops: the class name in lower case."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+
+
+class Average(Merge):
+    """The mean over all devices: the gradient of the whole batch, if the loss is a mean over examples."""
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The mean."""
+        return devices.mean(gradient), kept
+
+    @property
+    def name(self) -> str:
+        """The type of its ops."""
+        return "all_mean"
+
+
+class Sum(Merge):
+    """The sum over all devices: the gradient of the whole batch, if the loss is a sum over examples."""
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The sum."""
+        return devices.sum(gradient), kept
+
+    @property
+    def name(self) -> str:
+        """The type of its ops."""
+        return "all_sum"
+
+
+class Bucketed(Merge):
+    """Gradients are sent in buckets of at least so many bytes, one message each.
+
+    Buckets are filled in the order in which the backward pass makes the gradients, so that the first can be
+    sent while the rest is computed. Which gradient is in which bucket depends on the Program alone.
+
+    Source: Li et al., PyTorch Distributed, 2020, section 3.2.3.
+    """
+
+    bytes: int = 25 * 2**20
+    inner: Merge = Average()
+
+    def init(self, gradient: Any) -> Mapping[str, Any]:
+        """What the inner strategy keeps."""
+        return self.inner.init(gradient)
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """As the inner strategy does."""
+        return self.inner.merge(gradient, kept, devices)
+
+    def groups(self, gradients: Sequence[Variable]) -> list[list[Variable]]:
+        """Runs of gradients of one dtype, each of at least ``bytes``."""
+        buckets: list[list[Variable]] = []
+        for g in gradients:
+            last = buckets[-1] if buckets else None
+            if last is None or last[0].dtype != g.dtype or sum(map(nbytes, last)) >= self.bytes:
+                buckets.append([])
+            buckets[-1].append(g)
+        return buckets
+
+
+class LowPrecision(Merge):
+    """Gradients are sent in a shorter dtype, and what rounding loses is kept for the next step.
+
+    Source: Seide et al., 1-Bit Stochastic Gradient Descent, 2014, section 3 (error feedback).
+    """
+
+    exact: ClassVar[bool] = False
+    dtype: str = "bfloat16"
+    feedback: bool = True
+
+    def init(self, gradient: Any) -> Mapping[str, Any]:
+        """What rounding has lost so far."""
+        return {"error": jnp.zeros_like(gradient)} if self.feedback else {}
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The mean of the rounded gradients."""
+        whole = gradient + kept["error"] if self.feedback else gradient
+        sent = whole.astype(self.dtype)
+        error = {"error": whole - sent.astype(gradient.dtype)} if self.feedback else {}
+        return (devices.sum(sent).astype(gradient.dtype) / devices.size), error
+
+
+class TopK(Merge):
+    """Only the largest numbers of a gradient are sent; the others are kept and added next time.
+
+    Source: Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, 2018, algorithm 1; Lin et al., Deep
+    Gradient Compression, 2018.
+    """
+
+    exact: ClassVar[bool] = False
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ArgumentError(f"TopK: ratio is {self.ratio}; expected a share, more than 0 and at most 1.")
+
+    def init(self, gradient: Any) -> Mapping[str, Any]:
+        """What was not sent so far."""
+        return {"error": jnp.zeros_like(gradient)}
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The mean of what every device sends: places and numbers."""
+        whole = (gradient + kept["error"]).ravel()
+        count = max(1, int(self.ratio * whole.size))
+        _, places = lax.top_k(jnp.abs(whole), count)
+        numbers = whole[places]
+        rest = whole.at[places].set(0)
+        everywhere = jnp.zeros_like(whole).at[devices.gather(places)].add(devices.gather(numbers))
+        shape = gradient.shape
+        return (everywhere / devices.size).reshape(shape), {"error": rest.reshape(shape)}
+
+
+class PowerSGD(Merge):
+    """A matrix is sent as two thin ones, found by one power iteration; vectors are sent whole.
+
+    Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019, algorithms 1 and 2.
+    """
+
+    exact: ClassVar[bool] = False
+    rank: int = 2
+
+    def init(self, gradient: Any) -> Mapping[str, Any]:
+        """What was not sent so far, and the right factor of the last step."""
+        if not self._is_worth_it(gradient):
+            return {}
+        columns = gradient.size // gradient.shape[0]
+        q = jax.random.normal(jax.random.key(0), (columns, self.rank), gradient.dtype)
+        return {"error": jnp.zeros_like(gradient), "q": q}
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The product of the two averaged factors."""
+        if not kept:
+            return devices.mean(gradient), kept
+        whole = gradient + kept["error"]
+        matrix = whole.reshape(whole.shape[0], -1)
+        p, _ = jnp.linalg.qr(devices.mean(matrix @ kept["q"]))
+        q = devices.mean(matrix.T @ p)
+        merged = (p @ q.T).reshape(gradient.shape)
+        return merged, {"error": whole - merged, "q": q}
+
+    def _is_worth_it(self, gradient: Any) -> bool:
+        if len(gradient.shape) < 2:
+            return False
+        rows, columns = gradient.shape[0], gradient.size // gradient.shape[0]
+        return bool(self.rank * (rows + columns) < rows * columns)
+
+
+def with_merged_gradients(program: Program, strategy: Merge, devices: Devices) -> Program:
+    """The Program with a merging op after the op that makes the last gradient of each group.
+
+    Adds ops and what the strategy keeps; ``program.gradients`` holds the merged ones.
+    """
+    weave = Weave(program)
+    position = {v: i for i, op in enumerate(program.ops) for v in op.outputs}
+    gradients = sorted(dict.fromkeys(g for _, g in program.gradients), key=lambda g: position.get(g, -1))
+    due: dict[int, list[list[Variable]]] = {}
+    for group in strategy.groups(gradients):
+        due.setdefault(max(position.get(g, -1) for g in group), []).append(group)
+    merged: dict[Variable, Variable] = {}
+    for i, op in enumerate(program.ops):
+        weave.append(op)
+        for group in due.get(i, ()):
+            merged.update(zip(group, _merged(weave, strategy, group, devices), strict=True))
+    pairs = tuple((p, merged.get(g, g)) for p, g in program.gradients)
+    return weave.program(gradients=pairs)
+
+
+def _merged(weave: Weave, strategy: Merge, group: Sequence[Variable], devices: Devices) -> list[Variable]:
+    """One op that merges a group of gradients as one vector, or one alone as it is."""
+    like = _vector_type(group)
+    kinds = jax.eval_shape(lambda g: dict(strategy.init(g)), like)
+    kept = [
+        weave.keep(f"{group[0].name}/{name}", kind, partial(_first, strategy, name), like)
+        for name, kind in kinds.items()
+    ]
+    shapes = [g.shape for g in group]
+
+    def merge(*values: Any) -> list[Any]:
+        gradients, states = values[: len(group)], dict(zip(kinds, values[len(group) :], strict=True))
+        vector = gradients[0] if len(group) == 1 else jnp.concatenate([g.ravel() for g in gradients])
+        result, following = strategy.merge(vector, states, devices)
+        return [*_parts(result, shapes), *(following[name] for name in kinds)]
+
+    inputs = [*group, *kept]
+    names = [*(f"{strategy.name}({g.name})" for g in group), *(f"next({v.name})" for v in kept)]
+    body = body_of(merge, *(Type(v.shape, v.dtype) for v in inputs))
+    outputs = weave.collective(strategy.name, inputs, names, body)
+    weave.next_state.update(zip(kept, outputs[len(group) :], strict=True))
+    return outputs[: len(group)]
+
+
+def _first(strategy: Merge, name: str, zeros: Any) -> Any:
+    """What a strategy keeps under this name before the first step."""
+    return strategy.init(zeros)[name]
+
+
+def _vector_type(group: Sequence[Variable]) -> Type:
+    if len(group) == 1:
+        return Type(group[0].shape, group[0].dtype)
+    return Type((sum(prod(g.shape) for g in group),), group[0].dtype)
+
+
+def _parts(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """The gradients that a vector was made of."""
+    if len(shapes) == 1:
+        return [vector.reshape(shapes[0])]
+    ends = list(accumulate(prod(shape) for shape in shapes))
+    pieces = jnp.split(vector, ends[:-1])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]

@@ -1,0 +1,160 @@
+"""Does a training that is killed again and again end where an uninterrupted one ends, bit for bit?
+
+    python -m tests.torture.training_kills [--count 20]
+
+A child process trains a network with dropout, batch normalization, a schedule and a shuffled reader, and
+saves a checkpoint every few steps. It is killed (SIGKILL) at a random moment, which may be in the middle of a
+save, and a new one continues from the latest checkpoint, which must be whole: a warning about a damaged one is
+an error. The last child is let finish; every value that it saves is compared with those of a child that nobody
+disturbed. It prints:
+
+    20 kills, resumed at steps 0 0 112 116 ... 1176 1244 of 2400
+    23 values, 0 of them other than in the uninterrupted training
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import onward as ow
+
+ROOT = Path(__file__).parents[2]
+EVERY = 4  # steps from checkpoint to checkpoint
+LONGEST = 0.5  # seconds of training before a kill
+PAUSE = 0.002  # seconds between two batches, so that a training is long enough to be killed
+
+
+def network() -> Any:
+    hidden = ow.layer.fc(ow.data("x", (None, 4)), 6, name="hidden")
+    hidden = jax.nn.relu(ow.layer.batch_norm(hidden, name="norm"))
+    hidden = ow.layer.dropout(hidden, 0.3, name="drop")
+    return ow.layer.mse(ow.layer.fc(hidden, 1, name="last"), ow.data("y", (None, 1)))
+
+
+def optimizer() -> ow.Optimizer:
+    return ow.AdamW(lambda step: 1e-2 / (1 + jnp.sqrt(step)))
+
+
+class Slow:
+    """Batches with a pause before each; the position is theirs."""
+
+    def __init__(self, pause: float) -> None:
+        x = np.random.default_rng(0).normal(size=(90, 4)).astype("float32")
+        self.batches = ow.batches((x, x.sum(1, keepdims=True)), 8, shuffle=True, seed=5)
+        self.pause = pause
+        self.set_epoch = self.batches.set_epoch
+        self.state_dict = self.batches.state_dict
+        self.load_state_dict = self.batches.load_state_dict
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            time.sleep(self.pause)
+            yield batch
+
+
+def child(folder: str, epochs: int, pause: float) -> None:
+    """Train to the end, from the latest checkpoint if there is one."""
+
+    def tell(event: ow.Event) -> None:
+        if event.kind == "begin":
+            print(event.step, flush=True)
+
+    store = ow.Checkpoints(folder, every=EVERY, keep=2)
+    ow.train(
+        network,
+        Slow(pause),
+        optimizer=optimizer(),
+        epochs=epochs,
+        seed=1,
+        checkpoints=store,
+        resume=True,
+        callbacks=[tell],
+    )
+
+
+def start(folder: Path, epochs: int, pause: float) -> subprocess.Popen[str]:
+    """A child, which says at which step it begins as soon as it trains."""
+    command = [sys.executable, "-W", "error", "-m", "tests.torture.training_kills"]
+    command += ["--child", str(folder), str(epochs), str(pause)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def finish(process: subprocess.Popen[str]) -> int:
+    """Where a child began that is let finish."""
+    begun, _ = process.communicate()
+    assert process.returncode == 0, f"the child ended with {process.returncode}"
+    return int(begun)
+
+
+def torture(folder: Path, count: int, epochs: int, seed: int = 0) -> list[int]:
+    """Kill ``count`` children and let one finish; returns the steps at which they began."""
+    delays = random.Random(seed)
+    begun = []
+    for _ in range(count):
+        with start(folder, epochs, PAUSE) as process:
+            assert process.stdout is not None
+            begun.append(int(process.stdout.readline()))
+            time.sleep(delays.uniform(0, LONGEST))
+            assert process.poll() is None, "the training ended before it was killed: make it longer"
+            process.send_signal(signal.SIGKILL)
+    return [*begun, finish(start(folder, epochs, PAUSE))]
+
+
+def differing(one: Path, other: Path) -> tuple[list[str], int]:
+    """The names of the values that differ in two folders' latest checkpoints, and how many there are."""
+    a, b = (ow.Checkpoints(folder).load() for folder in (one, other))
+    assert a.arrays.keys() == b.arrays.keys()
+    assert (a.step, a.extra) == (b.step, b.extra)
+    return [name for name in a.arrays if _bits(a.arrays[name]) != _bits(b.arrays[name])], len(a.arrays)
+
+
+def compare(count: int, epochs: int) -> tuple[list[int], list[str], int]:
+    """Torture one training and leave another alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        killed, whole = Path(folder, "killed"), Path(folder, "whole")
+        alone = start(whole, epochs, 0.0)
+        begun = torture(killed, count, epochs)
+        assert finish(alone) == 0
+        return begun, *differing(killed, whole)
+
+
+def _bits(value: Any) -> tuple[Any, ...]:
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    array = np.asarray(jax.random.key_data(value) if is_key else value)
+    return array.dtype, array.shape, array.tobytes()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--child", nargs=3)
+    chosen = parser.parse_args()
+    if chosen.child:
+        folder, epochs, pause = chosen.child
+        return child(folder, int(epochs), float(pause))
+    epochs = 20 + 9 * chosen.count
+    begun, differ, values = compare(chosen.count, epochs)
+    steps = " ".join(map(str, begun))
+    print(f"{chosen.count} kills, resumed at steps {steps} of {epochs * len(Slow(0.0))}")
+    print(f"{values} values, {len(differ)} of them other than in the uninterrupted training", *differ)
+    return None
+
+
+if __name__ == "__main__":
+    main()
