@@ -50,6 +50,7 @@ from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
 from onward.define.trace import trace
 from onward.derive.backward import append_backward, gradients
+from onward.derive.clip import clip_by_global_norm
 from onward.derive.for_test import for_test
 from onward.derive.optimizer import Hyperparameter, Optimizer, Schedule, Slots
 from onward.derive.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
@@ -142,6 +143,7 @@ __all__ = [
     "assign",
     "batches",
     "check",
+    "clip_by_global_norm",
     "compile",
     "consumers",
     "data",

@@ -49,7 +49,8 @@ def update_pass(program: Program) -> Program:
     ops = tuple(op for op in program.ops if op.made_by is Pass.UPDATE)
     made = {v for op in ops for v in op.outputs}
     following = {old: new for old, new in program.next_state.items() if new in made}
-    gradients = tuple(dict.fromkeys(g for _, g in program.gradients))
+    fed = (v for op in ops for v in op.inputs if v.kind is Kind.GRADIENT and v not in made)
+    gradients = tuple(dict.fromkeys(fed))
     read = {v for op in ops for v in op.inputs} | following.keys()
     known = {*program.state, *program.constants, *made, *gradients}
     if foreign := [(op, v) for op in ops for v in op.inputs if v not in known]:

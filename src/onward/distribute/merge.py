@@ -105,6 +105,11 @@ class Merge:
         return append_update(program, optimizer)
 
     @property
+    def is_sum(self) -> bool:
+        """Whether the loss is a sum over examples: that of the whole batch is then the sum, not the mean."""
+        return False
+
+    @property
     def name(self) -> str:
         """The type of its ops: the class name in lower case."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
@@ -135,6 +140,11 @@ class Sum(Merge):
         return devices.sum(gradient), kept
 
     @property
+    def is_sum(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
     def name(self) -> str:
         """The type of its ops."""
         return "all_sum"
@@ -155,6 +165,11 @@ class Bucketed(Merge):
     def init(self, gradient: Any) -> Mapping[str, Any]:
         """What the inner strategy keeps."""
         return self.inner.init(gradient)
+
+    @property
+    def is_sum(self) -> bool:
+        """As the inner strategy has it."""
+        return self.inner.is_sum
 
     def merge(
         self, gradient: Any, kept: Mapping[str, Any], devices: Devices

@@ -48,7 +48,7 @@ def replicate(
         sync_batch_norm: normalize by the statistics of the whole batch rather than of each device's part.
 
     Raises:
-        ArgumentError: a batch that the devices do not divide.
+        ArgumentError: a batch that the devices do not divide, or a ``merge`` that is no strategy.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         GraphError: it is replicated already.
 
@@ -63,7 +63,7 @@ def replicate(
         raise GraphError(
             f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
         )
-    merge = merge if merge is not None else Average()
+    merge = Average() if merge is None else _strategy(merge)
     group = Devices(axis_name, jax.device_count() if devices is None else _checked(devices))
     recipe = recipe_of(program, "at one device's part of the batch", "Trace it at that size")
     with along(Axis(axis_name, group.size, sync_batch_norm)):
@@ -75,7 +75,7 @@ def replicate(
                 local = step.function(local, *step.arguments, **step.options)
             if step.function is append_backward:
                 local = merge.apply(local, group, recipe.steps)
-        return _with_merged_results(local, group, _grown(program, local))
+        return _with_merged_results(local, group, _grown(program, local), merge)
 
 
 def _forward(program: Program, origin: Origin, devices: Devices) -> Program:
@@ -116,7 +116,7 @@ def _own_key(weave: Weave, key: Variable, devices: Devices) -> Variable:
 
 
 def _with_merged_state(program: Program, devices: Devices) -> Program:
-    """What the network itself carries (running statistics) is averaged."""
+    """What the network itself carries (running statistics, counters) becomes that of the whole batch."""
     equal = equal_variables(program)
     weave = Weave(program)
     for op in program.ops:
@@ -124,18 +124,29 @@ def _with_merged_state(program: Program, devices: Devices) -> Program:
     following = {}
     for old, new in program.next_state.items():
         differs = old.placement is Placement.REPLICATED and new not in equal
-        following[old] = _reduced(weave, new, devices) if differs else new
+        following[old] = _next(weave, old, new, devices) if differs else new
     return replace(program, ops=weave.ops, next_state=following)
 
 
-def _with_merged_results(program: Program, devices: Devices, grown: set[str]) -> Program:
+def _next(weave: Weave, old: Variable, new: Variable, devices: Devices) -> Variable:
+    """The mean of a float over the devices; of an integer, which counts, the sum of what each one added."""
+    if not jnp.issubdtype(new.dtype, np.integer):
+        return _reduced(weave, new, devices)
+    types = (Type(v.shape, v.dtype) for v in (old, new))
+    body = body_of(lambda was, now: [was + devices.sum(now - was)], *types)
+    return weave.collective(Sum().name, [old, new], [f"{Sum().name}({new.name})"], body)[0]
+
+
+def _with_merged_results(program: Program, devices: Devices, grown: set[str], merge: Merge) -> Program:
     """What the function returns: numbers of the whole batch; arrays over examples stay with their device."""
     equal = equal_variables(program)
     weave = Weave(program)
     for op in program.ops:
         weave.append(op)
     merged = {
-        v: _reduced(weave, v, devices) for v in program.outputs if v not in equal and v.name not in grown
+        v: _reduced(weave, v, devices, merge.is_sum and v is program.loss)
+        for v in program.outputs
+        if v not in equal and v.name not in grown
     }
 
     def new(v: Variable) -> Variable:
@@ -152,9 +163,9 @@ def _with_merged_results(program: Program, devices: Devices, grown: set[str]) ->
     )
 
 
-def _reduced(weave: Weave, v: Variable, devices: Devices) -> Variable:
-    """The mean over the devices of a float, the sum of an integer (it counts)."""
-    how = Average() if jnp.issubdtype(v.dtype, np.inexact) else Sum()
+def _reduced(weave: Weave, v: Variable, devices: Devices, is_sum: bool = False) -> Variable:
+    """The mean over the devices of a float, the sum of an integer (it counts) and of what ``is_sum``."""
+    how = Average() if jnp.issubdtype(v.dtype, np.inexact) and not is_sum else Sum()
     if not jnp.issubdtype(v.dtype, np.number):
         raise GraphError(
             f"{v.name!r} ({v.type}) differs from device to device, and nothing says how to merge it. Return "
@@ -176,9 +187,10 @@ def _split(program: Program, count: int) -> set[Variable]:
     batch = arrays[0].shape[0]
     if batch % count:
         below = batch // count * count
+        sizes = f"{below} or {below + count}" if below else f"{count}"
         raise ArgumentError(
             f"{program.name}: the batch has {batch} rows ({arrays[0].name!r}), which {count} devices do not "
-            f"divide. Feed {below or count} or {below + count}."
+            f"divide. Feed {sizes}."
         )
     return {v for v in arrays if v.shape[0] == batch}
 
@@ -198,7 +210,17 @@ def _is_key(v: Variable) -> bool:
     return bool(jnp.issubdtype(v.dtype, jax.dtypes.prng_key))
 
 
+def _strategy(merge: object) -> Merge:
+    if not isinstance(merge, Merge):
+        found = merge.__name__ if isinstance(merge, type) else repr(merge)
+        raise ArgumentError(
+            f"replicate: merge is {found}; expected a merge strategy such as Average() or Bucketed(bytes), an "
+            "object and not its class."
+        )
+    return merge
+
+
 def _checked(devices: int) -> int:
-    if not isinstance(devices, int | np.integer) or devices < 1:
+    if isinstance(devices, bool) or not isinstance(devices, int | np.integer) or devices < 1:
         raise ArgumentError(f"replicate: devices is {devices!r}; expected how many, at least 1.")
     return int(devices)

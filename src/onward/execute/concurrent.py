@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from onward.core.errors import ArgumentError
@@ -16,14 +17,13 @@ from onward.core.structure import describe
 from onward.derive.seam import update_pass
 from onward.execute.gradient_machine import GradientMachine
 from onward.execute.out import Out
+from onward.execute.prefetch import END, PATIENCE
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.training import Batch, Training
 
 if TYPE_CHECKING:
     from onward.execute.trainer import Trainer
-
-_END: Any = object()
 
 
 class Crew:
@@ -39,35 +39,45 @@ class Crew:
         self.apply = Applier(trainer)
         self._reading = threading.Lock()
         self._stop = threading.Event()
+        self._ended: SimpleQueue[bool] = SimpleQueue()
         self._errors: list[BaseException] = []
 
     def loop(self, batches: Iterator[Batch]) -> None:
         """Train on the batches of one epoch with all threads; returns when all are done."""
         self._stop.clear()
         self._errors.clear()
+        self._ended = SimpleQueue()
         threads = [
-            threading.Thread(target=self._work, args=(machine, batches), name=f"trainer-{machine.number}")
+            threading.Thread(
+                target=self._work, args=(machine, batches), name=f"trainer-{machine.number}", daemon=True
+            )
             for machine in self.machines
         ]
-        for thread in threads:
-            thread.start()
         try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(timeout=0.1)
+            with self.training.uninterrupted:
+                for thread in threads:
+                    thread.start()
+            for _ in threads:
+                self._ended.get()  # an interrupted Thread.join takes a thread for dead (CPython 3.11)
         finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join()
+            self._end(threads)
         if self._errors:
             raise self._errors[0]
+
+    def _end(self, threads: list[threading.Thread]) -> None:
+        """Wait until every thread has finished its step; one that hangs in the reader is left behind."""
+        with self.training.uninterrupted:
+            self._stop.set()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join(PATIENCE)
 
     def _work(self, machine: GradientMachine, batches: Iterator[Batch]) -> None:
         try:
             while not self._stop.is_set():
                 with self._reading:
-                    item = next(batches, _END)
-                if item is _END:
+                    item = next(batches, END)
+                if item is END or self._stop.is_set():
                     return
                 try:
                     out = machine.backward(**item.fed)
@@ -80,6 +90,8 @@ class Crew:
         except BaseException as error:
             self._errors.append(error)
             self._stop.set()
+        finally:
+            self._ended.put(True)
 
 
 class Applier:

@@ -99,8 +99,12 @@ class Training:
         """One epoch, or the rest of one, and the test after it."""
         trainer = self.trainer
         self.progress.epoch(trainer.epoch, self.last)
-        with closing(self.batches()) as batches:
+        batches = self.batches()
+        try:
             loop(batches)
+        finally:
+            with suppress(ValueError):  # it is being read, by a thread that hangs in the reader
+                batches.close()
         self.look_for_nan(0)
         trainer.epoch, trainer.batch, trainer.position = trainer.epoch + 1, 0, None
         self.event(EventKind.EPOCH)

@@ -1,0 +1,195 @@
+"""Cutting a training Program along its gradients: what makes them, and what applies them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 3)).astype("float32")
+Y = X.sum(1, keepdims=True)
+PARAMS = {"a": RNG.normal(size=(3, 4)).astype("float32"), "b": RNG.normal(size=(4, 1)).astype("float32")}
+
+
+def names(variables):
+    return [v.name for v in variables]
+
+
+def loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+def network():
+    hidden = ow.layer.dropout(ow.layer.batch_norm(ow.layer.fc(ow.data("x", (None, 3)), 4)), 0.5)
+    return ow.layer.mse(ow.layer.fc(hidden, 1), ow.data("y", (None, 1)))
+
+
+def schedule(n):
+    return 0.1 / (n + 1.0)
+
+
+OPTIMIZERS = {
+    "SGD": ow.SGD(0.1),
+    "Momentum": ow.Momentum(0.1, 0.9),
+    "Nesterov": ow.Momentum(0.1, 0.9, nesterov=True),
+    "Adagrad": ow.Adagrad(0.1),
+    "Adam": ow.Adam(0.1),
+    "AdamW": ow.AdamW(0.1, weight_decay=0.1),
+    "scheduled SGD": ow.SGD(schedule),
+    "scheduled Adam": ow.Adam(schedule),
+}
+NETWORKS = {
+    "arguments": (lambda optimizer: optimizer.minimize(loss, PARAMS, X, Y), (PARAMS,)),
+    "declarations": (lambda optimizer: optimizer.minimize(ow.trace(network)), ()),
+}
+
+
+def bits(state):
+    """Every value of a State, to the bit."""
+
+    def data(value):
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(value) if is_key else value)
+
+    return {name: data(state[name]).tobytes() for name in state.layout.position}
+
+
+@pytest.mark.parametrize("make", NETWORKS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_gradients_and_then_updates_are_the_fused_step_to_the_bit(optimizer, make):
+    minimize, arguments = NETWORKS[make]
+    program = minimize(optimizer)
+    carried = ow.forward_pass(program).next_state.values()
+    gradients = ow.prune(program, [program.loss, *(g for _, g in program.gradients), *carried])
+    fused, first, second = (
+        ow.compile(p, donate=False) for p in (program, gradients, ow.update_pass(program))
+    )
+    one = two = fused.init(*arguments)
+    for _ in range(4):
+        one, whole = fused(one, X, Y)
+        two, part = first(two, X, Y)
+        two, _ = second(two, **{g.name: part[g] for _, g in program.gradients})
+        assert bits(one) == bits(two)
+        assert float(whole.loss) == float(part.loss)
+
+
+@pytest.mark.parametrize("make", NETWORKS)
+def test_every_op_lies_on_one_side_of_the_seam(make):
+    program = NETWORKS[make][0](ow.Adam(0.1))
+    forward, update = ow.forward_pass(program), ow.update_pass(program)
+    passes = [op.made_by for op in program.ops]
+    assert len(forward.ops) == passes.count(ow.Pass.FORWARD)
+    assert len(update.ops) == passes.count(ow.Pass.UPDATE) == 1 + len(program.parameters)
+    assert {op.made_by for op in forward.ops} == {ow.Pass.FORWARD}
+    assert {op.made_by for op in update.ops} == {ow.Pass.UPDATE}
+    assert update.inputs == tuple(g for _, g in program.gradients)
+    assert update.gradients == program.gradients
+    assert {*forward.next_state} | {*update.next_state} == {*program.next_state}
+    assert not {*forward.next_state} & {*update.next_state}
+    assert update.outputs == ()
+
+
+def test_the_forward_pass_is_the_program_before_minimize():
+    forward = ow.trace(network)
+    cut = ow.forward_pass(ow.Adam(0.1).minimize(forward))
+    assert str(cut) == str(forward)
+    assert ow.forward_pass(forward).ops is forward.ops
+    assert names(cut.parameters) == names(forward.parameters)
+    assert cut.loss.name == forward.loss.name
+
+
+def test_the_forward_pass_can_be_minimized_again_and_fed_other_batches():
+    cut = ow.forward_pass(ow.Adam(0.1).minimize(ow.trace(network)))
+    program = ow.SGD(0.1).minimize(cut)
+    step = ow.compile(program)
+    state, _ = step(step.init(), X[:3], Y[:3])
+    assert int(state["step"]) == 1
+
+
+def test_the_update_pass_alone_is_sgd_by_hand():
+    program = ow.SGD(0.5).minimize(loss, PARAMS, X, Y)
+    step = ow.compile(ow.update_pass(program))
+    state = step.init(PARAMS)
+    assert names(step.layout.variables) == ["a", "b", "step", "learning_rate"]
+    gradient = {name: np.full_like(p, 2.0) for name, p in PARAMS.items()}
+    state, _ = step(state, **{f"grad({name})": g for name, g in gradient.items()})
+    assert set(state.parameters) == {"a", "b"}
+    for name, p in PARAMS.items():
+        np.testing.assert_allclose(state[name], p - 1.0, rtol=1e-6)
+    state = state.replace({"learning_rate": 0.0})
+    kept = np.asarray(state["a"])
+    state, _ = step(state, *gradient.values())
+    np.testing.assert_array_equal(state["a"], kept)
+
+
+def test_slots_of_an_update_pass_begin_by_themselves():
+    step = ow.compile(ow.update_pass(ow.Adam(0.1).minimize(loss, PARAMS, X, Y)))
+    state = step.init(PARAMS)
+    assert state["a/mean"].shape == (3, 4)
+    assert float(state["learning_rate"]) == np.float32(0.1)
+    declared = ow.update_pass(ow.Adam(0.1).minimize(ow.trace(network)))
+    assert ow.compile(declared).init().parameters["fc_0/w"].shape == (3, 4)
+
+
+def test_a_frozen_parameter_is_on_the_forward_side_only():
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, Y, parameter_list=["b"])
+    update = ow.update_pass(program)
+    assert names(update.parameters) == ["b"]
+    assert names(update.inputs) == ["grad(b)"]
+    assert names(ow.forward_pass(program).parameters) == ["a", "b"]
+
+
+class LineSearch(ow.Optimizer):
+    """Takes the better of two steps, by evaluating the loss again."""
+
+    learning_rate: ow.Hyperparameter = 0.1
+    type = ow.UpdateType.ACROSS
+    evaluates_loss = True
+
+    def update(self, parameters, gradients, slots, h, loss):
+        steps = [
+            tuple(p - rate * g for p, g in zip(parameters, gradients, strict=True))
+            for rate in (h.learning_rate, 2 * h.learning_rate)
+        ]
+        better = loss(*steps[0]) < loss(*steps[1])
+        return tuple(jnp.where(better, a, b) for a, b in zip(*steps, strict=True)), slots
+
+
+def test_an_optimizer_that_evaluates_the_loss_is_refused_by_name():
+    program = LineSearch(0.1).minimize(loss, PARAMS, X, Y)
+    with pytest.raises(
+        ow.GraphError, match=r"update line_search of Program 'loss' reads 'x'.*evaluates the loss"
+    ):
+        ow.update_pass(program)
+    assert len(ow.forward_pass(program).ops) == len(ow.trace(loss, PARAMS, X, Y).ops)
+
+
+class Clipped(ow.Optimizer):
+    """Looks across parameters, but at gradients alone."""
+
+    learning_rate: ow.Hyperparameter = 0.1
+    type = ow.UpdateType.ACROSS
+
+    def update(self, parameters, gradients, slots, h):
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
+        scale = h.learning_rate / jnp.maximum(norm, 1.0)
+        return tuple(p - scale * g for p, g in zip(parameters, gradients, strict=True)), slots
+
+
+def test_a_rule_across_parameters_is_one_op_of_the_update_pass():
+    program = Clipped(0.1).minimize(loss, PARAMS, X, Y)
+    update = ow.update_pass(program)
+    assert [op.type for op in update.ops] == ["count", "clipped"]
+    step = ow.compile(update)
+    gradient = {name: np.full_like(p, 3.0) for name, p in PARAMS.items()}
+    state, _ = step(step.init(PARAMS), *gradient.values())
+    norm = np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
+    np.testing.assert_allclose(state["a"], PARAMS["a"] - 0.1 * 3 / norm, rtol=1e-5)
+
+
+def test_a_program_without_updates_has_an_empty_update_pass():
+    program = ow.append_backward(ow.trace(loss, PARAMS, X, Y))
+    assert ow.update_pass(program).ops == ()
+    assert len(ow.forward_pass(program).ops) < len(program.ops)

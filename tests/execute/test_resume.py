@@ -1,0 +1,478 @@
+"""Resuming: train(2N) is train(N), another process, train(N), bit for bit; or an error, and nothing changed."""
+
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.torture import training_interrupts, training_kills
+
+import onward as ow
+
+ROOT = Path(__file__).parents[2]
+X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+EPOCHS, MIDDLE = 4, 5  # 3 batches in an epoch: the middle of the second
+
+
+def deep():
+    h = ow.layer.batch_norm(ow.layer.fc(ow.data("x", (None, 4)), 6, name="hidden"), name="norm")
+    h = ow.layer.dropout(jax.nn.relu(h), 0.5, name="drop")
+    return ow.layer.mse(ow.layer.fc(h, 1, name="last"), ow.data("y", (None, 1)))
+
+
+def narrow():
+    h = ow.layer.batch_norm(ow.layer.fc(ow.data("x", (None, 4)), 5, name="hidden"), name="norm")
+    return ow.layer.mse(ow.layer.fc(h, 1, name="last"), ow.data("y", (None, 1)))
+
+
+def decaying(step):
+    return 0.1 / (1 + jnp.sqrt(step))
+
+
+OPTIMIZERS = {
+    "SGD": ow.SGD(0.05),
+    "SGD, schedule": ow.SGD(decaying),
+    "Momentum": ow.Momentum(0.05, 0.9),
+    "Momentum, Nesterov": ow.Momentum(decaying, 0.9, nesterov=True),
+    "Adagrad": ow.Adagrad(0.1),
+    "Adam": ow.Adam(0.01),
+    "Adam, schedule": ow.Adam(decaying),
+    "AdamW": ow.AdamW(0.01, weight_decay=0.1),
+    "AdamW, schedules": ow.AdamW(decaying, beta1=lambda n: 0.9 - 0.1 / (n + 1)),
+}
+
+
+def reader():
+    return ow.batches((X, Y), 8, shuffle=True, seed=3)
+
+
+def by_epoch(number):
+    """A reader that says nothing about where it stands."""
+    order = np.random.default_rng(number).permutation(20)
+    return [(X[rows], Y[rows]) for rows in np.split(order, [8, 16])]
+
+
+def until(step):
+    def stop(event):
+        if event.kind == "step" and event.step == step:
+            raise ow.StopTraining("half way")
+
+    return stop
+
+
+def fresh(folder=None, optimizer=None, seed=1, make=deep, **options):
+    return ow.Trainer(ow.Model(make, seed=seed), optimizer or ow.Adam(0.01), checkpoints=folder, **options)
+
+
+def stopped(folder, optimizer=None, source=None, step=MIDDLE):
+    trainer = fresh(folder, optimizer)
+    trainer.train(source or reader(), epochs=EPOCHS, callbacks=[until(step)])
+    assert trainer.step == step
+    return trainer
+
+
+def bits(trainer):
+    values = zip(trainer.state.layout.variables, trainer.state.values, strict=True)
+    return {v.name: np.asarray(jax.random.key_data(x) if v.name == "key" else x).tobytes() for v, x in values}
+
+
+def whole(optimizer=None, source=None):
+    trainer = fresh(None, optimizer)
+    trainer.train(source or reader(), epochs=EPOCHS)
+    return bits(trainer)
+
+
+def resume_all(folder):
+    """Go on with every optimizer: what the second process does."""
+    for name, optimizer in OPTIMIZERS.items():
+        trainer = fresh(Path(folder, name), optimizer, seed=9)
+        trainer.restore()
+        trainer.train(reader(), epochs=EPOCHS)
+
+
+# ---------------------------------------------------------------------------- bit for bit
+
+
+@pytest.mark.slow
+def test_every_optimizer_in_another_process(tmp_path):
+    for name, optimizer in OPTIMIZERS.items():
+        stopped(tmp_path / name, optimizer)
+    code = f"from tests.execute.test_resume import resume_all; resume_all({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True)
+    for name, optimizer in OPTIMIZERS.items():
+        trainer = fresh(tmp_path / name, optimizer, seed=5)
+        report = trainer.restore()
+        assert bits(trainer) == whole(optimizer), name
+        assert (trainer.step, report.kept, report.left, report.changed) == (12, (), (), ())
+
+
+@pytest.mark.parametrize("step", [0, 2, 3, 6, 12], ids="step {}".format)
+def test_wherever_it_was_stopped(tmp_path, step):
+    trainer = fresh(tmp_path)
+    if step:
+        trainer = stopped(tmp_path, step=step)
+    else:
+        trainer.checkpoint()
+    again = fresh(tmp_path, seed=7)
+    again.restore()
+    assert (again.step, again.epoch, again.batch) == (trainer.step, trainer.epoch, trainer.batch)
+    again.train(reader(), epochs=EPOCHS)
+    assert (again.epoch, again.batch, again.step) == (EPOCHS, 0, 3 * EPOCHS)
+    assert bits(again) == whole()
+
+
+def test_again_and_again(tmp_path):
+    for step in range(2, 13, 2):
+        trainer = fresh(tmp_path, seed=step)
+        if step > 2:
+            trainer.restore()
+        trainer.train(reader(), epochs=EPOCHS, callbacks=[until(step)])
+    trainer.train(reader(), epochs=0)
+    assert bits(trainer) == whole()
+
+
+class Grain:
+    """An iterator with the spelling of grain, that counts how many batches were read."""
+
+    def __init__(self, epoch, reads):
+        self.data, self.next, self.reads = by_epoch(epoch), 0, reads
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == 3:
+            raise StopIteration
+        self.next += 1
+        self.reads.append(self.next)
+        return self.data[self.next - 1]
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+def test_a_reader_that_says_nothing_is_read_again_and_skipped(tmp_path):
+    stopped(tmp_path, source=by_epoch)
+    trainer = fresh(tmp_path, seed=8)
+    trainer.restore()
+    assert trainer.position is None
+    trainer.train(by_epoch, epochs=EPOCHS)
+    assert bits(trainer) == whole(source=by_epoch)
+
+
+def test_a_reader_that_says_where_it_stands_is_not_read_again(tmp_path):
+    reads = []
+    stopped(tmp_path, source=lambda epoch: Grain(epoch, reads))
+    reads.clear()
+    trainer = fresh(tmp_path, seed=8)
+    trainer.restore()
+    assert trainer.position == {"next": 2}
+    trainer.train(lambda epoch: Grain(epoch, reads), epochs=EPOCHS)
+    assert reads == [3, 1, 2, 3, 1, 2, 3]
+    assert bits(trainer) == whole(source=by_epoch)
+
+
+def test_a_shorter_reader_is_refused(tmp_path):
+    stopped(tmp_path, source=by_epoch)
+    trainer = fresh(tmp_path)
+    trainer.restore()
+    with pytest.raises(ow.ArgumentError, match="yielded 1 batches in epoch 1, and 2 were to be skipped"):
+        trainer.train(lambda epoch: by_epoch(epoch)[:1], epochs=EPOCHS)
+
+
+def test_without_sharing(tmp_path):
+    trainer = ow.Trainer(ow.Model(deep, seed=1), ow.Adam(0.01), share=False, checkpoints=tmp_path)
+    trainer.train(reader(), epochs=EPOCHS, callbacks=[until(MIDDLE)])
+    again = fresh(tmp_path, seed=2, share=False)
+    again.restore()
+    again.train(reader(), epochs=EPOCHS)
+    assert bits(again) == whole()
+
+
+def test_threads_lose_no_batch(tmp_path):
+    def counting():
+        w = ow.parameter("w", (), initializer=ow.initializer.constant(0.0))
+        return jnp.sum(ow.data("n", (None,))) * w
+
+    numbers = [np.full(1, n, "float32") for n in range(1, 41)]
+    trainer = fresh(tmp_path, ow.SGD(1.0), make=counting)
+    trainer.train(numbers, threads=4, callbacks=[until(25)])
+    again = fresh(tmp_path, ow.SGD(1.0), make=counting)
+    again.restore()
+    assert again.batch <= again.step
+    again.train(numbers, threads=4)
+    lost = float(again["w"]) + sum(range(1, 41))
+    assert lost <= 0  # batches after a gap may count twice, none is left out
+    assert again.step == int(again["step"]) >= 40
+
+
+def test_the_same_trainer_may_go_back(tmp_path):
+    trainer = fresh()
+    trainer.train(reader(), epochs=1)
+    path = trainer.checkpoint(tmp_path)
+    trainer.train(reader(), epochs=1)
+    later = bits(trainer)
+    trainer.restore(tmp_path, which=path)
+    trainer.train(reader(), epochs=2)  # as many as before, the first one included
+    assert (trainer.epoch, bits(trainer)) == (2, later)
+
+
+# ---------------------------------------------------------------------------- another optimizer, another network
+
+
+def restored(folder, optimizer, **options):
+    trainer = fresh(folder, optimizer, seed=4, **options)
+    with pytest.warns(UserWarning) as caught:
+        report = trainer.restore()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert str(report) in str(caught[0].message)
+    return trainer, report
+
+
+def test_from_adam_to_sgd(tmp_path):
+    before = stopped(tmp_path, ow.Adam(0.01))
+    trainer, report = restored(tmp_path, ow.SGD(0.05))
+    assert report.kept == ()
+    assert {"hidden/w/mean", "hidden/w/variance", "beta1"} <= set(report.left)
+    assert report.changed == ("learning_rate",)
+    assert "in the checkpoint, not needed here: " in str(report)
+    assert "hyperparameters that are as saved, not as given: learning_rate" in str(report)
+    assert float(trainer["learning_rate"]) == np.float32(0.01)
+    np.testing.assert_array_equal(trainer["hidden/w"], before["hidden/w"])
+    trainer.train(reader(), epochs=EPOCHS)
+    assert trainer.step == int(trainer["step"]) == 12
+
+
+def test_from_sgd_to_adam(tmp_path):
+    stopped(tmp_path, ow.SGD(0.01))
+    trainer, report = restored(tmp_path, ow.Adam(0.01))
+    assert {"hidden/w/mean", "last/b/variance", "epsilon"} <= set(report.kept)
+    assert report.left == report.changed == ()
+    assert "not in the checkpoint, begun anew: " in str(report)
+    assert " more" in str(report)
+    assert not np.any(trainer["hidden/w/mean"])
+    trainer.train(reader(), epochs=EPOCHS)
+
+
+def test_from_adam_to_adamw(tmp_path):
+    before = stopped(tmp_path, ow.Adam(0.01))
+    trainer, report = restored(tmp_path, ow.AdamW(0.01, weight_decay=0.1))
+    assert report.kept == ("weight_decay",)
+    np.testing.assert_array_equal(trainer["hidden/w/mean"], before["hidden/w/mean"])
+    assert float(trainer["weight_decay"]) == np.float32(0.1)
+
+
+def test_from_a_number_to_a_schedule(tmp_path):
+    stopped(tmp_path, ow.SGD(0.01))
+    trainer, report = restored(tmp_path, ow.SGD(decaying))
+    assert report.left == ("learning_rate",)
+    trainer.train(reader(), epochs=EPOCHS)
+
+
+def test_the_learning_rate_set_in_the_middle_is_kept(tmp_path):
+    trainer = stopped(tmp_path, ow.SGD(0.01))
+    trainer.replace({"learning_rate": 0.001})
+    trainer.checkpoint()
+    again, report = restored(tmp_path, ow.SGD(0.01))
+    assert report.changed == ("learning_rate",)
+    assert float(again["learning_rate"]) == np.float32(0.001)
+
+
+def test_slots_of_other_parameters_only(tmp_path):
+    trainer = fresh(tmp_path, ow.Adam(0.01), parameter_list=["last/*"])
+    trainer.train(reader())
+    again, report = restored(tmp_path, ow.Adam(0.01))
+    assert "hidden/w/mean" in report.kept
+    assert "last/w/mean" in report.taken
+    assert np.any(again["last/w/mean"])
+
+
+@pytest.mark.parametrize("make", ["narrow", "other"])
+def test_a_network_of_other_parameters_is_refused(tmp_path, make):
+    stopped(tmp_path)
+    make = {"narrow": narrow, "other": other}[make]
+    trainer = fresh(tmp_path, make=make)
+    before = bits(trainer)
+    words = r"holds 'hidden/w' as float32\[4, 6\]; the model has" if make is narrow else r"holds no 'lost/w'"
+    with pytest.raises(ow.CheckpointError, match=words):
+        trainer.restore()
+    assert bits(trainer) == before
+    assert (trainer.step, trainer.epoch, trainer.resumed) == (0, 0, False)
+
+
+def other():
+    return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 4)), 1, name="lost"), ow.data("y", (None, 1)))
+
+
+# ---------------------------------------------------------------------------- which checkpoint
+
+
+def test_keep_and_best(tmp_path):
+    store = ow.Checkpoints(tmp_path, every=2, keep=1, best="test_loss")
+    trainer = fresh(store, ow.SGD(lambda n: jnp.where(n < 6, 0.1, 3.0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.train(reader(), epochs=4, test=reader(), check=False)
+    tests = trainer.history["test_loss"]
+    tests = tests[~np.isnan(tests)]
+    best = int(np.argmin(tests))
+    assert best < 3
+    assert [e.step for e in store.entries()] == [3 * (best + 1), 12]
+    trainer.restore(which="best")
+    assert trainer.epoch == best + 1
+    assert trainer.test(reader())["loss"] == pytest.approx(tests[best])
+    assert trainer.step == 3 * (best + 1)
+
+
+def test_a_best_that_nothing_measures(tmp_path):
+    trainer = fresh(ow.Checkpoints(tmp_path, every=2, best="accuracy"))
+    with pytest.raises(ow.ArgumentError, match="no such number"):
+        trainer.train(reader(), epochs=4)
+    trainer = fresh(ow.Checkpoints(tmp_path, every=2, best="test_accuracy"))
+    with pytest.raises(ow.ArgumentError, match="no such number.*test_loss"):
+        trainer.train(reader(), epochs=4, test=reader())
+
+
+def test_metrics_stand_in_the_manifest(tmp_path):
+    store = ow.Checkpoints(tmp_path, keep=None)
+    trainer = fresh(store)
+    trainer.train(reader(), epochs=1, test=reader())
+    [entry] = store.entries()
+    assert entry.metrics == {
+        "loss": trainer.history["loss"][2],
+        "test_loss": trainer.history["test_loss"][-1],
+    }
+
+
+def damage(folder, number=-1):
+    path = [e.path for e in ow.Checkpoints(folder).entries()][number]
+    [file] = path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_one_is_refused_and_the_one_before_taken_when_asked(tmp_path):
+    trainer = fresh(ow.Checkpoints(tmp_path, every=4))
+    trainer.train(reader(), epochs=EPOCHS)
+    damage(tmp_path)
+    again = fresh(tmp_path, seed=3)
+    before = bits(again)
+    with pytest.raises(ow.CheckpointError, match="safetensors"):
+        again.restore()
+    assert bits(again) == before
+    with pytest.warns(UserWarning, match="Left out"):
+        again.restore(fallback=True)
+    assert again.step == 8
+    again.train(reader(), epochs=EPOCHS)
+    assert bits(again) == whole()
+
+
+def test_nothing_to_restore(tmp_path):
+    with pytest.raises(ow.CheckpointError, match="holds no checkpoint"):
+        fresh(tmp_path).restore()
+
+
+# ---------------------------------------------------------------------------- two lines
+
+
+def run(folder, **options):
+    store = ow.Checkpoints(folder, every=2, best="loss")
+    return ow.train(
+        deep,
+        reader(),
+        optimizer=ow.Adam(0.01),
+        epochs=EPOCHS,
+        seed=1,
+        checkpoints=store,
+        resume=True,
+        **options,
+    )
+
+
+def test_two_lines_resume(tmp_path):
+    run(tmp_path, callbacks=[until(MIDDLE)])
+    trainer = run(tmp_path)
+    assert trainer.history["step"].tolist() == list(range(MIDDLE + 1, 13))
+    assert bits(trainer) == whole()
+    written = [e.path for e in ow.Checkpoints(tmp_path).entries()]
+    done = run(tmp_path)
+    assert (done.step, len(done.history)) == (12, 0)
+    assert bits(done) == whole()
+    assert [e.path for e in ow.Checkpoints(tmp_path).entries()] == written
+
+
+def test_two_lines_fall_back_and_say_so(tmp_path):
+    run(tmp_path, callbacks=[until(MIDDLE)])
+    damage(tmp_path)
+    with pytest.warns(UserWarning, match="Left out"):
+        trainer = run(tmp_path)
+    assert bits(trainer) == whole()
+
+
+def test_two_lines_without_resume_begin_anew(tmp_path):
+    ow.train(deep, reader(), checkpoints=tmp_path)
+    assert ow.train(deep, reader(), checkpoints=tmp_path).history["step"][0] == 1
+
+
+# ---------------------------------------------------------------------------- Ctrl-C
+
+
+def interrupted(folder, **options):
+    def press(event):
+        if event.kind == "step" and event.step == MIDDLE:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = fresh(folder, **options)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trainer.train(reader(), epochs=EPOCHS, callbacks=[press])
+    return trainer, getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_ctrl_c_saves_and_another_trainer_goes_on(tmp_path, share):
+    trainer, notes = interrupted(tmp_path, share=share)
+    assert (trainer.step, notes) == (MIDDLE, [])
+    again = fresh(tmp_path, seed=6)
+    again.restore()
+    assert bits(again) == bits(trainer)
+    again.train(reader(), epochs=EPOCHS)
+    assert bits(again) == whole()
+
+
+def test_ctrl_c_and_the_same_trainer_goes_on():
+    trainer, _ = interrupted(None, share=False)
+    trainer.train(reader(), epochs=EPOCHS - 1)  # the rest of this epoch is the first
+    assert bits(trainer) == whole()
+
+
+def test_ctrl_c_with_a_disk_that_fails(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    trainer, notes = interrupted(file)
+    assert trainer.step == MIDDLE
+    assert "Saving step 5" in notes[0]
+
+
+def test_random_interrupts_of_a_process():
+    for kind in training_interrupts.NAMES:
+        for found in training_interrupts.torture(kind, 1, seed=2):
+            assert found.split()[:2] == ["kept", "saved"]
+
+
+@pytest.mark.slow
+def test_kills_of_a_process():
+    begun, differ, values = training_kills.compare(count=2, epochs=24)
+    assert differ == []
+    assert len(begun) == 3
+    assert values > 10
