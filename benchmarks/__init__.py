@@ -1,6 +1,7 @@
 """What Onward costs, each file one question.
 
     derive_time     what does it cost to trace a function and derive its backward pass?
+    multi_device    what do more devices bring, and what does it cost to merge gradients over them?
     step_time       is a compiled Onward step as fast as one written by hand?
 
     python -m benchmarks                        all of them

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from benchmarks import derive_time, step_time
+from benchmarks import derive_time, multi_device, step_time, threads
 from benchmarks.harness import Row, environment, table, write_json
 
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
     "derive_time": derive_time.run,
+    "multi_device": multi_device.run,
     "step_time": step_time.run,
+    "threads": threads.run,
 }
 
 

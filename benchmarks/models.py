@@ -1,4 +1,4 @@
-"""Four models as plain functions of JAX, no framework: (loss, parameters, data) from a fixed seed.
+"""Models as plain functions of JAX, no framework: (loss, parameters, data) from a fixed seed.
 
 >>> loss, params, data = mlp(sizes=(8, 4, 2), batch=3)
 >>> [layer["w"].shape for layer in params], data[0].shape
@@ -69,6 +69,47 @@ def cnn(channels: tuple[int, ...] = (32, 64), size: int = 28, batch: int = 64) -
     params.append(_dense_init(rng, left * left * channels[-1], _CLASSES))
     data = (
         _noise(rng, (batch, size, size, 1)),
+        _whole_numbers(rng, (batch,), _CLASSES),
+    )
+    return Model(loss, params, data)
+
+
+def resnet(widths: tuple[int, ...] = (16, 32, 64), size: int = 32, batch: int = 16) -> Model:
+    """Residual blocks of two convolutions, one for each width, and the mean over what is left of the image.
+
+    Normalized over the channels, not over the batch: what one example adds does not depend on the others.
+    """
+
+    def convolved(w: Array, x: Array, stride: int = 1) -> Array:
+        layout = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=layout)
+
+    def block(layer: Params, x: Array, stride: int) -> Array:
+        h = jax.nn.relu(_normalized(layer["norm_1"], convolved(layer["first"], x, stride)))
+        h = _normalized(layer["norm_2"], convolved(layer["second"], h))
+        return jax.nn.relu(h + convolved(layer["shortcut"], x, stride))
+
+    def loss(params: Params, x: Array, labels: Array) -> Array:
+        for i, layer in enumerate(params["blocks"]):
+            x = block(layer, x, 2 if i else 1)
+        return _cross_entropy(_dense(params["last"], x.mean((1, 2))), labels)
+
+    rng = np.random.default_rng(0)
+    params = {
+        "blocks": [
+            {
+                "first": _normal(rng, (3, 3, a, b), 9 * a),
+                "second": _normal(rng, (3, 3, b, b), 9 * b),
+                "shortcut": _normal(rng, (1, 1, a, b), a),
+                "norm_1": _norm_init(b),
+                "norm_2": _norm_init(b),
+            }
+            for a, b in pairwise((3, *widths))
+        ],
+        "last": _dense_init(rng, widths[-1], _CLASSES),
+    }
+    data = (
+        _noise(rng, (batch, size, size, 3)),
         _whole_numbers(rng, (batch,), _CLASSES),
     )
     return Model(loss, params, data)

@@ -56,11 +56,13 @@ def bits(state):
     return {name: data(state[name]).tobytes() for name in state.layout.position}
 
 
-@pytest.mark.parametrize("make", NETWORKS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+CUT = [*((name, "arguments") for name in OPTIMIZERS), ("SGD", "declarations"), ("AdamW", "declarations")]
+
+
+@pytest.mark.parametrize(("optimizer", "make"), CUT)
 def test_gradients_and_then_updates_are_the_fused_step_to_the_bit(optimizer, make):
     minimize, arguments = NETWORKS[make]
-    program = minimize(optimizer)
+    program = minimize(OPTIMIZERS[optimizer])
     carried = ow.forward_pass(program).next_state.values()
     gradients = ow.prune(program, [program.loss, *(g for _, g in program.gradients), *carried])
     fused, first, second = (

@@ -1,23 +1,43 @@
-"""Resuming: train(2N) is train(N), another process, train(N), bit for bit; or an error, and nothing changed."""
+"""Resuming: train(2N) is train(N), another process, train(N), bit for bit; or an error, and no change."""
 
 import signal
 import subprocess
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from tests.torture import training_interrupts, training_kills
 
 import onward as ow
 
 ROOT = Path(__file__).parents[2]
-X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 EPOCHS, MIDDLE = 4, 5  # 3 batches in an epoch: the middle of the second
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Programs that are alike are compiled once for all tests here."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def deep():
@@ -54,7 +74,7 @@ def reader():
 
 def by_epoch(number):
     """A reader that says nothing about where it stands."""
-    order = np.random.default_rng(number).permutation(20)
+    order = np.random.default_rng(number).permutation(24)
     return [(X[rows], Y[rows]) for rows in np.split(order, [8, 16])]
 
 
@@ -82,7 +102,9 @@ def bits(trainer):
     return {v.name: np.asarray(jax.random.key_data(x) if v.name == "key" else x).tobytes() for v, x in values}
 
 
+@cache
 def whole(optimizer=None, source=None):
+    """What the training ends with that nobody disturbs."""
     trainer = fresh(None, optimizer)
     trainer.train(source or reader(), epochs=EPOCHS)
     return bits(trainer)
@@ -129,7 +151,7 @@ def test_wherever_it_was_stopped(tmp_path, step):
 
 def test_again_and_again(tmp_path):
     for step in range(2, 13, 2):
-        trainer = fresh(tmp_path, seed=step)
+        trainer = fresh(tmp_path, seed=1 if step == 2 else step)
         if step > 2:
             trainer.restore()
         trainer.train(reader(), epochs=EPOCHS, callbacks=[until(step)])
@@ -226,12 +248,12 @@ def test_the_same_trainer_may_go_back(tmp_path):
     assert (trainer.epoch, bits(trainer)) == (2, later)
 
 
-# ---------------------------------------------------------------------------- another optimizer, another network
+# ---------------------------------------------------------------------------- another optimizer or network
 
 
 def restored(folder, optimizer, **options):
     trainer = fresh(folder, optimizer, seed=4, **options)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="Variables restored") as caught:
         report = trainer.restore()
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -303,7 +325,7 @@ def test_a_network_of_other_parameters_is_refused(tmp_path, make):
     make = {"narrow": narrow, "other": other}[make]
     trainer = fresh(tmp_path, make=make)
     before = bits(trainer)
-    words = r"holds 'hidden/w' as float32\[4, 6\]; the model has" if make is narrow else r"holds no 'lost/w'"
+    words = r"holds 'norm/mean' as float32\[6\]; the model has" if make is narrow else r"holds no 'lost/w'"
     with pytest.raises(ow.CheckpointError, match=words):
         trainer.restore()
     assert bits(trainer) == before
@@ -339,7 +361,7 @@ def test_a_best_that_nothing_measures(tmp_path):
     with pytest.raises(ow.ArgumentError, match="no such number"):
         trainer.train(reader(), epochs=4)
     trainer = fresh(ow.Checkpoints(tmp_path, every=2, best="test_accuracy"))
-    with pytest.raises(ow.ArgumentError, match="no such number.*test_loss"):
+    with pytest.raises(ow.ArgumentError, match=r"no such number.*test_loss"):
         trainer.train(reader(), epochs=4, test=reader())
 
 
@@ -388,16 +410,8 @@ def test_nothing_to_restore(tmp_path):
 
 def run(folder, **options):
     store = ow.Checkpoints(folder, every=2, best="loss")
-    return ow.train(
-        deep,
-        reader(),
-        optimizer=ow.Adam(0.01),
-        epochs=EPOCHS,
-        seed=1,
-        checkpoints=store,
-        resume=True,
-        **options,
-    )
+    options |= {"optimizer": ow.Adam(0.01), "epochs": EPOCHS, "seed": 1}
+    return ow.train(deep, reader(), checkpoints=store, resume=True, **options)
 
 
 def test_two_lines_resume(tmp_path):
@@ -461,7 +475,7 @@ def test_ctrl_c_with_a_disk_that_fails(tmp_path):
     file.write_text("no folder")
     trainer, notes = interrupted(file)
     assert trainer.step == MIDDLE
-    assert "Saving step 5" in notes[0]
+    assert any("No checkpoint was saved: " in note for note in notes)
 
 
 def test_random_interrupts_of_a_process():

@@ -338,8 +338,9 @@ def trace_in_progress() -> Any:
 
 
 def current_scope() -> str:
-    """The scopes that ``jax.named_scope`` has opened here, joined by ``/``."""
-    return str(source_info_util.current_name_stack())
+    """The scopes that ``jax.named_scope`` has opened here, joined by ``/``, without those of ``vmap``."""
+    stack = source_info_util.current_name_stack().stack
+    return "/".join(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
 def outermost_scope() -> Any:

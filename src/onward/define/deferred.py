@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
@@ -64,6 +64,18 @@ class Deferred:
         if name.startswith("_") or not hasattr(Program, name):
             raise AttributeError(name)
         raise ArgumentError(f"{self} Then it has {name!r}.")
+
+    def __iter__(self) -> NoReturn:
+        raise ArgumentError(f"{self} Then its updates are a list; a Session takes it as a target as it is.")
+
+    def __len__(self) -> NoReturn:
+        raise ArgumentError(f"{self} Then its updates are a list; a Session takes it as a target as it is.")
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"Deferred({self.target!r}, {len(self.transforms)} transforms)"
 
     def __str__(self) -> str:
         names = [v.name or "" for v in data_in(self.target) if v.declared_shape is None]

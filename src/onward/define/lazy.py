@@ -235,7 +235,8 @@ class LazyCall(Lazy):
         """Call the function; a layer keeps for ever the name that it got in its first trace."""
         args, options = self.args, self.options
         if not getattr(self.function, "takes_lazy", False):
-            args, options = (resolved if "name" in self.parameters else made)((args, options))
+            value = resolved if "name" in self.parameters else made
+            args, options = value(args), {key: value(option) for key, option in options.items()}
         if self.name is None and "name" in self.parameters:
             self.name = context.number(self.function.__name__)
         self._expect_own_name(context)

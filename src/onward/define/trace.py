@@ -78,7 +78,8 @@ def trace(
     lazies: list[Lazy] = []
     if has_lazy(function) and not callable(function):
         lazies = lazies_in(function)
-        function, name = _making(function), name or "network"
+        name = name or _kind(function)
+        function = _making(function)
     if not callable(function):
         raise ArgumentError(
             f"trace was given {describe(function)} in place of a function. Write trace(loss, params, *data)."
@@ -108,6 +109,11 @@ def trace(
         lazies=tuple(lazies),
     )
     return traced.program()
+
+
+def _kind(tree: Any) -> str:
+    """What to call the Program of Lazy values: the layer whose result is asked for."""
+    return getattr(getattr(tree, "function", None), "__name__", "network")
 
 
 def _making(tree: Any) -> Callable[[], Any]:

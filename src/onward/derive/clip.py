@@ -74,7 +74,7 @@ def _norm(dtype: Any, *gradients: Any) -> list[Any]:
 
 
 def _clipped(gradient: Any, norm: Any, max_norm: float) -> Any:
-    factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, np.finfo(norm.dtype).tiny))
     return (gradient * factor).astype(gradient.dtype)
 
 

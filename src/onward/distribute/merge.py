@@ -62,6 +62,23 @@ class Devices:
         """Of the mean over all devices, this device's part: one of ``size`` along the first axis."""
         return lax.psum_scatter(x, self.axis, tiled=True) / self.size
 
+    def exchange(self, x: Any) -> Any:
+        """This device's part of the array of every device, one below the other: ``[size, part]``."""
+        return lax.all_to_all(self.padded(x).reshape(self.size, -1), self.axis, 0, 0)
+
+    def join(self, part: Any, shape: tuple[int, ...]) -> Any:
+        """The array of this shape that the parts of all devices make."""
+        return self.gather(part).ravel()[: prod(shape)].reshape(shape)
+
+    def alone(self, part: Any, shape: tuple[int, ...]) -> Any:
+        """The array of this shape that holds this device's part, and zeros where the others' belong."""
+        whole = jnp.zeros((self.size, part.size), part.dtype).at[self.index].set(part)
+        return whole.ravel()[: prod(shape)].reshape(shape)
+
+    def padded(self, x: Any) -> Any:
+        """The numbers of an array as a vector that falls into equal parts, one for each device."""
+        return jnp.pad(x.ravel(), (0, -x.size % self.size))
+
     @property
     def index(self) -> Any:
         """The number of this device, from 0."""
@@ -205,11 +222,16 @@ class LowPrecision(Merge):
     def merge(
         self, gradient: Any, kept: Mapping[str, Any], devices: Devices
     ) -> tuple[Any, Mapping[str, Any]]:
-        """The mean of the rounded gradients."""
+        """The mean of the rounded gradients, itself rounded: each device adds up its part of them."""
         whole = gradient + kept["error"] if self.feedback else gradient
         sent = whole.astype(self.dtype)
-        error = {"error": whole - sent.astype(gradient.dtype)} if self.feedback else {}
-        return (devices.sum(sent).astype(gradient.dtype) / devices.size), error
+        mean = devices.exchange(sent).astype(gradient.dtype).mean(0)
+        again = mean.astype(self.dtype)
+        merged = devices.join(again, gradient.shape).astype(gradient.dtype)
+        if not self.feedback:
+            return merged, {}
+        lost = (mean - again.astype(gradient.dtype)) * devices.size
+        return merged, {"error": whole - sent.astype(gradient.dtype) + devices.alone(lost, gradient.shape)}
 
 
 class TopK(Merge):

@@ -214,8 +214,8 @@ def _strategy(merge: object) -> Merge:
     if not isinstance(merge, Merge):
         found = merge.__name__ if isinstance(merge, type) else repr(merge)
         raise ArgumentError(
-            f"replicate: merge is {found}; expected a merge strategy such as Average() or Bucketed(bytes), an "
-            "object and not its class."
+            f"replicate: merge is {found}; expected a merge strategy, an object and not its class: "
+            "Average(), Bucketed(bytes), or one of your own."
         )
     return merge
 

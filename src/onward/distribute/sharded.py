@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from onward.core.errors import GraphError
@@ -68,7 +67,7 @@ def _part(weave: Weave, p: Variable, devices: Devices) -> Variable:
     size = _length(p, devices)
 
     def part(x: Any) -> list[Any]:
-        return [lax.dynamic_slice(_padded(x, size * devices.size), (devices.index * size,), (size,))]
+        return [lax.dynamic_slice(devices.padded(x), (devices.index * size,), (size,))]
 
     return weave.collective("part", [p], [f"part({p.name})"], body_of(part, Type(p.shape, p.dtype)))[0]
 
@@ -79,7 +78,7 @@ def _scattered(weave: Weave, g: Variable, devices: Devices, merged: bool) -> Var
         return _part(weave, g, devices)
 
     def scatter(x: Any) -> list[Any]:
-        return [devices.scatter_mean(_padded(x, _length(g, devices) * devices.size))]
+        return [devices.scatter_mean(devices.padded(x))]
 
     body = body_of(scatter, Type(g.shape, g.dtype))
     return weave.collective("scatter_mean", [g], [f"scatter_mean({g.name})"], body)[0]
@@ -112,7 +111,7 @@ def _gathered(draft: Program, before: Program, parts: Sequence[Variable], device
 
 def _whole(weave: Weave, part: Variable, p: Variable, devices: Devices) -> Variable:
     def gather(x: Any) -> list[Any]:
-        return [devices.gather(x).ravel()[: prod(p.shape)].reshape(p.shape)]
+        return [devices.join(x, p.shape)]
 
     body = body_of(gather, Type(part.shape, part.dtype))
     return weave.collective("all_gather", [part], [f"next({p.name})"], body)[0]
@@ -121,7 +120,3 @@ def _whole(weave: Weave, part: Variable, p: Variable, devices: Devices) -> Varia
 def _length(v: Variable, devices: Devices) -> int:
     """How many numbers of a Variable one device holds."""
     return -(-prod(v.shape) // devices.size)
-
-
-def _padded(x: Any, size: int) -> Any:
-    return jnp.pad(x.ravel(), (0, size - x.size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -16,8 +17,10 @@ from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.for_test import for_test
 from onward.derive.seam import forward_pass
+from onward.execute.checkpoint import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.restore import Restored, matched
 from onward.execute.state import Layout, State
 
 T = TypeVar("T")
@@ -78,6 +81,38 @@ class Model:
         """
         with self.lock:
             self.state = self.state.replace(values)
+
+    def save(self, folder: str | PathLike[str]) -> Any:
+        """Write the parameters and the state of the network to disk; returns the path once it is there.
+
+        Example:
+            >>> import tempfile, onward as ow
+            >>> def network():
+            ...     return ow.layer.fc(ow.data("x", (None, 4)), 2)
+            >>> folder = tempfile.mkdtemp()
+            >>> path = ow.Model(network, seed=1).save(folder)
+            >>> print(ow.Model(network, seed=2).restore(folder))
+            2 Variables restored
+        """
+        state = self.state
+        arrays = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
+        with Checkpoints(folder, keep=None) as store:
+            return store.save(arrays, 0)
+
+    def restore(
+        self, source: Checkpoints | str | PathLike[str], *, which: Any = "latest", fallback: bool = False
+    ) -> Restored:
+        """Take the parameters from a checkpoint, be it of a Model or of a Trainer, whose slots are left.
+
+        Raises:
+            CheckpointError: nothing whole is there, or a parameter does not fit; nothing is changed then.
+        """
+        store = source if isinstance(source, Checkpoints) else Checkpoints(source)
+        found = store.load(which, fallback=fallback)
+        with self.lock:
+            values, report = matched(self.state, self.state.layout.variables, found)
+            self.publish(State(self.state.layout, values))
+        return report
 
     def publish(self, state: State) -> None:
         """Exchange all values at once; what reads meanwhile sees the old ones or the new ones, whole."""

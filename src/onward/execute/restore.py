@@ -12,6 +12,7 @@ import numpy as np
 
 from onward.core.errors import CheckpointError, nearest
 from onward.core.program import Variable
+from onward.core.source import user_level
 from onward.execute.checkpoint import Checkpoint
 from onward.execute.state import State, copied
 
@@ -42,6 +43,11 @@ class Restored:
             parts.append(f"hyperparameters that are as saved, not as given: {_some(self.changed)}")
         return "; ".join(parts)
 
+    def warn(self, path: Any) -> None:
+        """Warn where the checkpoint and the Program are not of the same Variables."""
+        if self.kept or self.left or self.changed:
+            warnings.warn(f"{path}: {self}.", stacklevel=user_level())
+
 
 def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tuple[list[Any], Restored]:
     """The values of the State with those of the checkpoint in their places.
@@ -62,8 +68,6 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
         left=tuple(name for name in found.arrays if name not in fits),
         changed=tuple(n for n, x in given.items() if n in fits and not np.array_equal(x, found.arrays[n])),
     )
-    if report.kept or report.left or report.changed:
-        warnings.warn(f"{found.path}: {report}.", stacklevel=3)
     return values, report
 
 

@@ -90,7 +90,7 @@ class Step:
         values = initialized(self.program, given, seed)
         return State(self.layout, [self._place(v, values[v]) for v in self.layout.variables])
 
-    def __call__(self, state: State, *data: Any, **feed: Any) -> tuple[State, Out]:
+    def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
         """Run one step.
 
         Args:
@@ -117,7 +117,7 @@ class Step:
     def function(self) -> Callable[..., tuple[State, Out]]:
         """The pure function behind the step, ``(state, *data) -> (state, out)``: never donates."""
 
-        def pure(state: State, *data: Any, **feed: Any) -> tuple[State, Out]:
+        def pure(state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
             own = self._own(state)
             if state.is_spent:
                 raise StateError(SPENT)

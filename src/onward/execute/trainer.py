@@ -247,6 +247,7 @@ class Trainer:
             self.epoch, self.batch = found.extra.get("epoch", 0), found.extra.get("batch", 0)
             self.begun, self.position = found.extra.get("begun", 0), found.extra.get("position")
             self.resumed = True
+        report.warn(found.path)
         return report
 
     def _loop(self, training: Training) -> Callable[[Any], None]:

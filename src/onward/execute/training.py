@@ -10,6 +10,7 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
@@ -111,7 +112,7 @@ class Training:
         if self.test is not None:
             self.tested = {f"test_{name}": x for name, x in trainer.test(self.test).items()}
             self.tested_at = trainer.step
-            trainer.history.record(step=trainer.step, epoch=trainer.epoch - 1, **self.tested)
+            trainer.history.amend(**self.tested)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in self.tested.items())
             self.progress.message(f"epoch {trainer.epoch}: {shown}")
             if trainer.checkpoints is not None and trainer.checkpoints.best in self.tested:
@@ -139,7 +140,12 @@ class Training:
                     _check_finite(name, value)
         except ArgumentError as error:
             raise self.blaming(batch, error) from None
-        return batch._replace(fed=fed if jax.default_backend() == "cpu" else jax.device_put(fed))
+        return batch._replace(fed=fed if jax.default_backend() == "cpu" else self.placed(fed))
+
+    def placed(self, fed: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The data on the device, but for what the step still checks or converts on the host."""
+        bounded = {v.name for v in self.trainer.program.bounds}
+        return {n: x if n in bounded or not _is_settled(x) else jax.device_put(x) for n, x in fed.items()}
 
     def blaming(self, batch: Batch, error: ArgumentError) -> ArgumentError:
         """The same error, naming the batch."""
@@ -213,8 +219,8 @@ class Training:
         if self.tested_at == self.trainer.step:
             numbers |= self.tested
         to_come = not numbers or best in self.tested or (self.test is not None and not self.tested)
-        if best is not None and best not in numbers and to_come:
-            numbers[best] = nan
+        if best is not None and best not in numbers:
+            numbers |= {best: nan} if to_come else self.tested  # all names, for the message
         return numbers
 
     def event(self, kind: EventKind, metrics: Mapping[str, Any] | None = None) -> None:
@@ -227,9 +233,16 @@ class Training:
                 callback(event)
 
 
+def _is_settled(value: Any) -> bool:
+    """Whether an array has a dtype that JAX keeps."""
+    return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.canonicalize_dtype(value.dtype)
+
+
 def _check_finite(name: str, value: Any) -> None:
     """Raise ``ArgumentError`` if host data holds NaN or infinity."""
-    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray) or not jnp.issubdtype(value.dtype, np.inexact):
         return
     finite = np.isfinite(value)
     if not finite.all():

@@ -48,7 +48,7 @@ def layer(function: F) -> F:
             if has_lazy(args, options):
                 return LazyCall(called, args, options if name is None else {**options, "name": name})
             return function(*args, **options)
-        args, options = resolved((args, options))
+        args, options = resolved(args), {key: resolved(option) for key, option in options.items()}
         label = context.scoped(name or context.number(function.__name__))
         with jax.named_scope(label.rpartition("/")[2]):
             result = function(*args, **options)

@@ -1,0 +1,87 @@
+"""The benchmark of many devices runs and says what it measured; how fast is never asked here."""
+
+import json
+
+import jax
+import pytest
+from benchmarks import multi_device
+from benchmarks.multi_device import main
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hasty_compiler():
+    """XLA without most of its optimizations: nothing is timed here, and compiling is most of the time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmark")
+    chosen = ["--devices", "1,2", "--model", "mlp", "--merge", "average,sharded", "--quick", "--rounds", "1"]
+    results = main([*chosen, "--json", str(folder / "r.json"), "--plot", str(folder / "r.png")])
+    return results, json.loads((folder / "r.json").read_text()), folder / "r.png"
+
+
+def test_every_combination_is_measured_and_written(written):
+    results, found, picture = written
+    combinations = [(r.model, r.merge, r.devices) for r in results]
+    assert combinations == [("mlp", merge, n) for n in (1, 2) for merge in ("average", "sharded")]
+    assert [(r["model"], r["merge"], r["devices"]) for r in found["results"]] == combinations
+    assert {"python", "jax", "cores"} <= set(found["environment"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_are_what_they_say(written):
+    for r in written[0]:
+        assert r.batch == 2 * r.devices
+        assert min(r.seconds, r.throughput, r.efficiency, r.merging) > 0
+        peers = ["by pmap", "sharded jit", *(["one device"] if r.devices == 1 else [])]
+        assert [row.against for row in r.rows] == peers
+        assert all(0 < row.low <= row.ratio <= row.high for row in r.rows)
+
+
+def test_bytes_sent_are_near_the_bound_and_slots_are_parted(written):
+    by = {(r.merge, r.devices): r for r in written[0]}
+    assert by["average", 1].sent == by["average", 1].bound == 0
+    numbers = 8 * 8 + 8 + 8 * 4 + 4
+    assert by["average", 2].bound == 4 * numbers
+    assert by["average", 2].sent == 4 * numbers + 4  # and the loss
+    assert by["sharded", 2].sent == by["average", 2].sent
+    assert by["average", 2].state - by["sharded", 2].state == 2 * 4 * numbers // 2
+
+
+def test_the_tables_show_every_result(written):
+    text = multi_device.scaling(written[0])
+    assert len(text.splitlines()) == 1 + len(written[0])
+    assert "of bound" in text
+
+
+def sides(name, merge):
+    case = multi_device._case(name, multi_device._MODELS[name](2, True))
+    return case, multi_device._replicated(case, 1e-3, 2, merge), multi_device._pmapped(case, 1e-3, 2)
+
+
+def test_a_resnet_agrees_with_the_step_by_hand():
+    multi_device.check_agreement(*sides("resnet", "average"))
+
+
+def test_a_merge_that_is_not_exact_is_caught():
+    with pytest.raises(AssertionError, match="apart"):
+        multi_device.check_agreement(*sides("mlp", "power_sgd"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--devices 1,16", "JAX shows 8 (cpu). To try more on the host, set XLA_FLAGS"),
+        ("--merge mean", "no mean; there are average, bucketed, sharded"),
+        ("--model vgg", "no vgg; there are mlp, resnet, transformer"),
+    ],
+)
+def test_choices_that_do_not_exist(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert words in " ".join(capsys.readouterr().err.split())
