@@ -30,8 +30,9 @@ def test_every_benchmark_file_is_listed() -> None:
     listed = benchmarks.__doc__ or ""
     files = {path.stem for path in (ROOT / "benchmarks").glob("*_time.py")}
     assert files == set(CASES)
-    assert set(BENCHMARKS) == {*files, "multi_device"}
-    assert all(name in listed for name in BENCHMARKS)
+    assert {*files, "multi_device"} <= set(BENCHMARKS)
+    assert all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in BENCHMARKS)
+    assert all(name in listed for name in (*files, "multi_device"))
 
 
 @pytest.fixture

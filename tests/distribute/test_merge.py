@@ -146,13 +146,16 @@ def task(network):
 
 def final_loss(network, merge, steps=400):
     program = ow.SGD(0.2).minimize(ow.trace(network, batch_size=32))
-    step = ow.compile(program if merge is None else ow.replicate(program, DEVICES, merge))
-    x, y = map(jnp.asarray, task(network))
-    state, _ = step(step.init(seed=1), x, y)
-    run = jax.jit(
-        lambda state: jax.lax.scan(lambda s, _: (step(s, x, y)[0], None), state, None, length=steps)[0]
+    step = ow.Step(
+        program if merge is None else ow.replicate(program, DEVICES, merge), (), False, ahead=False
     )
-    return float(step(run(state), x, y)[1].loss)
+    x, y = map(jnp.asarray, task(network))
+
+    @jax.jit
+    def losses(state):
+        return jax.lax.scan(lambda s, _: ((found := step(s, x, y))[0], found[1].loss), state, None, steps)[1]
+
+    return float(losses(step.init(seed=1))[-1])
 
 
 @pytest.mark.parametrize("network", [regression, classification])
@@ -275,7 +278,7 @@ def bytes_on(device, arrays):
     return sum(s.data.nbytes for a in arrays for s in a.addressable_shards if s.device == device)
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [2, 8])
 def test_slots_take_one_part_of_their_memory_on_each_device(devices):
     def network():
         x, y = ow.data("x", (None, 24)), ow.data("y", (None,), "int32")

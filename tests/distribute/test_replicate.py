@@ -156,8 +156,10 @@ def test_fifty_steps_equal_those_of_one_device(network, optimizer, merge, device
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-10), results, value)
 
 
-@pytest.mark.parametrize("merge", MERGES)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "merge"),
+    [(n, m) for i, n in enumerate(NETWORKS) for j, m in enumerate(MERGES) if (i + j) % 2],
+)
 def test_gradients_of_one_step_in_single_precision(network, merge):
     """With a rate of 1 the gradient is the way that the parameters went."""
     devices = {"average": 8, "sum": 4, "bucketed": 2, "sharded": 8}[merge]
@@ -200,9 +202,7 @@ def run(step, state, data, steps):
     return bits(state), np.asarray(out.loss)
 
 
-@pytest.mark.parametrize(
-    "merge", [ow.Bucketed(64), ow.Sharded(), ow.TopK(0.3), ow.PowerSGD(1)], ids=lambda m: m.name
-)
+@pytest.mark.parametrize("merge", [ow.Bucketed(64), ow.Sharded(), ow.PowerSGD(1)], ids=lambda m: m.name)
 def test_two_runs_are_equal_bit_by_bit(merge):
     program, data = program_of("mlp", ow.Adam(0.01)), data_of("mlp")
     step = ow.compile(ow.replicate(program, 8, merge))
@@ -260,6 +260,13 @@ def test_activations_and_gradients_can_be_fetched():
     assert gradients.shape == (8, 5, 3)
     np.testing.assert_allclose(gradients.mean(0), out["all_mean(grad(fc_1/w))"], 1e-5, 1e-7)
     np.testing.assert_allclose(gradients.mean(0), expected["grad(fc_1/w)"], 1e-5, 1e-7)
+
+
+def test_a_gradient_as_long_as_the_batch_of_one_device_is_not_taken_for_examples():
+    program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(2), jnp.ones((8, 2)))
+    step = ow.compile(ow.replicate(program, 4), fetch=["grad(w)"])
+    _, out = step(step.init(jnp.ones(2)), np.arange(16, dtype="float32").reshape(8, 2))
+    np.testing.assert_array_equal(out["grad(w)"], [[1, 2], [5, 6], [9, 10], [13, 14]])
 
 
 def test_statistics_of_the_parts_or_of_the_whole_batch():
@@ -480,7 +487,7 @@ LOWERED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def lowered(program):
-    step = ow.compile(program)
+    step = ow.Step(program, (), False, ahead=False)
     state = step.init(first_parameters(program))
     return jax.jit(step.function).lower(state, *data_of("mlp"))
 

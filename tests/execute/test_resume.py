@@ -56,14 +56,10 @@ def decaying(step):
 
 
 OPTIMIZERS = {
-    "SGD": ow.SGD(0.05),
     "SGD, schedule": ow.SGD(decaying),
-    "Momentum": ow.Momentum(0.05, 0.9),
     "Momentum, Nesterov": ow.Momentum(decaying, 0.9, nesterov=True),
     "Adagrad": ow.Adagrad(0.1),
-    "Adam": ow.Adam(0.01),
     "Adam, schedule": ow.Adam(decaying),
-    "AdamW": ow.AdamW(0.01, weight_decay=0.1),
     "AdamW, schedules": ow.AdamW(decaying, beta1=lambda n: 0.9 - 0.1 / (n + 1)),
 }
 

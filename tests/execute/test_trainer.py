@@ -451,7 +451,7 @@ def test_threads_lose_no_update_of_slots():
 
 
 def test_threads_train_dropout_and_statistics():
-    trainer = trained(deep, epochs=20, threads=2)
+    trainer = trained(deep, ow.SGD(0.01), epochs=20, threads=2)
     assert trainer.step == 60
     assert np.abs(trainer["norm/mean"]).max() > 0
     before = bits(trainer.state)

@@ -8,7 +8,7 @@ save, and a new one continues from the latest checkpoint, which must be whole: a
 is an error. One in five is killed before its first step. The last child is let finish; every value that it
 saves is compared with those of a child that nobody disturbed. It prints:
 
-    20 kills, resumed at steps 0 0 112 116 ... 1176 1244 of 2400
+    20 kills, resumed at steps 0 0 44 76 100 156 156 256 300 372 464 464 476 ... 804 920 1032 1164 of 2400
     26 values, 0 of them other than in the uninterrupted training
 """
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from onward.core.errors import ArgumentError
 from onward.core.placement import equal_variables
 from onward.core.program import Program, Variable
-from onward.core.words import Placement
+from onward.core.words import Pass, Placement
 
 _TOO_FEW = (
     "{program} is replicated for {count} devices, and JAX shows {found} ({platform}). Replicate it for "
@@ -32,6 +32,8 @@ class Spread:
         self.old = {new: old for old, new in program.next_state.items()}
         changed = [self._of_state(self.old[v]) for v in following]
         equal = equal_variables(program)
+        # What is merged is no array over examples, though it may happen to be as long as the batch.
+        self._merged = {v for op in program.ops if op.made_by is Pass.COLLECTIVE for v in op.inputs}
         self._results = [self._of_result(v, equal) for v in wanted]
         self.out_specs = [*(spec for spec, _ in changed), *(spec for spec, _ in self._results)]
         self._expanded = [*(alone for _, alone in changed), *(alone for _, alone in self._results)]
@@ -80,7 +82,8 @@ class Spread:
         if v in equal:
             return PartitionSpec(), False
         rows = {x.shape[0] for x in self.program.inputs if x.placement is Placement.SHARDED}
-        return PartitionSpec(self.axis), not (v.shape and v.shape[0] in rows)
+        is_joined = bool(v.shape) and v.shape[0] in rows and v not in self._merged
+        return PartitionSpec(self.axis), not is_joined
 
 
 def _devices(program: Program) -> list[Any]:

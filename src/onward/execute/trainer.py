@@ -137,7 +137,8 @@ class Trainer:
             prefetch: how many batches a thread reads ahead. Readers that fill the same array again and again
                 need 0.
             threads: how many threads train at once, each on batches of its own, with the gradients of the
-                parameters as it finds them.
+                parameters as it finds them. These are a few steps old, which momentum amplifies: take a
+                smaller learning rate.
             check: refuse data that is NaN or infinite, naming the batch.
 
         Returns:

@@ -241,7 +241,8 @@ def _is_settled(value: Any) -> bool:
 def _check_finite(name: str, value: Any) -> None:
     """Raise ``ArgumentError`` if host data holds NaN or infinity."""
     if isinstance(value, list | tuple):
-        value = np.asarray(value)
+        with suppress(ValueError):  # what is ragged the step refuses
+            value = np.asarray(value)
     if not isinstance(value, np.ndarray) or not jnp.issubdtype(value.dtype, np.inexact):
         return
     finite = np.isfinite(value)
