@@ -94,4 +94,3 @@ class Executable:
             if any(map(is_deleted, own)):
                 raise StateError(SPENT) from error
             raise
-
