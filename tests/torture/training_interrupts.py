@@ -9,10 +9,10 @@ loads the latest checkpoint, which must be of that step. Then it goes on with th
 
     60 interrupts of Trainer.train: 60 states kept, 60 saved, 0 handlers left, 0 pressed again; 47867 steps
 
-and so on for two threads and for ``Session.run``. A Ctrl-C between two runs of a Session is nobody's: nothing
-is saved then, and that is counted as saved. A KeyboardInterrupt that arrives while Python calls a destructor
-or the callback of a weak reference is printed and thrown away by Python itself ("Exception ignored in"); who
-presses Ctrl-C presses it again, as this process does, and says how often.
+and so on for two threads and for ``Session.run``. A Ctrl-C between two runs of a Session is handled by
+nobody: nothing is saved then, and that is counted as saved. A KeyboardInterrupt that arrives while Python
+calls a destructor or the callback of a weak reference is printed and thrown away by Python itself ("Exception
+ignored in"); who presses Ctrl-C presses it again, as this process does, and says how often.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Running:
         return self.session[name]
 
 
-def verdict(training: Training | Running, store: ow.Checkpoints, where: list[str]) -> str:
+def verdict(training: Training | Running, store: ow.Checkpoints, between: bool) -> str:
     """What an interrupt has left."""
     steps = training.steps()
     words = []
@@ -99,7 +99,7 @@ def verdict(training: Training | Running, store: ow.Checkpoints, where: list[str
         words.append("kept" if kept else f"lost({steps}, {values})")
     except ow.StateError as error:
         words.append(f"lost({error})")
-    words.append("saved" if "session" in where or _is_saved(store, steps) else f"missing({steps})")
+    words.append("saved" if between or _is_saved(store, steps) else f"missing({steps})")
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         words.append("left")
     return " ".join([*words, str(steps)])
@@ -121,9 +121,8 @@ def child(kind: str, rounds: int, folder: str) -> None:
         try:
             training.run()
         except KeyboardInterrupt as interrupt:
-            inside = {Path(frame.filename).stem for frame in traceback.extract_tb(interrupt.__traceback__)}
-            between = kind == "session" and "session" not in inside
-            say(verdict(training, store, ["session"] if between else []))
+            frames = {Path(frame.filename).stem for frame in traceback.extract_tb(interrupt.__traceback__)}
+            say(verdict(training, store, between="interrupt" not in frames))
 
 
 def torture(kind: str, rounds: int, seed: int = 0) -> list[str]:
