@@ -1,8 +1,13 @@
 """Eight devices on the host, before JAX is imported: what replicates has to have something to run on."""
 
 import os
+import signal
 
 DEVICES = "--xla_force_host_platform_device_count"
 
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+
+# A shell that starts the tests in the background has SIGINT ignored; several tests are about what it does.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
