@@ -18,10 +18,10 @@ Run it with ``python -m benchmarks threads``. To expect:
 
     threads
     case                    against  rounds  onward   peer     ratio  min   max   target
-    batch 1, 32 threads     jitted   60      74 us    65 us    1.14   0.52  2.70  <= 1.03  missed
-      the peer with itself  jitted   60      67.8 us  73.6 us  0.98   0.30  2.12
-      one thread            jitted   60      110 us   99.4 us  1.15   0.34  3.41
-    batch 32, 32 threads    jitted   60      221 us   206 us   1.10   0.48  1.95  <= 1.03  missed
+    batch 1, 32 threads     jitted   60      44.9 us  38.8 us  1.18   0.69  2.05  <= 1.03  missed
+      the peer with itself  jitted   60      46.7 us  46.9 us  1.02   0.64  1.71
+      one thread            jitted   60      61.9 us  57.7 us  1.07   0.65  2.36
+    batch 32, 32 threads    jitted   60      179 us   171 us   1.04   0.66  1.61  <= 1.03  missed
 
 That is two cores which other work kept busy at the same time, as the row of the peer with itself shows.
 """

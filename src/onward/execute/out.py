@@ -34,6 +34,20 @@ class Results:
         return tuple(self.position), self.loss and self.loss.name, tree
 
     @cached_property
+    def places(self) -> tuple[int, ...] | None:
+        """Where what the function returned stands among the values; None if some of it is not computed."""
+        if self.signature is None:
+            return None
+        found = [self.position.get(v.name) for v in self.signature.result.variables]
+        return None if None in found else tuple(i for i in found if i is not None)
+
+    @cached_property
+    def is_one_array(self) -> bool:
+        """Whether the function returned an array alone."""
+        result = self.signature.result if self.signature is not None else None
+        return result is not None and jax.tree_util.treedef_is_leaf(result.treedef) and bool(self.places)
+
+    @cached_property
     def position(self) -> Mapping[str, int]:
         """Where each name stands among the values."""
         return {v.name: i for i, v in enumerate(self.variables)}
@@ -74,15 +88,14 @@ class Out:
     @property
     def value(self) -> Any:
         """Everything the traced function returned, in its containers; without the next model state."""
-        if self.results.signature is None:
+        results, places = self.results, self.results.places
+        if results.signature is None:
             return self.values
-        result = self.results.signature.result
-        if lost := [v.name for v in result.variables if v.name not in self.results.position]:
-            raise UnknownNameError(
-                f"This Program computes no {', '.join(map(repr, lost))}, which the traced function returned. "
-                f"What it returns: out[name] with {', '.join(map(repr, self.results.position))}."
-            )
-        return result.unflatten(self[v] for v in result.variables)
+        if places is None:
+            raise UnknownNameError(_lost(results))
+        if results.is_one_array:
+            return self.values[places[0]]
+        return results.signature.result.unflatten(map(self.values.__getitem__, places))
 
     @property
     def aux(self) -> Any:
@@ -106,3 +119,14 @@ class Out:
     def tree_unflatten(cls, results: Results, values: Sequence[Any]) -> Out:
         """An Out from its values, for ``jax.tree``."""
         return cls(results, values)
+
+
+def _lost(results: Results) -> str:
+    """What to say when some of what the function returned is not computed."""
+    assert results.signature is not None
+    lost = [v.name for v in results.signature.result.variables if v.name not in results.position]
+    there = ", ".join(map(repr, results.position)) or "nothing: ask for activations"
+    return (
+        f"This Program computes no {', '.join(map(repr, lost))}, which the traced function returned. What it "
+        f"returns: out[name] with {there}."
+    )

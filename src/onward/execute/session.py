@@ -105,19 +105,19 @@ class Session:
             UnknownNameError: a target or fetch that no Variable bears.
             StateError: a Variable without a first value.
         """
-        fed = _named(feed)
         try:
+            fed = _named(feed)
             with self.scope.lock, Interruptible() as interrupts:
                 plan = self._plan(listed(target), listed(fetch), fed)
                 plan.check(fed)
                 self.scope.initialize(plan.step.program, self.seed)
                 with interrupts.uninterrupted:
                     out = self._run(plan, fed)
+            return [out[name] for name in plan.aim.fetch]
         except KeyboardInterrupt:
             if self.checkpoints is not None:
                 self.save()
             raise
-        return [out[name] for name in plan.aim.fetch]
 
     def _run(self, plan: _Plan, fed: Mapping[str, Any]) -> Out:
         """Run a plan over the values of the scope, and keep the new ones; nothing may interrupt this."""
