@@ -20,7 +20,7 @@ from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, nearest
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.define.deferred import Deferred
@@ -29,6 +29,7 @@ from onward.define.trace import trace
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Adam
 from onward.execute.checkpoint import Checkpoints
+from onward.execute.evaluator import as_feed
 from onward.execute.model import Model
 from onward.execute.reader import Reading
 from onward.execute.trainer import Trainer
@@ -116,12 +117,24 @@ def _forward(cost: Any, first: Any) -> Program:
         return cost
     if has_lazy(cost) and not callable(cost):
         deferred = Deferred(cost, {})
-        values = first if isinstance(first, tuple | list) else (first,)
-        fed = first if isinstance(first, Mapping) else dict(zip(deferred.names, values, strict=False))
-        return deferred.forward(fed)
+        return deferred.forward(_named(first, deferred.names))
     if not callable(cost):
         raise ArgumentError(f"train was given {describe(cost)}; expected a cost, a Program or a function.")
     return trace(cost, feed=first if isinstance(first, Mapping) else None)
+
+
+def _named(first: Any, names: tuple[str, ...]) -> Mapping[str, Any]:
+    """The first batch by name.
+
+    Raises:
+        ArgumentError: it lacks some data of the cost, or has some that the cost does not take.
+    """
+    fed = as_feed(first, names)
+    if missing := [name for name in names if name not in fed]:
+        unknown = [name for name in fed if name not in names]
+        hint = f" It has {unknown[0]!r}. {nearest(unknown[0], names)}" if unknown else ""
+        raise ArgumentError(f"The reader yielded a batch without {', '.join(map(repr, missing))}.{hint}")
+    return fed
 
 
 def _peeked(reader: Any) -> tuple[Any, Any]:
