@@ -18,10 +18,10 @@ Run it with ``python -m benchmarks threads``. To expect:
 
     threads
     case                    against  rounds  onward   peer     ratio  min   max   target
-    batch 1, 32 threads     jitted   60      44.9 us  38.8 us  1.18   0.69  2.05  <= 1.03  missed
-      the peer with itself  jitted   60      46.7 us  46.9 us  1.02   0.64  1.71
-      one thread            jitted   60      61.9 us  57.7 us  1.07   0.65  2.36
-    batch 32, 32 threads    jitted   60      179 us   171 us   1.04   0.66  1.61  <= 1.03  missed
+    batch 1, 32 threads     jitted   60      43.3 us  38 us    1.05   0.63  1.81  <= 1.03  missed
+      the peer with itself  jitted   60      44.4 us  46.9 us  0.95   0.60  1.97
+      one thread            jitted   60      61.7 us  58 us    1.04   0.48  2.57
+    batch 32, 32 threads    jitted   60      174 us   170 us   1.01   0.59  1.65  <= 1.03
 
 That is two cores which other work kept busy at the same time, as the row of the peer with itself shows.
 """
