@@ -700,3 +700,16 @@ WRONG = {
 def test_a_wrong_call(make, message):
     with pytest.raises(ow.OnwardError, match=message):
         make()
+
+
+def test_threads_clip_the_gradients_as_one_does():
+    def clipped(model):
+        program = ow.clip_by_global_norm(ow.append_backward(model.topology), 1e-3)
+        return ow.append_update(program, ow.SGD(1.0))
+
+    moved = []
+    for threads in (1, 2):
+        model = ow.Model(counting)
+        ow.Trainer(model, clipped(model)).train([np.full(1, 2, "float32")] * 10, threads=threads)
+        moved.append(float(model["w"]))
+    np.testing.assert_allclose(moved, [-0.01, -0.01], rtol=1e-4)

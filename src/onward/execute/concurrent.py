@@ -8,9 +8,9 @@ are a few steps old (Recht et al., Hogwild!, 2011, with a lock around the update
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onward.core.errors import ArgumentError
 from onward.core.structure import describe
@@ -84,7 +84,7 @@ class Crew:
                 except ArgumentError as error:
                     raise self.training.blaming(item, error) from error
                 with self.trainer.model.lock:
-                    self.apply(machine.gradients)
+                    self.apply(machine)
                     self.training.done(out, item)
                     self.training.after()
         except BaseException as error:
@@ -101,13 +101,12 @@ class Applier:
         self.trainer = trainer
         part = update_pass(trainer.program)
         kept = {v.name for v in trainer.model.state.layout.variables}
-        self._names = {p.name: g.name for p, g in part.gradients}
         donated = [old.name for old in part.next_state if old.name not in kept]
         self._step = Step(part, (), donate=donated, ahead=False)
 
-    def __call__(self, gradients: Mapping[str, Any]) -> Out:
-        """One update; to be called by one thread at a time."""
-        feed = {self._names[name]: gradient for name, gradient in gradients.items()}
+    def __call__(self, machine: GradientMachine) -> Out:
+        """One update with the gradients of a machine; to be called by one thread at a time."""
+        feed = {machine.names[name]: gradient for name, gradient in machine.gradients.items()}
         state, out = self._step(self.trainer.joined(), **feed)
         self.trainer.take(State(state.layout, state.values))
         self.trainer.step += 1

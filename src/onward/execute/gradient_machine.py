@@ -61,7 +61,7 @@ class GradientMachine:
             )
         fetch = tuple(find(model.topology, name).name for name in activations)
         self._step = model.once(("backward", chosen, fetch), lambda: _backward_step(model, chosen, fetch))
-        self._gradients = {p.name: g.name for p, g in self._step.program.gradients}
+        self.names = {p.name: g.name for p, g in self._step.program.gradients}
 
     def backward(self, *data: Any, **feed: Any) -> Out:
         """Run forward and backward on a batch; ``out.loss`` is the loss.
@@ -82,17 +82,17 @@ class GradientMachine:
             UnknownNameError: no such parameter is differentiated.
         """
         name = getattr(parameter, "name", parameter)
-        if name not in self._gradients:
+        if name not in self.names:
             raise UnknownNameError(
-                f"There is no gradient of a parameter {name!r}. {nearest(str(name), self._gradients)}"
+                f"There is no gradient of a parameter {name!r}. {nearest(str(name), self.names)}"
             )
-        return self._last()[self._gradients[name]]
+        return self._last()[self.names[name]]
 
     @property
     def gradients(self) -> Mapping[str, Any]:
         """The gradients of the last ``backward``, by the name of their parameter."""
         out = self._last()
-        return {name: out[gradient] for name, gradient in self._gradients.items()}
+        return {name: out[gradient] for name, gradient in self.names.items()}
 
     def activation(self, name: str | Variable) -> Any:
         """One of the activations that the machine was made to return, as the last ``backward`` had it."""
