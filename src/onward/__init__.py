@@ -33,6 +33,7 @@ from onward.core.errors import (
     MissingExtraError,
     NonFiniteError,
     OnwardError,
+    PeerError,
     RecipeError,
     StateError,
     TraceError,
@@ -59,12 +60,12 @@ from onward.derive.update import append_update
 from onward.distribute.merge import Average, Bucketed, Devices, LowPrecision, Merge, PowerSGD, Sum, TopK
 from onward.distribute.replicate import replicate
 from onward.distribute.sharded import Sharded
-from onward.execute.batches import Batches, batches
-from onward.execute.checkpoint import Checkpoint, Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
 from onward.execute.evaluator import Evaluator
-from onward.execute.events import EarlyStop, Event, EventKind, StopTraining
 from onward.execute.gradient_machine import GradientMachine
-from onward.execute.history import History
+from onward.execute.loop.batches import Batches, batches
+from onward.execute.loop.events import EarlyStop, Event, EventKind, StopTraining
+from onward.execute.loop.history import History
 from onward.execute.model import Model
 from onward.execute.out import Out
 from onward.execute.restore import Restored
@@ -114,6 +115,7 @@ __all__ = [
     "Optimizer",
     "Out",
     "Pass",
+    "PeerError",
     "Placement",
     "PowerSGD",
     "Program",

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from tests.torture import checkpoint_faults as torture
 
 from onward.core.errors import ArgumentError, CheckpointError, MissingExtraError
-from onward.execute import archive, manifest
-from onward.execute.backends import BACKENDS, SafetensorsBackend
-from onward.execute.checkpoint import Checkpoints
-from onward.execute.encoding import DTYPES
+from onward.execute.checkpoint import archive, manifest
+from onward.execute.checkpoint.backends import BACKENDS, SafetensorsBackend
+from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.encoding import DTYPES
 
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -300,7 +300,7 @@ def fail_after_saving(checkpoints):
 
 def test_the_interpreter_writes_the_last_checkpoint_before_it_exits(tmp_path):
     code = (
-        "import sys, numpy; from onward.execute.checkpoint import Checkpoints\n"
+        "import sys, numpy; from onward.execute.checkpoint.checkpoints import Checkpoints\n"
         "Checkpoints(sys.argv[1]).save({'w': numpy.ones(10**6)}, 1)"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], check=True)
@@ -309,9 +309,9 @@ def test_the_interpreter_writes_the_last_checkpoint_before_it_exits(tmp_path):
 
 def test_an_error_for_which_nobody_waits_is_printed_at_the_exit(tmp_path):
     code = (
-        "import sys, numpy; from onward.execute import checkpoint\n"
-        "checkpoint.write = lambda *_: 1 / 0\n"
-        "checkpoint.Checkpoints(sys.argv[1]).save({'w': numpy.ones(3)}, 1)"
+        "import sys, numpy; from onward.execute.checkpoint import checkpoints\n"
+        "checkpoints.write = lambda *_: 1 / 0\n"
+        "checkpoints.Checkpoints(sys.argv[1]).save({'w': numpy.ones(3)}, 1)"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

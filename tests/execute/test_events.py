@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.execute.events import EarlyStop, Event, EventKind, StopTraining
+from onward.execute.loop.events import EarlyStop, Event, EventKind, StopTraining
 
 
 def event(kind, step=1, **metrics):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.execute import history as module
-from onward.execute.history import History
+from onward.execute.loop import history as module
+from onward.execute.loop.history import History
 
 
 def filled(steps=4):

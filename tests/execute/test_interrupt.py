@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from tests.torture.interrupts import torture
 
-from onward.execute.interrupt import Interruptible, Uninterrupted
+from onward.execute.loop.interrupt import Interruptible, Uninterrupted
 
 
 def interrupt():

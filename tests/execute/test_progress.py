@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from onward.execute import progress as module
-from onward.execute.progress import Progress
+from onward.execute.loop import progress as module
+from onward.execute.loop.progress import Progress
 
 
 class Scalar:
@@ -144,7 +144,9 @@ def test_by_default_it_is_on_in_a_terminal(monkeypatch, terminal):
 
 
 def test_a_bar_left_open_at_exit():
-    code = "from onward.execute.progress import Progress; bar = Progress(9, True, 'train'); bar.advance(1)"
+    code = (
+        "from onward.execute.loop.progress import Progress; bar = Progress(9, True, 'train'); bar.advance(1)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "1/9" in done.stderr

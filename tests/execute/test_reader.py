@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.execute.reader import Reading, batches, prefetched
+from onward.execute.loop.reader import Reading, batches, prefetched
 
 X, Y = np.arange(20.0).reshape(10, 2), np.arange(10)
 

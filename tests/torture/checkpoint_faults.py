@@ -36,8 +36,8 @@ from pathlib import Path
 import numpy as np
 
 from onward.core.errors import CheckpointError, MissingExtraError
-from onward.execute.backends import BACKENDS
-from onward.execute.checkpoint import Checkpoints
+from onward.execute.checkpoint.backends import BACKENDS
+from onward.execute.checkpoint.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parents[2]
 CALLS = (

@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from onward.execute.interrupt import Interruptible
+from onward.execute.loop.interrupt import Interruptible
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 0.02  # seconds of training before an interrupt

@@ -10,6 +10,7 @@
     ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
     ├── NonFiniteError      (FloatingPointError)  a loss that is no finite number
+    ├── PeerError           (RuntimeError)  another process of the same computation died or hangs
     ├── CheckpointError     (OSError)       a checkpoint that cannot be written, or is not what was written
     └── MissingExtraError   (ImportError)   an optional package that is not installed
 
@@ -64,6 +65,10 @@ class CheckpointError(OnwardError, OSError):
 
 class NonFiniteError(OnwardError, FloatingPointError):
     """A loss is NaN or infinite."""
+
+
+class PeerError(OnwardError, RuntimeError):
+    """Another process of the same computation died, hangs, or does something else."""
 
 
 class MissingExtraError(OnwardError, ImportError):

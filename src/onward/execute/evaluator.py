@@ -19,9 +19,9 @@ from onward.core.program import Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of
 from onward.execute.feeds import data_names
+from onward.execute.loop.reader import Reading
 from onward.execute.model import Model, Request
 from onward.execute.out import Out
-from onward.execute.reader import Reading
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 

@@ -17,7 +17,7 @@ from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.for_test import for_test
 from onward.derive.seam import forward_pass
-from onward.execute.checkpoint import Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
 from onward.execute.restore import Restored, matched

@@ -13,7 +13,7 @@ import numpy as np
 from onward.core.errors import CheckpointError, nearest
 from onward.core.program import Variable
 from onward.core.source import user_level
-from onward.execute.checkpoint import Checkpoint
+from onward.execute.checkpoint.checkpoints import Checkpoint
 from onward.execute.state import State, copied
 
 

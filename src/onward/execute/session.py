@@ -25,9 +25,9 @@ from onward.core.structure import describe
 from onward.core.walk import name_of
 from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
-from onward.execute.checkpoint import Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
-from onward.execute.interrupt import Interruptible
+from onward.execute.loop.interrupt import Interruptible
 from onward.execute.out import Out
 from onward.execute.scope import Scope
 from onward.execute.state import State

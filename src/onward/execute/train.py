@@ -28,10 +28,10 @@ from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Adam
-from onward.execute.checkpoint import Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.evaluator import as_feed
+from onward.execute.loop.reader import Reading
 from onward.execute.model import Model
-from onward.execute.reader import Reading
 from onward.execute.trainer import Trainer
 
 _optimizers: WeakKeyDictionary[Any, tuple[Optimizer, dict[str, Any]]] = WeakKeyDictionary()

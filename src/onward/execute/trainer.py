@@ -15,19 +15,19 @@ from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
 from onward.derive.optimizer import Optimizer
-from onward.execute.checkpoint import Checkpoints
-from onward.execute.concurrent import Crew
+from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.evaluator import Evaluator
 from onward.execute.feeds import data_names
-from onward.execute.history import History
 from onward.execute.initialize import initialized
-from onward.execute.interrupt import Interruptible
+from onward.execute.loop.concurrent import Crew
+from onward.execute.loop.history import History
+from onward.execute.loop.interrupt import Interruptible
+from onward.execute.loop.training import Training
 from onward.execute.model import Model
 from onward.execute.out import Out
 from onward.execute.restore import Restored, matched
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
-from onward.execute.training import Training
 
 
 class Trainer:

@@ -16,11 +16,11 @@ from onward.core.errors import ArgumentError
 from onward.core.structure import describe
 from onward.derive.seam import update_pass
 from onward.execute.gradient_machine import GradientMachine
+from onward.execute.loop.prefetch import END, PATIENCE
+from onward.execute.loop.training import Batch, Training
 from onward.execute.out import Out
-from onward.execute.prefetch import END, PATIENCE
 from onward.execute.state import State
 from onward.execute.step import Step
-from onward.execute.training import Batch, Training
 
 if TYPE_CHECKING:
     from onward.execute.trainer import Trainer

@@ -27,10 +27,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
-from onward.execute.archive import Content, by_age, look, read, write
-from onward.execute.backends import BACKENDS, Backend, BackendName
-from onward.execute.durable import discard, make_folder, sweep
-from onward.execute.encoding import encode
+from onward.execute.checkpoint.archive import Content, by_age, look, read, write
+from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
+from onward.execute.checkpoint.durable import discard, make_folder, sweep
+from onward.execute.checkpoint.encoding import encode
 
 
 @dataclass(frozen=True)

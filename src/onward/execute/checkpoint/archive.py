@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import CheckpointError
-from onward.execute.backends import BACKENDS, Backend, OrbaxBackend, SafetensorsBackend
-from onward.execute.durable import appearing, files_in
-from onward.execute.encoding import Form, checksum, decode
-from onward.execute.manifest import (
+from onward.execute.checkpoint.backends import BACKENDS, Backend, OrbaxBackend, SafetensorsBackend
+from onward.execute.checkpoint.durable import appearing, files_in
+from onward.execute.checkpoint.encoding import Form, checksum, decode
+from onward.execute.checkpoint.manifest import (
     MANIFEST,
     NOTHING,
     SEAL,

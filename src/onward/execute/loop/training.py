@@ -16,12 +16,12 @@ import numpy as np
 from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
 from onward.core.structure import describe
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
-from onward.execute.events import Event, EventKind, StopTraining
-from onward.execute.interrupt import Interruptible
+from onward.execute.loop.events import Event, EventKind, StopTraining
+from onward.execute.loop.interrupt import Interruptible
+from onward.execute.loop.prefetch import prefetched
+from onward.execute.loop.progress import Progress
+from onward.execute.loop.reader import Reading
 from onward.execute.out import Out
-from onward.execute.prefetch import prefetched
-from onward.execute.progress import Progress
-from onward.execute.reader import Reading
 
 if TYPE_CHECKING:
     from onward.execute.trainer import Trainer

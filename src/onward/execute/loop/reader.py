@@ -24,8 +24,8 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.structure import describe
-from onward.execute.batches import Batches, batches
-from onward.execute.prefetch import END, prefetched
+from onward.execute.loop.batches import Batches, batches
+from onward.execute.loop.prefetch import END, prefetched
 
 __all__ = ["Batches", "Reading", "batches", "prefetched"]
 

@@ -20,9 +20,9 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from onward.core.errors import CheckpointError
-from onward.execute.backends import BACKENDS, Backend
-from onward.execute.durable import files_in
-from onward.execute.encoding import DTYPES, KEY, Form
+from onward.execute.checkpoint.backends import BACKENDS, Backend
+from onward.execute.checkpoint.durable import files_in
+from onward.execute.checkpoint.encoding import DTYPES, KEY, Form
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"

@@ -9,7 +9,7 @@ A callback is any function of one Event. It reads; to end the training it raises
 >>> until_good(Event(EventKind.TEST, epoch=3, batch=0, step=400, metrics={"test_loss": 0.09}, trainer=None))
 Traceback (most recent call last):
     ...
-onward.execute.events.StopTraining: good enough
+onward.execute.loop.events.StopTraining: good enough
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EarlyStop:
         ...     stop(Event(EventKind.TEST, epoch, 0, 10 * epoch, {"test_loss": value}, None))
         Traceback (most recent call last):
             ...
-        onward.execute.events.StopTraining: test_loss has not improved on 0.3 in 2 tests
+        onward.execute.loop.events.StopTraining: test_loss has not improved on 0.3 in 2 tests
     """
 
     _kind: EventKind | None

@@ -1,0 +1,1 @@
+"""What is on disk: whole checkpoints, or none."""

@@ -1,0 +1,1 @@
+"""The training loop around a step: batches, events, progress, history, interruptions."""
