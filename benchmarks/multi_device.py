@@ -171,9 +171,7 @@ class _Bench:
             throughput=self.batch / seconds,
             efficiency=alone / seconds,
             merging=_merging(program, self.rounds) / seconds,
-            sent=sum(
-                _sent(kind, size, self.devices) for op in program.ops for kind, size in op.body.collectives
-            ),
+            sent=sum(_sent(c.kind, c.bytes, self.devices) for op in program.ops for c in op.body.collectives),
             bound=2 * (self.devices - 1) / self.devices * weights,
             state=_on_first(ours.state.values),
             peak=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),

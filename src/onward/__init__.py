@@ -57,6 +57,7 @@ from onward.derive.optimizer import Hyperparameter, Optimizer, Schedule, Slots
 from onward.derive.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
 from onward.derive.seam import forward_pass, update_pass
 from onward.derive.update import append_update
+from onward.distribute.local import DiLoCo, LocalSGD
 from onward.distribute.merge import Average, Bucketed, Devices, LowPrecision, Merge, PowerSGD, Sum, TopK
 from onward.distribute.replicate import replicate
 from onward.distribute.sharded import Sharded
@@ -92,6 +93,7 @@ __all__ = [
     "Checkpoints",
     "Deferred",
     "Devices",
+    "DiLoCo",
     "EarlyStop",
     "Evaluator",
     "Event",
@@ -103,6 +105,7 @@ __all__ = [
     "HyperparameterError",
     "Kind",
     "Lazy",
+    "LocalSGD",
     "LossError",
     "LowPrecision",
     "Merge",

@@ -321,8 +321,8 @@ def test_another_batch_size_is_traced_again_and_remembered():
 )
 def test_a_batch_that_does_not_divide(rows, devices, sizes):
     data = data_of("mlp", rows=rows)
-    program = ow.trace(lambda w, x, y: jnp.mean(x @ w), np.ones(6, "float32"), *data)
-    message = rf"the batch has {rows} rows \('x'\), which {devices} devices do not divide. Feed {sizes}\.$"
+    program = ow.SGD(0.1).minimize(lambda w, x, y: jnp.mean(x @ w), np.ones(6, "float32"), *data)
+    message = rf"the batch has {rows} rows \('x'\), which {devices} devices do not divide. Feed {sizes};"
     with pytest.raises(ow.ArgumentError, match=message):
         ow.replicate(program, devices)
 
@@ -389,12 +389,14 @@ def test_a_result_that_nothing_says_how_to_merge():
         lambda w, x: (jnp.mean(x @ w), jnp.any(x > 0)), jnp.ones(6), jnp.ones((8, 6)), has_aux=True
     )
     with pytest.raises(ow.GraphError, match="nothing says how to merge it"):
-        ow.replicate(program, 2)
+        ow.replicate(ow.SGD(0.1).minimize(program), 2)
 
 
-def test_a_forward_program_and_one_with_gradients_only():
+def test_a_program_without_gradients_is_refused_but_for_a_test_program():
     forward = ow.trace(lambda w, x: jnp.mean(x @ w), jnp.ones(6), jnp.ones((8, 6)))
-    assert kinds(ow.replicate(forward, 2)) == {"all_mean": 1}
+    with pytest.raises(ow.GraphError, match=r"no gradients to merge. Minimize first.*replicate\(for_test"):
+        ow.replicate(forward, 2)
+    assert kinds(ow.replicate(ow.for_test(forward), 2)) == {"all_mean": 1}
     assert kinds(ow.replicate(ow.append_backward(forward), 2)) == {"all_mean": 2}
 
 
@@ -502,7 +504,7 @@ def test_the_step_has_the_collectives_of_the_graph(merge):
     program = ow.replicate(program_of("mlp", ow.Adam(0.1)), 8, merge)
     found = lowered(program)
     words = {"psum": "all_reduce", "reduce_scatter": "reduce_scatter", "all_gather": "all_gather"}
-    expected = Counter(words[name] for name, _ in in_graph(program))
+    expected = Counter(words[found.kind] for found in in_graph(program))
     text = found.as_text()
     assert {k: n for k in LOWERED if (n := text.count(f"stablehlo.{k}"))} == expected
     compiled = found.compile({"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}).as_text()
@@ -521,9 +523,12 @@ def test_buckets_send_the_same_bytes_in_fewer_messages():
     sent = {}
     for merge in (ow.Average(), ow.Bucketed(64), ow.Bucketed()):
         collectives = in_graph(ow.replicate(program, 8, merge))
-        assert collectives[-2:] == [("psum", 4), ("psum", 4)]  # loss and accuracy
+        assert [(c.kind, c.bytes) for c in collectives[-2:]] == [
+            ("psum", 4),
+            ("psum", 4),
+        ]  # loss and accuracy
         sent[merge] = collectives[:-2]
-        assert sum(size for _, size in sent[merge]) == bytes_of_all
+        assert sum(c.bytes for c in sent[merge]) == bytes_of_all
     assert list(map(len, sent.values())) == [4, 2, 1]
 
 
@@ -531,8 +536,8 @@ def test_shards_send_no_more_than_an_average():
     program = program_of("mlp", ow.Adam(0.1))
     collectives = in_graph(ow.replicate(program, 8, ow.Sharded()))
     padded = [-(-np.prod(v.shape, dtype=int) // 8) * 8 * 4 for v in program.parameters]
-    scattered = [size for name, size in collectives if name == "reduce_scatter"]
-    gathered = [8 * size for name, size in collectives if name == "all_gather"]
+    scattered = [c.bytes for c in collectives if c.kind == "reduce_scatter"]
+    gathered = [8 * c.bytes for c in collectives if c.kind == "all_gather"]
     assert sorted(scattered) == sorted(gathered) == sorted(padded)
 
 
@@ -557,15 +562,8 @@ def test_under_jit_and_scan_a_step_is_a_pure_function():
 
 # ---------------------------------------------------------------- the state is the same State
 
-COMMITTED = pytest.mark.xfail(
-    raises=ValueError, strict=True, reason="arrays that lie on many devices are refused"
-)
-WHOLE = pytest.mark.xfail(
-    raises=ow.ArgumentError, strict=True, reason="replace expects the shape on one device, not the whole"
-)
 
-
-@pytest.mark.parametrize("order", ["one many", pytest.param("many one", marks=COMMITTED)])
+@pytest.mark.parametrize("order", ["one many", "many one"])
 def test_state_goes_from_one_device_to_many_and_back(order):
     program, data = program_of("mlp", ow.Momentum(0.02)), data_of("mlp")
     steps = {"one": ow.compile(program), "many": ow.compile(ow.replicate(program, 8))}
@@ -588,9 +586,7 @@ def test_parameters_and_slots_have_no_axis_of_devices():
         assert state[v.name].is_fully_replicated
 
 
-@pytest.mark.parametrize(
-    "merge", [ow.Average(), *(pytest.param(m, marks=WHOLE) for m in (ow.Sharded(), ow.TopK(0.5)))]
-)
+@pytest.mark.parametrize("merge", [ow.Average(), ow.Sharded(), ow.TopK(0.5), ow.DiLoCo(2)])
 def test_a_checkpoint_by_name(merge, tmp_path):
     program, data = program_of("mlp", ow.Adam(0.01)), data_of("mlp")
     step = ow.compile(ow.replicate(program, 4, merge))

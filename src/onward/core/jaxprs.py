@@ -26,7 +26,7 @@ from jax.extend import source_info_util
 
 from onward.core.errors import TraceError
 from onward.core.names import Names
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import Source, is_library
 from onward.core.words import Kind
 
@@ -44,6 +44,18 @@ class Wire:
 
     def __repr__(self) -> str:
         return f"Wire(input={self.input})" if self.input is not None else f"Wire(value={self.value})"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A primitive in which devices exchange numbers, and the bytes that each one puts in.
+
+    ``always``: at every step, not only where a ``cond`` chooses so.
+    """
+
+    kind: str
+    bytes: int
+    always: bool = True
 
 
 class Body:
@@ -100,8 +112,8 @@ class Body:
         return bool(self.closed.jaxpr.effects)
 
     @cached_property
-    def collectives(self) -> tuple[tuple[str, int], ...]:
-        """The collective primitives in it, however deep, each with the bytes that one device puts in."""
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collective primitives in it, however deep."""
         return tuple(found for eqn in self.equations for found in _collectives_in(eqn))
 
     @property
@@ -154,9 +166,8 @@ class Body:
         jaxpr = self.closed.jaxpr
         same = {jaxpr.invars[i] for i in inputs} | set(jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            told = all(isinstance(v, jex.Literal) or v in same for v in eqn.invars)
-            if eqn.primitive.name in _MERGING or (told and not _tells_devices_apart(eqn)):
-                same.update(eqn.outvars)
+            told = [isinstance(v, jex.Literal) or v in same for v in eqn.invars]
+            same.update(eqn.outvars[j] for j in _same_results(eqn, told))
         return {j for j, v in enumerate(jaxpr.outvars) if isinstance(v, jex.Literal) or v in same}
 
     def restricted(self, outputs: Sequence[int], keep_inputs: bool = False) -> tuple[Body, tuple[int, ...]]:
@@ -262,40 +273,28 @@ class _EquationBody(Body):
         return key
 
 
-@dataclass(frozen=True)
-class Axis:
-    """The devices that run a Program at once: their number, and the name that collectives use.
-
-    ``syncs`` says whether what is normalized by its batch is normalized by the batch of all devices.
-    """
-
-    name: str
-    size: int
-    syncs: bool = True
-
-
-_axis: ContextVar[Axis | None] = ContextVar("axis", default=None)
+_replicas: ContextVar[Replicas | None] = ContextVar("replicas", default=None)
 
 
 @contextmanager
-def along(axis: Axis) -> Iterator[None]:
+def along(replicas: Replicas) -> Iterator[None]:
     """Whatever is traced meanwhile may use collectives along this axis, such as ``jax.lax.pmean``."""
-    token = _axis.set(axis)
+    token = _replicas.set(replicas)
     try:
         yield
     finally:
-        _axis.reset(token)
+        _replicas.reset(token)
 
 
-def current_axis() -> Axis | None:
-    """The axis of the devices that what is traced now will run on, or None for one device."""
-    return _axis.get()
+def current_axis() -> Replicas | None:
+    """The devices that what is traced now will run on, or None for one alone."""
+    return _replicas.get()
 
 
 def traced(function: Callable[..., Any], *types: Any) -> Any:
     """The closed jaxpr of a function of flat arrays."""
-    axis = _axis.get()
-    return jax.make_jaxpr(function, axis_env=[(axis.name, axis.size)] if axis else None)(*types)
+    axis = _replicas.get()
+    return jax.make_jaxpr(function, axis_env=[(axis.name, axis.count)] if axis else None)(*types)
 
 
 def body_of(function: Callable[..., Any], *types: Any) -> Body:
@@ -499,14 +498,30 @@ _APART = ("axis_index", "reduce_scatter", "all_to_all", "ppermute")
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
 
 
-def _collectives_in(eqn: Any) -> Iterator[tuple[str, int]]:
+def _collectives_in(eqn: Any, always: bool = True) -> Iterator[Collective]:
     if eqn.primitive.name in _COLLECTIVES:
         count = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
-        yield eqn.primitive.name, int(count)
+        yield Collective(eqn.primitive.name, int(count), always)
     for value in eqn.params.values():
         for jaxpr in _jaxprs_in(value):
             for inner in jaxpr.jaxpr.eqns:
-                yield from _collectives_in(inner)
+                yield from _collectives_in(inner, always and eqn.primitive.name != "cond")
+
+
+def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
+    """The results of an equation that are equal on all devices; ``told``: which operands are."""
+    if eqn.primitive.name in _MERGING:
+        return range(len(eqn.outvars))
+    if eqn.primitive.name == "cond" and told[0]:
+        same = (Body(branch).same_everywhere(_true(told[1:])) for branch in eqn.params["branches"])
+        return set.intersection(*same)
+    if eqn.primitive.name in _INLINED:
+        return Body(_jaxprs_in(tuple(eqn.params.values()))[0]).same_everywhere(_true(told))
+    return range(len(eqn.outvars)) if all(told) and not _tells_devices_apart(eqn) else ()
+
+
+def _true(flags: Sequence[bool]) -> list[int]:
+    return [i for i, flag in enumerate(flags) if flag]
 
 
 def _tells_devices_apart(eqn: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from onward.core.errors import GraphError
+from onward.core.errors import ArgumentError, GraphError
 from onward.core.words import Placement
 
 if TYPE_CHECKING:
@@ -36,8 +36,30 @@ def check_placement(program: Program) -> None:
             raise GraphError(
                 f"{program.name}: {old.name!r} is placed replicated, but {new.name!r}, which replaces it, "
                 f"differs from device to device: {_why(program, new, equal)}. Merge it over the axis "
-                f"{program.replicas.axis!r} first."
+                f"{program.replicas.name!r} first."
             )
+
+
+def expect_one_device(program: Program, what: str) -> None:
+    """Raise ``GraphError`` if a Program is replicated already, and this has to come before that."""
+    if program.replicas is not None:
+        raise GraphError(
+            f"Program {program.name!r} is replicated for {program.replicas.count} devices, and {what} comes "
+            f"before that. Replicate last: replicate(optimizer.minimize(loss, ...), "
+            f"{program.replicas.count})."
+        )
+
+
+def expect_divisible(program: str, rows: int, name: str, count: int, where: str = "") -> None:
+    """Raise ``ArgumentError`` with the nearest sizes that fit, if devices do not divide a batch."""
+    if rows % count:
+        below = rows // count * count
+        sizes = f"{below} or {below + count}" if below else f"{count}"
+        raise ArgumentError(
+            f"{program}: the batch has {rows} rows ({name!r}), which {count} devices{where} do not divide. "
+            f"Feed {sizes}; or let the loss take example_weight, an array [batch] that weighs its mean, and "
+            "batches are filled up with examples of weight 0."
+        )
 
 
 def whole_shape(v: Variable, replicas: Replicas | None) -> tuple[int, ...]:

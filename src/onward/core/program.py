@@ -106,10 +106,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many devices run a Program at once, and the name of the axis that its collectives run along."""
+    """The devices that run a Program at once, each on its part of the batch.
+
+    Attributes:
+        count: how many.
+        name: that of the axis which collectives run along.
+        syncs: whether what is normalized by its batch is normalized by the batch of all devices.
+        every: how many steps lie between two exchanges of what is not exchanged at every step.
+        weight: the data that says how much each example counts; what it leaves out can be padding.
+    """
 
     count: int
-    axis: str
+    name: str
+    syncs: bool = True
+    every: int = 1
+    weight: str | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

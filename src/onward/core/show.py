@@ -22,7 +22,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
-from onward.core.words import Kind, Pass
+from onward.core.words import Kind, Pass, Placement
 
 if TYPE_CHECKING:
     from onward.core.program import Op, Program, Variable
@@ -53,6 +53,11 @@ _ONE_IS_PLAIN = {
     "window_strides",
 }
 _SHORT_VALUE = 16
+_PLACES = {
+    Placement.REPLICATED: "",
+    Placement.PER_REPLICA: "  (each device its own)",
+    Placement.SHARDED: "  (each device a part)",
+}
 _SHORT = {
     "float": "f",
     "bfloat": "bf",
@@ -125,7 +130,8 @@ def headline(program: Program) -> str:
     if others:
         parts.append(_count(others, "other state Variable"))
     parts.append(_count(len(program.ops), "op"))
-    return f"Program {program.name}: {', '.join(parts)}"
+    devices = f" on {_count(program.replicas.count, 'device')}" if program.replicas is not None else ""
+    return f"Program {program.name}{devices}: {', '.join(parts)}"
 
 
 def short_type(v: Variable) -> str:
@@ -137,7 +143,7 @@ def short_type(v: Variable) -> str:
 
 def _given(program: Program) -> Iterator[_Line]:
     for margin, variables in _groups(program):
-        yield from (_Line(margin, short_type(v), v.name) for v in variables)
+        yield from (_Line(margin, short_type(v), f"{v.name}{_PLACES[v.placement]}") for v in variables)
 
 
 def _given_folded(program: Program, depth: int) -> Iterator[_Line]:

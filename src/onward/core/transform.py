@@ -7,12 +7,14 @@ batch of another shape can replay them, as ``jax.jit`` retraces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 from onward.core.check import check
 from onward.core.errors import RecipeError
+from onward.core.jaxprs import along
 from onward.core.program import Op, Program, Target, Variable
 
 Arguments = ParamSpec("Arguments")
@@ -20,6 +22,10 @@ Arguments = ParamSpec("Arguments")
 
 class Origin(Protocol):
     """The traced function behind a Program."""
+
+    @property
+    def training(self) -> bool:
+        """Whether it is traced as it is when it is trained."""
 
     def trace(self, data: tuple[Any, ...]) -> Program:
         """Trace it again for data of these types; parameters and model state stay as they were."""
@@ -76,9 +82,15 @@ def transform(
     @wraps(function)
     def applied(program: Program, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Program:
         values, options = tuple(map(_kept, args)), {key: _kept(value) for key, value in kwargs.items()}
-        return remembered(program, function(program, *values, **options), applied, values, options)
+        with _devices_of(program):
+            return remembered(program, function(program, *values, **options), applied, values, options)
 
     return applied
+
+
+def _devices_of(program: Program) -> AbstractContextManager[None]:
+    """Where a transform of a replicated Program may trace collectives."""
+    return nullcontext() if program.replicas is None else along(program.replicas)
 
 
 def remembered(

@@ -21,6 +21,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, GraphError, LossError, UnreachedWarning
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.names import Names
+from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
@@ -59,6 +60,7 @@ def append_backward(
         >>> program.gradients
         ((Variable('w', float32[3], parameter), Variable('grad(w)', float32[3], gradient)),)
     """
+    expect_one_device(program, "the backward pass")
     target = _loss_of(program, loss)
     parameters = program.parameters
     if parameter_list is not None:

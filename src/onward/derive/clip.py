@@ -13,6 +13,7 @@ import numpy as np
 from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.names import Names
+from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass, UpdateType
@@ -46,6 +47,7 @@ def clip_by_global_norm(program: Program, max_norm: float) -> Program:
         raise HyperparameterError(
             f"clip_by_global_norm: max_norm is {max_norm!r}; expected a number above 0."
         )
+    expect_one_device(program, "a clip")
     if not program.gradients or any(p in program.next_state for p, _ in program.gradients):
         raise GraphError(
             f"Program {program.name!r} has no gradients that wait for an update. Clip between the passes: "

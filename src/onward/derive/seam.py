@@ -8,6 +8,7 @@ import jax
 
 from onward.core.check import check
 from onward.core.errors import GraphError
+from onward.core.placement import expect_one_device
 from onward.core.program import Program, Variable
 from onward.core.structure import Signature, Structure
 from onward.core.transform import transform
@@ -46,6 +47,7 @@ def update_pass(program: Program) -> Program:
         >>> part.inputs, [op.type for op in part.ops]
         ((Variable('grad(w)', float32[3], gradient),), ['count', 'sgd'])
     """
+    expect_one_device(program, "a cut along the gradients")
     ops = tuple(op for op in program.ops if op.made_by is Pass.UPDATE)
     made = {v for op in ops for v in op.outputs}
     following = {old: new for old, new in program.next_state.items() if new in made}

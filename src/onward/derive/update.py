@@ -20,6 +20,7 @@ from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
+from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
 from onward.core.walk import prune, substitute
@@ -45,6 +46,7 @@ def append_update(program: Program, optimizer: Optimizer) -> Program:
         >>> [v.name for v in program.state]
         ['w', 'learning_rate', 'momentum', 'step', 'w/velocity']
     """
+    expect_one_device(program, "the update")
     if not program.gradients:
         raise GraphError(
             f"Program {program.name!r} has no gradients to update with. Derive the backward pass first: "

@@ -127,6 +127,11 @@ class Merge:
         return False
 
     @property
+    def period(self) -> int:
+        """How many steps lie between two exchanges of what is not exchanged at every step."""
+        return 1
+
+    @property
     def name(self) -> str:
         """The type of its ops: the class name in lower case."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
@@ -178,6 +183,13 @@ class Bucketed(Merge):
 
     bytes: int = 25 * 2**20
     inner: Merge = Average()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bytes, bool) or not isinstance(self.bytes, int) or self.bytes < 1:
+            raise ArgumentError(
+                f"Bucketed: bytes is {self.bytes!r}; expected a number of at least 1, such as 25 * 2**20."
+            )
+        expect_way("Bucketed", self.inner)
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
         """What the inner strategy keeps."""
@@ -345,6 +357,16 @@ def _merged(weave: Weave, strategy: Merge, group: Sequence[Variable], devices: D
     outputs = weave.collective(strategy.name, inputs, names, body)
     weave.next_state.update(zip(kept, outputs[len(group) :], strict=True))
     return outputs[: len(group)]
+
+
+def expect_way(what: str, merge: object) -> None:
+    """Raise ``ArgumentError`` unless this strategy says how one array of all devices becomes one."""
+    if not isinstance(merge, Merge) or type(merge).merge is Merge.merge:
+        found = type(merge).__name__ if isinstance(merge, Merge) else repr(merge)
+        raise ArgumentError(
+            f"{what} was given {found}, which does not say how a single array is merged; expected Average(), "
+            "LowPrecision(), TopK() or PowerSGD(), or one of your own with a method merge."
+        )
 
 
 def _first(strategy: Merge, name: str, zeros: Any) -> Any:

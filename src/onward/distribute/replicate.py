@@ -4,13 +4,16 @@
 
 The forward and backward pass are traced again at one device's part of the batch. Collective ops merge each
 gradient along ``program.gradients``; every device then makes the same update. What a network draws at random
-differs from device to device, what it reports is averaged.
+differs from device to device, what it reports is averaged. Where data named ``example_weight`` says how much
+each example counts, devices count as much as their examples do.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +21,11 @@ import numpy as np
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs import Axis, Type, along, body_of
-from onward.core.placement import equal_variables
+from onward.core.jaxprs import Type, along, body_of
+from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.transform import Origin, recipe_of, transform
-from onward.core.walk import substitute
+from onward.core.walk import Where, descendants, select, substitute
 from onward.core.words import Placement
 from onward.derive.backward import append_backward
 from onward.derive.update import append_update
@@ -30,27 +33,37 @@ from onward.distribute.merge import Average, Devices, Merge, Sum
 from onward.distribute.weave import Weave
 
 
-@transform
 def replicate(
     program: Program,
     devices: int | None = None,
     merge: Merge | None = None,
     axis_name: str = "replicas",
     sync_batch_norm: bool = True,
+    whole: Iterable[Where] = (),
+    example_weight: str = "example_weight",
 ) -> Program:
     """The Program for several devices at once, which share one set of parameters.
 
+    The global batch is split on its first axis. A result that is a float is averaged over the devices, an
+    integer is summed; an array over examples is joined. If the function takes ``example_weight``, an array
+    [batch], results and gradients are means weighted by it, and a batch that the devices do not divide is
+    filled up with examples of weight 0.
+
     Args:
-        program: a training Program, or a forward one.
+        program: a training Program, or a test Program to evaluate.
         devices: how many; all that JAX shows unless given.
         merge: how gradients become one: ``Average()`` unless given.
         axis_name: the name of the axis that the collectives run along.
         sync_batch_norm: normalize by the statistics of the whole batch rather than of each device's part.
+        whole: data that every device gets whole, by name, pattern or predicate, though it may happen to be as
+            long as the batch. What has another length is never split.
+        example_weight: the name of the data that says how much each example counts.
 
     Raises:
         ArgumentError: a batch that the devices do not divide, or a ``merge`` that is no strategy.
         RecipeError: the Program was not traced, or its ops were changed by hand.
-        GraphError: it is replicated already.
+        GraphError: it is replicated already, it has no gradients to merge, or the optimizer's rule looks
+            further than the strategy can see.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -64,10 +77,29 @@ def replicate(
             f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
         )
     merge = Average() if merge is None else _strategy(merge)
-    group = Devices(axis_name, jax.device_count() if devices is None else _checked(devices))
     recipe = recipe_of(program, "at one device's part of the batch", "Trace it at that size")
-    with along(Axis(axis_name, group.size, sync_batch_norm)):
-        local = _forward(program, recipe.origin, group)
+    if not program.gradients and recipe.origin.training:
+        raise GraphError(
+            f"Program {program.name!r} has no gradients to merge. Minimize first, then replicate: "
+            "replicate(optimizer.minimize(loss, ...)). To evaluate on many devices, replicate the test "
+            "Program: replicate(for_test(program))."
+        )
+    count = jax.device_count() if devices is None else _checked(devices)
+    split = _split(program, whole, example_weight)
+    weight = example_weight if example_weight in split else None
+    replicas = Replicas(count, axis_name, sync_batch_norm, merge.period, weight)
+    return replicated(program, replicas, merge, split)
+
+
+@transform
+def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[str, ...]) -> Program:
+    """The Program for these devices, with the data of these names laid out over them."""
+    recipe = recipe_of(program, "at one device's part of the batch", "Trace it at that size")
+    group = Devices(replicas.name, replicas.count)
+    _expect_one_batch(program, [program[name] for name in split], replicas)
+    with along(replicas):
+        weight = None if merge.is_sum else replicas.weight
+        local, share = _forward(program, recipe.origin, group, split, weight)
         for step in recipe.steps:
             if step.function is append_update:
                 local = merge.update(local, *step.arguments, **step.options, devices=group)
@@ -75,24 +107,74 @@ def replicate(
                 local = step.function(local, *step.arguments, **step.options)
             if step.function is append_backward:
                 local = merge.apply(local, group, recipe.steps)
-        return _with_merged_results(local, group, _grown(program, local), merge)
+        merged = _with_merged_results(local, group, _grown(program, local, group), merge, share)
+    return replace(merged, replicas=replicas)
 
 
-def _forward(program: Program, origin: Origin, devices: Devices) -> Program:
-    """The forward pass of one device, traced at its part of the batch."""
+def _forward(
+    program: Program, origin: Origin, devices: Devices, split: tuple[str, ...], weight: str | None
+) -> tuple[Program, _Share | None]:
+    """The forward pass of one device, traced at its part of the batch, and how much this part counts."""
     signature = program.signature
     assert signature is not None
-    split = _split(program, devices.size)
     local = origin.trace(
-        tuple(s.unflatten(_local(v, v in split, devices.size) for v in s.variables) for s in signature.data)
+        tuple(
+            s.unflatten(_local(v, v.name in split, devices.size) for v in s.variables) for s in signature.data
+        )
     )
-    placed = {
-        mine: replace(mine, placement=Placement.SHARDED)
-        for mine, theirs in zip(local.inputs, program.inputs, strict=False)
-        if theirs in split
-    }
-    draft = substitute(replace(local, replicas=Replicas(devices.size, devices.axis)), placed)
-    return check(_with_merged_state(_with_own_keys(draft, devices), devices))
+    placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
+    own = _with_own_keys(substitute(local, placed), devices)
+    weighed, share = (own, None) if weight is None else _with_weighed_loss(own, own[weight], devices)
+    return check(_with_merged_state(weighed, devices)), share
+
+
+@dataclass(frozen=True)
+class _Share:
+    """How much the part of one device counts, 1 on the average; ``settled`` needs no more weighing."""
+
+    value: Variable
+    settled: set[Variable]
+
+
+def _with_weighed_loss(program: Program, weight: Variable, devices: Devices) -> tuple[Program, _Share]:
+    """The loss times this device's share of all weights: the mean over the devices is then weighted.
+
+    What the network itself adds up over the devices, as costs with ``weights`` do, is right already.
+    """
+    reached = descendants(program, [weight])
+    summed = (op for op in program.ops if op.body.collectives and not reached.isdisjoint(op.inputs))
+    settled = descendants(program, [v for op in summed for v in op.outputs])
+    weave = Weave(program)
+    for op in program.ops:
+        weave.append(op)
+    body = body_of(lambda w: [_share(w, devices)], Type(weight.shape, weight.dtype))
+    share = _Share(weave.collective("share", [weight], [f"share({weight.name})"], body)[0], settled)
+    loss = program.loss
+    if loss is None or loss in settled:
+        return replace(program, ops=weave.ops), share
+    weighed = Variable(weave.names.new(f"weighed({loss.name})"), loss.shape, loss.dtype)
+    types = (Type(v.shape, v.dtype) for v in (loss, share.value))
+    times = body_of(lambda x, s: [(x * s).astype(x.dtype)], *types)
+    ops = (*weave.ops, Op("weigh", (loss, share.value), (weighed,), times))
+    new = {loss: weighed}
+    assert program.signature is not None
+    return (
+        replace(
+            program,
+            ops=ops,
+            outputs=tuple(new.get(v, v) for v in program.outputs),
+            loss=weighed,
+            signature=replace(
+                program.signature, result=program.signature.result.mapped(lambda v: new.get(v, v))
+            ),
+        ),
+        replace(share, settled=settled | {weighed}),
+    )
+
+
+def _share(weights: Any, devices: Devices) -> Any:
+    mine = jnp.sum(weights, dtype=jnp.promote_types(weights.dtype, np.float32))
+    return mine / jnp.maximum(devices.mean(mine), np.finfo(mine.dtype).tiny)
 
 
 def _with_own_keys(program: Program, devices: Devices) -> Program:
@@ -137,14 +219,16 @@ def _next(weave: Weave, old: Variable, new: Variable, devices: Devices) -> Varia
     return weave.collective(Sum().name, [old, new], [f"{Sum().name}({new.name})"], body)[0]
 
 
-def _with_merged_results(program: Program, devices: Devices, grown: set[str], merge: Merge) -> Program:
+def _with_merged_results(
+    program: Program, devices: Devices, grown: set[str], merge: Merge, share: _Share | None
+) -> Program:
     """What the function returns: numbers of the whole batch; arrays over examples stay with their device."""
     equal = equal_variables(program)
     weave = Weave(program)
     for op in program.ops:
         weave.append(op)
     merged = {
-        v: _reduced(weave, v, devices, merge.is_sum and v is program.loss)
+        v: _reduced(weave, v, devices, merge.is_sum and v is program.loss, share)
         for v in program.outputs
         if v not in equal and v.name not in grown
     }
@@ -163,7 +247,9 @@ def _with_merged_results(program: Program, devices: Devices, grown: set[str], me
     )
 
 
-def _reduced(weave: Weave, v: Variable, devices: Devices, is_sum: bool = False) -> Variable:
+def _reduced(
+    weave: Weave, v: Variable, devices: Devices, is_sum: bool = False, share: _Share | None = None
+) -> Variable:
     """The mean over the devices of a float, the sum of an integer (it counts) and of what ``is_sum``."""
     how = Average() if jnp.issubdtype(v.dtype, np.inexact) and not is_sum else Sum()
     if not jnp.issubdtype(v.dtype, np.number):
@@ -171,39 +257,52 @@ def _reduced(weave: Weave, v: Variable, devices: Devices, is_sum: bool = False) 
             f"{v.name!r} ({v.type}) differs from device to device, and nothing says how to merge it. Return "
             "or carry numbers: a float is averaged, an integer is summed."
         )
-    body = body_of(lambda x: [how.merge(x, {}, devices)[0]], Type(v.shape, v.dtype))
-    return weave.collective(how.name, [v], [f"{how.name}({v.name})"], body)[0]
+    inputs = [v]
+    if share is not None and isinstance(how, Average) and v not in share.settled:
+        inputs.append(share.value)
+
+    def reduce(x: Any, *factor: Any) -> list[Any]:
+        return [how.merge((x * factor[0]).astype(x.dtype) if factor else x, {}, devices)[0]]
+
+    body = body_of(reduce, *(Type(x.shape, x.dtype) for x in inputs))
+    return weave.collective(how.name, inputs, [f"{how.name}({v.name})"], body)[0]
 
 
-def _split(program: Program, count: int) -> set[Variable]:
-    """The data that is laid out over the devices: whatever is as long as the batch.
+def _split(program: Program, whole: Iterable[Where], weight: str) -> tuple[str, ...]:
+    """The names of the data that is laid out over the devices: whatever is as long as the batch."""
+    kept = set(select(program.inputs, whole, "whole"))
+    arrays = [v for v in program.inputs if v.shape and v not in kept]
+    leader = next((v for v in arrays if v.name == weight), arrays[0] if arrays else None)
+    return tuple(v.name for v in arrays if leader is not None and v.shape[0] == leader.shape[0])
 
-    Raises:
-        ArgumentError: a batch that the devices do not divide.
-    """
-    arrays = [v for v in program.inputs if v.shape]
-    if not arrays:
-        return set()
-    batch = arrays[0].shape[0]
-    if batch % count:
-        below = batch // count * count
-        sizes = f"{below} or {below + count}" if below else f"{count}"
-        raise ArgumentError(
-            f"{program.name}: the batch has {batch} rows ({arrays[0].name!r}), which {count} devices do not "
-            f"divide. Feed {sizes}."
-        )
-    return {v for v in arrays if v.shape[0] == batch}
+
+def _expect_one_batch(program: Program, split: Sequence[Variable], replicas: Replicas) -> None:
+    """Raise ``ArgumentError`` for a batch that devices do not divide, or that is not one."""
+    for v in split:
+        if v.shape[0] != split[0].shape[0]:
+            raise ArgumentError(
+                f"{program.name}: {v.name!r} has {v.shape[0]} rows, {split[0].name!r} {split[0].shape[0]}; "
+                "both are split over the devices. What each is to get whole: replicate(..., whole=[name])."
+            )
+        if replicas.weight is None:
+            expect_divisible(program.name, v.shape[0], v.name, replicas.count)
 
 
 def _local(v: Variable, is_split: bool, count: int) -> Type:
     """The type of data on one device."""
-    return Type((v.shape[0] // count, *v.shape[1:]) if is_split else v.shape, v.dtype)
+    return Type((-(-v.shape[0] // count), *v.shape[1:]) if is_split else v.shape, v.dtype)
 
 
-def _grown(whole: Program, local: Program) -> set[str]:
+def _grown(whole: Program, local: Program, devices: Devices) -> set[str]:
     """The names of results that grow with the batch: arrays over examples."""
+    rows = {v.shape[0] for v in local.inputs if v.placement is Placement.SHARDED}
     pairs = zip(whole.outputs, local.outputs, strict=True)
-    return {mine.name for theirs, mine in pairs if theirs.shape != mine.shape}
+    alone = devices.size == 1
+    return {
+        mine.name
+        for theirs, mine in pairs
+        if theirs.shape != mine.shape or (alone and mine.shape and mine.shape[0] in rows)
+    }
 
 
 def _is_key(v: Variable) -> bool:

@@ -7,17 +7,16 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import jax
 from jax import lax
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Type, body_of
 from onward.core.program import Program, Variable
 from onward.core.transform import Step
-from onward.core.walk import substitute
 from onward.core.words import Placement, UpdateType
 from onward.derive.update import append_update
 from onward.distribute.merge import Average, Devices, Merge
+from onward.distribute.stand_in import update_stand_ins
 from onward.distribute.weave import Weave
 
 
@@ -57,9 +56,9 @@ class Sharded(Merge):
         parts = [
             (_part(weave, p, devices), _scattered(weave, g, devices, merged)) for p, g in program.gradients
         ]
-        draft = append_update.__wrapped__(weave.program(gradients=tuple(parts)), optimizer)  # type: ignore[attr-defined]
-        slots = jax.eval_shape(lambda p: dict(optimizer.init(p)), Type(parts[0][0].shape, parts[0][0].dtype))
-        return _gathered(_placed(draft, program, list(slots)), program, [p for p, _ in parts], devices)
+        pairs = {p: part for (p, _), part in zip(program.gradients, parts, strict=True)}
+        draft = update_stand_ins(weave.program(), optimizer, pairs, Placement.SHARDED)
+        return _gathered(draft, program, [part for part, _ in parts], devices)
 
 
 def _part(weave: Weave, p: Variable, devices: Devices) -> Variable:
@@ -82,19 +81,6 @@ def _scattered(weave: Weave, g: Variable, devices: Devices, merged: bool) -> Var
 
     body = body_of(scatter, Type(g.shape, g.dtype))
     return weave.collective("scatter_mean", [g], [f"scatter_mean({g.name})"], body)[0]
-
-
-def _placed(draft: Program, before: Program, names: Sequence[str]) -> Program:
-    """The slots placed over the devices, and named after the whole parameter."""
-    old = set(before.initializers)
-    inits = [op for op in draft.initializers if op not in old and op.type == "init"]
-    renamed: dict[Variable, Variable] = {}
-    for (p, _), op in zip(before.gradients, inits, strict=False):
-        for v, name in zip(op.outputs, names, strict=True):
-            new = draft.next_state[v]
-            renamed[v] = replace(v, name=f"{p.name}/{name}", placement=Placement.SHARDED)
-            renamed[new] = replace(new, name=f"next({p.name}/{name})")
-    return substitute(draft, renamed)
 
 
 def _gathered(draft: Program, before: Program, parts: Sequence[Variable], devices: Devices) -> Program:

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 from onward.core.errors import StateError
 from onward.core.lower import lower
 from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
+from onward.core.words import Placement
 from onward.execute.out import Results
-from onward.execute.spread import Spread
+from onward.execute.peers import Peers
+from onward.execute.portions import Filling
+from onward.execute.spread import By, Spread
 from onward.execute.state import SPENT, Layout, is_deleted
 
 
 class Executable:
     """What runs: ``function`` under a trace, ``compiled`` on arrays."""
 
-    def __init__(self, program: Program, fetch: Sequence[str], donate: Collection[str]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        fetch: Sequence[str],
+        donate: Collection[str],
+        by: By = By.SHARD_MAP,
+        deadline: float | None = None,
+    ) -> None:
         self.program = program
         self.layout = Layout.of(program)
         wanted = dict.fromkeys((*program.outputs, *(program[name] for name in fetch)))
         self.results = Results(tuple(wanted), program.loss, program.signature)
         following = [program.next_state[v] for v in self.layout.changed]
-        self._spread = None if program.replicas is None else Spread(program, following, [*wanted])
+        self._spread = None if program.replicas is None else Spread(program, following, [*wanted], by)
         run = lower(program, [*following, *wanted])
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
@@ -34,7 +46,9 @@ class Executable:
         # Host devices share one pool of threads: a second step in flight can starve the collectives.
         self._waits = self._spread is not None and jax.default_backend() == "cpu"
         self._first = list(range(len(self._reused)))
-        self._compiled: Callable[..., Any] | None = None
+        self._deadline = deadline
+        self._peers: Peers | None = None
+        self._compiled: jax.stages.Compiled | None = None
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The state that changed, and the results, from the whole state and the data."""
@@ -63,13 +77,38 @@ class Executable:
         jitted = jax.jit(split, donate_argnums=(0,), **shardings)
         types = (tuple(map(self._type, group)) for group in groups)
         self._compiled = jitted.lower(*types).compile()
+        if self._spread is not None and self._spread.is_shared:
+            self._peers = Peers.meet()
 
     def _type(self, v: Variable) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(whole_shape(v, self.program.replicas), v.dtype)
 
     def place(self, v: Variable, value: Any) -> Any:
         """The value of a state Variable where the compiled step takes it from."""
-        return value if self._spread is None else jax.device_put(value, self._spread.sharding(v))
+        return value if self._spread is None else self._spread.place(v, value)
+
+    def feed(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The data of this process as its part of that of all."""
+        if self._spread is None or not self._spread.is_shared:
+            return values
+        pairs = zip(self.program.inputs, values, strict=True)
+        return [self._spread.feed(v, x) for v, x in pairs]
+
+    def moved(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
+        """State and data where the compiled step takes them from; None if they lie there already."""
+        (reused, lent, data), _ = self._compiled.input_shardings  # type: ignore[union-attr]
+        order = [*self._reused, *self._lent]
+        homes = dict(zip(order, (*reused, *lent), strict=True))
+        found = [_moved(x, homes[i]) for i, x in enumerate(own)], list(map(_moved, values, data))
+        before = (*own, *values)
+        return None if all(x is y for x, y in zip((*found[0], *found[1]), before, strict=True)) else found
+
+    def emptied(self, results: Sequence[Any], filling: Filling | None) -> list[Any]:
+        """The results without the rows that only filled up the batch."""
+        if filling is None or self._spread is None:
+            return list(results)
+        placed = zip(results, self._spread.results, strict=True)
+        return [filling.emptied(x) if p is Placement.SHARDED else x for x, p in placed]
 
     def _split(self, own: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The values whose buffers the step reuses, and those it only reads."""
@@ -83,14 +122,36 @@ class Executable:
 
         Raises:
             StateError: some of the state was given to a step before.
+            PeerError: another process did not take part.
         """
-        assert self._compiled is not None, "compile comes first"
         try:
-            changed, results = self._compiled(*self._split(own), tuple(values))
-            if self._waits:
-                jax.block_until_ready(results)
-            return changed, results
+            if self._peers is None:
+                return self._run_compiled(own, values)
+            label = ", ".join(
+                f"{v.name} {list(x.shape)}" for v, x in zip(self.program.inputs, values, strict=True)
+            )
+            work = partial(self._run_compiled, own, values)
+            return self._peers.run(work, self._deadline, label)  # type: ignore[no-any-return, unused-ignore]
         except (RuntimeError, ValueError) as error:
             if any(map(is_deleted, own)):
                 raise StateError(SPENT) from error
             raise
+
+    def _run_compiled(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        assert self._compiled is not None, "compile comes first"
+        changed, results = self._compiled(*self._split(own), tuple(values))
+        if self._waits:
+            jax.block_until_ready(results)
+        if self._peers is not None:
+            jax.block_until_ready(changed)
+            results = self._spread.local(results)  # type: ignore[union-attr]
+        return changed, results
+
+
+def _moved(value: Any, home: Sharding) -> Any:
+    """An array where it is to lie; the same one if it lies there, or where it may be taken from anywhere."""
+    if not isinstance(value, jax.Array) or value.sharding.is_equivalent_to(home, value.ndim):
+        return value
+    if not value.is_fully_addressable and value.is_fully_replicated:
+        value = value.addressable_data(0)
+    return jax.device_put(value, home)

@@ -56,10 +56,11 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
         CheckpointError: a Variable of ``needed`` is not in it, or of another type.
     """
     variables = state.layout.variables
-    fits = {v.name for v in variables if _fits(v, found.arrays.get(v.name))}
+    whole = {v.name: state.layout.whole(v) for v in variables}
+    fits = {name for name, v in whole.items() if _fits(v, found.arrays.get(name))}
     for v in needed:
         if v.name not in fits:
-            raise CheckpointError(_misfit(v, found))
+            raise CheckpointError(_misfit(whole[v.name], found))
     values = [copied(found.arrays[v.name], v.dtype) if v.name in fits else state[v] for v in variables]
     given = {v.name: state[v] for v in state.layout.hyperparameters}
     report = Restored(

@@ -1,18 +1,20 @@
-"""A Program that was replicated, on the devices that are there."""
+"""A replicated Program on the devices that are there: where its arrays lie, and what runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onward.core.errors import ArgumentError
 from onward.core.placement import equal_variables
-from onward.core.program import Program, Variable
+from onward.core.program import Program, Replicas, Variable
 from onward.core.words import Pass, Placement
 
 _TOO_FEW = (
@@ -20,77 +22,156 @@ _TOO_FEW = (
     "{found}, or, to try more on the host, set XLA_FLAGS=--xla_force_host_platform_device_count={count} "
     "before JAX starts."
 )
+_UNEVEN = (
+    "{program} is replicated for {count} devices, which {processes} processes cannot share evenly. "
+    "Replicate it for all {found}, or for a multiple of {processes}."
+)
+
+
+class By(StrEnum):
+    """What of JAX runs the devices; the results are equal."""
+
+    SHARD_MAP = "shard_map"
+    PMAP = "pmap"
 
 
 class Spread:
-    """How the arrays of a replicated Program lie over the devices."""
+    """How the arrays of a replicated Program lie over the devices.
 
-    def __init__(self, program: Program, following: Sequence[Variable], wanted: Sequence[Variable]) -> None:
+    What is replicated is one array without an axis of devices; what each device has for itself has one entry
+    of a new first axis; what is sharded is laid end to end along its first axis.
+    """
+
+    def __init__(
+        self, program: Program, following: Sequence[Variable], wanted: Sequence[Variable], by: By
+    ) -> None:
         assert program.replicas is not None
-        self.program, self.axis = program, program.replicas.axis
-        self.mesh = Mesh(np.array(_devices(program)), (self.axis,))
-        self.old = {new: old for old, new in program.next_state.items()}
-        changed = [self._of_state(self.old[v]) for v in following]
-        equal = equal_variables(program)
+        self.program, self.replicas, self.by = program, program.replicas, by
+        self.mesh = Mesh(np.array(devices_of(program.name, program.replicas)), (self.replicas.name,))
+        old = {new: old for old, new in program.next_state.items()}
+        self._equal = equal_variables(program)
         # What is merged is no array over examples, though it may happen to be as long as the batch.
         self._merged = {v for op in program.ops if op.made_by is Pass.COLLECTIVE for v in op.inputs}
-        self._results = [self._of_result(v, equal) for v in wanted]
-        self.out_specs = [*(spec for spec, _ in changed), *(spec for spec, _ in self._results)]
-        self._expanded = [*(alone for _, alone in changed), *(alone for _, alone in self._results)]
+        self.results = [self._of_result(v) for v in wanted]
+        self.changed = [old[v].placement for v in following]
+        self.is_shared = jax.process_count() > 1
 
     def over_devices(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """The function of whole arrays that runs ``run`` on every device's part."""
-        program = self.program
-        state = [self._of_state(v) for v in program.state]
+        given = [*(v.placement for v in self.program.state), *(v.placement for v in self.program.inputs)]
+        made = [*self.changed, *self.results]
+        count = len(self.program.state)
 
-        def part(own: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-            mine = [jnp.squeeze(x, 0) if alone else x for x, (_, alone) in zip(own, state, strict=True)]
-            found = run(mine, values)
-            return [x[None] if alone else x for x, alone in zip(found, self._expanded, strict=True)]
+        def part(values: Sequence[Any]) -> list[Any]:
+            return run(values[:count], values[count:])
 
-        specs = ([spec for spec, _ in state], [self._of_data(v) for v in program.inputs])
-        spread = jax.shard_map(
-            part, mesh=self.mesh, in_specs=specs, out_specs=self.out_specs, check_vma=False
+        spread = self._mapped(part, given, made)
+        return lambda own, values: spread([*own, *values])
+
+    def _mapped(
+        self, part: Callable[..., list[Any]], given: list[Placement], made: list[Placement]
+    ) -> Callable[[list[Any]], list[Any]]:
+        """A function of lists of arrays, run on every device."""
+        if self.by is By.PMAP:
+            mapped = jax.pmap(
+                part,
+                self.replicas.name,
+                in_axes=([_axis(p) for p in given],),
+                out_axes=[_axis(p) for p in made],
+                devices=list(self.mesh.devices),
+                axis_size=self.replicas.count,
+            )
+
+            def by_pmap(values: list[Any]) -> list[Any]:
+                pairs = zip(values, given, strict=True)
+                found = mapped([self._cut(x) if p is Placement.SHARDED else x for x, p in pairs])
+                return [_joined(x) if p is Placement.SHARDED else x for x, p in zip(found, made, strict=True)]
+
+            return by_pmap
+
+        def squeezed(values: Sequence[Any]) -> list[Any]:
+            pairs = zip(values, given, strict=True)
+            found = part([jnp.squeeze(x, 0) if p is Placement.PER_REPLICA else x for x, p in pairs])
+            return [x[None] if p is Placement.PER_REPLICA else x for x, p in zip(found, made, strict=True)]
+
+        specs = [self._spec(p) for p in given], [self._spec(p) for p in made]
+        return jax.shard_map(
+            squeezed, mesh=self.mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False
         )
-        return lambda own, values: spread(list(own), list(values))
 
-    def shardings(
-        self, reused: Sequence[Variable], lent: Sequence[Variable], inputs: Sequence[Variable]
-    ) -> dict[str, Any]:
-        """Where the compiled step takes its arrays from, and where it leaves them."""
-        count = len(self.old)
-        own = [tuple(self.sharding(v) for v in group) for group in (reused, lent)]
-        data = tuple(NamedSharding(self.mesh, self._of_data(v)) for v in inputs)
-        out = [NamedSharding(self.mesh, spec) for spec in self.out_specs]
-        return {"in_shardings": (*own, data), "out_shardings": (out[:count], out[count:])}
+    def _cut(self, x: Any) -> Any:
+        """An array laid end to end as one part for each device."""
+        return x.reshape(self.replicas.count, -1, *x.shape[1:])
 
-    def sharding(self, v: Variable) -> NamedSharding:
-        """Where a state Variable lies."""
-        return NamedSharding(self.mesh, self._of_state(v)[0])
+    def shardings(self, *groups: Sequence[Variable]) -> dict[str, Any]:
+        """Where the compiled step takes its arrays from, group by group, and where it leaves them."""
+        out = ([self._sharding(p) for p in self.changed], [self._sharding(p) for p in self.results])
+        given = tuple(tuple(self._sharding(v.placement) for v in group) for group in groups)
+        return {"in_shardings": given, "out_shardings": out}
 
-    def _of_state(self, v: Variable) -> tuple[PartitionSpec, bool]:
-        """How state is cut, and whether each device has one entry of a new first axis."""
-        if v.placement is Placement.REPLICATED:
-            return PartitionSpec(), False
-        return PartitionSpec(self.axis), v.placement is Placement.PER_REPLICA
+    def place(self, v: Variable, value: Any) -> Any:
+        """The value of a state Variable, known to every process, over the devices."""
+        return jax.device_put(value, self._sharding(v.placement))
 
-    def _of_data(self, v: Variable) -> PartitionSpec:
-        return PartitionSpec(self.axis) if v.placement is Placement.SHARDED else PartitionSpec()
+    def feed(self, v: Variable, value: Any) -> Any:
+        """Data of this process as its part of the data of all."""
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return value
+        return jax.make_array_from_process_local_data(self._sharding(v.placement), np.asarray(value))
 
-    def _of_result(self, v: Variable, equal: set[Variable]) -> tuple[PartitionSpec, bool]:
+    def local(self, results: Sequence[Any]) -> list[Any]:
+        """The results of this process: its part of what differs from device to device."""
+        return [
+            x
+            if p is Placement.REPLICATED
+            else multihost_utils.global_array_to_host_local_array(x, self.mesh, self._spec(p))
+            for x, p in zip(results, self.results, strict=True)
+        ]
+
+    def _sharding(self, placement: Placement) -> NamedSharding:
+        return NamedSharding(self.mesh, self._spec(placement))
+
+    def _spec(self, placement: Placement) -> PartitionSpec:
+        return PartitionSpec() if placement is Placement.REPLICATED else PartitionSpec(self.replicas.name)
+
+    def _of_result(self, v: Variable) -> Placement:
         """Equal results are one; arrays over examples are joined; of the rest each device gives its own."""
-        if v in equal:
-            return PartitionSpec(), False
+        if v in self._equal:
+            return Placement.REPLICATED
         rows = {x.shape[0] for x in self.program.inputs if x.placement is Placement.SHARDED}
         is_joined = bool(v.shape) and v.shape[0] in rows and v not in self._merged
-        return PartitionSpec(self.axis), not is_joined
+        return Placement.SHARDED if is_joined else Placement.PER_REPLICA
 
 
-def _devices(program: Program) -> list[Any]:
-    assert program.replicas is not None
-    found, count = jax.devices(), program.replicas.count
+def _axis(placement: Placement) -> int | None:
+    """The axis that pmap cuts."""
+    return None if placement is Placement.REPLICATED else 0
+
+
+def _joined(x: Any) -> Any:
+    """The parts of all devices, laid end to end."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def devices_of(program: str, replicas: Replicas) -> list[Any]:
+    """The devices that a Program runs on: the first ones, equally many of each process.
+
+    Raises:
+        ArgumentError: there are too few, or the processes cannot share them evenly.
+    """
+    found, count, processes = jax.devices(), replicas.count, jax.process_count()
     if len(found) < count:
+        platform = found[0].platform
         raise ArgumentError(
-            _TOO_FEW.format(program=program.name, count=count, found=len(found), platform=found[0].platform)
+            _TOO_FEW.format(program=program, count=count, found=len(found), platform=platform)
         )
-    return found[:count]
+    if count % processes:
+        raise ArgumentError(
+            _UNEVEN.format(program=program, count=count, found=len(found), processes=processes)
+        )
+    of_process = (_first(found, process, count // processes) for process in range(processes))
+    return [device for devices in of_process for device in devices]
+
+
+def _first(devices: Iterable[Any], process: int, count: int) -> list[Any]:
+    return [device for device in devices if device.process_index == process][:count]

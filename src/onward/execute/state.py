@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownNameError, nearest
-from onward.core.program import Program, Variable
+from onward.core.placement import whole_shape
+from onward.core.program import Program, Replicas, Variable
 from onward.core.structure import Signature, describe
 from onward.core.words import UpdateType
 from onward.define.arguments import type_of
@@ -27,6 +28,7 @@ class Layout:
     hyperparameters: tuple[Variable, ...]
     scheduled: tuple[str, ...]
     signature: Signature | None
+    replicas: Replicas | None = None
 
     @classmethod
     def of(cls, program: Program) -> Layout:
@@ -36,7 +38,7 @@ class Layout:
         bookkeeping = (op for op in program.ops if op.update is UpdateType.BOOKKEEPING)
         following = set(program.next_state.values())
         scheduled = tuple(v.name for op in bookkeeping for v in op.outputs if v not in following)
-        return cls(changed, kept, program.hyperparameters, scheduled, program.signature)
+        return cls(changed, kept, program.hyperparameters, scheduled, program.signature, program.replicas)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._identity == other._identity
@@ -48,11 +50,19 @@ class Layout:
     def _identity(self) -> tuple[Any, ...]:
         trees = self.signature and (self.signature.parameters, self.signature.model_state)
         return (
-            tuple((v.name, v.shape, v.dtype) for v in self.changed),
-            tuple((v.name, v.shape, v.dtype) for v in self.kept),
+            tuple(map(self.identity_of, self.changed)),
+            tuple(map(self.identity_of, self.kept)),
             tuple(v.name for v in self.hyperparameters),
             tuple(tree.treedef for tree in trees or () if tree is not None),
         )
+
+    def identity_of(self, v: Variable) -> tuple[str, tuple[int, ...], Any]:
+        """What makes a Variable the same one in two Programs."""
+        return v.name, whole_shape(v, self.replicas), v.dtype
+
+    def whole(self, v: Variable) -> Variable:
+        """A Variable as it is over all devices together, as people feed it and see it."""
+        return replace(v, shape=whole_shape(v, self.replicas))
 
     @cached_property
     def variables(self) -> tuple[Variable, ...]:
@@ -160,7 +170,7 @@ class State:
             if v in self.layout.hyperparameters:
                 check_hyperparameter(v.name, value)
                 value = jnp.asarray(value, v.dtype)
-            values[i] = stored(value, v, f"state.replace: {v.name!r}")
+            values[i] = stored(value, self.layout.whole(v), f"state.replace: {v.name!r}")
         return State(self.layout, values)
 
     def _position(self, name: str | Variable) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import isinf, nan
 from threading import RLock
 from typing import Any
 
 import jax
 
 from onward.core.errors import ArgumentError, OnwardError, StateError
-from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.transform import replayed
@@ -18,7 +20,11 @@ from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
 from onward.execute.out import Out
+from onward.execute.portions import Filling, Portions
+from onward.execute.spread import By
 from onward.execute.state import SPENT, Layout, State
+
+_DEADLINE = 300.0  # seconds
 
 
 class Step:
@@ -40,6 +46,8 @@ class Step:
         donate: bool | Iterable[Where],
         check_feeds: bool = True,
         ahead: bool = True,
+        by: str = By.SHARD_MAP,
+        deadline: float | None = None,
     ) -> None:
         self.program = program
         self.fetch = tuple(find(program, name).name for name in fetch)
@@ -51,10 +59,14 @@ class Step:
         self._lock = RLock()
         self.feeds = Feeds(program)
         self._foreign: dict[Layout, tuple[int, ...]] = {}
-        first = Executable(program, self.fetch, self._donate)
-        shapes = tuple((whole_shape(v, program.replicas), v.dtype) for v in program.inputs)
+        self._executable = partial(
+            Executable, fetch=self.fetch, donate=self._donate, by=_by(by), deadline=_deadline(deadline)
+        )
+        self._portions = None if program.replicas is None else Portions(program)
+        first = self._executable(program)
+        shapes = key_of([self.layout.whole(v) for v in program.inputs])
         self._executables = {shapes: first}
-        self._place = first.place
+        self._first = first
         if ahead:
             self._compile(first)
 
@@ -88,7 +100,7 @@ class Step:
         if signature.model_state is not None:
             given |= by_structure(signature.model_state, state, signature.names[1])
         values = initialized(self.program, given, seed)
-        return State(self.layout, [self._place(v, values[v]) for v in self.layout.variables])
+        return State(self.layout, [self._first.place(v, values[v]) for v in self.layout.variables])
 
     def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
         """Run one step.
@@ -103,14 +115,22 @@ class Step:
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
         """
         own = self._own(state)
-        executable, values = self._find(self.feeds.named(data, feed) if feed else data)
+        executable, values, filling = self._find(self.feeds.named(data, feed) if feed else data)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
             changed, results = executable.function(own, values)
         else:
             if not executable.is_compiled:
                 self._compile(executable)
-            changed, results = executable(own, values)
+            try:
+                changed, results = executable(own, values)
+            except ValueError:
+                if (moved := executable.moved(own, values)) is None:
+                    raise
+                state = self._with_own(state, moved[0])
+                changed, results = executable(*moved)
+        if filling is not None:
+            results = executable.emptied(results, filling)
         return self._next(state, changed), Out(executable.results, results)
 
     @property
@@ -121,9 +141,9 @@ class Step:
             own = self._own(state)
             if state.is_spent:
                 raise StateError(SPENT)
-            executable, values = self._find(self.feeds.named(data, feed) if feed else data)
+            executable, values, filling = self._find(self.feeds.named(data, feed) if feed else data)
             changed, results = executable.function(own, values)
-            return self._next(state, changed), Out(executable.results, results)
+            return self._next(state, changed), Out(executable.results, executable.emptied(results, filling))
 
         return pure
 
@@ -133,17 +153,29 @@ class Step:
             return frozenset(v.name for v in self.layout.changed if donate)
         return frozenset(v.name for v in select(self.layout.changed, donate, "donate"))
 
-    def _find(self, data: tuple[Any, ...]) -> tuple[Executable, Sequence[Any]]:
-        """The executable for data of these shapes, and the data as it takes them."""
+    def _find(self, data: tuple[Any, ...]) -> tuple[Executable, Sequence[Any], Filling | None]:
+        """The executable for data of these shapes, the data as it takes them, and how they are filled up."""
         values = self.feeds.read(data)
         if self._bounded:
             self.feeds.check_bounds(values)
+        filling = None
+        if self._portions is not None:
+            values, filling = self._portioned(values, self._portions)
         try:
-            return self._executables[key_of(values)], values
+            return self._executables[key_of(values)], values, filling
         except (KeyError, AttributeError):
             values = self.feeds.convert(values)
         with self._lock:
-            return self._executables.get(key_of(values)) or self._retrace(values), values
+            return self._executables.get(key_of(values)) or self._retrace(values), values, filling
+
+    def _portioned(self, values: Sequence[Any], portions: Portions) -> tuple[Sequence[Any], Filling | None]:
+        """The batch of all processes, filled up so that the devices divide it."""
+        if not all(hasattr(x, "shape") for x in values) or portions.processes > 1:
+            values = self.feeds.convert(values)
+        filling = portions.filling(values)
+        if filling is not None:
+            values = portions.filled(self.feeds.convert(values), filling)
+        return self._first.feed(values), filling
 
     def _compile(self, executable: Executable) -> None:
         """Compile ahead of time, once, and count it."""
@@ -161,14 +193,14 @@ class Step:
         self.traces += 1
         if Layout.of(program) != self.layout:
             raise ArgumentError(self._misfit(values, "the state would be another"))
-        executable = Executable(program, self.fetch, self._donate)
+        executable = self._executable(program)
         self._executables[key_of(values)] = executable
         return executable
 
     def _misfit(self, values: Sequence[Any], reason: str) -> str:
         wrong = [
             f"{v.name!r} is {v.dtype}{list(value.shape)} (traced as {v.type})"
-            for v, value in zip(self.program.inputs, values, strict=True)
+            for v, value in zip(map(self.layout.whole, self.program.inputs), values, strict=True)
             if tuple(value.shape) != v.shape
         ]
         unread = [v.name for s in self.feeds.structures for v in s.variables if v not in self.feeds.inputs]
@@ -192,14 +224,24 @@ class Step:
         """Where the State of another Step over the same Variables keeps what this one needs."""
         found = self._foreign.get(layout)
         if found is None:
-            known = {_identity(v): i for i, v in enumerate(layout.variables)}
-            if lacking := [v for v in self.layout.variables if _identity(v) not in known]:
+            known = {layout.identity_of(v): i for i, v in enumerate(layout.variables)}
+            mine = [self.layout.identity_of(v) for v in self.layout.variables]
+            if lacking := [v for v, key in zip(self.layout.variables, mine, strict=True) if key not in known]:
                 raise StateError(
                     f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which "
                     f"{self.program.name} keeps. Make one with this step's own init."
                 )
-            found = self._foreign[layout] = tuple(known[_identity(v)] for v in self.layout.variables)
+            found = self._foreign[layout] = tuple(map(known.__getitem__, mine))
         return found
+
+    def _with_own(self, state: State, own: Sequence[Any]) -> State:
+        """The State with other arrays for what this Step keeps, equal ones that lie elsewhere."""
+        if state.layout is self.layout:
+            return State(self.layout, own)
+        values = list(state.values)
+        for i, value in zip(self._positions(state.layout), own, strict=True):
+            values[i] = value
+        return State(state.layout, values)
 
     def _next(self, state: State, changed: Sequence[Any]) -> State:
         """The State with the new values, in the layout it came in."""
@@ -219,6 +261,8 @@ def compile(
     fetch: Sequence[str | Variable] = (),
     donate: bool | Iterable[Where] = True,
     check_feeds: bool = True,
+    by: str = By.SHARD_MAP,
+    deadline: float | None = None,
 ) -> Step:
     """Compile a Program to one XLA computation, ahead of time.
 
@@ -230,9 +274,13 @@ def compile(
             names or patterns donates just these.
         check_feeds: look on the host whether labels and embedding ids lie in their range, which no device
             would say. Arrays that are on a device already are not looked at.
+        by: what of JAX runs a replicated Program: ``"shard_map"`` or ``"pmap"``; the results are equal.
+        deadline: how many seconds a step over several processes may take before ``PeerError`` says which
+            process it waits for. 300 unless given or said by ONWARD_DEADLINE; ``math.inf`` for no end.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable bears.
+        ArgumentError: a Program for more devices than there are.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -250,8 +298,23 @@ def compile(
             f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
             "optimizer.minimize(loss, params, *data) to train."
         )
-    return Step(program, listed(fetch), donate, check_feeds)
+    return Step(program, listed(fetch), donate, check_feeds, by=by, deadline=deadline)
 
 
-def _identity(v: Variable) -> tuple[str, tuple[int, ...], Any]:
-    return v.name, v.shape, v.dtype
+def _by(word: str) -> By:
+    try:
+        return By(word)
+    except ValueError:
+        raise ArgumentError(f"compile: by is {word!r}; expected 'shard_map' or 'pmap'.") from None
+
+
+def _deadline(seconds: float | None) -> float | None:
+    """How long a step over several processes may take; infinity for no end."""
+    chosen: Any = os.environ.get("ONWARD_DEADLINE", _DEADLINE) if seconds is None else seconds
+    try:
+        found = float(chosen)
+    except (TypeError, ValueError):
+        found = nan
+    if not found > 0:
+        raise ArgumentError(f"deadline is {chosen!r}; expected a number of seconds above 0, or math.inf.")
+    return None if isinf(found) else found

@@ -91,16 +91,21 @@ def attention(
 
 
 def _attend(q: Any, k: Any, v: Any, causal: bool, mask: Any, rate: float) -> Any:
-    """What each place takes from what it looks at; written out where weights are dropped."""
-    if not rate:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal)
+    """What each place takes from what it looks at.
+
+    Written out where weights are dropped, and in float64, whose softmax JAX would take in float32.
+    """
     wide = jnp.promote_types(q.dtype, "float32")
+    if wide == "float32" and not rate:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal)
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) / q.shape[-1] ** 0.5
     allowed = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     if causal:
         allowed = allowed & jnp.tril(jnp.ones(scores.shape[-2:], bool))
     scores = jnp.where(allowed, scores, float(np.finfo(scores.dtype).min))
-    weights = dropped(jax.nn.softmax(scores), rate)
+    weights = jax.nn.softmax(scores)
+    if rate:
+        weights = dropped(weights, rate)
     return jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v)
 
 

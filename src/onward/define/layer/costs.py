@@ -3,6 +3,9 @@
 They compute in float32 or wider, whatever they compare. ``weights`` says how much each example counts: an
 array over the leading axes, such as [n]. The cost is then ``sum(weights * losses) / sum(weights)``, and 0
 where all weights are 0.
+
+Where several devices share the batch, each returns its part of the cost such that their mean is the cost of
+the whole batch, by the weights of all devices.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from onward.core.errors import ArgumentError
 from onward.core.source import user_line
 from onward.define.context import current_context
 from onward.define.layer.base import cost
+from onward.define.layer.devices import mean_over_devices
 from onward.define.layer.expect import expect_fraction, expect_same_shape, is_integer, precise, words
 
 
@@ -43,7 +47,7 @@ def mse(prediction: Any, target: Any, *, weights: Any = None, name: str | None =
     """
     prediction, target = jnp.asarray(prediction), jnp.asarray(target)
     expect_same_shape("mse", prediction, target, ("a prediction", "target"))
-    return _mean((precise(prediction) - precise(target)) ** 2, weights)
+    return weighted_mean("mse", (precise(prediction) - precise(target)) ** 2, weights)
 
 
 @cost
@@ -76,7 +80,7 @@ def huber(
     expect_same_shape("huber", prediction, target, ("a prediction", "target"))
     error = jnp.abs(precise(prediction) - precise(target))
     near = jnp.minimum(error, delta)
-    return _mean(near * (error - near / 2), weights)
+    return weighted_mean("huber", near * (error - near / 2), weights)
 
 
 @cost
@@ -119,7 +123,7 @@ def cross_entropy(
     losses = _surprise(log_p, labels)
     if label_smoothing:
         losses = (1 - label_smoothing) * losses - label_smoothing * jnp.mean(log_p, -1)
-    return _mean(losses, weights)
+    return weighted_mean("cross_entropy", losses, weights)
 
 
 @cost
@@ -148,7 +152,8 @@ def binary_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, name
     if is_integer(targets) and (context := current_context()) is not None:
         context.bound(targets, 2, "targets")
     x, t = precise(logits), precise(targets)
-    return _mean(t * jax.nn.softplus(-x) + (1 - t) * jax.nn.softplus(x), weights)
+    losses = t * jax.nn.softplus(-x) + (1 - t) * jax.nn.softplus(x)
+    return weighted_mean("binary_cross_entropy", losses, weights)
 
 
 @cost
@@ -195,6 +200,26 @@ def expect_labels(layer: str, logits: Any, labels: Any) -> None:
         )
 
 
+def weighted_mean(layer: str, values: Any, weights: Any) -> Any:
+    """The mean over examples, by weight. Of several devices each returns a part: its mean is that of all."""
+    if weights is None:
+        return jnp.mean(values)
+    w = checked_weights(layer, weights, values)
+    each = jnp.mean(values, tuple(range(w.ndim, values.ndim)))
+    return jnp.sum(w * each) / jnp.maximum(mean_over_devices(jnp.sum(w)), 1e-30)
+
+
+def checked_weights(layer: str, weights: Any, values: Any) -> Any:
+    """The weights in float32 or wider; ``ArgumentError`` unless they are over leading axes of values."""
+    w = precise(jnp.asarray(weights))
+    if w.shape != values.shape[: w.ndim]:
+        raise ArgumentError(
+            f"{layer} at {user_line()} was given weights of shape {list(w.shape)} for values of shape "
+            f"{list(values.shape)}. Weights are over the leading axes: {list(values.shape[:1])}."
+        )
+    return w
+
+
 def _surprise(log_p: Any, labels: Any) -> Any:
     """Minus the logarithm of how likely the label was said to be."""
     if labels.shape == log_p.shape:
@@ -220,17 +245,3 @@ def _picked(table: Any, index: Any) -> Any:
 def _unit(x: Any, epsilon: float) -> Any:
     square = jnp.sum(x**2, -1, keepdims=True)
     return x * lax.rsqrt(jnp.maximum(square, epsilon**2))
-
-
-def _mean(losses: Any, weights: Any) -> Any:
-    """The mean, weighted by example."""
-    if weights is None:
-        return jnp.mean(losses)
-    w = precise(jnp.asarray(weights))
-    if w.shape != losses.shape[: w.ndim]:
-        raise ArgumentError(
-            f"A cost at {user_line()} was given weights of shape {list(w.shape)}; its losses have the shape "
-            f"{list(losses.shape)}. Weights are over the leading axes: {list(losses.shape[:1])}."
-        )
-    each = jnp.mean(losses, tuple(range(w.ndim, losses.ndim)))
-    return jnp.sum(w * each) / jnp.maximum(jnp.sum(w), 1e-30)

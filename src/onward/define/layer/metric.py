@@ -10,31 +10,38 @@ from jax import lax
 from onward.core.errors import ArgumentError
 from onward.core.source import user_line
 from onward.define.layer.base import cost, layer
-from onward.define.layer.costs import expect_labels
+from onward.define.layer.costs import checked_weights, expect_labels, weighted_mean
+from onward.define.layer.devices import gathered, mean_over_devices
 from onward.define.layer.expect import expect_same_shape, precise
 
 
 @cost
-def accuracy(logits: Any, labels: Any, *, top_k: int = 1, name: str | None = None) -> Any:
+def accuracy(
+    logits: Any, labels: Any, *, top_k: int = 1, weights: Any = None, name: str | None = None
+) -> Any:
     """The share of examples whose label has the largest logit, or one of the ``top_k`` largest.
 
     Args:
         logits: [..., classes]; anything that is larger for likelier classes.
         labels: integers [...] or [..., 1]; or [..., classes], whose largest is the label.
         top_k: how many guesses there are.
+        weights: how much each example counts, as for a cost: with 0 where an example is padding, the share
+            of those that are none.
         name: as for every layer.
 
     Returns:
-        A scalar, float32.
+        A scalar, float32, or as wide as the weights.
 
     Raises:
-        ArgumentError: labels that do not fit the logits, or more guesses than classes.
+        ArgumentError: labels or weights that do not fit the logits, or more guesses than classes.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> logits = jnp.array([[0.1, 0.9, 0.0], [0.4, 0.3, 0.2]])
         >>> float(ow.layer.accuracy(logits, jnp.array([1, 2])))
         0.5
+        >>> float(ow.layer.accuracy(logits, jnp.array([1, 2]), weights=jnp.array([1, 0])))
+        1.0
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     expect_labels("accuracy", logits, labels)
@@ -47,27 +54,30 @@ def accuracy(logits: Any, labels: Any, *, top_k: int = 1, name: str | None = Non
         labels = jnp.argmax(labels, -1)
     labels = labels.reshape(logits.shape[:-1])
     if top_k == 1:
-        return jnp.mean((jnp.argmax(logits, -1) == labels).astype("float32"))
-    guesses = lax.top_k(logits, top_k)[1]
-    return jnp.mean(jnp.any(guesses == labels[..., None], -1).astype("float32"))
+        hits = jnp.argmax(logits, -1) == labels
+    else:
+        hits = jnp.any(lax.top_k(logits, top_k)[1] == labels[..., None], -1)
+    return weighted_mean("accuracy", hits.astype("float32"), weights)
 
 
 @cost
-def auc(scores: Any, labels: Any, *, name: str | None = None) -> Any:
+def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = None) -> Any:
     """How likely a positive example has a higher score than a negative one; equal scores count half.
 
-    The area under the ROC curve, exactly, by ranks of the whole batch. It is NaN unless there are both.
+    The area under the ROC curve, exactly, over the whole batch: several devices that hold a part of it each
+    gather it. It is NaN unless there are both.
 
     Args:
         scores: [n] or [n, 1].
         labels: of the same shape: 0 or 1.
+        weights: how much each example counts, [n]: a pair counts the product of its two.
         name: as for every layer.
 
     Returns:
-        A scalar, float32.
+        A scalar, float32, or as wide as the weights.
 
     Raises:
-        ArgumentError: two shapes, or several scores for an example.
+        ArgumentError: two shapes, weights of another, or several scores for an example.
 
     Source: Hanley and McNeil, The Meaning and Use of the Area under a ROC Curve, 1982.
 
@@ -83,10 +93,10 @@ def auc(scores: Any, labels: Any, *, name: str | None = None) -> Any:
             f"auc at {user_line()} was given scores of shape {list(scores.shape)}; expected one for each "
             "example, [n]: take scores[:, 1] of two classes."
         )
-    s, positive = scores.ravel(), precise(labels).ravel()
-    positives, negatives = jnp.sum(positive), jnp.sum(1 - positive)
-    above = jnp.sum(positive * (_ranks(s) - (s.size + 1) / 2))
-    return above / (positives * negatives) + 0.5
+    positive = precise(labels).ravel()
+    w = 1.0 if weights is None else checked_weights("auc", weights, scores).ravel()
+    s, positive, negative = gathered((scores.ravel(), w * positive, w * (1 - positive)))
+    return jnp.sum(positive * (_share_below(s, negative) - 0.5)) / jnp.sum(positive) + 0.5
 
 
 @layer
@@ -94,7 +104,8 @@ def perplexity(mean_cross_entropy: Any, *, name: str | None = None) -> Any:
     """``exp`` of a mean cross entropy: among how many equally likely classes the choice seems to be.
 
     Args:
-        mean_cross_entropy: what ``cross_entropy`` returned.
+        mean_cross_entropy: what ``cross_entropy`` returned; where several devices share the batch, its mean
+            over them is taken first. An array is taken as it is: it may hold a number for each example.
         name: as for every layer.
 
     Returns:
@@ -107,11 +118,13 @@ def perplexity(mean_cross_entropy: Any, *, name: str | None = None) -> Any:
         >>> round(float(ow.layer.perplexity(ow.layer.cross_entropy(jnp.zeros((2, 8)), jnp.array([0, 1])))), 3)
         8.0
     """
-    return jnp.exp(precise(jnp.asarray(mean_cross_entropy)))
+    entropy = precise(jnp.asarray(mean_cross_entropy))
+    return jnp.exp(entropy if entropy.ndim else mean_over_devices(entropy))
 
 
-def _ranks(scores: Any) -> Any:
-    """The place of each score in order, from 1; equal scores share the mean of their places."""
-    ordered = jnp.sort(scores)
-    below = jnp.searchsorted(ordered, scores, side="left")
-    return (below + jnp.searchsorted(ordered, scores, side="right") + 1) / 2
+def _share_below(scores: Any, weights: Any) -> Any:
+    """Which share of all weights lies at lower scores than each; what lies at the same counts half."""
+    order = jnp.argsort(scores)
+    ordered, sums = scores[order], jnp.pad(jnp.cumsum(weights[order]), (1, 0))
+    below, up_to = (jnp.searchsorted(ordered, scores, side=side) for side in ("left", "right"))
+    return (sums[below] + sums[up_to]) / (2 * sums[-1])

@@ -17,6 +17,7 @@ from onward.define import declare
 from onward.define.context import current_context
 from onward.define.initializer import constant
 from onward.define.layer.base import layer, weight
+from onward.define.layer.devices import mean_over_devices
 from onward.define.layer.expect import expect_features, expect_fraction, floating, precise
 
 
@@ -208,9 +209,9 @@ def _by_batch(
 
 
 def _over_devices(mean: Any) -> Any:
-    """The mean over all devices that share the batch; on one device, what it is."""
+    """The mean over all devices, unless each shall normalize by its own part of the batch."""
     axis = current_axis()
-    return mean if axis is None or not axis.syncs else lax.pmean(mean, axis.name)
+    return mean_over_devices(mean) if axis is not None and axis.syncs else mean
 
 
 def _along(vector: Any, axes: tuple[int, ...]) -> Any:

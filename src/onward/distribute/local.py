@@ -1,0 +1,193 @@
+"""Every device trains for itself for some steps; then the devices meet: local SGD and DiLoCo.
+
+A parameter is what they agreed on when they last met, and equal everywhere; what each device has made of it
+since is in the state Variable ``parameter/local``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from jax import lax
+
+from onward.core.errors import ArgumentError
+from onward.core.jaxprs import Type, body_of
+from onward.core.lower import lower
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable
+from onward.core.transform import Step
+from onward.core.walk import substitute
+from onward.core.words import Kind, Pass, Placement
+from onward.derive.optimizer import Optimizer
+from onward.derive.optimizers import Momentum
+from onward.derive.update import append_update
+from onward.distribute.merge import Average, Devices, Merge, expect_way
+from onward.distribute.stand_in import update_stand_ins
+from onward.distribute.weave import Weave
+
+
+class LocalSGD(Merge):
+    """Every device makes its own updates; at every so many steps the parameters become their mean.
+
+    It sends one ``every``-th of what an average of the gradients sends. The slots of the optimizer stay each
+    device's own. ``state.parameters`` are those of the last meeting, ``state["w/local"]`` what each device
+    has made of ``w`` since.
+
+    Source: Stich, Local SGD Converges Fast and Communicates Little, 2019, algorithm 1.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
+        >>> program = ow.replicate(program, devices=2, merge=ow.LocalSGD(every=4))
+        >>> [op.type for op in program.ops if op.made_by == "collective"]
+        ['local_sgd', 'all_mean']
+    """
+
+    exact: ClassVar[bool] = False
+    every: int = 16
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ArgumentError(
+                f"{type(self).__name__}: every is {self.every!r}; expected a number of steps, at least 1."
+            )
+
+    @property
+    def period(self) -> int:
+        """The steps from one meeting to the next."""
+        return self.every
+
+    def apply(self, program: Program, devices: Devices, steps: Sequence[Step]) -> Program:
+        """The Program whose forward and backward pass read each device's own parameters."""
+        names = Names(program.variables)
+        local = {p: _local(p, names) for p, _ in program.gradients}
+        kinds = {p: Type(p.shape, p.dtype) for p in local}
+        inits = (Op("local", (p,), (v,), body_of(lambda x: [x], kinds[p])) for p, v in local.items())
+
+        def own(op: Op) -> Op:
+            read = tuple(local.get(v, v) for v in op.inputs)
+            return op if read == op.inputs else replace(op, inputs=read)
+
+        return replace(
+            program,
+            state=(*program.state, *local.values()),
+            initializers=(*program.initializers, *inits),
+            ops=tuple(map(own, program.ops)),
+        )
+
+    def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:
+        """Each device's own update, and now and then the meeting."""
+        local = {op.inputs[0]: op.outputs[0] for op in program.initializers if op.type == "local"}
+        pairs = {p: (local[p], g) for p, g in program.gradients}
+        alone = update_stand_ins(program, optimizer, pairs, Placement.PER_REPLICA)
+        count = next(op for op in alone.ops if op.type == "count")
+        following = [(v, alone.next_state[v]) for v in local.values()]
+        alone = substitute(alone, {new: replace(new, name=f"updated({v.name})") for v, new in following})
+        fed = {p: alone.next_state[v] for p, v in local.items()}
+        draft = Program(program.name, tuple(fed.values()), tuple(fed))
+        return _now_and_then(alone, self.synchronize(draft, devices), local, count.inputs[0], self)
+
+    def synchronize(self, draft: Program, devices: Devices) -> Program:
+        """The Program of a synchronization: its state are the parameters, it is fed each device's own."""
+        weave = Weave(draft)
+        following = {}
+        for p, own in zip(draft.state, draft.inputs, strict=True):
+            body = body_of(lambda x: [devices.mean(x)], Type(p.shape, p.dtype))
+            following[p] = weave.collective("all_mean", [own], [f"all_mean({own.name})"], body)[0]
+        return replace(draft, ops=weave.ops, next_state=following)
+
+
+class DiLoCo(LocalSGD):
+    """Every device makes its own updates; how far they came is the gradient of an outer optimizer.
+
+    When the devices meet, the mean over them of ``w - w/local`` goes to the outer optimizer, and all go on
+    from what it makes of ``w``. The difference is merged as ``merge`` says. Hyperparameters and slots of the
+    outer optimizer are in the state, named ``outer/...``.
+
+    Source: Douillard et al., DiLoCo, 2023, algorithm 1, with Nesterov momentum 0.9 and learning rate 0.7 as
+    in section 3.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.AdamW(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
+        >>> program = ow.replicate(program, devices=2, merge=ow.DiLoCo(every=100))
+        >>> [v.name for v in program.state if v.name.startswith("outer/")]
+        ['outer/learning_rate', 'outer/momentum', 'outer/step', 'outer/w/velocity']
+    """
+
+    every: int = 100
+    outer: Optimizer = Momentum(0.7, 0.9, nesterov=True)
+    exchange: Merge = Average()
+
+    @property
+    def name(self) -> str:
+        """The type of its op."""
+        return "diloco"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.outer, Optimizer):
+            raise ArgumentError(
+                f"DiLoCo: outer is {self.outer!r}; expected an optimizer such as Momentum(0.7, 0.9)."
+            )
+        expect_way("DiLoCo", self.exchange)
+
+    def synchronize(self, draft: Program, devices: Devices) -> Program:
+        """The update of the outer optimizer, by the mean way that the devices went."""
+        names = Names(draft.variables)
+        way: dict[Variable, Variable] = {}
+        ops = []
+        for p, own in zip(draft.state, draft.inputs, strict=True):
+            way[p] = Variable(names.new(f"way({p.name})"), p.shape, p.dtype, Kind.GRADIENT)
+            kind = Type(p.shape, p.dtype)
+            ops.append(Op("sub", (p, own), (way[p],), body_of(lambda w, x: [w - x], kind, kind)))
+        known = replace(draft, ops=tuple(ops), gradients=tuple(way.items()))
+        merged = self.exchange.apply(known, devices, ())
+        return append_update.__wrapped__(merged, self.outer)  # type: ignore[attr-defined, no-any-return]
+
+
+def _local(p: Variable, names: Names) -> Variable:
+    """Each device's own of a parameter."""
+    return Variable(names.new(f"{p.name}/local"), p.shape, p.dtype, Kind.STATE, Placement.PER_REPLICA)
+
+
+def _now_and_then(
+    program: Program, sync: Program, local: Mapping[Variable, Variable], step: Variable, merge: LocalSGD
+) -> Program:
+    """The Program with a synchronization as one op, which does something at every so many steps."""
+    names = Names(program.variables)
+    parameters = list(local)
+    renamed = {v: replace(v, name=names.new(f"outer/{v.name}")) for v in sync.state if v not in local}
+    sync = substitute(sync, renamed)
+    changing = [*parameters, *(v for v in sync.next_state if v not in local)]
+    fixed = [v for v in sync.state if v not in changing]
+    given = (*changing, *fixed, *sync.inputs)
+    run = lower(sync, [sync.next_state[v] for v in changing])
+
+    def body(number: Any, *values: Any) -> list[Any]:
+        env = dict(zip(given, values, strict=True))
+        own = [env[v] for v in sync.inputs]
+
+        def meet() -> list[Any]:
+            found = run([env[v] for v in sync.state], own)
+            return [*found[: len(own)], *found]
+
+        def part() -> list[Any]:
+            return [*own, *values[: len(changing)]]
+
+        return list(lax.cond((number + 1) % merge.every == 0, meet, part))
+
+    inputs = (step, *given)
+    replaced = (*local.values(), *changing)
+    outputs = tuple(Variable(names.new(f"next({v.name})"), v.shape, v.dtype) for v in replaced)
+    body_ = body_of(body, *(Type(v.shape, v.dtype) for v in inputs))
+    return replace(
+        program,
+        state=(*program.state, *renamed.values()),
+        initializers=(*program.initializers, *sync.initializers),
+        hyperparameters=(*program.hyperparameters, *sync.hyperparameters),
+        ops=(*program.ops, Op(merge.name, inputs, outputs, body_, Pass.COLLECTIVE)),
+        next_state={**program.next_state, **dict(zip(replaced, outputs, strict=True))},
+    )

@@ -1,0 +1,108 @@
+"""What each process and each device gets of a batch, filled up where it does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import ArgumentError
+from onward.core.placement import expect_divisible
+from onward.core.program import Program
+from onward.core.words import Placement
+
+_NEXT_TO_NOTHING = 1e-30
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Which rows of a batch stand where when it is filled up, and which of them count.
+
+    Attributes:
+        rows: for every place, the row that stands there.
+        counts: for every place, whether the row is there for itself, not to fill up.
+        idle: places of which a device has no other, so that its mean over weights would be 0 / 0.
+    """
+
+    rows: np.ndarray
+    counts: np.ndarray
+    idle: np.ndarray
+
+    @classmethod
+    def of(cls, rows: int, devices: int, each: int) -> Filling:
+        """Every device gets ``each`` rows, and as many real ones as the others, or one more."""
+        real = rows // devices + (np.arange(devices) < rows % devices)
+        start = np.cumsum(real) - real
+        place = np.arange(each)
+        counts = place < real[:, None]
+        taken = np.minimum(start[:, None] + np.minimum(place, np.maximum(real[:, None] - 1, 0)), rows - 1)
+        idle = (real[:, None] == 0) & (place == 0)
+        return cls(taken.ravel(), counts.ravel(), idle.ravel())
+
+    def filled(self, value: Any) -> Any:
+        """An array with the rows at their places."""
+        return value[self.rows]
+
+    def weighed(self, weights: Any) -> Any:
+        """Weights at their places, 0 for what fills up."""
+        filled, floats = weights[self.rows], jnp.issubdtype(weights.dtype, np.floating)
+        where = jnp.where if isinstance(weights, jax.Array) else np.where
+        filling = where(self.idle, _NEXT_TO_NOTHING if floats else 0, 0).astype(weights.dtype)
+        return where(self.counts, filled, filling)
+
+    def emptied(self, value: Any) -> Any:
+        """Of an array over all places, what stands there for itself, in the order in which it came."""
+        return value[np.flatnonzero(self.counts)]
+
+
+class Portions:
+    """The data of a replicated Program, as one process feeds it."""
+
+    def __init__(self, program: Program) -> None:
+        assert program.replicas is not None
+        self.name, self.weight = program.name, program.replicas.weight
+        self.inputs = program.inputs
+        self.split = [i for i, v in enumerate(program.inputs) if v.placement is Placement.SHARDED]
+        self.processes = jax.process_count()
+        self.devices = program.replicas.count // self.processes
+        self.each = program.inputs[self.split[0]].shape[0] if self.split else 0
+
+    def filling(self, values: Sequence[Any]) -> Filling | None:
+        """How the batch is filled up; None if it divides.
+
+        Raises:
+            ArgumentError: it does not divide, and there is no weight; or the arrays are not equally long.
+        """
+        if not self.split or any(not np.shape(values[i]) for i in self.split):
+            return None  # what is no array over examples the checks of a step refuse
+        rows = values[self.split[0]].shape[0]
+        self._expect_one_batch(values, rows)
+        if self.weight is None:
+            where = "" if self.processes == 1 else " of this process"
+            expect_divisible(self.name, rows, self.inputs[self.split[0]].name, self.devices, where)
+            return None
+        each = -(-rows // self.devices)
+        if self.processes > 1:  # all processes must feed equally much
+            each = max(each, self.each)
+        return Filling.of(rows, self.devices, each) if rows and each * self.devices != rows else None
+
+    def filled(self, values: Sequence[Any], filling: Filling) -> list[Any]:
+        """The data with the rows at their places."""
+        filled = list(values)
+        for i in self.split:
+            is_weight = self.inputs[i].name == self.weight
+            filled[i] = (filling.weighed if is_weight else filling.filled)(values[i])
+        return filled
+
+    def _expect_one_batch(self, values: Sequence[Any], rows: int) -> None:
+        for i in self.split:
+            if values[i].shape[0] != rows:
+                first = self.inputs[self.split[0]].name
+                raise ArgumentError(
+                    f"{self.name}: {self.inputs[i].name!r} has {values[i].shape[0]} rows, {first!r} {rows}; "
+                    "both are split over the devices, so they must be equally long."
+                )
