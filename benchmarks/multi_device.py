@@ -161,7 +161,7 @@ class _Bench:
         rows = tuple(self.compared(merge, name, ours, peer) for name, peer in self.timed.items())
         seconds = median(row.onward for row in rows)
         program = ours.step.program
-        weights = sum(x.nbytes for x in jax.tree.leaves(self.case.model.params))
+        plan = ow.plan(program)
         return Result(
             model=self.case.name,
             merge=merge,
@@ -171,8 +171,8 @@ class _Bench:
             throughput=self.batch / seconds,
             efficiency=alone / seconds,
             merging=_merging(program, self.rounds) / seconds,
-            sent=sum(_sent(c.kind, c.bytes, self.devices) for op in program.ops for c in op.body.collectives),
-            bound=2 * (self.devices - 1) / self.devices * weights,
+            sent=plan.sent,
+            bound=plan.bound,
             state=_on_first(ours.state.values),
             peak=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
             rows=rows,
@@ -279,13 +279,6 @@ def _merging(program: ow.Program, rounds: int) -> float:
     placed = jax.device_put(values, _over(count, PartitionSpec()))
     side = Side(lambda state, *data: (state, jitted(data[0])), (), (placed,))
     return median([side.seconds(2) for _ in range(rounds + 1)][1:])
-
-
-def _sent(kind: str, size: int, n: int) -> float:
-    """The bytes that a device sends when it puts in so many, on a ring."""
-    if kind == "all_gather":
-        return (n - 1) * size
-    return (n - 1) / n * size * (1 if kind in ("reduce_scatter", "all_to_all") else 2)
 
 
 def _on_first(arrays: Sequence[Array]) -> int:

@@ -59,6 +59,7 @@ from onward.derive.seam import forward_pass, update_pass
 from onward.derive.update import append_update
 from onward.distribute.local import DiLoCo, LocalSGD
 from onward.distribute.merge import Average, Bucketed, Devices, LowPrecision, Merge, PowerSGD, Sum, TopK
+from onward.distribute.plan import Plan, plan
 from onward.distribute.replicate import replicate
 from onward.distribute.sharded import Sharded
 from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
@@ -120,6 +121,7 @@ __all__ = [
     "Pass",
     "PeerError",
     "Placement",
+    "Plan",
     "PowerSGD",
     "Program",
     "RecipeError",
@@ -163,6 +165,7 @@ __all__ = [
     "liveness",
     "optimize",
     "parameter",
+    "plan",
     "producers",
     "prune",
     "replicate",

@@ -498,14 +498,15 @@ _APART = ("axis_index", "reduce_scatter", "all_to_all", "ppermute")
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
 
 
-def _collectives_in(eqn: Any, always: bool = True) -> Iterator[Collective]:
-    if eqn.primitive.name in _COLLECTIVES:
+def _collectives_in(eqn: Any, always: bool = True, times: int = 1) -> Iterator[Collective]:
+    kind = eqn.primitive.name
+    if kind in _COLLECTIVES:
         count = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
-        yield Collective(eqn.primitive.name, int(count), always)
-    for value in eqn.params.values():
-        for jaxpr in _jaxprs_in(value):
-            for inner in jaxpr.jaxpr.eqns:
-                yield from _collectives_in(inner, always and eqn.primitive.name != "cond")
+        yield Collective(kind, times * int(count), always)
+    inner = (e for value in eqn.params.values() for jaxpr in _jaxprs_in(value) for e in jaxpr.jaxpr.eqns)
+    for e in inner:
+        length = eqn.params["length"] if kind == "scan" else 1
+        yield from _collectives_in(e, always and kind != "cond", times * length)
 
 
 def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:

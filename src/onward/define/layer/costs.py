@@ -201,7 +201,7 @@ def expect_labels(layer: str, logits: Any, labels: Any) -> None:
 
 
 def weighted_mean(layer: str, values: Any, weights: Any) -> Any:
-    """The mean over examples, by weight. Of several devices each returns a part: its mean is that of all."""
+    """The mean over examples, by weight; over several devices the mean of what they return is that of all."""
     if weights is None:
         return jnp.mean(values)
     w = checked_weights(layer, weights, values)

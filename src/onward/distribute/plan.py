@@ -1,0 +1,174 @@
+"""What a replicated Program sends and keeps, known before it runs: bytes for each device.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> def loss(w, x):
+...     return jnp.mean((x @ w) ** 2)
+>>> program = ow.Momentum(0.1).minimize(loss, jnp.ones((64, 32)), jnp.ones((8, 64)))
+>>> print(ow.plan(ow.replicate(program, devices=4, merge=ow.Sharded())))
+Plan of loss on 4 devices: each sends 12.0 KiB at every step
+<BLANKLINE>
+collective             by                    sends
+scatter_mean(grad(w))  reduce_scatter      6.0 KiB
+next(w)                all_gather          6.0 KiB
+all_mean(div)          psum                    6 B
+all                                       12.0 KiB  1.00 of an all-reduce of the gradients
+<BLANKLINE>
+keeps on each device
+parameters             replicated          8.0 KiB
+state                  replicated             12 B
+state                  sharded             2.0 KiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from onward.core.errors import GraphError
+from onward.core.jaxprs import Collective
+from onward.core.program import Op, Program, Replicas, Variable
+from onward.core.show import human_bytes, nbytes
+from onward.core.words import Kind, Placement
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One op in which the devices exchange numbers.
+
+    Attributes:
+        name: what it makes.
+        by: the collective primitives of JAX in it.
+        bytes: how many each device sends at a step, if each sends to its neighbour on a ring; a mean over
+            steps where it is made at every so many only.
+        every: at every how many steps it is made.
+    """
+
+    name: str
+    by: tuple[str, ...]
+    bytes: float
+    every: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each of the devices that run a Program sends at a step, and what it keeps.
+
+    Attributes:
+        name: the Program's.
+        devices: how many.
+        exchanges: the ops in which they exchange numbers, in order.
+        kept: for parameters and other state, by placement, the bytes on each device.
+        bound: what each device sends at least so that all know the sum of all gradients: an all-reduce on a
+            ring, 2 (n - 1) / n of their bytes.
+    """
+
+    name: str
+    devices: int
+    exchanges: tuple[Exchange, ...]
+    kept: tuple[tuple[str, Placement, int], ...]
+    bound: float
+
+    @property
+    def sent(self) -> float:
+        """The bytes that each device sends at a step, on the average."""
+        return sum(e.bytes for e in self.exchanges)
+
+    def __str__(self) -> str:
+        often = all(e.every == 1 for e in self.exchanges)
+        how = "at every step" if often else "at a step, on the average"
+        rows = [("collective", "by", "sends", "")]
+        rows += [
+            (e.name, " + ".join(e.by), human_bytes(round(e.bytes)), _rarely(e.every)) for e in self.exchanges
+        ]
+        share = f"{self.sent / self.bound:.2f} of an all-reduce of the gradients" if self.bound else ""
+        rows += [("all", "", human_bytes(round(self.sent)), share), ("", "", "", "")]
+        rows += [("keeps on each device", "", "", "")]
+        rows += [(what, str(place), human_bytes(size), "") for what, place, size in self.kept]
+        return (
+            f"Plan of {self.name} on {self.devices} devices: each sends {human_bytes(round(self.sent))} {how}"
+            f"\n\n{_table(rows)}"
+        )
+
+
+def plan(program: Program) -> Plan:
+    """What each device sends at a step and what it keeps.
+
+    Bytes sent are those of the ring algorithms, which send least: 2 (n - 1) / n of what goes into an
+    all-reduce, (n - 1) / n of what goes into a reduce-scatter or comes out of an all-gather.
+
+    Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms, 2009, section 4.
+
+    Raises:
+        GraphError: the Program is not replicated.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(100), jnp.ones((8, 100)))
+        >>> found = ow.plan(ow.replicate(program, devices=8))
+        >>> [(e.name, e.bytes) for e in found.exchanges], found.bound
+        ([('all_mean(grad(w))', 700.0), ('all_mean(div)', 7.0)], 700.0)
+    """
+    replicas = program.replicas
+    if replicas is None:
+        raise GraphError(
+            f"Program {program.name!r} runs on one device, which sends nothing. Replicate it first: "
+            "plan(replicate(program, devices))."
+        )
+    n = replicas.count
+    weights = sum(nbytes(p) for p, _ in program.gradients)
+    return Plan(
+        name=program.name,
+        devices=n,
+        exchanges=tuple(_exchange(op, replicas) for op in program.ops if op.body.collectives),
+        kept=tuple(_kept(program.state)),
+        bound=2 * (n - 1) / n * weights,
+    )
+
+
+def _exchange(op: Op, replicas: Replicas) -> Exchange:
+    found = op.body.collectives
+    always = [c for c in found if c.always]
+    sent = sum(_sent(c, replicas.count) / (1 if c.always else replicas.every) for c in found)
+    return Exchange(
+        name=_name(op),
+        by=tuple(dict.fromkeys(c.kind for c in found)),
+        bytes=sent,
+        every=1 if always else replicas.every,
+    )
+
+
+def _sent(collective: Collective, n: int) -> float:
+    """The bytes that each device sends on a ring."""
+    if collective.kind == "all_gather":
+        return (n - 1) * collective.bytes
+    if collective.kind == "ppermute":
+        return collective.bytes
+    ways = 1 if collective.kind in ("reduce_scatter", "all_to_all") else 2
+    return ways * (n - 1) / n * collective.bytes
+
+
+def _kept(state: Iterable[Variable]) -> list[tuple[str, Placement, int]]:
+    """The bytes on one device, of the parameters and of the other state."""
+    sizes: dict[tuple[str, Placement], int] = {}
+    for v in state:
+        key = ("parameters" if v.kind is Kind.PARAMETER else "state", v.placement)
+        sizes[key] = sizes.get(key, 0) + nbytes(v)
+    return [(what, placement, size) for (what, placement), size in sizes.items()]
+
+
+def _rarely(every: int) -> str:
+    return "" if every == 1 else f"at every {every} steps; a mean"
+
+
+def _name(op: Op) -> str:
+    first, *others = (v.name for v in op.outputs)
+    return f"{first} and {len(others)} more" if others else first
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = (
+        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
+        for row in rows
+    )
+    return "\n".join(lines)
