@@ -27,6 +27,10 @@ class Origin(Protocol):
     def training(self) -> bool:
         """Whether it is traced as it is when it is trained."""
 
+    @property
+    def assumes_batch(self) -> bool:
+        """Whether nothing showed how long a batch is, so that some length was taken."""
+
     def trace(self, data: tuple[Any, ...]) -> Program:
         """Trace it again for data of these types; parameters and model state stay as they were."""
 

@@ -107,6 +107,11 @@ class Context:
         self.memory, self.assigned, self.labels, self.bounds, self._base = {}, {}, {}, [], None
 
     @property
+    def assumes_batch(self) -> bool:
+        """Whether nothing showed what None stands for in the shapes of data."""
+        return self.batch is not None and self.batch[1] == "default"
+
+    @property
     def is_outermost(self) -> bool:
         """Whether the function itself runs, not the body of a scan or a nested jit in it."""
         return bool(self._trace == trace_in_progress())

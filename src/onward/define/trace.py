@@ -146,6 +146,7 @@ class _TracedFunction:
     batch_size: int | None
     feed: Mapping[str, Type]
     lazies: tuple[Lazy, ...]
+    assumes_batch: bool = False
 
     def trace(self, data: tuple[Any, ...]) -> Program:
         """Trace again with data of these types: the arguments first, then what is declared."""
@@ -164,7 +165,8 @@ class _TracedFunction:
         found = self.traced(arguments)
         feed = {n: d.type for n, d in found.context.declared.items() if d.kind is Kind.DATA}
         program = assemble(found, self.name, self.parameters, self.state, self.data, self.has_aux)
-        return check(replace(program, recipe=Recipe(replace(self, feed=feed), program.ops)))
+        origin = replace(self, feed=feed, assumes_batch=found.context.assumes_batch)
+        return check(replace(program, recipe=Recipe(origin, program.ops)))
 
     def traced(self, arguments: Sequence[Specification]) -> Traced:
         """The traced jaxpr, and what the function returned and declared."""

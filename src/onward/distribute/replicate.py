@@ -11,7 +11,7 @@ each example counts, devices count as much as their examples do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,12 @@ from onward.core.jaxprs import Type, along, body_of
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.transform import Origin, recipe_of, transform
-from onward.core.walk import Where, descendants, select, substitute
+from onward.core.walk import Where, select, substitute
 from onward.core.words import Placement
 from onward.derive.backward import append_backward
 from onward.derive.update import append_update
 from onward.distribute.merge import Average, Devices, Merge, Sum
+from onward.distribute.share import Share
 from onward.distribute.weave import Weave
 
 
@@ -96,6 +97,8 @@ def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[
     """The Program for these devices, with the data of these names laid out over them."""
     recipe = recipe_of(program, "at one device's part of the batch", "Trace it at that size")
     group = Devices(replicas.name, replicas.count)
+    if recipe.origin.assumes_batch:
+        program = recipe.replay(_types(program, split, replicas.count))
     _expect_one_batch(program, [program[name] for name in split], replicas)
     with along(replicas):
         weight = None if merge.is_sum else replicas.weight
@@ -113,68 +116,14 @@ def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[
 
 def _forward(
     program: Program, origin: Origin, devices: Devices, split: tuple[str, ...], weight: str | None
-) -> tuple[Program, _Share | None]:
+) -> tuple[Program, Share | None]:
     """The forward pass of one device, traced at its part of the batch, and how much this part counts."""
-    signature = program.signature
-    assert signature is not None
-    local = origin.trace(
-        tuple(
-            s.unflatten(_local(v, v.name in split, devices.size) for v in s.variables) for s in signature.data
-        )
-    )
+    rows = -(-program[split[0]].shape[0] // devices.size) if split else 0
+    local = origin.trace(_types(program, split, rows))
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     own = _with_own_keys(substitute(local, placed), devices)
-    weighed, share = (own, None) if weight is None else _with_weighed_loss(own, own[weight], devices)
-    return check(_with_merged_state(weighed, devices)), share
-
-
-@dataclass(frozen=True)
-class _Share:
-    """How much the part of one device counts, 1 on the average; ``settled`` needs no more weighing."""
-
-    value: Variable
-    settled: set[Variable]
-
-
-def _with_weighed_loss(program: Program, weight: Variable, devices: Devices) -> tuple[Program, _Share]:
-    """The loss times this device's share of all weights: the mean over the devices is then weighted.
-
-    What the network itself adds up over the devices, as costs with ``weights`` do, is right already.
-    """
-    reached = descendants(program, [weight])
-    summed = (op for op in program.ops if op.body.collectives and not reached.isdisjoint(op.inputs))
-    settled = descendants(program, [v for op in summed for v in op.outputs])
-    weave = Weave(program)
-    for op in program.ops:
-        weave.append(op)
-    body = body_of(lambda w: [_share(w, devices)], Type(weight.shape, weight.dtype))
-    share = _Share(weave.collective("share", [weight], [f"share({weight.name})"], body)[0], settled)
-    loss = program.loss
-    if loss is None or loss in settled:
-        return replace(program, ops=weave.ops), share
-    weighed = Variable(weave.names.new(f"weighed({loss.name})"), loss.shape, loss.dtype)
-    types = (Type(v.shape, v.dtype) for v in (loss, share.value))
-    times = body_of(lambda x, s: [(x * s).astype(x.dtype)], *types)
-    ops = (*weave.ops, Op("weigh", (loss, share.value), (weighed,), times))
-    new = {loss: weighed}
-    assert program.signature is not None
-    return (
-        replace(
-            program,
-            ops=ops,
-            outputs=tuple(new.get(v, v) for v in program.outputs),
-            loss=weighed,
-            signature=replace(
-                program.signature, result=program.signature.result.mapped(lambda v: new.get(v, v))
-            ),
-        ),
-        replace(share, settled=settled | {weighed}),
-    )
-
-
-def _share(weights: Any, devices: Devices) -> Any:
-    mine = jnp.sum(weights, dtype=jnp.promote_types(weights.dtype, np.float32))
-    return mine / jnp.maximum(devices.mean(mine), np.finfo(mine.dtype).tiny)
+    share = None if weight is None else Share(own, own[weight], devices)
+    return check(_with_merged_state(share.of_loss(own) if share else own, devices)), share
 
 
 def _with_own_keys(program: Program, devices: Devices) -> Program:
@@ -200,9 +149,7 @@ def _own_key(weave: Weave, key: Variable, devices: Devices) -> Variable:
 def _with_merged_state(program: Program, devices: Devices) -> Program:
     """What the network itself carries (running statistics, counters) becomes that of the whole batch."""
     equal = equal_variables(program)
-    weave = Weave(program)
-    for op in program.ops:
-        weave.append(op)
+    weave = Weave.after(program)
     following = {}
     for old, new in program.next_state.items():
         differs = old.placement is Placement.REPLICATED and new not in equal
@@ -220,13 +167,11 @@ def _next(weave: Weave, old: Variable, new: Variable, devices: Devices) -> Varia
 
 
 def _with_merged_results(
-    program: Program, devices: Devices, grown: set[str], merge: Merge, share: _Share | None
+    program: Program, devices: Devices, grown: set[str], merge: Merge, share: Share | None
 ) -> Program:
     """What the function returns: numbers of the whole batch; arrays over examples stay with their device."""
     equal = equal_variables(program)
-    weave = Weave(program)
-    for op in program.ops:
-        weave.append(op)
+    weave = Weave.after(program)
     merged = {
         v: _reduced(weave, v, devices, merge.is_sum and v is program.loss, share)
         for v in program.outputs
@@ -248,7 +193,7 @@ def _with_merged_results(
 
 
 def _reduced(
-    weave: Weave, v: Variable, devices: Devices, is_sum: bool = False, share: _Share | None = None
+    weave: Weave, v: Variable, devices: Devices, is_sum: bool = False, share: Share | None = None
 ) -> Variable:
     """The mean over the devices of a float, the sum of an integer (it counts) and of what ``is_sum``."""
     how = Average() if jnp.issubdtype(v.dtype, np.inexact) and not is_sum else Sum()
@@ -258,8 +203,8 @@ def _reduced(
             "or carry numbers: a float is averaged, an integer is summed."
         )
     inputs = [v]
-    if share is not None and isinstance(how, Average) and v not in share.settled:
-        inputs.append(share.value)
+    if share is not None and isinstance(how, Average) and share.counts_for(v):
+        inputs.append(share.value(weave))
 
     def reduce(x: Any, *factor: Any) -> list[Any]:
         return [how.merge((x * factor[0]).astype(x.dtype) if factor else x, {}, devices)[0]]
@@ -288,9 +233,14 @@ def _expect_one_batch(program: Program, split: Sequence[Variable], replicas: Rep
             expect_divisible(program.name, v.shape[0], v.name, replicas.count)
 
 
-def _local(v: Variable, is_split: bool, count: int) -> Type:
-    """The type of data on one device."""
-    return Type((-(-v.shape[0] // count), *v.shape[1:]) if is_split else v.shape, v.dtype)
+def _types(program: Program, split: tuple[str, ...], rows: int) -> tuple[Any, ...]:
+    """The data arguments of the traced function by their types, with so many rows of what is split."""
+    assert program.signature is not None
+
+    def kind(v: Variable) -> Type:
+        return Type((rows, *v.shape[1:]) if v.name in split else v.shape, v.dtype)
+
+    return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)
 
 
 def _grown(whole: Program, local: Program, devices: Devices) -> set[str]:

@@ -49,9 +49,7 @@ class Sharded(Merge):
                 f"Sharded cuts parameters into parts, and {type(optimizer).__name__} looks at them "
                 f"{optimizer.type}. Merge with Average() or Bucketed(), or take an elementwise optimizer."
             )
-        weave = Weave(program)
-        for op in program.ops:
-            weave.append(op)
+        weave = Weave.after(program)
         merged = any(op.type == Average().name for op in program.ops)
         parts = [
             (_part(weave, p, devices), _scattered(weave, g, devices, merged)) for p, g in program.gradients
@@ -85,9 +83,7 @@ def _scattered(weave: Weave, g: Variable, devices: Devices, merged: bool) -> Var
 
 def _gathered(draft: Program, before: Program, parts: Sequence[Variable], devices: Devices) -> Program:
     """The parameters, put together of their updated parts."""
-    weave = Weave(draft)
-    for op in draft.ops:
-        weave.append(op)
+    weave = Weave.after(draft)
     following = dict(draft.next_state)
     for part, (p, _) in zip(parts, before.gradients, strict=True):
         new = following.pop(part)

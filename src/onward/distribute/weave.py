@@ -26,6 +26,13 @@ class Weave:
         self._initializers: list[Op] = []
         self._made: dict[Hashable, Any] = {}
 
+    @classmethod
+    def after(cls, program: Program) -> Weave:
+        """One that holds all ops of the Program already."""
+        weave = cls(program)
+        weave._ops.extend(program.ops)
+        return weave
+
     def append(self, op: Op) -> None:
         """Add an op that is there already."""
         self._ops.append(op)

@@ -22,6 +22,7 @@ from onward.execute.feeds import data_names
 from onward.execute.loop.reader import Reading
 from onward.execute.model import Model, Request
 from onward.execute.out import Out
+from onward.execute.spread import on_one_device
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 
@@ -171,7 +172,7 @@ class _Forward:
         if self._bounded:
             self.step.feeds.check_bounds(data)
         try:
-            out: Out = self._run(self._own(state.values), data)
+            out: Out = self._run(on_one_device(self._own(state.values)), data)
             return out
         except (RuntimeError, ValueError) as error:
             if state.is_spent:

@@ -12,7 +12,7 @@ from onward.core.structure import describe
 from onward.core.words import Kind
 from onward.define.arguments import type_of
 from onward.execute.initialize import initialized
-from onward.execute.state import State, copied, is_deleted, stored
+from onward.execute.state import Layout, State, copied, is_deleted, stored
 
 
 class Scope(Mapping[str, Any]):
@@ -64,7 +64,8 @@ class Scope(Mapping[str, Any]):
         Raises:
             StateError: a Variable of another type bears the name, or nothing says how to begin.
         """
-        given = {v: self._values[v.name] for v in program.state if self._known(v)}
+        whole = Layout.of(program).whole
+        given = {v: self._values[v.name] for v in program.state if self._known(whole(v))}
         if len(given) == len(program.state):
             return
         made = {v for op in program.initializers for v in op.outputs}
@@ -76,7 +77,7 @@ class Scope(Mapping[str, Any]):
             )
         values = initialized(program, given, seed)
         for v in program.state:
-            self._variables[v.name], self._values[v.name] = v, values[v]
+            self._variables[v.name], self._values[v.name] = whole(v), values[v]
 
     def _known(self, v: Variable) -> bool:
         known = self._variables.get(v.name)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from onward.core.errors import ArgumentError
 from onward.core.placement import equal_variables
@@ -151,6 +151,22 @@ def _axis(placement: Placement) -> int | None:
 def _joined(x: Any) -> Any:
     """The parts of all devices, laid end to end."""
     return x.reshape(-1, *x.shape[2:])
+
+
+def gathered(value: Any) -> Any:
+    """The whole of an array that lies over several processes, all of which call this together."""
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return value
+    if value.is_fully_replicated:
+        return value.addressable_data(0)
+    return multihost_utils.process_allgather(value, tiled=True)
+
+
+def on_one_device(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arrays that every device has, as the first device of this process has them; no copy."""
+    if not values or isinstance(getattr(values[0], "sharding", None), SingleDeviceSharding):
+        return values
+    return tuple(x.addressable_data(0) if x.is_fully_replicated else x for x in values)
 
 
 def devices_of(program: str, replicas: Replicas) -> list[Any]:

@@ -28,6 +28,7 @@ from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Adam
+from onward.distribute.merge import Merge
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.evaluator import as_feed
 from onward.execute.loop.reader import Reading
@@ -73,6 +74,8 @@ def train(
     seed: int = 0,
     checkpoints: Checkpoints | str | PathLike[str] | None = None,
     resume: bool = False,
+    devices: int | None = 1,
+    merge: Merge | None = None,
     **options: Any,
 ) -> Trainer:
     """Train a cost on what a reader yields; the first batch shows the shapes that nobody wrote.
@@ -85,6 +88,8 @@ def train(
         seed: what the parameters are initialized from.
         checkpoints: where, how often and how many to save.
         resume: continue from the latest checkpoint, if there is one.
+        devices: how many devices to train on, each on its part of every batch; None for all.
+        merge: how their gradients become one; see ``replicate``.
         options: further arguments of ``Trainer.train``, such as ``test``, ``callbacks``, ``threads``.
 
     Returns:
@@ -104,7 +109,8 @@ def train(
     forward = _forward(cost, first)
     program = chosen.minimize(forward, **given)
     store = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
-    trainer = Trainer(Model(forward, seed=seed), program, share=False, checkpoints=store)
+    model = Model(forward, seed=seed)
+    trainer = Trainer(model, program, share=False, checkpoints=store, devices=devices, merge=merge)
     if resume and store is not None and store.entries():
         trainer.restore(fallback=True)
     trainer.train(reader, epochs=epochs, **options)

@@ -15,6 +15,8 @@ from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
 from onward.derive.optimizer import Optimizer
+from onward.distribute.merge import Merge
+from onward.distribute.replicate import replicate
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.evaluator import Evaluator
 from onward.execute.feeds import data_names
@@ -43,6 +45,8 @@ class Trainer:
         share: other threads may use the model while it is trained. Without it a step reuses the buffers of
             the parameters, which saves their memory once.
         checkpoints: where, how often and how many to save; a folder saves at the end and on Ctrl-C.
+        devices: how many devices to train on, each on its part of every batch; None for all.
+        merge: how their gradients become one; see ``replicate``.
 
     Attributes:
         history: loss and metrics of every step, and of every test.
@@ -68,11 +72,15 @@ class Trainer:
         parameter_list: Iterable[Where] | None = None,
         share: bool = True,
         checkpoints: Checkpoints | str | PathLike[str] | None = None,
+        devices: int | None = 1,
+        merge: Merge | None = None,
     ) -> None:
         if not isinstance(model, Model):
             raise ArgumentError(f"Trainer was given {describe(model)}; expected a Model: Model(network).")
         self.model = model
         self.program = _program(model, optimizer, parameter_list)
+        if devices != 1 or merge is not None:
+            self.program = replicate(self.program, devices, merge)
         self.evaluator = Evaluator(model)
         self.checkpoints = (
             Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints

@@ -26,11 +26,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import jax
+
 from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.execute.checkpoint.archive import Content, by_age, look, read, write
 from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
 from onward.execute.checkpoint.durable import discard, make_folder, sweep
 from onward.execute.checkpoint.encoding import encode
+from onward.execute.spread import gathered
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Entry:
 
 class Checkpoints:
     """The checkpoints in one folder; one process at a time writes to it, any number may read.
+
+    Where several processes train together, all of them call ``save``, and the first one writes.
 
     ``save`` copies the arrays and returns; a thread writes them to ``folder/000007-step-120/``. An error of
     that thread is raised by the next ``save``, by ``wait``, or at the end of a ``with`` block; end with one
@@ -136,8 +141,10 @@ class Checkpoints:
             )
         extra = _json_data(extra or {})
         self.wait()
-        encoded = {_name("arrays", name): encode(name, value) for name, value in arrays.items()}
+        encoded = {_name("arrays", name): encode(name, gathered(value)) for name, value in arrays.items()}
         sequence, path = self._next(step)
+        if jax.process_index() > 0:
+            return path
         content = Content(encoded, sequence, step, metrics, extra)
         self._run(lambda: self._write(path, content))
         return path

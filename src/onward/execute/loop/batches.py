@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError
@@ -26,6 +27,7 @@ def batches(
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
+    parts: bool = True,
 ) -> Batches:
     """Read arrays of equal length in batches; ``iter`` of the result is one epoch.
 
@@ -36,6 +38,8 @@ def batches(
             it a batch is a view of the arrays, and read-only.
         seed: the seed of these orders.
         drop_last: leave a short last batch out.
+        parts: where several processes train together, each reads its part of every batch. False: all of it,
+            because ``arrays`` are those of this process alone.
 
     Returns:
         Batches, whose ``len`` is the number of batches in an epoch. Each batch is a dict or a tuple, as
@@ -51,7 +55,7 @@ def batches(
         >>> [batch["x"].tolist() for batch in reader]
         [[1, 4], [3, 0], [2]]
     """
-    return Batches(arrays, batch_size, shuffle, seed, drop_last)
+    return Batches(arrays, batch_size, shuffle, seed, drop_last, parts)
 
 
 class Batches:
@@ -61,7 +65,9 @@ class Batches:
     the next begins the same epoch again. ``state_dict`` says where the latest iterator stands.
     """
 
-    def __init__(self, arrays: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self, arrays: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool, parts: bool = True
+    ) -> None:
         self.names = tuple(arrays) if isinstance(arrays, Mapping) else None
         self.arrays = _checked(arrays)
         self.examples = len(self.arrays[0])
@@ -69,7 +75,7 @@ class Batches:
             raise ArgumentError(f"batch_size is {describe(batch_size)}; expected a whole number, at least 1.")
         if not isinstance(seed, int | np.integer) or seed < 0:
             raise ArgumentError(f"seed is {describe(seed)}; expected a whole number, at least 0.")
-        self.batch_size, self.shuffle, self.seed = int(batch_size), shuffle, int(seed)
+        self.batch_size, self.shuffle, self.seed, self.parts = int(batch_size), shuffle, int(seed), parts
         self._length = self.examples // self.batch_size if drop_last else -(-self.examples // self.batch_size)
         if not self._length:
             raise ArgumentError(
@@ -86,7 +92,7 @@ class Batches:
         self._batch = begin
         order = np.random.default_rng((self.seed, epoch)).permutation(self.examples) if self.shuffle else None
         for batch in range(begin, self._length):
-            rows: Any = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
+            rows: Any = self._rows(batch)
             self._epoch, self._batch = epoch, batch + 1
             yield self._take(rows if order is None else order[rows])
         self._epoch, self._batch = epoch + 1, 0
@@ -117,6 +123,14 @@ class Batches:
                 f"another reader; expected {{'epoch': 0, 'batch': b}} with b from 0 to {self._length}."
             )
         self._epoch, self._batch, self._begin = state["epoch"], state["batch"], state["batch"]
+
+    def _rows(self, batch: int) -> slice:
+        """The rows of a batch, or of this process's part of it."""
+        begin = batch * self.batch_size
+        end = min(begin + self.batch_size, self.examples)
+        count, index = (jax.process_count(), jax.process_index()) if self.parts else (1, 0)
+        size = end - begin
+        return slice(begin + index * size // count, begin + (index + 1) * size // count)
 
     def _take(self, rows: Any) -> Any:
         taken = tuple(array[rows] for array in self.arrays)
