@@ -1,0 +1,184 @@
+"""What the processes of one computation tell each other of themselves, in datagrams.
+
+A process that died tells nothing; its silence is what gives it away. Each one says about every quarter of a
+second, and when a step begins or ends, how far it is. Datagrams carry a code that only those can make who
+know the token of the run, and are numbered: what is forged, damaged or said twice is dropped unread.
+
+>>> datagram = pack(Word(begun=18, finished=17, text="batch [32,784]"), 1, 5, b"token")
+>>> unpack(datagram, b"token")
+(1, 5, Word(begun=18, finished=17, status=<Status.RUNNING: 0>, text='batch [32,784]'))
+>>> unpack(datagram, b"another") is None
+True
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from hashlib import blake2b
+from hmac import compare_digest
+from socket import socket as Socket
+from threading import Event, Lock, Thread
+
+_HEAD = struct.Struct("!4sIQQQB")  # what it is, who speaks, its count of datagrams, begun, finished, status
+_MAGIC = b"onw1"
+_CODE = 16  # bytes
+_TEXT = 600  # bytes; a datagram stays below the smallest packet of a network
+_LARGEST = _HEAD.size + _TEXT + _CODE
+
+
+class Status(IntEnum):
+    """What a process does."""
+
+    RUNNING = 0
+    FINISHED = 1  # its program came to its end
+    FAILED = 2  # an error ended it
+    GAVE_UP = 3  # it ended because of another process
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the processes: where it is heard, and how a person finds it."""
+
+    address: tuple[str, int]
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a process says of itself.
+
+    Args:
+        begun: the last step that it began; the first one is step 1.
+        finished: the last step that it finished.
+        status: whether it still takes part.
+        text: what it feeds in the step that it began; once it has left, why.
+    """
+
+    begun: int = 0
+    finished: int = 0
+    status: Status = Status.RUNNING
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The last word of another process, and when it came (``time.monotonic``)."""
+
+    at: float
+    number: int = 0  # of the datagram; 0: none came yet
+    word: Word = Word()
+
+
+def pack(word: Word, index: int, number: int, token: bytes) -> bytes:
+    """A word of process ``index`` as its datagram ``number``."""
+    head = _HEAD.pack(_MAGIC, index, number, word.begun, word.finished, word.status)
+    said = head + word.text.encode(errors="replace")[:_TEXT]
+    return said + _code(said, token)
+
+
+def unpack(datagram: bytes, token: bytes) -> tuple[int, int, Word] | None:
+    """Who spoke, the number of the datagram, and the word; None if it is no datagram of this run."""
+    said, code = datagram[:-_CODE], datagram[-_CODE:]
+    if len(said) < _HEAD.size or not compare_digest(code, _code(said, token)):
+        return None
+    magic, index, number, begun, finished, status = _HEAD.unpack_from(said)
+    if magic != _MAGIC or status not in Status:
+        return None
+    text = said[_HEAD.size :].decode(errors="ignore")
+    return index, number, Word(begun, finished, Status(status), text)
+
+
+def _code(said: bytes, token: bytes) -> bytes:
+    return blake2b(said, key=token, digest_size=_CODE).digest()
+
+
+class Hearsay:
+    """Tells the others how far this process is, and keeps what they told; one daemon thread.
+
+    Args:
+        index: which of the members this process is.
+        members: all of them, in the order of their indices.
+        socket: a bound UDP socket, which others reach at ``members[index].address``.
+        token: at most 64 bytes that only the members know.
+        interval: seconds between two datagrams when nothing happens.
+
+    Attributes:
+        heard: the last word of each member; that of this process stays empty.
+        news: is set whenever a word comes.
+    """
+
+    def __init__(
+        self, index: int, members: Sequence[Member], socket: Socket, token: bytes, interval: float
+    ) -> None:
+        self.index, self.members, self.interval = index, tuple(members), interval
+        self.heard = [Heard(time.monotonic()) for _ in self.members]
+        self.news = Event()
+        self._socket, self._token = socket, token
+        self._word = Word()
+        self._said, self._count = 0.0, 0
+        self._lock = Lock()
+        self._open = True
+        Thread(target=self._talk, name="onward-peers", daemon=True).start()
+
+    def say(self, word: Word, now: bool = False) -> None:
+        """Tell this from now on.
+
+        Steps may be shorter than what it takes to tell all others; unless ``now``, a word that follows on
+        another one within a small part of the interval is told with the next one.
+        """
+        self._word = word
+        if now or time.monotonic() - self._said > self.interval / 25:
+            self._tell()
+
+    def leave(self, status: Status, why: str) -> None:
+        """Tell that this process takes no part any more; more than once, for datagrams may be lost."""
+        self._word = replace(self._word, status=status, text=why)
+        for _ in range(3):
+            self._tell()
+
+    def close(self) -> None:
+        """Say nothing more, and hear nothing more."""
+        self._open = False
+        self._socket.close()
+
+    def _tell(self) -> None:
+        with self._lock:
+            self._count += 1
+            datagram = pack(self._word, self.index, self._count, self._token)
+            self._said = time.monotonic()
+        for i, member in enumerate(self.members):
+            if i != self.index:
+                with suppress(OSError):  # a network that is down for a moment
+                    self._socket.sendto(datagram, member.address)
+
+    def _talk(self) -> None:
+        """The thread."""
+        while self._open:
+            left = self._said + self.interval - time.monotonic()
+            if left <= 0:
+                self._tell()
+                continue
+            try:
+                self._socket.settimeout(left)
+                datagram = self._socket.recv(_LARGEST + 1)
+            except TimeoutError:
+                continue
+            except OSError:
+                time.sleep(self.interval / 25)  # closed, or a network that is down for a moment
+                continue
+            self._hear(datagram)
+
+    def _hear(self, datagram: bytes) -> None:
+        found = unpack(datagram, self._token)
+        if found is None:
+            return
+        index, number, word = found
+        if index < len(self.heard) and index != self.index and number > self.heard[index].number:
+            self.heard[index] = Heard(time.monotonic(), number, word)
+            self.news.set()
