@@ -176,8 +176,8 @@ class Bucketed(Merge):
     """Gradients are sent in buckets of at least so many bytes, each laid end to end as one message.
 
     Buckets are filled in the order in which the backward pass makes the gradients, so that the first can be
-    sent while the rest is computed. Which gradient is in which bucket depends on the Program alone. XLA itself
-    joins small messages of ``Average()``, at a size that its flags set: measure which is faster.
+    sent while the rest is computed. Which gradient is in which bucket depends on the Program alone. XLA
+    joins small messages of ``Average()`` by itself, at a size that its flags set: measure which is faster.
 
     Source: Li et al., PyTorch Distributed, 2020, section 3.2.3.
     """

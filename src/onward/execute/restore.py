@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ import numpy as np
 from onward.core.errors import CheckpointError, nearest
 from onward.core.program import Variable
 from onward.core.source import user_level
+from onward.core.words import Kind, Placement
 from onward.execute.checkpoint.checkpoints import Checkpoint
-from onward.execute.state import State, copied
+from onward.execute.state import Layout, State, copied
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class Restored:
         kept: Variables that the checkpoint lacks, or holds with another type; they keep the value they had.
         left: values of the checkpoint that this Program has no Variable for.
         changed: hyperparameters whose value in the checkpoint is another than the one given to the optimizer.
+        laid_out: Variables that were saved by another number of devices, and are laid out for these.
     """
 
     taken: tuple[str, ...]
     kept: tuple[str, ...]
     left: tuple[str, ...]
     changed: tuple[str, ...]
+    laid_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{len(self.taken)} Variables restored"]
@@ -39,6 +43,8 @@ class Restored:
             parts.append(f"not in the checkpoint, begun anew: {_some(self.kept)}")
         if self.left:
             parts.append(f"in the checkpoint, not needed here: {_some(self.left)}")
+        if self.laid_out:
+            parts.append(f"laid out for another number of devices: {_some(self.laid_out)}")
         if self.changed:
             parts.append(f"hyperparameters that are as saved, not as given: {_some(self.changed)}")
         return "; ".join(parts)
@@ -55,25 +61,43 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
     Raises:
         CheckpointError: a Variable of ``needed`` is not in it, or of another type.
     """
-    variables = state.layout.variables
-    whole = {v.name: state.layout.whole(v) for v in variables}
-    fits = {name for name, v in whole.items() if _fits(v, found.arrays.get(name))}
+    layout, variables = state.layout, state.layout.variables
+    known = {v.name: found.arrays[v.name] for v in variables if v.name in found.arrays}
+    laid = {v.name: laid_out(known[v.name], v, layout) for v in variables if v.name in known}
+    fits = {name: value for name, value in laid.items() if value is not None}
     for v in needed:
         if v.name not in fits:
-            raise CheckpointError(_misfit(whole[v.name], found))
-    values = [copied(found.arrays[v.name], v.dtype) if v.name in fits else state[v] for v in variables]
-    given = {v.name: state[v] for v in state.layout.hyperparameters}
+            raise CheckpointError(_misfit(layout.whole(v), found))
+    values = [copied(fits[v.name], v.dtype) if v.name in fits else state[v] for v in variables]
+    given = {v.name: state[v] for v in layout.hyperparameters}
     report = Restored(
-        taken=tuple(v.name for v in variables if v.name in fits),
+        taken=tuple(fits),
         kept=tuple(v.name for v in variables if v.name not in fits),
         left=tuple(name for name in found.arrays if name not in fits),
-        changed=tuple(n for n, x in given.items() if n in fits and not np.array_equal(x, found.arrays[n])),
+        changed=tuple(n for n, x in given.items() if n in fits and not np.array_equal(x, known[n])),
+        laid_out=tuple(name for name, value in fits.items() if value is not known[name]),
     )
     return values, report
 
 
-def _fits(v: Variable, value: Any) -> bool:
-    return value is not None and tuple(jnp.shape(value)) == v.shape and value.dtype == v.dtype
+def laid_out(value: Any, v: Variable, layout: Layout) -> Any:
+    """A value of a checkpoint over the devices of this layout; None if it is none of this Variable.
+
+    Parts of a slot (``Sharded``) are laid end to end and filled up with zeros for any number of devices. What
+    each device has for itself (error feedback, the parameters of local SGD) becomes the mean of what the
+    others had.
+    """
+    whole = layout.whole(v)
+    shape = tuple(jnp.shape(value))
+    if value.dtype != v.dtype or shape == whole.shape or v.kind is not Kind.STATE:
+        return value if value.dtype == v.dtype and shape == whole.shape else None
+    if v.placement is Placement.SHARDED:
+        return np.resize(np.pad(np.ravel(value), (0, whole.shape[0])), whole.shape)
+    if shape[1:] == v.shape and jnp.issubdtype(v.dtype, np.inexact):
+        value = np.mean(value, 0, dtype=value.dtype)
+    elif len(shape) == 1 and shape[0] >= prod(v.shape) and v.placement is Placement.REPLICATED:
+        value = np.reshape(value[: prod(v.shape)], v.shape)
+    return np.broadcast_to(value, whole.shape) if np.shape(value) == v.shape else None
 
 
 def _misfit(v: Variable, found: Checkpoint) -> str:

@@ -251,13 +251,23 @@ class Trainer:
         with self.model.lock:
             state = self.joined()
             values, report = matched(state, self.model.state.layout.variables, found)
-            self.take(State(state.layout, values))
+            self.take(State(state.layout, self._begun_anew(values, report.kept)))
             self.step = found.step
             self.epoch, self.batch = found.extra.get("epoch", 0), found.extra.get("batch", 0)
             self.begun, self.position = found.extra.get("begun", 0), found.extra.get("position")
             self.resumed = True
         report.warn(found.path)
         return report
+
+    def _begun_anew(self, values: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """The values, those of these names that are computed from others computed again."""
+        state = self._step.layout.variables
+        given = {v: x for v, x in zip(state, values, strict=True) if v.name not in names}
+        computed = {v for op in self.program.initializers if set(op.inputs) & set(given) for v in op.outputs}
+        if computed.issubset(given):
+            return list(values)
+        made = initialized(self.program, given, 0)
+        return [made[v] if v in computed else x for v, x in zip(state, values, strict=True)]
 
     def _loop(self, training: Training) -> Callable[[Any], None]:
         """How one thread trains on the batches of an epoch."""

@@ -1,0 +1,146 @@
+"""Why a step that needs all processes does not end, in words: pure, from what was heard of the others.
+
+>>> members = [Member(("127.0.0.1", 0), "spark", 4241), Member(("127.0.0.1", 0), "spark", 4242)]
+>>> heard = [Heard(0.0), Heard(at=87.5, number=350, word=Word(begun=17, finished=17))]
+>>> print(blame(View(0, members, heard, step=18, label="x [32, 784]", now=100.0, silence=2.0)))
+Process 1 (pid 4242 on spark) was last heard of 12.5 s ago, after step 17: it died or was stopped. A step
+needs all processes: end them, and start all again from the last checkpoint. onward launch --restarts 1 does
+so by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from onward.execute.hearsay import Heard, Member, Status, Word
+
+_SHOWN = 5  # processes
+_RESTART = (
+    "A step needs all processes: end them, and start all again from the last checkpoint. "
+    "onward launch --restarts 1 does so by itself."
+)
+_TIME = "a longer deadline: onward launch --deadline 1800, or ONWARD_DEADLINE=1800"
+_COUNT = f"Give all processes the same number of batches. If one only takes longer to read, set {_TIME}."
+_SHAPE = "Give all processes batches of the same shape in the same step: drop the last, shorter one, or fill it up."
+_SLOW = f"All {{count}} processes are alive and take part, so it may only be slow: set {_TIME}."
+
+
+class Kind(IntEnum):
+    """How a process stands to a step that another one waits in, the gravest first."""
+
+    FAILED = 0
+    SILENT = 1
+    MISMATCHED = 2
+    FINISHED = 3
+    ABSENT = 4
+    GAVE_UP = 5
+    LATE = 6
+    INSIDE = 7
+    DONE = 8
+
+
+_ADVICE = {
+    Kind.FAILED: _RESTART,
+    Kind.SILENT: _RESTART,
+    Kind.MISMATCHED: _SHAPE,
+    Kind.FINISHED: _COUNT,
+    Kind.ABSENT: _COUNT,
+    Kind.GAVE_UP: _RESTART,
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """What process ``index`` knows while it waits in a step.
+
+    Args:
+        index: which of the members it is.
+        members: all processes.
+        heard: the last word of each.
+        step: the step it waits in, counted from 1.
+        label: what it feeds there.
+        now: the time of ``time.monotonic``.
+        silence: seconds after which a process that says nothing is taken for dead or stopped.
+    """
+
+    index: int
+    members: Sequence[Member]
+    heard: Sequence[Heard]
+    step: int
+    label: str
+    now: float
+    silence: float
+
+    @property
+    def others(self) -> list[int]:
+        """The indices of the other processes."""
+        return [i for i in range(len(self.members)) if i != self.index]
+
+    def kind(self, i: int) -> Kind:
+        """How process ``i`` stands to the step."""
+        word = self.heard[i].word
+        if word.status is not Status.RUNNING and word.finished < self.step:
+            return Kind[word.status.name]
+        if word.finished >= self.step:
+            return Kind.DONE
+        if self.is_silent(i):
+            return Kind.SILENT
+        if word.begun < self.step:
+            return Kind.ABSENT if word.begun == word.finished else Kind.LATE
+        return Kind.INSIDE if word.text == self.label else Kind.MISMATCHED
+
+    def is_silent(self, i: int) -> bool:
+        """Whether nothing was heard of a process for too long."""
+        return self.now - self.heard[i].at > self.silence
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the step can never end: somebody left before it, or feeds something else in it."""
+        never = {Kind.FAILED, Kind.MISMATCHED, Kind.FINISHED, Kind.GAVE_UP}
+        return any(self.kind(i) in never for i in self.others)
+
+
+def blame(view: View) -> str:
+    """The processes that are in the way of the step, each with what it does, and how to go on."""
+    found = sorted((view.kind(i), i) for i in view.others)
+    guilty = [(kind, i) for kind, i in found if kind in _ADVICE]
+    if not guilty:
+        return _SLOW.format(count=len(view.members))
+    told = [_told(view, kind, i) for kind, i in guilty[:_SHOWN]]
+    if len(guilty) > _SHOWN:
+        told.append(f"And {len(guilty) - _SHOWN} more processes.")
+    return " ".join([*told, _ADVICE[guilty[0][0]]])
+
+
+def _told(view: View, kind: Kind, i: int) -> str:
+    """One sentence about one process."""
+    member, (at, number, word) = view.members[i], _parts(view.heard[i])
+    who = f"rocess {i} (pid {member.pid} on {member.host})"
+    if kind is Kind.SILENT and number == 0:
+        host, port = member.address
+        return (
+            f"Nothing was ever heard of p{who}: it died, or no UDP datagrams come through to {host}:{port}."
+        )
+    told = {
+        Kind.FAILED: f"was ended {_where(word)} by an error: {word.text}",
+        Kind.SILENT: f"was last heard of {view.now - at:.1f} s ago, {_where(word)}: it died or was stopped",
+        Kind.MISMATCHED: f"feeds {word.text or 'something unnamed'} in step {view.step}, this one {view.label}",
+        Kind.FINISHED: f"came to its end {_where(word)}, and takes no part in step {view.step}",
+        Kind.ABSENT: f"is alive and has not begun step {view.step}, which this one waits in: it reads data, or "
+        "has none left",
+        Kind.GAVE_UP: f"gave up {_where(word)}: {word.text}",
+    }
+    return f"P{who} {told[kind].rstrip('.')}."
+
+
+def _parts(heard: Heard) -> tuple[float, int, Word]:
+    return heard.at, heard.number, heard.word
+
+
+def _where(word: Word) -> str:
+    """The place of a process in its steps."""
+    if word.begun > word.finished:
+        return f"in step {word.begun}"
+    return f"after step {word.finished}" if word.finished else "before its first step"
