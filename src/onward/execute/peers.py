@@ -12,46 +12,30 @@ for it with a deadline, and says which process is missing, and what it does inst
 from __future__ import annotations
 
 import atexit
-import json
-import os
-import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from math import inf
-from queue import Empty, SimpleQueue
-from secrets import token_hex
-from threading import Lock, Thread
+from queue import Empty
+from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
 from onward.core.errors import OnwardError, PeerError
-from onward.execute.blame import Kind, View, blame
-from onward.execute.hearsay import Hearsay, Member, Status, Word
+from onward.execute.company.blame import GONE, HOPELESS, ON_THE_WAY, View, blame
+from onward.execute.company.hand import Hand
+from onward.execute.company.hearsay import Hearsay, Member, Status, Word
+from onward.execute.company.meeting import OF_THE_EXCHANGE, meet, summary
 
 T = TypeVar("T")
 
 INTERVAL = 0.25  # seconds between two datagrams of a process
 SILENCE = 8  # intervals after which a process that says nothing is taken for dead or stopped
-_OF_THE_EXCHANGE = re.compile(
-    "gloo|nccl|coordination ?service|connection (closed|reset|refused)|socket closed|broken pipe",
-    re.IGNORECASE,
-)
-_LOST = "This process can take no further step: {why}"
+_LOST = "This process can take no further step. {why}"
 _INTERRUPTED = (
-    "step {step} was interrupted while it waited for the other processes, which may have gone on. Start all "
+    "Step {step} was interrupted while it waited for the other processes, which may have gone on. Start all "
     "processes again from the last checkpoint."
 )
-_NOT_MET = (
-    "The {count} processes did not meet: {why}. One of them died, or began its first step long after the "
-    "others (on the host, 30 s is the most that they wait for each other here). Do what takes one process "
-    "longer, such as preparing data, before the processes start, or in all of them."
-)
-_CARD = 512  # bytes, for what a process says of itself when all meet
 
 
 class Peers:
@@ -74,15 +58,19 @@ class Peers:
         >>> boxes = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
         >>> for box in boxes:
         ...     box.bind(("127.0.0.1", 0))
-        >>> members = [Member(box.getsockname(), "here", 100 + i) for i, box in enumerate(boxes)]
+        >>> members = [Member(box.getsockname(), "spark", 100 + i) for i, box in enumerate(boxes)]
         >>> one, two = (Peers(i, members, box, b"secret", interval=0.01) for i, box in enumerate(boxes))
         >>> one.run(lambda: "done", deadline=5.0)
         'done'
         >>> two.leave()
         >>> one.run(lambda: time.sleep(1), deadline=5.0)
         Traceback (most recent call last):
-        onward.core.errors.PeerError: Step 2 cannot end. Process 1 (pid 101 on here) came to its end before
-        its first step, and takes no part in step 2. Give all processes the same number of batches. ...
+        onward.core.errors.PeerError: Step 2 cannot end. Process 1 (pid 101 on spark) came to its end before
+        its first step, and takes no part in step 2. Give all processes the same number of batches. If one
+        only takes longer to read, set a longer deadline: onward launch --deadline 1800, or
+        ONWARD_DEADLINE=1800.
+        >>> one.close(), two.close()
+        (None, None)
     """
 
     met: ClassVar[Peers | None] = None
@@ -97,29 +85,30 @@ class Peers:
         interval: float = INTERVAL,
     ) -> None:
         self.index, self.members = index, tuple(members)
-        self._interval = interval
-        self._hearsay = Hearsay(index, members, mailbox, token, interval) if mailbox is not None else None
-        self._hand = _Hand("onward-step")
+        self._hearsay = None if mailbox is None else Hearsay(index, members, mailbox, token, interval)
+        self._hand = Hand("onward-step")
         self._turn = Lock()
-        self._begun = 0
+        self._finished = 0
         self._label = ""
         self._lost = ""
 
     @classmethod
     def meet(cls, deadline: float | None = None) -> Peers:
-        """All processes call it together, once ``jax.distributed`` is initialized; a second call costs nothing.
+        """All processes call it together, after ``jax.distributed.initialize``; only the first call works.
 
-        Its exchange over all devices also opens the connections that the first step would open: those wait
-        30 s for each other and no longer, which compiling a large step may exceed.
+        Its exchange over all devices opens the connections that the first step would open. On the host
+        processes wait 30 s for each other there, which a step that takes long to compile may exceed: meet
+        first, then compile.
 
         Args:
             deadline: how many seconds to wait for the others; None: as long as JAX does.
 
         Raises:
-            PeerError: the others did not come.
+            PeerError: they did not come.
         """
         if cls.met is None:
-            cls.met = _alone() if jax.process_count() == 1 else _meeting(deadline)
+            found = meet(deadline)
+            cls.met = cls(found.index, found.members, found.mailbox, found.token)
             atexit.register(cls.met._say_goodbye)
         return cls.met
 
@@ -130,9 +119,9 @@ class Peers:
             work: what to run. It is called in another thread, so contexts such as ``jax.default_device`` do
                 not reach it, and has to wait for what it computes (``jax.block_until_ready``).
             deadline: how many seconds it may take; None: any time.
-            label: what has to be the same in all processes, such as the shapes of the batch. When it
-                changes, the step begins only once all have begun it and are seen to agree: where shapes
-                differ, gloo aborts the process.
+            label: what has to be the same in all processes, such as the shapes of the batch. A step with
+                another label than the one before begins only once all have begun it and are seen to agree:
+                where shapes differ, gloo ends the process without an error.
 
         Returns:
             what ``work`` returned.
@@ -147,12 +136,14 @@ class Peers:
         with self._turn:
             if self._lost:
                 raise PeerError(_LOST.format(why=self._lost))
-            self._lost = _INTERRUPTED.format(step=self._begun + 1)  # unless it ends otherwise
+            step = _Step(self._hearsay, self._finished + 1, label, deadline)
+            self._lost = _INTERRUPTED.format(step=step.number)  # unless it ends otherwise
             try:
-                return self._step(work, deadline, label)
+                result = self._run(step, work)
             except PeerError as error:
                 self._lost = str(error)
                 raise
+            return result
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this process takes no further part, and the error that is the reason."""
@@ -162,7 +153,7 @@ class Peers:
             self._hearsay.leave(Status.FINISHED, "")
         else:
             status = Status.GAVE_UP if isinstance(error, PeerError) else Status.FAILED
-            self._hearsay.leave(status, _summary(error))
+            self._hearsay.leave(status, summary(error))
 
     def close(self) -> None:
         """Fall silent, as a process that died does."""
@@ -170,216 +161,93 @@ class Peers:
             self._hearsay.close()
 
     def _say_goodbye(self) -> None:
-        """At the end of the interpreter, where an error that nobody caught was printed before."""
+        """At the end of the interpreter; an error that nobody caught was printed before, and remembered."""
         self.leave(getattr(sys, "last_value", None))
 
-    def _step(self, work: Callable[[], T], deadline: float | None, label: str) -> T:
-        assert self._hearsay is not None
-        waiting = _Waiting(self._hearsay, self._begun + 1, label, deadline)
-        self._say(waiting.step, label, now=label != self._label)
-        if label != self._label:
-            waiting.for_all_to_begin()
-            self._label = label
+    def _run(self, step: _Step, work: Callable[[], T]) -> T:
+        step.say(Word(step.number, self._finished, text=step.label), now=step.label != self._label)
+        if step.label != self._label:
+            step.wait_for_all_to_begin()
+        self._label = step.label
         self._hand.begin(work)
-        result, error = waiting.for_end_of(self._hand)
+        result, error = step.wait_for_end(self._hand)
+        if error is not None and step.is_fault_of_others(error):
+            raise step.failed(error) from error
         if error is None:
-            self._begun = waiting.step
-            self._say(self._begun, label)
-            self._lost = ""
-            return result  # type: ignore[no-any-return]
-        if waiting.is_fault_of_others(error):
-            raise waiting.failed(error) from error
-        self._say(self._begun, self._label)
+            self._finished = step.number
+        step.say(Word(self._finished, self._finished, text=self._label))
         self._lost = ""
-        raise error
-
-    def _say(self, begun: int, label: str, now: bool = False) -> None:
-        assert self._hearsay is not None
-        self._hearsay.say(Word(begun, self._begun, text=label), now)
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
 
 
-class _Waiting:
-    """One step, as the process sees it that waits for its end."""
+class _Step:
+    """One step, for the process that waits for its end."""
 
-    def __init__(self, hearsay: Hearsay, step: int, label: str, deadline: float | None) -> None:
-        self.hearsay, self.step, self.label, self.deadline = hearsay, step, label, deadline
+    def __init__(self, hearsay: Hearsay, number: int, label: str, deadline: float | None) -> None:
+        self.hearsay, self.number, self.label, self.deadline = hearsay, number, label, deadline
+        self.say = hearsay.say
         self.until = inf if deadline is None else time.monotonic() + deadline
 
+    @property
     def view(self) -> View:
         """What is known now."""
         heard = self.hearsay
-        now, silence = time.monotonic(), SILENCE * heard.interval
-        return View(heard.index, heard.members, tuple(heard.heard), self.step, self.label, now, silence)
+        silence = SILENCE * heard.interval
+        return View(
+            heard.index, heard.members, heard.heard[:], self.number, self.label, time.monotonic(), silence
+        )
 
-    def for_all_to_begin(self) -> None:
-        """Wait until every process has begun the step too, with the same label, or is silent."""
-        on_the_way = {Kind.ABSENT, Kind.LATE}
-        while on_the_way & {view.kind(i) for view in [self.view()] for i in view.others}:
-            self.hearsay.news.clear()
-            self.hearsay.news.wait(self.hearsay.interval)
-            self._check()
-        self._check()
-
-    def for_end_of(self, hand: _Hand) -> tuple[Any, BaseException | None]:
-        """What the work returned or raised.
+    def wait_for_all_to_begin(self) -> None:
+        """Wait until every process has begun the step too, with the same label, or is silent.
 
         Raises:
-            PeerError: it never can, or the time is over.
+            PeerError: they feed something else, or the time is over.
         """
-        hopeless = False
+        while True:
+            self.hearsay.news.clear()
+            self._check(self.view.kinds & HOPELESS)
+            if not self.view.kinds & ON_THE_WAY:
+                return
+            self.hearsay.news.wait(max(0.0, min(self.hearsay.interval, self.until - time.monotonic())))
+
+    def wait_for_end(self, hand: Hand) -> tuple[Any, BaseException | None]:
+        """What the work returned, and what it raised.
+
+        Raises:
+            PeerError: it cannot end, or the time is over.
+        """
+        before = False
         while True:
             try:
                 return hand.result(max(0.0, min(self.hearsay.interval, self.until - time.monotonic())))
             except Empty:
-                if hopeless:  # it was so an interval ago, and the work had time to end since
-                    self._check()
-                hopeless = self.view().is_hopeless
-                if time.monotonic() >= self.until:
-                    self._check()
+                now = bool(self.view.kinds & HOPELESS)
+                self._check(before and now)  # the work had an interval's time to end
+                before = now
 
     def is_fault_of_others(self, error: BaseException) -> bool:
-        """Whether it is an error of the exchange, or one that comes when somebody is missing."""
+        """Whether it is an error of the exchange, or one that came when somebody was missing."""
         if not isinstance(error, Exception) or isinstance(error, OnwardError):
             return False
-        view = self.view()
-        gone = {Kind.FAILED, Kind.SILENT, Kind.FINISHED, Kind.GAVE_UP}
-        return bool(_OF_THE_EXCHANGE.search(str(error)) or gone & {view.kind(i) for i in view.others})
+        return bool(OF_THE_EXCHANGE.search(str(error)) or self.view.kinds & GONE)
 
     def failed(self, error: BaseException) -> PeerError:
         """What to raise when the work raised."""
-        self._let_silence_show()
-        return PeerError(
-            f"Step {self.step} failed in the exchange with the other processes. {blame(self.view())} The error "
-            f"was: {_summary(error)}"
-        )
+        why = f"failed in the exchange between the processes ({summary(error)})"
+        return self._error(why)
 
-    def _check(self) -> None:
+    def _check(self, is_hopeless: object) -> None:
         """Raise if the step cannot end, or had its time."""
-        if self.view().is_hopeless:
-            self._let_silence_show()
-            raise PeerError(f"Step {self.step} cannot end. {blame(self.view())}")
+        if is_hopeless:
+            raise self._error("cannot end")
         if time.monotonic() >= self.until:
-            self._let_silence_show()
-            raise PeerError(f"Step {self.step} did not end within {self.deadline:g} s. {blame(self.view())}")
+            raise self._error(f"did not end within {self.deadline:g} s")
 
-    def _let_silence_show(self) -> None:
-        """Wait until each of the others has said a new word, has left, or has been silent for too long."""
-        since = time.monotonic() + self.hearsay.interval / 2  # what was said before may come a little later
-        while not self._is_clear(self.view(), since):
+    def _error(self, what: str) -> PeerError:
+        """What happened and who is to blame, after a moment in which the dead become silent."""
+        since = time.monotonic() + self.hearsay.interval / 2  # datagrams of before may come a little later
+        while not self.view.is_settled(since):
             time.sleep(self.hearsay.interval / 10)
-
-    def _is_clear(self, view: View, since: float) -> bool:
-        heard = [(i, view.heard[i]) for i in view.others]
-        return all(h.at > since or h.word.status is not Status.RUNNING or view.is_silent(i) for i, h in heard)
-
-
-class _Hand:
-    """A thread that does one piece of work after the other, for somebody who may not wait for the end.
-
-    Handing the work over and taking its result costs some ten microseconds; starting a thread costs more.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._work: SimpleQueue[Callable[[], Any]] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._thread = Thread(target=self._labour, name=name, daemon=True)
-
-    def begin(self, work: Callable[[], Any]) -> None:
-        """Do this."""
-        if not self._thread.is_alive():
-            self._thread.start()
-        self._work.put(work)
-
-    def result(self, timeout: float | None) -> tuple[Any, BaseException | None]:
-        """What it returned, or raised.
-
-        Raises:
-            queue.Empty: it is not done.
-        """
-        return self._done.get(timeout=timeout)
-
-    def _labour(self) -> None:
-        while True:
-            work = self._work.get()
-            try:
-                done = work(), None
-            except BaseException as error:
-                done = None, error
-            self._done.put(done)
-            del work, done  # or the arrays of this step would live until the next one
-
-
-def _summary(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def _alone() -> Peers:
-    return Peers(0, [Member(("127.0.0.1", 0), socket.gethostname(), os.getpid())], None, b"")
-
-
-def _meeting(deadline: float | None) -> Peers:
-    """Exchange addresses with the other processes, over all devices."""
-    near, far = _mailbox("127.0.0.1"), _mailbox(_own_address())
-    token = token_hex(16)
-    card = {
-        "index": jax.process_index(),
-        "host": socket.gethostname()[:128],
-        "pid": os.getpid(),
-        "near": near.getsockname(),
-        "far": far.getsockname(),
-        "token": token,
-    }
-    hand = _Hand("onward-meeting")
-    hand.begin(lambda: _exchanged(card))
-    try:
-        cards, error = hand.result(deadline)
-    except Empty:
-        raise PeerError(_not_met(f"{deadline:g} s went by")) from None
-    if error is not None:
-        if _OF_THE_EXCHANGE.search(str(error)):
-            raise PeerError(_not_met(_summary(error))) from error
-        raise error
-    is_one_host = len({c["host"] for c in cards}) == 1
-    kept, other = (near, far) if is_one_host else (far, near)
-    other.close()
-    which = "near" if is_one_host else "far"
-    members = [Member(tuple(c[which]), c["host"], c["pid"]) for c in cards]
-    return Peers(card["index"], members, kept, cards[0]["token"].encode())
-
-
-def _exchanged(card: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cards of all processes, in the order of their indices; a collective over all devices."""
-    data = json.dumps(card).encode().ljust(_CARD)
-    mesh = Mesh(np.array(jax.devices()), ("devices",))
-    rows = np.tile(np.frombuffer(data, np.uint8), (jax.local_device_count(), 1))
-    mine = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("devices")), rows)
-    gather = jax.shard_map(
-        lambda x: jax.lax.all_gather(x, "devices", tiled=True),
-        mesh=mesh,
-        in_specs=PartitionSpec("devices"),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    found = [json.loads(row.tobytes()) for row in np.asarray(jax.jit(gather)(mine))]
-    return [{c["index"]: c for c in found}[i] for i in range(jax.process_count())]
-
-
-def _not_met(why: str) -> str:
-    return _NOT_MET.format(count=jax.process_count(), why=why.rstrip("."))
-
-
-def _mailbox(address: str) -> socket.socket:
-    box = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    box.bind((address, 0))
-    return box
-
-
-def _own_address() -> str:
-    """Where other hosts reach this one: the address that it would send from. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address that is reserved for examples
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+        return PeerError(f"Step {self.number} {what}. {blame(self.view)}")

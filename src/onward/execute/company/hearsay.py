@@ -13,6 +13,7 @@ True
 
 from __future__ import annotations
 
+import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from hashlib import blake2b
 from hmac import compare_digest
-from socket import socket as Socket
 from threading import Event, Lock, Thread
 
 _HEAD = struct.Struct("!4sIQQQB")  # what it is, who speaks, its count of datagrams, begun, finished, status
@@ -104,7 +104,7 @@ class Hearsay:
     Args:
         index: which of the members this process is.
         members: all of them, in the order of their indices.
-        socket: a bound UDP socket, which others reach at ``members[index].address``.
+        mailbox: a bound UDP socket, which others reach at ``members[index].address``.
         token: at most 64 bytes that only the members know.
         interval: seconds between two datagrams when nothing happens.
 
@@ -114,12 +114,17 @@ class Hearsay:
     """
 
     def __init__(
-        self, index: int, members: Sequence[Member], socket: Socket, token: bytes, interval: float
+        self,
+        index: int,
+        members: Sequence[Member],
+        mailbox: socket.socket,
+        token: bytes,
+        interval: float,
     ) -> None:
         self.index, self.members, self.interval = index, tuple(members), interval
         self.heard = [Heard(time.monotonic()) for _ in self.members]
         self.news = Event()
-        self._socket, self._token = socket, token
+        self._mailbox, self._token = mailbox, token
         self._word = Word()
         self._said, self._count = 0.0, 0
         self._lock = Lock()
@@ -145,7 +150,7 @@ class Hearsay:
     def close(self) -> None:
         """Say nothing more, and hear nothing more."""
         self._open = False
-        self._socket.close()
+        self._mailbox.close()
 
     def _tell(self) -> None:
         with self._lock:
@@ -155,7 +160,7 @@ class Hearsay:
         for i, member in enumerate(self.members):
             if i != self.index:
                 with suppress(OSError):  # a network that is down for a moment
-                    self._socket.sendto(datagram, member.address)
+                    self._mailbox.sendto(datagram, member.address)
 
     def _talk(self) -> None:
         """The thread."""
@@ -165,8 +170,8 @@ class Hearsay:
                 self._tell()
                 continue
             try:
-                self._socket.settimeout(left)
-                datagram = self._socket.recv(_LARGEST + 1)
+                self._mailbox.settimeout(left)
+                datagram = self._mailbox.recv(_LARGEST + 1)
             except TimeoutError:
                 continue
             except OSError:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from onward.execute.hearsay import Heard, Member, Status, Word
+from onward.execute.company.hearsay import Heard, Member, Status, Word
 
 _SHOWN = 5  # processes
 _RESTART = (
@@ -23,7 +23,7 @@ _RESTART = (
 )
 _TIME = "a longer deadline: onward launch --deadline 1800, or ONWARD_DEADLINE=1800"
 _COUNT = f"Give all processes the same number of batches. If one only takes longer to read, set {_TIME}."
-_SHAPE = "Give all processes batches of the same shape in the same step: drop the last, shorter one, or fill it up."
+_SHAPE = "Give all processes batches of the same shape in a step: drop the last, shorter one, or fill it up."
 _SLOW = f"All {{count}} processes are alive and take part, so it may only be slow: set {_TIME}."
 
 
@@ -40,6 +40,10 @@ class Kind(IntEnum):
     INSIDE = 7
     DONE = 8
 
+
+GONE = frozenset({Kind.FAILED, Kind.SILENT, Kind.FINISHED, Kind.GAVE_UP})
+HOPELESS = frozenset({Kind.FAILED, Kind.MISMATCHED, Kind.FINISHED, Kind.GAVE_UP})
+ON_THE_WAY = frozenset({Kind.ABSENT, Kind.LATE})
 
 _ADVICE = {
     Kind.FAILED: _RESTART,
@@ -78,13 +82,18 @@ class View:
         """The indices of the other processes."""
         return [i for i in range(len(self.members)) if i != self.index]
 
+    @property
+    def kinds(self) -> set[Kind]:
+        """How the other processes stand to the step."""
+        return {self.kind(i) for i in self.others}
+
     def kind(self, i: int) -> Kind:
         """How process ``i`` stands to the step."""
         word = self.heard[i].word
-        if word.status is not Status.RUNNING and word.finished < self.step:
-            return Kind[word.status.name]
         if word.finished >= self.step:
             return Kind.DONE
+        if word.status is not Status.RUNNING:
+            return Kind[word.status.name]
         if self.is_silent(i):
             return Kind.SILENT
         if word.begun < self.step:
@@ -95,48 +104,54 @@ class View:
         """Whether nothing was heard of a process for too long."""
         return self.now - self.heard[i].at > self.silence
 
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether the step can never end: somebody left before it, or feeds something else in it."""
-        never = {Kind.FAILED, Kind.MISMATCHED, Kind.FINISHED, Kind.GAVE_UP}
-        return any(self.kind(i) in never for i in self.others)
+    def is_settled(self, since: float) -> bool:
+        """Whether each of the others has said something since then, has left, or is silent."""
+        return all(
+            self.heard[i].at > since or self.heard[i].word.status is not Status.RUNNING or self.is_silent(i)
+            for i in self.others
+        )
 
 
 def blame(view: View) -> str:
     """The processes that are in the way of the step, each with what it does, and how to go on."""
-    found = sorted((view.kind(i), i) for i in view.others)
-    guilty = [(kind, i) for kind, i in found if kind in _ADVICE]
+    guilty = sorted((view.kind(i), i) for i in view.others if view.kind(i) in _ADVICE)
     if not guilty:
         return _SLOW.format(count=len(view.members))
     told = [_told(view, kind, i) for kind, i in guilty[:_SHOWN]]
     if len(guilty) > _SHOWN:
-        told.append(f"And {len(guilty) - _SHOWN} more processes.")
+        told.append(f"And {len(guilty) - _SHOWN} more.")
     return " ".join([*told, _ADVICE[guilty[0][0]]])
 
 
 def _told(view: View, kind: Kind, i: int) -> str:
     """One sentence about one process."""
-    member, (at, number, word) = view.members[i], _parts(view.heard[i])
-    who = f"rocess {i} (pid {member.pid} on {member.host})"
-    if kind is Kind.SILENT and number == 0:
+    member, heard = view.members[i], view.heard[i]
+    who = f"process {i} (pid {member.pid} on {member.host})"
+    if kind is Kind.SILENT and heard.number == 0:
         host, port = member.address
-        return (
-            f"Nothing was ever heard of p{who}: it died, or no UDP datagrams come through to {host}:{port}."
-        )
-    told = {
-        Kind.FAILED: f"was ended {_where(word)} by an error: {word.text}",
-        Kind.SILENT: f"was last heard of {view.now - at:.1f} s ago, {_where(word)}: it died or was stopped",
-        Kind.MISMATCHED: f"feeds {word.text or 'something unnamed'} in step {view.step}, this one {view.label}",
-        Kind.FINISHED: f"came to its end {_where(word)}, and takes no part in step {view.step}",
-        Kind.ABSENT: f"is alive and has not begun step {view.step}, which this one waits in: it reads data, or "
-        "has none left",
-        Kind.GAVE_UP: f"gave up {_where(word)}: {word.text}",
-    }
-    return f"P{who} {told[kind].rstrip('.')}."
+        return f"Nothing was ever heard of {who}: it died, or no UDP datagrams come through to {host}:{port}."
+    return f"{who[0].upper()}{who[1:]} {_deed(view, kind, heard)}."
 
 
-def _parts(heard: Heard) -> tuple[float, int, Word]:
-    return heard.at, heard.number, heard.word
+def _deed(view: View, kind: Kind, heard: Heard) -> str:
+    word, step = heard.word, view.step
+    text = word.text.rstrip(".")
+    match kind:
+        case Kind.FAILED:
+            return f"was ended {_where(word)} by an error: {text}"
+        case Kind.SILENT:
+            return (
+                f"was last heard of {view.now - heard.at:.1f} s ago, {_where(word)}: it died or was stopped"
+            )
+        case Kind.MISMATCHED:
+            return f"feeds {text or 'nothing that has a name'} in step {step}, and this one {view.label}"
+        case Kind.FINISHED:
+            return f"came to its end {_where(word)}, and takes no part in step {step}"
+        case Kind.ABSENT:
+            wants = "it reads data, or has none left"
+            return f"is alive and has not begun step {step}, which this one waits in: {wants}"
+        case _:
+            return f"gave up {_where(word)}: {text}"
 
 
 def _where(word: Word) -> str:
