@@ -22,7 +22,7 @@ from onward.execute.feeds import data_names
 from onward.execute.loop.reader import Reading
 from onward.execute.model import Model, Request
 from onward.execute.out import Out
-from onward.execute.spread import on_one_device
+from onward.execute.spread import on_one_device, summed
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 
@@ -95,7 +95,8 @@ class Evaluator:
     def test(self, reader: Any) -> dict[str, float]:
         """The mean of the loss and of every other number that the network returns, over a reader.
 
-        A batch counts by its number of examples.
+        A batch counts by its number of examples. Where several processes train together, all of them call
+        this, each with its part of the data or with all of it, and get the same numbers.
 
         Args:
             reader: any iterable of batches, or a callable that returns one; a batch is a tuple of arrays in
@@ -115,7 +116,8 @@ class Evaluator:
             count += size
             for name, value in numbers.items():
                 total[name] = total.get(name, 0.0) + value * size
-        return {name: float(value) / count for name, value in total.items()}
+        everything = summed([count, *map(float, total.values())])
+        return {name: float(x) / everything[0] for name, x in zip(total, everything[1:], strict=True)}
 
     def _named(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> dict[str, Any]:
         """All data by name."""

@@ -94,14 +94,20 @@ class Executable:
         pairs = zip(self.program.inputs, values, strict=True)
         return [self._spread.feed(v, x) for v, x in pairs]
 
-    def moved(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
-        """State and data where the compiled step takes them from; None if they lie there already."""
+    def home(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """State and data where the compiled step takes them from; the same arrays if they lie there."""
         (reused, lent, data), _ = self._compiled.input_shardings  # type: ignore[union-attr]
-        order = [*self._reused, *self._lent]
-        homes = dict(zip(order, (*reused, *lent), strict=True))
-        found = [_moved(x, homes[i]) for i, x in enumerate(own)], list(map(_moved, values, data))
-        before = (*own, *values)
-        return None if all(x is y for x, y in zip((*found[0], *found[1]), before, strict=True)) else found
+        homes = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))
+        variables = self.layout.variables
+        state = [
+            x if _lies(x, homes[i]) else self._moved(x, variables[i], homes[i]) for i, x in enumerate(own)
+        ]
+        return state, [x if _lies(x, h) else jax.device_put(x, h) for x, h in zip(values, data, strict=True)]
+
+    def _moved(self, value: Any, v: Variable, home: Sharding) -> Any:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
+            value = value.addressable_data(0)
+        return jax.device_put(value, home) if self._spread is None else self._spread.place(v, value)
 
     def emptied(self, results: Sequence[Any], filling: Filling | None) -> list[Any]:
         """The results without the rows that only filled up the batch."""
@@ -117,41 +123,45 @@ class Executable:
             return tuple(own[:count]), tuple(own[count:])
         return tuple(own[i] for i in self._reused), tuple(own[i] for i in self._lent)
 
-    def __call__(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run on arrays.
+    def __call__(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
+        """Run on arrays; returns the state as it lay for that, what changed of it, and the results.
 
         Raises:
             StateError: some of the state was given to a step before.
             PeerError: another process did not take part.
         """
         try:
-            if self._peers is None:
-                return self._run_compiled(own, values)
-            label = ", ".join(
-                f"{v.name} {list(x.shape)}" for v, x in zip(self.program.inputs, values, strict=True)
-            )
-            work = partial(self._run_compiled, own, values)
-            return self._peers.run(work, self._deadline, label)  # type: ignore[no-any-return, unused-ignore]
+            if self._peers is not None:
+                return self._run_together(*self.home(own, values), self._peers)
+            try:
+                return own, *self._run_compiled(own, values)
+            except ValueError:
+                moved = self.home(own, values)
+                if all(x is y for x, y in zip((*moved[0], *moved[1]), (*own, *values), strict=True)):
+                    raise
+                return moved[0], *self._run_compiled(*moved)
         except (RuntimeError, ValueError) as error:
             if any(map(is_deleted, own)):
                 raise StateError(SPENT) from error
             raise
 
+    def _run_together(
+        self, own: Sequence[Any], values: Sequence[Any], peers: Peers
+    ) -> tuple[Sequence[Any], Any, list[Any]]:
+        """Run in all processes, none of which waits for another longer than until the deadline."""
+        shapes = zip(self.program.inputs, values, strict=True)
+        label = ", ".join(f"{v.name} {list(x.shape)}" for v, x in shapes)
+        changed, results = peers.run(partial(self._run_compiled, own, values), self._deadline, label)
+        return own, changed, self._spread.local(results)  # type: ignore[union-attr]
+
     def _run_compiled(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         assert self._compiled is not None, "compile comes first"
         changed, results = self._compiled(*self._split(own), tuple(values))
-        if self._waits:
-            jax.block_until_ready(results)
-        if self._peers is not None:
-            jax.block_until_ready(changed)
-            results = self._spread.local(results)  # type: ignore[union-attr]
+        if self._waits or self._peers is not None:
+            jax.block_until_ready((changed, results) if self._peers is not None else results)
         return changed, results
 
 
-def _moved(value: Any, home: Sharding) -> Any:
-    """An array where it is to lie; the same one if it lies there, or where it may be taken from anywhere."""
-    if not isinstance(value, jax.Array) or value.sharding.is_equivalent_to(home, value.ndim):
-        return value
-    if not value.is_fully_addressable and value.is_fully_replicated:
-        value = value.addressable_data(0)
-    return jax.device_put(value, home)
+def _lies(value: Any, home: Sharding) -> bool:
+    """Whether an array lies where it is to lie; what is no array yet may be taken from anywhere."""
+    return not isinstance(value, jax.Array) or value.sharding.is_equivalent_to(home, value.ndim)

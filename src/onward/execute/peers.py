@@ -165,17 +165,19 @@ class Peers:
         self.leave(getattr(sys, "last_value", None))
 
     def _run(self, step: _Step, work: Callable[[], T]) -> T:
-        step.say(Word(step.number, self._finished, text=step.label), now=step.label != self._label)
+        begun = Word(step.number, self._finished, text=step.label)
         if step.label != self._label:
+            step.hearsay.say(begun, now=True)
             step.wait_for_all_to_begin()
-        self._label = step.label
+            self._label = step.label
         self._hand.begin(work)
+        step.hearsay.say(begun)
         result, error = step.wait_for_end(self._hand)
         if error is not None and step.is_fault_of_others(error):
             raise step.failed(error) from error
         if error is None:
             self._finished = step.number
-        step.say(Word(self._finished, self._finished, text=self._label))
+        step.hearsay.note(Word(self._finished, self._finished, text=self._label))
         self._lost = ""
         if error is not None:
             raise error
@@ -187,7 +189,6 @@ class _Step:
 
     def __init__(self, hearsay: Hearsay, number: int, label: str, deadline: float | None) -> None:
         self.hearsay, self.number, self.label, self.deadline = hearsay, number, label, deadline
-        self.say = hearsay.say
         self.until = inf if deadline is None else time.monotonic() + deadline
 
     @property

@@ -79,6 +79,8 @@ class Portions:
         """
         if not self.split or any(not np.shape(values[i]) for i in self.split):
             return None  # what is no array over examples the checks of a step refuse
+        if not getattr(values[self.split[0]], "is_fully_addressable", True):
+            return None  # the batch of all processes already
         rows = values[self.split[0]].shape[0]
         self._expect_one_batch(values, rows)
         if self.weight is None:

@@ -110,12 +110,22 @@ class Spread:
         return {"in_shardings": given, "out_shardings": out}
 
     def place(self, v: Variable, value: Any) -> Any:
-        """The value of a state Variable, known to every process, over the devices."""
-        return jax.device_put(value, self._sharding(v.placement))
+        """The value of a state Variable, known to every process, over the devices.
+
+        Raises:
+            ArgumentError: the processes have different values.
+        """
+        try:
+            return jax.device_put(value, self._sharding(v.placement))
+        except AssertionError:
+            raise ArgumentError(
+                f"{self.program.name}: {v.name!r} differs from process to process. All must begin with the "
+                "same values: draw them from the same seed, or load the same checkpoint."
+            ) from None
 
     def feed(self, v: Variable, value: Any) -> Any:
         """Data of this process as its part of the data of all."""
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
             return value
         return jax.make_array_from_process_local_data(self._sharding(v.placement), np.asarray(value))
 
@@ -160,6 +170,14 @@ def gathered(value: Any) -> Any:
     if value.is_fully_replicated:
         return value.addressable_data(0)
     return multihost_utils.process_allgather(value, tiled=True)
+
+
+def summed(values: Any) -> Any:
+    """Numbers of this process as the sums over all processes, which call this together."""
+    if jax.process_count() == 1:
+        return values
+    bits = np.asarray(values, np.float64).view(np.uint32)  # JAX would make float32 of float64
+    return np.sum(multihost_utils.process_allgather(bits).view(np.float64), 0)
 
 
 def on_one_device(values: tuple[Any, ...]) -> tuple[Any, ...]:

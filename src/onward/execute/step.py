@@ -122,13 +122,9 @@ class Step:
         else:
             if not executable.is_compiled:
                 self._compile(executable)
-            try:
-                changed, results = executable(own, values)
-            except ValueError:
-                if (moved := executable.moved(own, values)) is None:
-                    raise
-                state = self._with_own(state, moved[0])
-                changed, results = executable(*moved)
+            lying, changed, results = executable(own, values)
+            if lying is not own:
+                state = self._with_own(state, lying)
         if filling is not None:
             results = executable.emptied(results, filling)
         return self._next(state, changed), Out(executable.results, results)

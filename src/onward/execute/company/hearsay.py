@@ -131,11 +131,14 @@ class Hearsay:
         self._open = True
         Thread(target=self._talk, name="onward-peers", daemon=True).start()
 
-    def say(self, word: Word, now: bool = False) -> None:
-        """Tell this from now on.
+    def note(self, word: Word) -> None:
+        """Tell this with the next datagram."""
+        self._word = word
 
-        Steps may be shorter than what it takes to tell all others; unless ``now``, a word that follows on
-        another one within a small part of the interval is told with the next one.
+    def say(self, word: Word, now: bool = False) -> None:
+        """Tell this, now or, where something was told just before, with the next datagram.
+
+        Steps may be shorter than what it takes to tell all others.
         """
         self._word = word
         if now or time.monotonic() - self._said > self.interval / 25:
