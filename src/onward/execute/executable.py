@@ -44,7 +44,8 @@ class Executable:
         self._reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]
         self._lent = [i for i, v in enumerate(self.layout.variables) if v.name not in donate]
         # Host devices share one pool of threads: a second step in flight can starve the collectives.
-        self._waits = self._spread is not None and jax.default_backend() == "cpu"
+        several = program.replicas is not None and program.replicas.count > 1
+        self._waits = several and jax.default_backend() == "cpu"
         self._first = list(range(len(self._reused)))
         self._deadline = deadline
         self._peers: Peers | None = None

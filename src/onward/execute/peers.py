@@ -172,16 +172,17 @@ class Peers:
             self._label = step.label
         self._hand.begin(work)
         step.hearsay.say(begun)
+        result: T
         result, error = step.wait_for_end(self._hand)
-        if error is not None and step.is_fault_of_others(error):
-            raise step.failed(error) from error
         if error is None:
             self._finished = step.number
+        elif step.is_fault_of_others(error):
+            raise step.failed(error) from error
         step.hearsay.note(Word(self._finished, self._finished, text=self._label))
         self._lost = ""
         if error is not None:
             raise error
-        return result  # type: ignore[no-any-return]
+        return result
 
 
 class _Step:
