@@ -152,18 +152,20 @@ def final_loss(network, merge, steps=400):
     x, y = map(jnp.asarray, task(network))
 
     @jax.jit
-    def losses(state):
-        return jax.lax.scan(lambda s, _: ((found := step(s, x, y))[0], found[1].loss), state, None, steps)[1]
+    def trained(state):
+        return jax.lax.scan(lambda s, _: (step(s, x, y)[0], None), state, None, steps)[0]
 
-    return float(losses(step.init(seed=1))[-1])
+    state = trained(step.init(seed=1))
+    whole = ow.compile(ow.for_test(program))
+    return float(whole(whole.init({p.name: state[p.name] for p in program.parameters}), x, y)[1].loss)
 
 
 @pytest.mark.parametrize("network", [regression, classification])
 def test_what_is_left_out_costs_at_most_two_percent(network):
     exact = final_loss(network, None)
     assert exact > 0.05
-    for merge in (ow.LowPrecision(), ow.TopK(0.25), ow.PowerSGD(1)):
-        assert final_loss(network, merge) == pytest.approx(exact, rel=0.02), merge
+    for merge in (ow.LowPrecision(), ow.TopK(0.25), ow.PowerSGD(1), ow.LocalSGD(4), ow.DiLoCo(4)):
+        assert final_loss(network, merge) <= 1.02 * exact, merge
 
 
 # ---------------------------------------------------------------- a strategy of one's own
