@@ -57,8 +57,9 @@ from onward.derive.optimizer import Hyperparameter, Optimizer, Schedule, Slots
 from onward.derive.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
 from onward.derive.seam import forward_pass, update_pass
 from onward.derive.update import append_update
+from onward.distribute.compressed import LowPrecision, PowerSGD, TopK
 from onward.distribute.local import DiLoCo, LocalSGD
-from onward.distribute.merge import Average, Bucketed, Devices, LowPrecision, Merge, PowerSGD, Sum, TopK
+from onward.distribute.merge import Average, Bucketed, Devices, Merge, Sum
 from onward.distribute.plan import Plan, plan
 from onward.distribute.replicate import replicate
 from onward.distribute.sharded import Sharded

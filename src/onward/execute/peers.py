@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from math import inf
-from queue import Empty
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
@@ -212,7 +211,7 @@ class _Step:
             self._check(self.view.kinds & HOPELESS)
             if not self.view.kinds & ON_THE_WAY:
                 return
-            self.hearsay.news.wait(max(0.0, min(self.hearsay.interval, self.until - time.monotonic())))
+            self.hearsay.news.wait(self._moment())
 
     def wait_for_end(self, hand: Hand) -> tuple[Any, BaseException | None]:
         """What the work returned, and what it raised.
@@ -221,24 +220,30 @@ class _Step:
             PeerError: it cannot end, or the time is over.
         """
         before = False
-        while True:
-            try:
-                return hand.result(max(0.0, min(self.hearsay.interval, self.until - time.monotonic())))
-            except Empty:
-                now = bool(self.view.kinds & HOPELESS)
-                self._check(before and now)  # the work had an interval's time to end
-                before = now
+        while (done := hand.result(self._moment())) is None:
+            now = bool(self.view.kinds & HOPELESS)
+            self._check(before and now)  # the work had an interval's time to end
+            before = now
+        return done
 
     def is_fault_of_others(self, error: BaseException) -> bool:
         """Whether it is an error of the exchange, or one that came when somebody was missing."""
         if not isinstance(error, Exception) or isinstance(error, OnwardError):
             return False
-        return bool(OF_THE_EXCHANGE.search(str(error)) or self.view.kinds & GONE)
+        if OF_THE_EXCHANGE.search(str(error)):
+            return True
+        if self.view.kinds & GONE:
+            self._settle()
+        return bool(self.view.kinds & GONE)
 
     def failed(self, error: BaseException) -> PeerError:
         """What to raise when the work raised."""
-        why = f"failed in the exchange between the processes ({summary(error)})"
-        return self._error(why)
+        found = self._error("failed in the exchange between the processes")
+        return PeerError(f"{found} The error was: {summary(error)}")
+
+    def _moment(self) -> float:
+        """How long to wait before looking around again."""
+        return max(0.0, min(self.hearsay.interval, self.until - time.monotonic()))
 
     def _check(self, is_hopeless: object) -> None:
         """Raise if the step cannot end, or had its time."""
@@ -248,8 +253,12 @@ class _Step:
             raise self._error(f"did not end within {self.deadline:g} s")
 
     def _error(self, what: str) -> PeerError:
-        """What happened and who is to blame, after a moment in which the dead become silent."""
+        """What happened, and who is to blame."""
+        self._settle()
+        return PeerError(f"Step {self.number} {what}. {blame(self.view)}")
+
+    def _settle(self) -> None:
+        """Wait a moment, in which the living say something and the dead become silent."""
         since = time.monotonic() + self.hearsay.interval / 2  # datagrams of before may come a little later
         while not self.view.is_settled(since):
             time.sleep(self.hearsay.interval / 10)
-        return PeerError(f"Step {self.number} {what}. {blame(self.view)}")

@@ -1,36 +1,24 @@
 """``onward launch``: one script in several processes of this machine, as one JAX computation.
 
-The script knows nothing of it: it runs in one process and in several. What ends them all is decided here; how
-one process joins the others is in ``worker``.
+The script knows nothing of it: it runs in one process and in several. How one of them joins the others is in
+``worker``; how they end together in ``gang``.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from onward.core.errors import ArgumentError
+from onward.shell.gang import Ending, Gang, Signals, blamed, name_of
 from onward.shell.printer import Printer
 from onward.shell.relay import Relay
-from onward.shell.worker import GAVE_UP, VARIABLE, Place
-
-TICK = 0.02  # seconds between two looks at the processes
-GRACE = 5.0  # seconds in which the others say what they know, after one has failed
-SAVING = 30.0  # seconds after Ctrl-C in which a training may save
-LAST = 3.0  # seconds between asking a process to end and ending it
-
-Ladder = deque[tuple[float, signal.Signals]]  # what is sent to all processes, and when
+from onward.shell.worker import VARIABLE, Place
 
 
 @dataclass(frozen=True)
@@ -47,39 +35,11 @@ class Plan:
     """
 
     script: Path
-    arguments: tuple[str, ...]
-    processes: int
-    devices: int | None
-    restarts: int
-    deadline: float
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How one process ended.
-
-    Args:
-        index: of the process.
-        code: its exit status, or minus the signal that killed it.
-        seconds: how long it had run.
-    """
-
-    index: int
-    code: int
-    seconds: float
-
-    @property
-    def status(self) -> int:
-        """The exit status, as shells count."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    def __str__(self) -> str:
-        after = f"after {self.seconds:.0f} s"
-        if self.code == GAVE_UP:
-            return f"process {self.index} gave up {after} because of another process; its message says why"
-        if self.code >= 0:
-            return f"process {self.index} ended with status {self.code} {after}"
-        return f"process {self.index} was killed by {_name(-self.code)} {after}"
+    arguments: tuple[str, ...] = ()
+    processes: int = 1
+    devices: int | None = None
+    restarts: int = 0
+    deadline: float = 300.0
 
 
 def launch(plan: Plan) -> int:
@@ -90,15 +50,15 @@ def launch(plan: Plan) -> int:
         ArgumentError: there are fewer GPUs than processes.
     """
     _check(plan.script)
-    gpus = shares(visible_gpus(os.environ), plan.processes)
+    gpus = shares(_visible_gpus(os.environ), plan.processes)
     status = 0
     with Signals() as signals:
         for attempt in range(plan.restarts + 1):
             if attempt:
-                _report(f"starting all again ({attempt} of {plan.restarts} restarts)")
-            failed = Gang(plan, gpus, signals).run()
+                _report(f"starting all again, restart {attempt} of {plan.restarts}")
+            failed = _run(plan, gpus, signals)
             if signals.seen:
-                _report(f"ended by {_name(signals.seen[0])}")
+                _report(f"ended by {name_of(signals.seen[0])}")
                 return 128 + signals.seen[0]
             if failed is None:
                 return 0
@@ -107,54 +67,103 @@ def launch(plan: Plan) -> int:
     return status
 
 
-class Signals:
-    """Ctrl-C and requests to end, as a list to look into, in place of an exception that may come anywhere."""
+def environment(
+    base: Mapping[str, str], place: Place, devices: int | None = None, gpus: str | None = None
+) -> dict[str, str]:
+    """The environment of one process.
 
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self._former: dict[int, Any] = {}
+    Example:
+        >>> place = Place(0, 2, "127.0.0.1:4000", "127.0.0.1:4001", 300.0, 5)
+        >>> environment({"XLA_FLAGS": "--xla_dump_to=/tmp/dump"}, place, devices=4)["XLA_FLAGS"]
+        '--xla_dump_to=/tmp/dump --xla_force_host_platform_device_count=4'
+    """
+    made = {**base, VARIABLE: place.to_text(), "ONWARD_DEADLINE": str(place.deadline)}
+    if place.count > 1:
+        made["PYTHONUNBUFFERED"] = "1"
+        # JAX's handler of SIGTERM would let the process live on.
+        made.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "0")
+        if any(name.lower().endswith("_proxy") for name in base):
+            # gRPC would ask the proxy for this very machine, and wait for ever.
+            spared = base.get("no_grpc_proxy") or base.get("no_proxy") or ""
+            made["no_grpc_proxy"] = f"{spared},127.0.0.1".lstrip(",")
+    if devices is not None:  # of a flag that comes twice the last one counts
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        made["XLA_FLAGS"] = f"{base.get('XLA_FLAGS', '')} {flag}".strip()
+    if gpus is not None:
+        made["CUDA_VISIBLE_DEVICES"] = gpus
+    return made
 
-    def __enter__(self) -> Signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._former[number] = signal.signal(number, self._note)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, former in self._former.items():
-            signal.signal(number, former)
+def shares(gpus: list[str], processes: int) -> list[str | None]:
+    """What each process sees of the GPUs, each as many; None: what this one sees.
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.seen.append(number)
+    Raises:
+        ArgumentError: there are fewer GPUs than processes.
+
+    Example:
+        >>> shares(["0", "1", "2", "3"], 2)
+        ['0,1', '2,3']
+    """
+    if not gpus or processes == 1:
+        return [None] * processes
+    if len(gpus) < processes:
+        raise ArgumentError(
+            f"{processes} processes need a GPU each, and this machine shows {len(gpus)} ({', '.join(gpus)}). "
+            f"Start {len(gpus)}, or train on the host: JAX_PLATFORMS=cpu onward launch -n {processes} ..."
+        )
+    each = len(gpus) // processes
+    return [",".join(gpus[i * each : (i + 1) * each]) for i in range(processes)]
 
 
-class Gang:
-    """The processes of one start: they run together, and end together."""
+def _run(plan: Plan, gpus: list[str | None], signals: Signals) -> Ending | None:
+    """Run all processes once; returns the failure that ended them, if any."""
+    printer = Printer(plan.processes)
+    lifeline, end = os.pipe()  # what reads it ends when this process does, however that comes
 
-    def __init__(self, plan: Plan, gpus: list[str | None], signals: Signals) -> None:
-        self.plan, self.gpus, self.signals = plan, gpus, signals
-        self.children: list[subprocess.Popen[bytes]] = []
-        self.running: set[int] = set()
-        self.failed: list[Ending] = []  # those that failed by themselves
-        self._ladder: Ladder = deque()
-        self._sent = False  # whether any signal was sent
-        self._answered = 0  # signals to the launcher
-        self._begun = time.monotonic()
-        self._printer = Printer(tagged=plan.processes > 1)
+    def start(index: int) -> subprocess.Popen[bytes]:
+        place = Place(index, plan.processes, relay.address, relay.target, plan.deadline, lifeline)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "onward.shell.worker", str(plan.script), *plan.arguments],
+            env=environment(os.environ, place, plan.devices, gpus[index]),
+            stdin=subprocess.DEVNULL,
+            stdout=printer.pipe,
+            stderr=printer.pipe,
+            pass_fds=[lifeline],
+            process_group=0,  # Ctrl-C in a terminal reaches this process only, which passes it on
+        )
+        printer.follow(index, process)
+        return process
 
-    def run(self) -> Ending | None:
-        """Run to the end; returns how the process ended that failed first, or None if none did."""
-        with ExitStack() as stack:
-            relay = stack.enter_context(Relay())
-            lifeline, end = os.pipe()
-            stack.callback(os.close, end)
-            stack.callback(self._kill)
-            stack.callback(os.close, lifeline)
-            for index in range(self.plan.processes):
-                self._start(Place(index, self.plan, relay.address, relay.target, lifeline))
-            while self.running:
-                time.sleep(TICK)
-                self._look(time.monotonic())
-                self._decide(time.monotonic())
-        self._printer.finish()
-        return blamed(self.failed)
+    try:
+        with Relay() as relay:
+            gang = Gang(start, plan.processes, signals)
+            gang.run()
+    finally:
+        os.close(lifeline)
+        os.close(end)
+    printer.finish()
+    return blamed(gang.failed)
+
+
+def _check(script: Path) -> None:
+    if script.is_dir():
+        raise IsADirectoryError(f"{script} is a folder; expected a Python file: onward launch -n 2 train.py")
+    if not script.is_file():
+        raise FileNotFoundError(
+            f"{script} does not exist; expected a Python file: onward launch -n 2 train.py"
+        )
+
+
+def _visible_gpus(variables: Mapping[str, str]) -> list[str]:
+    """The GPUs that JAX would use here, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    platforms = variables.get("JAX_PLATFORMS", "cuda")
+    can_use = any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
+    if not can_use or not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    if (given := variables.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in given.split(",") if name not in ("", "-1")]
+    return [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def _report(text: str) -> None:
+    print(f"onward: {text}", file=sys.stderr, flush=True)

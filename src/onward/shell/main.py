@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from onward.core.errors import OnwardError
 from onward.shell.demo import demo
+from onward.shell.launch import Plan, launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        status: int = options.run(options)
     except (OnwardError, OSError) as error:
         print(f"onward: {error}", file=sys.stderr)
         return 1
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,6 +31,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="onward", description="You write the forward pass. Onward derives the rest."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_launch(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
     command = commands.add_parser(
         "demo",
         help="train a small convolutional network on handwritten digits",
@@ -41,11 +51,81 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where to write the parameters (default: %(default)s)",
     )
-    command.set_defaults(run=lambda options: demo(options.epochs, options.out))
-    return parser
+    command.set_defaults(run=_demo)
+
+
+def _add_launch(commands: Any) -> None:
+    command = commands.add_parser(
+        "launch",
+        help="run a script in several processes, as one computation",
+        description="Run a script in several processes of this machine, joined into one JAX computation: "
+        "jax.devices() shows the devices of all. The script is written as for one process. Each line that a "
+        "process prints begins with its number. When one fails, all are ended.",
+    )
+    command.add_argument(
+        "-n", "--processes", type=_positive, required=True, metavar="N", help="how many processes"
+    )
+    command.add_argument(
+        "--devices",
+        type=_positive,
+        metavar="M",
+        help="host devices of each process (default: what JAX shows, as a rule 1)",
+    )
+    command.add_argument(
+        "--restarts",
+        type=_count,
+        default=0,
+        metavar="K",
+        help="how often to start all again when one fails; the script goes on from its last checkpoint "
+        "(default: 0)",
+    )
+    command.add_argument(
+        "--deadline",
+        type=_seconds,
+        default=os.environ.get("ONWARD_DEADLINE", "300"),
+        metavar="SECONDS",
+        help="how long a step may take, with all its waiting for other processes (default: %(default)s)",
+    )
+    command.add_argument("script", type=Path, help="a Python file")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    command.set_defaults(run=_launch)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    demo(options.epochs, options.out)
+    return 0
+
+
+def _launch(options: argparse.Namespace) -> int:
+    return launch(
+        Plan(
+            options.script,
+            tuple(options.arguments),
+            options.processes,
+            options.devices,
+            options.restarts,
+            options.deadline,
+        )
+    )
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
     return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return seconds

@@ -1,6 +1,6 @@
 """One process of ``onward launch``: joins the others, then runs the script as if it was started by itself.
 
-``python -m onward.shell.worker script.py arguments...``, with what the launcher has to say in the environment.
+``python -m onward.shell.worker script.py arguments...``, with what else it has to know in the environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a step that needs all processes does not end, in words: pure, from what was heard of the others.
+"""Why a step that needs all processes does not end, in words, from what was heard of the others.
 
 >>> members = [Member(("127.0.0.1", 0), "spark", 4241), Member(("127.0.0.1", 0), "spark", 4242)]
 >>> heard = [Heard(0.0), Heard(at=87.5, number=350, word=Word(begun=17, finished=17))]
@@ -31,22 +31,24 @@ class Kind(IntEnum):
     """How a process stands to a step that another one waits in, the gravest first."""
 
     FAILED = 0
-    SILENT = 1
-    MISMATCHED = 2
-    FINISHED = 3
-    ABSENT = 4
-    GAVE_UP = 5
-    LATE = 6
-    INSIDE = 7
-    DONE = 8
+    DEAD = 1
+    SILENT = 2
+    MISMATCHED = 3
+    FINISHED = 4
+    ABSENT = 5
+    GAVE_UP = 6
+    LATE = 7
+    INSIDE = 8
+    DONE = 9
 
 
-GONE = frozenset({Kind.FAILED, Kind.SILENT, Kind.FINISHED, Kind.GAVE_UP})
-HOPELESS = frozenset({Kind.FAILED, Kind.MISMATCHED, Kind.FINISHED, Kind.GAVE_UP})
+GONE = frozenset({Kind.FAILED, Kind.DEAD, Kind.SILENT, Kind.FINISHED, Kind.GAVE_UP})
+HOPELESS = frozenset({Kind.FAILED, Kind.DEAD, Kind.MISMATCHED, Kind.FINISHED, Kind.GAVE_UP})
 ON_THE_WAY = frozenset({Kind.ABSENT, Kind.LATE})
 
 _ADVICE = {
     Kind.FAILED: _RESTART,
+    Kind.DEAD: _RESTART,
     Kind.SILENT: _RESTART,
     Kind.MISMATCHED: _SHAPE,
     Kind.FINISHED: _COUNT,
@@ -95,7 +97,7 @@ class View:
         if word.status is not Status.RUNNING:
             return Kind[word.status.name]
         if self.is_silent(i):
-            return Kind.SILENT
+            return Kind.DEAD if self.members[i].is_dead else Kind.SILENT
         if word.begun < self.step:
             return Kind.ABSENT if word.begun == word.finished else Kind.LATE
         return Kind.INSIDE if word.text == self.label else Kind.MISMATCHED
@@ -105,9 +107,15 @@ class View:
         return self.now - self.heard[i].at > self.silence
 
     def is_settled(self, since: float) -> bool:
-        """Whether each of the others has said something since then, has left, or is silent."""
+        """Whether each of the others has said something since then, has left, or is silent.
+
+        A process that was itself asleep finds all others silent, until it has read what they said meanwhile.
+        """
+        is_awake = self.now - since > self.silence / 4
         return all(
-            self.heard[i].at > since or self.heard[i].word.status is not Status.RUNNING or self.is_silent(i)
+            self.heard[i].at > since
+            or self.heard[i].word.status is not Status.RUNNING
+            or (is_awake and self.is_silent(i))
             for i in self.others
         )
 
@@ -115,6 +123,7 @@ class View:
 def blame(view: View) -> str:
     """The processes that are in the way of the step, each with what it does, and how to go on."""
     guilty = sorted((view.kind(i), i) for i in view.others if view.kind(i) in _ADVICE)
+    guilty = [(kind, i) for kind, i in guilty if kind is not Kind.GAVE_UP] or guilty  # these only repeat it
     if not guilty:
         return _SLOW.format(count=len(view.members))
     told = [_told(view, kind, i) for kind, i in guilty[:_SHOWN]]
@@ -135,27 +144,29 @@ def _told(view: View, kind: Kind, i: int) -> str:
 
 def _deed(view: View, kind: Kind, heard: Heard) -> str:
     word, step = heard.word, view.step
-    text = word.text.rstrip(".")
+    text, where = word.text.rstrip("."), _where(word, step)
     match kind:
         case Kind.FAILED:
-            return f"was ended {_where(word)} by an error: {text}"
-        case Kind.SILENT:
+            return f"was ended {where} by an error: {text}"
+        case Kind.DEAD:
             return (
-                f"was last heard of {view.now - heard.at:.1f} s ago, {_where(word)}: it died or was stopped"
+                f"died {where}: nothing was heard of it for {view.now - heard.at:.1f} s, and its pid is gone"
             )
+        case Kind.SILENT:
+            return f"was last heard of {view.now - heard.at:.1f} s ago, {where}: it died or was stopped"
         case Kind.MISMATCHED:
             return f"feeds {text or 'nothing that has a name'} in step {step}, and this one {view.label}"
         case Kind.FINISHED:
-            return f"came to its end {_where(word)}, and takes no part in step {step}"
+            return f"came to its end {where}, and takes no part in step {step}"
         case Kind.ABSENT:
             wants = "it reads data, or has none left"
             return f"is alive and has not begun step {step}, which this one waits in: {wants}"
         case _:
-            return f"gave up {_where(word)}: {text}"
+            return f"gave up {where}: {text}"
 
 
-def _where(word: Word) -> str:
-    """The place of a process in its steps."""
-    if word.begun > word.finished:
+def _where(word: Word, step: int) -> str:
+    """The place of a process in its steps; what came before ``step`` this one has finished, so all have."""
+    if word.begun >= step:
         return f"in step {word.begun}"
-    return f"after step {word.finished}" if word.finished else "before its first step"
+    return f"after step {word.begun}" if word.begun else "before its first step"

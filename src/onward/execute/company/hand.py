@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -31,13 +31,12 @@ class Hand:
             self._thread.start()
         self._work.put(work)
 
-    def result(self, timeout: float | None) -> tuple[Any, BaseException | None]:
-        """What the work returned, and what it raised.
-
-        Raises:
-            queue.Empty: it is not done.
-        """
-        return self._done.get(timeout=timeout)
+    def result(self, timeout: float | None) -> tuple[Any, BaseException | None] | None:
+        """What the work returned, and what it raised; None if it is not done."""
+        try:
+            return self._done.get(timeout=timeout)
+        except Empty:
+            return None
 
     def _labour(self) -> None:
         while True:

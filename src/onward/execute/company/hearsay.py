@@ -13,6 +13,7 @@ True
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -48,6 +49,19 @@ class Member:
     host: str
     pid: int
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is certain that the process is no more, as it can be on this host only."""
+        if os.name != "posix" or self.host != own_host():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # it belongs to somebody else
+            return False
+        return False
+
 
 @dataclass(frozen=True)
 class Word:
@@ -73,6 +87,11 @@ class Heard:
     at: float
     number: int = 0  # of the datagram; 0: none came yet
     word: Word = Word()
+
+
+def own_host() -> str:
+    """The name of this host."""
+    return socket.gethostname()[:64]
 
 
 def pack(word: Word, index: int, number: int, token: bytes) -> bytes:

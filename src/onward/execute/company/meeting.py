@@ -7,7 +7,6 @@ import os
 import re
 import socket
 from dataclasses import dataclass
-from queue import Empty
 from secrets import token_hex
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onward.core.errors import PeerError
 from onward.execute.company.hand import Hand
-from onward.execute.company.hearsay import Member
+from onward.execute.company.hearsay import Member, own_host
 
 OF_THE_EXCHANGE = re.compile(
     "gloo|nccl|coordination ?service|connection (closed|reset|refused)|socket closed|broken pipe",
@@ -55,7 +54,7 @@ def meet(deadline: float | None) -> Meeting:
         PeerError: they did not come.
     """
     if jax.process_count() == 1:
-        alone = Member(("127.0.0.1", 0), socket.gethostname(), os.getpid())
+        alone = Member(("127.0.0.1", 0), own_host(), os.getpid())
         return Meeting(0, (alone,), None, b"")
     near, far = _mailbox("127.0.0.1"), _mailbox(_own_address())
     cards = _exchange(_card(near, far), deadline)
@@ -76,7 +75,7 @@ def _card(near: socket.socket, far: socket.socket) -> dict[str, Any]:
     """What a process says of itself."""
     return {
         "index": jax.process_index(),
-        "host": socket.gethostname()[:64],
+        "host": own_host(),
         "pid": os.getpid(),
         "near": near.getsockname(),
         "far": far.getsockname(),
@@ -88,10 +87,10 @@ def _exchange(card: dict[str, Any], deadline: float | None) -> list[dict[str, An
     """The cards of all processes, in the order of their indices."""
     hand = Hand("onward-meeting")
     hand.begin(lambda: _gathered(json.dumps(card).encode().ljust(_SIZE)))
-    try:
-        rows, error = hand.result(deadline)
-    except Empty:
-        raise PeerError(_not_met(f"{deadline:g} s went by")) from None
+    done = hand.result(deadline)
+    if done is None:
+        raise PeerError(_not_met(f"{deadline:g} s went by"))
+    rows, error = done
     if error is not None and OF_THE_EXCHANGE.search(str(error)):
         raise PeerError(_not_met(summary(error))) from error
     if error is not None:

@@ -1,0 +1,118 @@
+"""Strategies that send less than the whole gradient, and keep what they left out for the next step.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(100), jnp.ones((8, 100)))
+>>> program = ow.replicate(program, devices=2, merge=ow.TopK(0.05))
+>>> program["grad(w)/error"], program["grad(w)/error"].placement
+(Variable('grad(w)/error', float32[100], state), <Placement.PER_REPLICA: 'per_replica'>)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onward.core.errors import ArgumentError
+from onward.distribute.merge import Devices, Merge
+
+
+class LowPrecision(Merge):
+    """Gradients are sent in a shorter dtype, and what rounding loses is kept for the next step.
+
+    Source: Seide et al., 1-Bit Stochastic Gradient Descent, 2014, section 3 (error feedback).
+    """
+
+    exact: ClassVar[bool] = False
+    dtype: str = "bfloat16"
+    feedback: bool = True
+
+    def init(self, gradient: Any) -> Mapping[str, Any]:
+        """What rounding has lost so far."""
+        return {"error": jnp.zeros_like(gradient)} if self.feedback else {}
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The mean of the rounded gradients, itself rounded: each device adds up its part of them."""
+        whole = gradient + kept["error"] if self.feedback else gradient
+        sent = whole.astype(self.dtype)
+        mean = devices.exchange(sent).astype(gradient.dtype).mean(0)
+        again = mean.astype(self.dtype)
+        merged = devices.join(again, gradient.shape).astype(gradient.dtype)
+        if not self.feedback:
+            return merged, {}
+        lost = (mean - again.astype(gradient.dtype)) * devices.size
+        return merged, {"error": whole - sent.astype(gradient.dtype) + devices.alone(lost, gradient.shape)}
+
+
+class TopK(Merge):
+    """Only the largest numbers of a gradient are sent; the others are kept and added next time.
+
+    Source: Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, 2018, algorithm 1; Lin et al., Deep
+    Gradient Compression, 2018.
+    """
+
+    exact: ClassVar[bool] = False
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ArgumentError(f"TopK: ratio is {self.ratio}; expected a share, more than 0 and at most 1.")
+
+    def init(self, gradient: Any) -> Mapping[str, Any]:
+        """What was not sent so far."""
+        return {"error": jnp.zeros_like(gradient)}
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The mean of what every device sends: places and numbers."""
+        whole = (gradient + kept["error"]).ravel()
+        count = max(1, int(self.ratio * whole.size))
+        _, places = lax.top_k(jnp.abs(whole), count)
+        numbers = whole[places]
+        rest = whole.at[places].set(0)
+        everywhere = jnp.zeros_like(whole).at[devices.gather(places)].add(devices.gather(numbers))
+        shape = gradient.shape
+        return (everywhere / devices.size).reshape(shape), {"error": rest.reshape(shape)}
+
+
+class PowerSGD(Merge):
+    """A matrix is sent as two thin ones, found by one power iteration; vectors are sent whole.
+
+    Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019, algorithms 1 and 2.
+    """
+
+    exact: ClassVar[bool] = False
+    rank: int = 2
+
+    def init(self, gradient: Any) -> Mapping[str, Any]:
+        """What was not sent so far, and the right factor of the last step."""
+        if not self._is_worth_it(gradient):
+            return {}
+        columns = gradient.size // gradient.shape[0]
+        q = jax.random.normal(jax.random.key(0), (columns, self.rank), gradient.dtype)
+        return {"error": jnp.zeros_like(gradient), "q": q}
+
+    def merge(
+        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The product of the two averaged factors."""
+        if not kept:
+            return devices.mean(gradient), kept
+        whole = gradient + kept["error"]
+        matrix = whole.reshape(whole.shape[0], -1)
+        p, _ = jnp.linalg.qr(devices.mean(matrix @ kept["q"]))
+        q = devices.mean(matrix.T @ p)
+        merged = (p @ q.T).reshape(gradient.shape)
+        return merged, {"error": whole - merged, "q": q}
+
+    def _is_worth_it(self, gradient: Any) -> bool:
+        if len(gradient.shape) < 2:
+            return False
+        rows, columns = gradient.shape[0], gradient.size // gradient.shape[0]
+        return bool(self.rank * (rows + columns) < rows * columns)
