@@ -329,6 +329,11 @@ def _explained(error: Exception, name: str) -> TraceError:
             "a value of another trace is used: some function stored a traced array outside itself (a side "
             "effect). Return what you need instead of storing it."
         )
+    elif isinstance(error, NameError) and "axis name" in str(error):
+        advice = (
+            f"{str(error).split('. ')[0]}. Write the function for one device, without collectives (in flax: "
+            "BatchNorm without axis_name); replicate adds those that merge gradients, statistics and results."
+        )
     elif "__jax_array__" in str(error):
         advice = (
             "a declaration made outside of the function is given to JAX, which takes arrays. Make it one: "

@@ -127,13 +127,17 @@ def _forward(
 
 
 def _with_own_keys(program: Program, devices: Devices) -> Program:
-    """Random numbers differ from device to device: what draws is given a key of its device's own."""
+    """Random numbers differ from device to device: what draws is given a key of its device's own.
+
+    Keys that came with the examples of a device are its own already.
+    """
     weave = Weave(program)
+    equal = {v for v in equal_variables(program) if _is_key(v)}
 
     def own(op: Op) -> Op:
         if all(map(_is_key, op.outputs)):
             return op
-        keys = {v: weave.once(v, partial(_own_key, weave, v, devices)) for v in op.inputs if _is_key(v)}
+        keys = {v: weave.once(v, partial(_own_key, weave, v, devices)) for v in op.inputs if v in equal}
         return replace(op, inputs=tuple(keys.get(v, v) for v in op.inputs)) if keys else op
 
     for op in program.ops:
@@ -142,7 +146,11 @@ def _with_own_keys(program: Program, devices: Devices) -> Program:
 
 
 def _own_key(weave: Weave, key: Variable, devices: Devices) -> Variable:
-    body = body_of(lambda k: [jax.random.fold_in(k, devices.index)], Type(key.shape, key.dtype))
+    def own(keys: Any) -> list[Any]:
+        each = jax.vmap(lambda k: jax.random.fold_in(k, devices.index))(keys.ravel())
+        return [each.reshape(keys.shape)]
+
+    body = body_of(own, Type(key.shape, key.dtype))
     return weave.collective("own_key", [key], [f"own({key.name})"], body)[0]
 
 

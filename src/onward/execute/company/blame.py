@@ -92,12 +92,12 @@ class View:
     def kind(self, i: int) -> Kind:
         """How process ``i`` stands to the step."""
         word = self.heard[i].word
-        if word.finished >= self.step:
-            return Kind.DONE
         if word.status is not Status.RUNNING:
-            return Kind[word.status.name]
+            return Kind.DONE if word.finished >= self.step else Kind[word.status.name]
         if self.is_silent(i):
             return Kind.DEAD if self.members[i].is_dead else Kind.SILENT
+        if word.finished >= self.step:
+            return Kind.DONE
         if word.begun < self.step:
             return Kind.ABSENT if word.begun == word.finished else Kind.LATE
         return Kind.INSIDE if word.text == self.label else Kind.MISMATCHED
@@ -167,6 +167,6 @@ def _deed(view: View, kind: Kind, heard: Heard) -> str:
 
 def _where(word: Word, step: int) -> str:
     """The place of a process in its steps; what came before ``step`` this one has finished, so all have."""
-    if word.begun >= step:
+    if word.begun >= step and word.begun > word.finished:
         return f"in step {word.begun}"
     return f"after step {word.begun}" if word.begun else "before its first step"

@@ -67,8 +67,8 @@ def meet(deadline: float | None) -> Meeting:
 
 def summary(error: BaseException) -> str:
     """An error in one line."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _card(near: socket.socket, far: socket.socket) -> dict[str, Any]:
