@@ -64,10 +64,9 @@ class Peers:
         >>> two.leave()
         >>> one.run(lambda: time.sleep(1), deadline=5.0)
         Traceback (most recent call last):
-        onward.core.errors.PeerError: Step 2 cannot end. Process 1 (pid 101 on spark) came to its end before
-        its first step, and takes no part in step 2. Give all processes the same number of batches. If one
-        only takes longer to read, set a longer deadline: onward launch --deadline 1800, or
-        ONWARD_DEADLINE=1800.
+        onward.core.errors.PeerError: Step 2 cannot end. Process 1 (pid 101 on spark) came to its end after
+        step 1, and takes no part in step 2. Give all processes the same number of batches. If one only takes
+        longer to read, set a longer deadline: onward launch --deadline 1800, or ONWARD_DEADLINE=1800.
         >>> one.close(), two.close()
         (None, None)
     """

@@ -166,7 +166,12 @@ def _deed(view: View, kind: Kind, heard: Heard) -> str:
 
 
 def _where(word: Word, step: int) -> str:
-    """The place of a process in its steps; what came before ``step`` this one has finished, so all have."""
+    """The place of a process in its steps.
+
+    Its last word may be a few steps old; but this process has finished all steps before ``step``, and so has
+    every other.
+    """
     if word.begun >= step and word.begun > word.finished:
         return f"in step {word.begun}"
-    return f"after step {word.begun}" if word.begun else "before its first step"
+    done = max(word.finished, step - 1)
+    return f"after step {done}" if done else "before its first step"

@@ -140,7 +140,8 @@ class Training:
                     _check_finite(name, value)
         except ArgumentError as error:
             raise self.blaming(batch, error) from None
-        return batch._replace(fed=fed if jax.default_backend() == "cpu" else self.placed(fed))
+        stays = jax.default_backend() == "cpu" or self.trainer.program.replicas is not None
+        return batch._replace(fed=fed if stays else self.placed(fed))
 
     def placed(self, fed: Mapping[str, Any]) -> Mapping[str, Any]:
         """The data on the device, but for what the step still checks or converts on the host."""
