@@ -189,7 +189,6 @@ def test_what_the_network_carries_itself_is_that_of_the_whole_batch():
     assert int(state["positive"]) == sum((y > 0).sum() for _, y in BATCHES[:3])
 
 
-@pytest.mark.xfail(strict=True, reason="LocalSGD finds the step counter by the type of an op")
 def test_a_function_of_the_user_that_is_called_count():
     @jax.custom_jvp
     def count(x):
@@ -401,7 +400,7 @@ def test_a_number_of_steps_that_is_none(strategy, every):
 @pytest.mark.parametrize("outer", [None, 0.7, "sgd", ow.SGD, ow.Average()], ids=str)
 def test_an_outer_optimizer_that_is_none(outer):
     with pytest.raises(
-        ow.ArgumentError, match=r"DiLoCo: outer is .*; expected an optimizer such as Momentum"
+        ow.ArgumentError, match=r"DiLoCo: outer is .*; expected an optimizer, such as Momentum"
     ):
         ow.DiLoCo(2, outer)
 

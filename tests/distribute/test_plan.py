@@ -121,7 +121,7 @@ def test_every_exchange_is_named_by_what_it_makes():
         ("all_mean(add_1)", ("psum",), 6, 1),
     ]
     [together, loss_] = ow.plan(replicated(ow.Bucketed())).exchanges
-    assert (together.name, loss_.name) == ("bucketed(grad(c)) and 2 more", "all_mean(add_1)")
+    assert (together.name, loss_.name) == ("bucketed: bucketed(grad(c)) and 2 more", "all_mean(add_1)")
     [meeting, loss_] = ow.plan(replicated(ow.LocalSGD(EVERY))).exchanges
     assert (meeting.every, loss_.every) == (EVERY, 1)
 
@@ -257,15 +257,15 @@ def test_random_keys_and_numbers_of_the_network_are_counted():
 TEXT = """\
 Plan of lambda on 4 devices: each sends 1.5 KiB at a step, on the average
 
-collective                by              sends
-next(w/local) and 1 more  psum          1.5 KiB  at every 8 steps; a mean
-all_mean(div)             psum              6 B
-all                                     1.5 KiB  0.13 of an all-reduce of the gradients
+collective                           by          sends
+local_sgd: next(w/local) and 1 more  psum      1.5 KiB  at every 8 steps; a mean
+all_mean(div)                        psum          6 B
+all                                            1.5 KiB  0.13 of an all-reduce of the gradients
 
 keeps on each device
-parameters                replicated    8.0 KiB
-state                     per_replica  16.0 KiB
-state                     replicated       12 B"""
+parameters                           as all    8.0 KiB
+state                                its own  16.0 KiB
+state                                as all       12 B"""
 
 
 def test_the_text():
@@ -296,7 +296,9 @@ def test_sums_over_examples_that_layers_make_are_in_it():
 # ---------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("derive", [ow.for_test, ow.forward_pass, ow.update_pass, lambda p: p], ids=str)
+@pytest.mark.parametrize(
+    "derive", [ow.for_test, ow.forward_pass, ow.update_pass, lambda p: p], ids=lambda f: f.__name__
+)
 def test_a_program_that_is_not_replicated(derive):
     with pytest.raises(ow.GraphError, match=r"runs on one device.*plan\(replicate\(program, devices\)\)"):
         ow.plan(derive(program_of()))

@@ -516,9 +516,24 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
     if eqn.primitive.name == "cond" and told[0]:
         same = (Body(branch).same_everywhere(_true(told[1:])) for branch in eqn.params["branches"])
         return set.intersection(*same)
+    if eqn.primitive.name == "scan":
+        return _same_of_scan(eqn, told)
     if eqn.primitive.name in _INLINED:
         return Body(_jaxprs_in(tuple(eqn.params.values()))[0]).same_everywhere(_true(told))
     return range(len(eqn.outvars)) if all(told) and not _tells_devices_apart(eqn) else ()
+
+
+def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
+    """What is equal of a loop's results: what is carried must be so from one turn to the next."""
+    body, begin = Body(_jaxprs_in(eqn.params["jaxpr"])[0]), eqn.params["num_consts"]
+    carried = range(begin, begin + eqn.params["num_carry"])
+    equal = set(_true(told))
+    while True:
+        after = body.same_everywhere(equal)
+        if lost := {i for i in carried if i in equal and i - begin not in after}:
+            equal -= lost
+        else:
+            return after
 
 
 def _true(flags: Sequence[bool]) -> list[int]:

@@ -158,8 +158,16 @@ class Program:
 
     @property
     def updates(self) -> tuple[Target, ...]:
-        """The update ops, each with this Program, fit as targets of a Session."""
-        return tuple(Target(self, op) for op in self.ops if op.made_by is Pass.UPDATE)
+        """The ops that update, each with this Program, fit as targets of a Session.
+
+        On many devices a collective op may be what makes the next value of state.
+        """
+        following = set(self.next_state.values())
+        made = (
+            op for op in self.ops if op.made_by is Pass.COLLECTIVE and not following.isdisjoint(op.outputs)
+        )
+        collective = set(made)
+        return tuple(Target(self, op) for op in self.ops if op.made_by is Pass.UPDATE or op in collective)
 
     @cached_property
     def variables(self) -> Mapping[str, Variable]:

@@ -151,7 +151,8 @@ def _given_folded(program: Program, depth: int) -> Iterator[_Line]:
         for name, group in groupby(variables, lambda v: "/".join(v.name.split("/")[: max(depth, 1)])):
             members = list(group)
             if len(members) == 1:
-                yield _Line(margin, short_type(members[0]), members[0].name)
+                only = members[0]
+                yield _Line(margin, short_type(only), f"{only.name}{_PLACES[only.placement]}")
             else:
                 yield _Line(margin, f"{len(members)} arrays", f"{name}/... ({_numbers(members):,} numbers)")
 

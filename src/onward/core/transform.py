@@ -28,6 +28,10 @@ class Origin(Protocol):
         """Whether it is traced as it is when it is trained."""
 
     @property
+    def fixed_data(self) -> frozenset[str]:
+        """The data that is declared with a length of its own, not that of the batch."""
+
+    @property
     def assumes_batch(self) -> bool:
         """Whether nothing showed how long a batch is, so that some length was taken."""
 

@@ -72,6 +72,7 @@ class Context:
         self.feed = feed
         self.batch = None if batch_size is None else (batch_size, "batch_size")
         self.reread: set[str] = set()
+        self.fixed: set[str] = set()
         self.declared: dict[str, Declared] = {}
         self.assigned: dict[str, Any] = {}
         self.labels: dict[int, tuple[str, Any]] = {}
@@ -121,6 +122,8 @@ class Context:
         if (known := self.declared.get(name)) is not None:
             self._same(name, known, Kind.DATA, known.type if shape is None else self._fed(name, shape, dtype))
             return known.value
+        if shape is not None and None not in shape[:1]:
+            self.fixed.add(name)
         return self._declare(name, Kind.DATA, self._fed(name, shape, dtype))
 
     def variable(

@@ -147,6 +147,7 @@ class _TracedFunction:
     feed: Mapping[str, Type]
     lazies: tuple[Lazy, ...]
     assumes_batch: bool = False
+    fixed_data: frozenset[str] = frozenset()
 
     def trace(self, data: tuple[Any, ...]) -> Program:
         """Trace again with data of these types: the arguments first, then what is declared."""
@@ -165,7 +166,10 @@ class _TracedFunction:
         found = self.traced(arguments)
         feed = {n: d.type for n, d in found.context.declared.items() if d.kind is Kind.DATA}
         program = assemble(found, self.name, self.parameters, self.state, self.data, self.has_aux)
-        origin = replace(self, feed=feed, assumes_batch=found.context.assumes_batch)
+        context = found.context
+        origin = replace(
+            self, feed=feed, assumes_batch=context.assumes_batch, fixed_data=frozenset(context.fixed)
+        )
         return check(replace(program, recipe=Recipe(origin, program.ops)))
 
     def traced(self, arguments: Sequence[Specification]) -> Traced:

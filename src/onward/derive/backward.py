@@ -125,6 +125,7 @@ def gradients(
         >>> float(out[first]), float(out[second])
         (12.0, 12.0)
     """
+    expect_one_device(program, "a gradient")
     chosen = [find(program, t) for t in listed(targets)]
     wanted = [find(program, v) for v in listed(inputs)]
     seeds = [

@@ -47,6 +47,11 @@ def append_update(program: Program, optimizer: Optimizer) -> Program:
         ['w', 'learning_rate', 'momentum', 'step', 'w/velocity']
     """
     expect_one_device(program, "the update")
+    return with_update(program, optimizer)
+
+
+def with_update(program: Program, optimizer: Optimizer) -> Program:
+    """The Program with the update pass, neither checked nor remembered; see ``append_update``."""
     if not program.gradients:
         raise GraphError(
             f"Program {program.name!r} has no gradients to update with. Derive the backward pass first: "

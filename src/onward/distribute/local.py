@@ -16,14 +16,15 @@ from onward.core.errors import ArgumentError
 from onward.core.jaxprs import Type, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
+from onward.core.placement import LOCAL, local_copies
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import Step
 from onward.core.walk import substitute
-from onward.core.words import Kind, Pass, Placement
+from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Momentum
-from onward.derive.update import append_update
-from onward.distribute.merge import Average, Devices, Merge, expect_way
+from onward.derive.update import with_update
+from onward.distribute.merge import Average, Devices, Merge, expect_way, is_count
 from onward.distribute.stand_in import update_stand_ins
 from onward.distribute.weave import Weave
 
@@ -49,7 +50,7 @@ class LocalSGD(Merge):
     every: int = 16
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if not is_count(self.every):
             raise ArgumentError(
                 f"{type(self).__name__}: every is {self.every!r}; expected a number of steps, at least 1."
             )
@@ -64,7 +65,9 @@ class LocalSGD(Merge):
         names = Names(program.variables)
         local = {p: _local(p, names) for p, _ in program.gradients}
         kinds = {p: Type(p.shape, p.dtype) for p in local}
-        inits = (Op("local", (p,), (v,), body_of(lambda x: [x], kinds[p])) for p, v in local.items())
+        inits = (
+            Op(LOCAL, (p,), (v,), body_of(lambda x: [x], kinds[p]), Pass.COLLECTIVE) for p, v in local.items()
+        )
 
         def own(op: Op) -> Op:
             read = tuple(local.get(v, v) for v in op.inputs)
@@ -79,10 +82,11 @@ class LocalSGD(Merge):
 
     def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:
         """Each device's own update, and now and then the meeting."""
-        local = {op.inputs[0]: op.outputs[0] for op in program.initializers if op.type == "local"}
+        local = local_copies(program)
         pairs = {p: (local[p], g) for p, g in program.gradients}
         alone = update_stand_ins(program, optimizer, pairs, Placement.PER_REPLICA)
-        count = next(op for op in alone.ops if op.type == "count")
+        added = alone.ops[len(program.ops) :]
+        count = next(op for op in added if op.update is UpdateType.BOOKKEEPING and op.type == "count")
         following = [(v, alone.next_state[v]) for v in local.values()]
         alone = substitute(alone, {new: replace(new, name=f"updated({v.name})") for v, new in following})
         fed = {p: alone.next_state[v] for p, v in local.items()}
@@ -128,9 +132,10 @@ class DiLoCo(LocalSGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.outer, Optimizer):
+        if not isinstance(self.outer, Optimizer) or self.outer.evaluates_loss:
             raise ArgumentError(
-                f"DiLoCo: outer is {self.outer!r}; expected an optimizer such as Momentum(0.7, 0.9)."
+                f"DiLoCo: outer is {self.outer!r}; expected an optimizer, such as Momentum(0.7, 0.9), that "
+                "does not evaluate the loss."
             )
         expect_way("DiLoCo", self.exchange)
 
@@ -145,7 +150,7 @@ class DiLoCo(LocalSGD):
             ops.append(Op("sub", (p, own), (way[p],), body_of(lambda w, x: [w - x], kind, kind)))
         known = replace(draft, ops=tuple(ops), gradients=tuple(way.items()))
         merged = self.exchange.apply(known, devices, ())
-        return append_update.__wrapped__(merged, self.outer)  # type: ignore[attr-defined, no-any-return]
+        return with_update(merged, self.outer)
 
 
 def _local(p: Variable, names: Names) -> Variable:

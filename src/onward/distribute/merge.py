@@ -24,6 +24,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from onward.core.errors import ArgumentError
@@ -186,11 +187,12 @@ class Bucketed(Merge):
     inner: Merge = Average()
 
     def __post_init__(self) -> None:
-        if isinstance(self.bytes, bool) or not isinstance(self.bytes, int) or self.bytes < 1:
+        if not is_count(self.bytes):
             raise ArgumentError(
                 f"Bucketed: bytes is {self.bytes!r}; expected a number of at least 1, such as 25 * 2**20."
             )
         expect_way("Bucketed", self.inner)
+        object.__setattr__(self, "exact", self.inner.exact)
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
         """What the inner strategy keeps."""
@@ -260,6 +262,11 @@ def _merged(weave: Weave, strategy: Merge, group: Sequence[Variable], devices: D
     outputs = weave.collective(strategy.name, inputs, names, body)
     weave.next_state.update(zip(kept, outputs[len(group) :], strict=True))
     return outputs[: len(group)]
+
+
+def is_count(value: object) -> bool:
+    """Whether this is a whole number of at least 1."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def expect_way(what: str, merge: object) -> None:

@@ -14,9 +14,9 @@ all_mean(div)          psum                    6 B
 all                                       12.0 KiB  1.00 of an all-reduce of the gradients
 <BLANKLINE>
 keeps on each device
-parameters             replicated          8.0 KiB
-state                  replicated             12 B
-state                  sharded             2.0 KiB
+parameters             as all              8.0 KiB
+state                  as all                 12 B
+state                  a part              2.0 KiB
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ from onward.core.jaxprs import Collective
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind, Placement
+
+_PLACES = {
+    Placement.REPLICATED: "as all",
+    Placement.PER_REPLICA: "its own",
+    Placement.SHARDED: "a part",
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class Plan:
         return sum(e.bytes for e in self.exchanges)
 
     def __str__(self) -> str:
+        on = f"{self.devices} device{'' if self.devices == 1 else 's'}"
+        sent = human_bytes(round(self.sent))
         often = all(e.every == 1 for e in self.exchanges)
         how = "at every step" if often else "at a step, on the average"
         rows = [("collective", "by", "sends", "")]
@@ -81,20 +89,18 @@ class Plan:
             (e.name, " + ".join(e.by), human_bytes(round(e.bytes)), _rarely(e.every)) for e in self.exchanges
         ]
         share = f"{self.sent / self.bound:.2f} of an all-reduce of the gradients" if self.bound else ""
-        rows += [("all", "", human_bytes(round(self.sent)), share), ("", "", "", "")]
+        rows += [("all", "", sent, share), ("", "", "", "")]
         rows += [("keeps on each device", "", "", "")]
-        rows += [(what, str(place), human_bytes(size), "") for what, place, size in self.kept]
-        return (
-            f"Plan of {self.name} on {self.devices} devices: each sends {human_bytes(round(self.sent))} {how}"
-            f"\n\n{_table(rows)}"
-        )
+        rows += [(what, _PLACES[place], human_bytes(size), "") for what, place, size in self.kept]
+        return f"Plan of {self.name} on {on}: each sends {sent} {how}\n\n{_table(rows)}"
 
 
 def plan(program: Program) -> Plan:
     """What each device sends at a step and what it keeps.
 
     Bytes sent are those of the ring algorithms, which send least: 2 (n - 1) / n of what goes into an
-    all-reduce, (n - 1) / n of what goes into a reduce-scatter or comes out of an all-gather.
+    all-reduce, (n - 1) / n of what goes into a reduce-scatter or comes out of an all-gather. What a ``while``
+    loop sends is counted once.
 
     Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms, 2009, section 4.
 
@@ -153,7 +159,7 @@ def _kept(state: Iterable[Variable]) -> list[tuple[str, Placement, int]]:
     for v in state:
         key = ("parameters" if v.kind is Kind.PARAMETER else "state", v.placement)
         sizes[key] = sizes.get(key, 0) + nbytes(v)
-    return [(what, placement, size) for (what, placement), size in sizes.items()]
+    return sorted((what, placement, size) for (what, placement), size in sizes.items())
 
 
 def _rarely(every: int) -> str:
@@ -162,7 +168,7 @@ def _rarely(every: int) -> str:
 
 def _name(op: Op) -> str:
     first, *others = (v.name for v in op.outputs)
-    return f"{first} and {len(others)} more" if others else first
+    return f"{op.type}: {first} and {len(others)} more" if others else first
 
 
 def _table(rows: list[tuple[str, str, str, str]]) -> str:

@@ -10,7 +10,7 @@ each example counts, devices count as much as their examples do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,12 +26,14 @@ from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.transform import Origin, recipe_of, transform
 from onward.core.walk import Where, select, substitute
-from onward.core.words import Placement
+from onward.core.words import Pass, Placement
 from onward.derive.backward import append_backward
 from onward.derive.update import append_update
-from onward.distribute.merge import Average, Devices, Merge, Sum
-from onward.distribute.share import Share
+from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
+from onward.distribute.share import Share, weighed_by
 from onward.distribute.weave import Weave
+
+_WEIGHT = "example_weight"
 
 
 def replicate(
@@ -41,14 +43,15 @@ def replicate(
     axis_name: str = "replicas",
     sync_batch_norm: bool = True,
     whole: Iterable[Where] = (),
-    example_weight: str = "example_weight",
+    example_weight: str = _WEIGHT,
 ) -> Program:
     """The Program for several devices at once, which share one set of parameters.
 
     The global batch is split on its first axis. A result that is a float is averaged over the devices, an
     integer is summed; an array over examples is joined. If the function takes ``example_weight``, an array
-    [batch], results and gradients are means weighted by it, and a batch that the devices do not divide is
-    filled up with examples of weight 0.
+    [batch] or [batch, ...], results and gradients are means weighted by it, and a batch that the devices do
+    not divide is filled up with examples of weight 0. What does not look at the weight (a sum of its own, the
+    statistics of batch normalization) sees what fills up as well.
 
     Args:
         program: a training Program, or a test Program to evaluate.
@@ -57,7 +60,8 @@ def replicate(
         axis_name: the name of the axis that the collectives run along.
         sync_batch_norm: normalize by the statistics of the whole batch rather than of each device's part.
         whole: data that every device gets whole, by name, pattern or predicate, though it may happen to be as
-            long as the batch. What has another length is never split.
+            long as the batch. What has another length than the first array, or is declared with a length of
+            its own in place of None, is never split.
         example_weight: the name of the data that says how much each example counts.
 
     Raises:
@@ -86,7 +90,9 @@ def replicate(
             "Program: replicate(for_test(program))."
         )
     count = jax.device_count() if devices is None else _checked(devices)
-    split = _split(program, whole, example_weight)
+    if example_weight != _WEIGHT:
+        select(program.inputs, [example_weight], "example_weight")
+    split = _split(program, whole, example_weight, recipe.origin.fixed_data)
     weight = example_weight if example_weight in split else None
     replicas = Replicas(count, axis_name, sync_batch_norm, merge.period, weight)
     return replicated(program, replicas, merge, split)
@@ -101,17 +107,18 @@ def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[
         program = recipe.replay(_types(program, split, replicas.count))
     _expect_one_batch(program, [program[name] for name in split], replicas)
     with along(replicas):
-        weight = None if merge.is_sum else replicas.weight
-        local, share = _forward(program, recipe.origin, group, split, weight)
+        local, share = _forward(program, recipe.origin, group, split, replicas.weight)
+        local = check(share.of_loss(local)) if share is not None and not merge.is_sum else local
         for step in recipe.steps:
             if step.function is append_update:
                 local = merge.update(local, *step.arguments, **step.options, devices=group)
             else:
                 local = step.function(local, *step.arguments, **step.options)
             if step.function is append_backward:
+                local = share.of_gradients(local) if share is not None else local
                 local = merge.apply(local, group, recipe.steps)
-        merged = _with_merged_results(local, group, _grown(program, local, group), merge, share)
-    return replace(merged, replicas=replicas)
+        merged = _with_merged_results(local, group, _grown(program, local), merge, share)
+    return replace(_with_joined_results(merged, program), replicas=replicas)
 
 
 def _forward(
@@ -122,8 +129,9 @@ def _forward(
     local = origin.trace(_types(program, split, rows))
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     own = _with_own_keys(substitute(local, placed), devices)
-    share = None if weight is None else Share(own, own[weight], devices)
-    return check(_with_merged_state(share.of_loss(own) if share else own, devices)), share
+    if weight is None:
+        return check(_with_merged_state(own, devices)), None
+    return check(_with_merged_state(own, devices)), Share(own, own[weight], devices)
 
 
 def _with_own_keys(program: Program, devices: Devices) -> Program:
@@ -200,6 +208,15 @@ def _with_merged_results(
     )
 
 
+def _with_joined_results(program: Program, whole: Program) -> Program:
+    """Results that only grow along their first axis are laid end to end, as data is."""
+    merged = {v for op in program.ops if op.made_by is Pass.COLLECTIVE for v in op.outputs}
+    pairs = zip(whole.outputs, program.outputs, strict=True)
+    joined = [v for theirs, v in pairs if v.shape and v not in merged and theirs.shape[1:] == v.shape[1:]]
+    equal = equal_variables(program)
+    return substitute(program, {v: replace(v, placement=Placement.SHARDED) for v in joined if v not in equal})
+
+
 def _reduced(
     weave: Weave, v: Variable, devices: Devices, is_sum: bool = False, share: Share | None = None
 ) -> Variable:
@@ -215,16 +232,16 @@ def _reduced(
         inputs.append(share.value(weave))
 
     def reduce(x: Any, *factor: Any) -> list[Any]:
-        return [how.merge((x * factor[0]).astype(x.dtype) if factor else x, {}, devices)[0]]
+        return [how.merge(weighed_by(x, *factor) if factor else x, {}, devices)[0]]
 
     body = body_of(reduce, *(Type(x.shape, x.dtype) for x in inputs))
     return weave.collective(how.name, inputs, [f"{how.name}({v.name})"], body)[0]
 
 
-def _split(program: Program, whole: Iterable[Where], weight: str) -> tuple[str, ...]:
+def _split(program: Program, whole: Iterable[Where], weight: str, fixed: Collection[str]) -> tuple[str, ...]:
     """The names of the data that is laid out over the devices: whatever is as long as the batch."""
     kept = set(select(program.inputs, whole, "whole"))
-    arrays = [v for v in program.inputs if v.shape and v not in kept]
+    arrays = [v for v in program.inputs if v.shape and v not in kept and v.name not in fixed]
     leader = next((v for v in arrays if v.name == weight), arrays[0] if arrays else None)
     return tuple(v.name for v in arrays if leader is not None and v.shape[0] == leader.shape[0])
 
@@ -251,15 +268,15 @@ def _types(program: Program, split: tuple[str, ...], rows: int) -> tuple[Any, ..
     return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)
 
 
-def _grown(whole: Program, local: Program, devices: Devices) -> set[str]:
+def _grown(whole: Program, local: Program) -> set[str]:
     """The names of results that grow with the batch: arrays over examples."""
-    rows = {v.shape[0] for v in local.inputs if v.placement is Placement.SHARDED}
+    split = [v for v in zip(whole.inputs, local.inputs, strict=True) if v[1].placement is Placement.SHARDED]
+    rows, before = {mine.shape[0] for _, mine in split}, {theirs.shape[0] for theirs, _ in split}
     pairs = zip(whole.outputs, local.outputs, strict=True)
-    alone = devices.size == 1
     return {
         mine.name
         for theirs, mine in pairs
-        if theirs.shape != mine.shape or (alone and mine.shape and mine.shape[0] in rows)
+        if theirs.shape != mine.shape or (rows == before and mine.shape and mine.shape[0] in rows)
     }
 
 
@@ -278,6 +295,6 @@ def _strategy(merge: object) -> Merge:
 
 
 def _checked(devices: int) -> int:
-    if isinstance(devices, bool) or not isinstance(devices, int | np.integer) or devices < 1:
+    if not is_count(devices):
         raise ArgumentError(f"replicate: devices is {devices!r}; expected how many, at least 1.")
     return int(devices)

@@ -11,6 +11,7 @@ from jax import lax
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Type, body_of
+from onward.core.placement import equal_variables
 from onward.core.program import Program, Variable
 from onward.core.transform import Step
 from onward.core.words import Placement, UpdateType
@@ -50,9 +51,10 @@ class Sharded(Merge):
                 f"{optimizer.type}. Merge with Average() or Bucketed(), or take an elementwise optimizer."
             )
         weave = Weave.after(program)
-        merged = any(op.type == Average().name for op in program.ops)
+        equal = equal_variables(program)
         parts = [
-            (_part(weave, p, devices), _scattered(weave, g, devices, merged)) for p, g in program.gradients
+            (_part(weave, p, devices), _scattered(weave, g, devices, g in equal))
+            for p, g in program.gradients
         ]
         pairs = {p: part for (p, _), part in zip(program.gradients, parts, strict=True)}
         draft = update_stand_ins(weave.program(), optimizer, pairs, Placement.SHARDED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 
 from onward.core.jaxprs import Type, body_of
 from onward.core.program import Op, Program, Variable
-from onward.core.walk import descendants
+from onward.core.walk import descendants, substitute
+from onward.core.words import Pass
 from onward.distribute.merge import Devices
 from onward.distribute.weave import Weave
 
@@ -27,6 +29,8 @@ class Share:
         summed = (op for op in program.ops if op.body.collectives and not reached.isdisjoint(op.inputs))
         self._settled = descendants(program, [v for op in summed for v in op.outputs])
         self._value: Variable | None = None
+        loss = program.loss
+        self._dtype = weight.dtype if loss is None else jnp.promote_types(weight.dtype, loss.dtype)
 
     def counts_for(self, v: Variable) -> bool:
         """Whether the mean of this Variable over the devices is still to be weighted."""
@@ -36,7 +40,8 @@ class Share:
         """The factor; the op that makes it is added when it is first asked for."""
         if self._value is None:
             w = self.weight
-            body = body_of(lambda weights: [_share(weights, self.devices)], Type(w.shape, w.dtype))
+            share = partial(_share, dtype=self._dtype, devices=self.devices)
+            body = body_of(lambda weights: [share(weights)], Type(w.shape, w.dtype))
             self._value = weave.collective("share", [w], [f"share({w.name})"], body)[0]
         return self._value
 
@@ -50,7 +55,7 @@ class Share:
         factor = self.value(weave)
         weighed = Variable(weave.names.new(f"weighed({loss.name})"), loss.shape, loss.dtype)
         types = (Type(v.shape, v.dtype) for v in (loss, factor))
-        times = body_of(lambda x, f: [(x * f).astype(x.dtype)], *types)
+        times = body_of(lambda x, f: [weighed_by(x, f)], *types)
         weave.append(Op("weigh", (loss, factor), (weighed,), times))
         self._settled = {*self._settled, weighed}
 
@@ -63,7 +68,35 @@ class Share:
             signature=replace(signature, result=signature.result.mapped(new)),
         )
 
+    def of_gradients(self, program: Program) -> Program:
+        """The Program whose gradients are 0 on a device without any weight, where a mean would be 0 / 0."""
+        if self._value is None:
+            return program
+        gradients = dict.fromkeys(g for _, g in program.gradients)
+        raw = {g: replace(g, name=f"raw({g.name})") for g in gradients}
+        program = substitute(program, raw)
+        made = {v: g for g, v in raw.items()}
+        weave = Weave(program)
+        for op in program.ops:
+            weave.append(op)
+            for v in op.outputs:
+                if v in made:
+                    weave.append(_counted(v, made[v], self._value))
+        return weave.program(gradients=tuple((p, made[v]) for p, v in program.gradients))
 
-def _share(weights: Any, devices: Devices) -> Any:
-    mine = jnp.sum(weights, dtype=jnp.promote_types(weights.dtype, np.float32))
-    return mine / jnp.maximum(devices.mean(mine), np.finfo(mine.dtype).tiny)
+
+def _counted(raw: Variable, gradient: Variable, factor: Variable) -> Op:
+    types = (Type(v.shape, v.dtype) for v in (raw, factor))
+    body = body_of(lambda x, f: [jnp.where(f == 0, 0, x).astype(x.dtype)], *types)
+    return Op("count_in", (raw, factor), (gradient,), body, Pass.COLLECTIVE)
+
+
+def weighed_by(x: Any, factor: Any) -> Any:
+    """A number of this device times its share; 0 if it has none, be the number NaN for want of examples."""
+    return jnp.where(factor == 0, 0, x * factor).astype(x.dtype)
+
+
+def _share(weights: Any, dtype: Any, devices: Devices) -> Any:
+    mine = jnp.sum(weights, dtype=jnp.promote_types(dtype, np.float32))
+    mean = devices.mean(mine)
+    return jnp.where(mean == 0, 1, mine / jnp.where(mean == 0, 1, mean))

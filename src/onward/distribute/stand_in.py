@@ -10,7 +10,7 @@ from onward.core.errors import GraphError
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import substitute
 from onward.core.words import Placement
-from onward.derive.update import append_update
+from onward.derive.update import with_update
 
 Pair = tuple[Variable, Variable]
 
@@ -25,13 +25,15 @@ def update_stand_ins(
     """
     aliases = {p: replace(stand_in, name=p.name) for p, (stand_in, _) in pairs.items()}
     gradients = tuple((aliases[p], g) for p, (_, g) in pairs.items())
-    draft = append_update.__wrapped__(replace(program, gradients=gradients), optimizer)  # type: ignore[attr-defined]
+    draft = with_update(replace(program, gradients=gradients), optimizer)
     added = draft.initializers[len(program.initializers) :]
     slots = [v for op in added if op.type == "init" for v in op.outputs]
     back: dict[Variable, Variable] = {aliases[p]: stand_in for p, (stand_in, _) in pairs.items()}
     for alias, stand_in in list(back.items()):
         following = draft.next_state[alias]
         back[following] = replace(following, name=f"next({stand_in.name})")
+    if placement is Placement.SHARDED:
+        slots = [v for v in slots if v.shape]  # a single number is no part of anything
     back |= {v: replace(v, placement=placement) for v in slots}
     initializers = tuple(_from_parameter(op, program, aliases) for op in draft.initializers)
     return substitute(replace(draft, initializers=initializers, gradients=program.gradients), back)

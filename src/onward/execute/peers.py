@@ -12,10 +12,13 @@ for it with a deadline, and says which process is missing, and what it does inst
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import inf
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
@@ -94,12 +97,11 @@ class Peers:
     def meet(cls, deadline: float | None = None) -> Peers:
         """All processes call it together, after ``jax.distributed.initialize``; only the first call works.
 
-        Its exchange over all devices opens the connections that the first step would open. On the host
-        processes wait 30 s for each other there, which a step that takes long to compile may exceed: meet
-        first, then compile.
+        It waits for all, and opens the connections that the first step would open: there processes wait 30 s
+        for each other and no longer, which one that compiles for longer than the others may exceed.
 
         Args:
-            deadline: how many seconds to wait for the others; None: as long as JAX does.
+            deadline: how many seconds to wait for the others; None: any time.
 
         Raises:
             PeerError: they did not come.
@@ -159,8 +161,8 @@ class Peers:
             self._hearsay.close()
 
     def _say_goodbye(self) -> None:
-        """At the end of the interpreter; an error that nobody caught was printed before, and remembered."""
-        self.leave(getattr(sys, "last_value", None))
+        """At the end of the interpreter."""
+        self.leave(_uncaught())
 
     def _run(self, step: _Step, work: Callable[[], T]) -> T:
         begun = Word(step.number, self._finished, text=step.label)
@@ -261,3 +263,22 @@ class _Step:
         since = time.monotonic() + self.hearsay.interval / 2  # datagrams of before may come a little later
         while not self.view.is_settled(since):
             time.sleep(self.hearsay.interval / 10)
+
+
+def _uncaught() -> BaseException | None:
+    """The error that ends this process, which Python has printed; None if none does."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+@atexit.register  # here, so that it runs after all that scripts register, and just before JAX's own
+def _end_without_waiting() -> None:
+    """End a process that failed before JAX waits, for minutes, for others that may be dead."""
+    error = _uncaught()
+    is_one_of_many = Peers.met is not None and len(Peers.met.members) > 1
+    if error is None or not (is_one_of_many or isinstance(error, PeerError)):
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)

@@ -15,8 +15,6 @@ from onward.core.placement import expect_divisible
 from onward.core.program import Program
 from onward.core.words import Placement
 
-_NEXT_TO_NOTHING = 1e-30
-
 
 @dataclass(frozen=True)
 class Filling:
@@ -25,12 +23,10 @@ class Filling:
     Attributes:
         rows: for every place, the row that stands there.
         counts: for every place, whether the row is there for itself, not to fill up.
-        idle: places of which a device has no other, so that its mean over weights would be 0 / 0.
     """
 
     rows: np.ndarray
     counts: np.ndarray
-    idle: np.ndarray
 
     @classmethod
     def of(cls, rows: int, devices: int, each: int) -> Filling:
@@ -40,8 +36,7 @@ class Filling:
         place = np.arange(each)
         counts = place < real[:, None]
         taken = np.minimum(start[:, None] + np.minimum(place, np.maximum(real[:, None] - 1, 0)), rows - 1)
-        idle = (real[:, None] == 0) & (place == 0)
-        return cls(taken.ravel(), counts.ravel(), idle.ravel())
+        return cls(taken.ravel(), counts.ravel())
 
     def filled(self, value: Any) -> Any:
         """An array with the rows at their places."""
@@ -49,14 +44,16 @@ class Filling:
 
     def weighed(self, weights: Any) -> Any:
         """Weights at their places, 0 for what fills up."""
-        filled, floats = weights[self.rows], jnp.issubdtype(weights.dtype, np.floating)
+        counts = self.counts.reshape(-1, *[1] * (weights.ndim - 1))
         where = jnp.where if isinstance(weights, jax.Array) else np.where
-        filling = where(self.idle, _NEXT_TO_NOTHING if floats else 0, 0).astype(weights.dtype)
-        return where(self.counts, filled, filling)
+        return where(counts, weights[self.rows], np.zeros((), weights.dtype))
 
     def emptied(self, value: Any) -> Any:
         """Of an array over all places, what stands there for itself, in the order in which it came."""
-        return value[np.flatnonzero(self.counts)]
+        if value.shape[0] % len(self.rows):
+            return value
+        each = value.reshape(len(self.rows), -1, *value.shape[1:])[np.flatnonzero(self.counts)]
+        return each.reshape(-1, *value.shape[1:])
 
 
 class Portions:
@@ -79,7 +76,8 @@ class Portions:
         """
         if not self.split or any(not np.shape(values[i]) for i in self.split):
             return None  # what is no array over examples the checks of a step refuse
-        if not getattr(values[self.split[0]], "is_fully_addressable", True):
+        first = values[self.split[0]]
+        if not isinstance(first, jax.core.Tracer) and not getattr(first, "is_fully_addressable", True):
             return None  # the batch of all processes already
         rows = values[self.split[0]].shape[0]
         self._expect_one_batch(values, rows)

@@ -18,6 +18,8 @@ from onward.core.words import Kind, Placement
 from onward.execute.checkpoint.checkpoints import Checkpoint
 from onward.execute.state import Layout, State, copied
 
+PLACEMENTS = "placements"  # under which a checkpoint says how what is not replicated lies over the devices
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -63,7 +65,12 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
     """
     layout, variables = state.layout, state.layout.variables
     known = {v.name: found.arrays[v.name] for v in variables if v.name in found.arrays}
-    laid = {v.name: laid_out(known[v.name], v, layout) for v in variables if v.name in known}
+    was = {name: Placement(word) for name, word in found.extra.get(PLACEMENTS, {}).items()}
+    laid = {
+        v.name: laid_out(known[v.name], v, layout, was.get(v.name, Placement.REPLICATED))
+        for v in variables
+        if v.name in known
+    }
     fits = {name: value for name, value in laid.items() if value is not None}
     for v in needed:
         if v.name not in fits:
@@ -80,22 +87,23 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
     return values, report
 
 
-def laid_out(value: Any, v: Variable, layout: Layout) -> Any:
+def laid_out(value: Any, v: Variable, layout: Layout, was: Placement = Placement.REPLICATED) -> Any:
     """A value of a checkpoint over the devices of this layout; None if it is none of this Variable.
 
-    Parts of a slot (``Sharded``) are laid end to end and filled up with zeros for any number of devices. What
-    each device has for itself (error feedback, the parameters of local SGD) becomes the mean of what the
-    others had.
+    ``was`` says how it lay over the devices that saved it. Parts of a slot (``Sharded``) are laid end to end
+    and filled up with zeros, for any number of devices. What each device had for itself (error feedback, the
+    parameters of local SGD) becomes the mean.
     """
     whole = layout.whole(v)
-    shape = tuple(jnp.shape(value))
-    if value.dtype != v.dtype or shape == whole.shape or v.kind is not Kind.STATE:
-        return value if value.dtype == v.dtype and shape == whole.shape else None
+    if value.dtype != v.dtype or np.shape(value) == whole.shape:
+        return value if value.dtype == v.dtype else None
+    if v.kind is not Kind.STATE:
+        return None
+    if was is Placement.PER_REPLICA:
+        value = np.mean(value, 0, dtype=value.dtype) if jnp.issubdtype(v.dtype, np.inexact) else value[0]
     if v.placement is Placement.SHARDED:
         return np.resize(np.pad(np.ravel(value), (0, whole.shape[0])), whole.shape)
-    if shape[1:] == v.shape and jnp.issubdtype(v.dtype, np.inexact):
-        value = np.mean(value, 0, dtype=value.dtype)
-    elif len(shape) == 1 and shape[0] >= prod(v.shape) and v.placement is Placement.REPLICATED:
+    if was is Placement.SHARDED and np.size(value) >= prod(v.shape):
         value = np.reshape(value[: prod(v.shape)], v.shape)
     return np.broadcast_to(value, whole.shape) if np.shape(value) == v.shape else None
 

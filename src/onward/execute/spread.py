@@ -74,9 +74,9 @@ class Spread:
         """A function of lists of arrays, run on every device."""
         if self.by is By.PMAP:
             mapped = jax.pmap(
-                part,
+                lambda values, _: part(values),
                 self.replicas.name,
-                in_axes=([_axis(p) for p in given],),
+                in_axes=([_axis(p) for p in given], 0),
                 out_axes=[_axis(p) for p in made],
                 devices=list(self.mesh.devices),
                 axis_size=self.replicas.count,
@@ -84,7 +84,8 @@ class Spread:
 
             def by_pmap(values: list[Any]) -> list[Any]:
                 pairs = zip(values, given, strict=True)
-                found = mapped([self._cut(x) if p is Placement.SHARDED else x for x, p in pairs])
+                cut = [self._cut(x) if p is Placement.SHARDED else x for x, p in pairs]
+                found = mapped(cut, np.arange(self.replicas.count))  # pmap needs something that it can cut
                 return [_joined(x) if p is Placement.SHARDED else x for x, p in zip(found, made, strict=True)]
 
             return by_pmap
@@ -146,8 +147,8 @@ class Spread:
 
     def _of_result(self, v: Variable) -> Placement:
         """Equal results are one; arrays over examples are joined; of the rest each device gives its own."""
-        if v in self._equal:
-            return Placement.REPLICATED
+        if v in self._equal or v.placement is Placement.SHARDED:
+            return Placement.REPLICATED if v in self._equal else Placement.SHARDED
         rows = {x.shape[0] for x in self.program.inputs if x.placement is Placement.SHARDED}
         is_joined = bool(v.shape) and v.shape[0] in rows and v not in self._merged
         return Placement.SHARDED if is_joined else Placement.PER_REPLICA

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownNameError, nearest
-from onward.core.placement import whole_shape
+from onward.core.placement import local_copies, whole_shape
 from onward.core.program import Program, Replicas, Variable
 from onward.core.structure import Signature, describe
 from onward.core.words import UpdateType
@@ -21,7 +21,10 @@ from onward.define.arguments import type_of
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which state Variables a Step keeps and in which order: first what each step replaces."""
+    """Which state Variables a Step keeps and in which order: first what each step replaces.
+
+    ``copies`` names, for a parameter, the state in which each device has its own of it.
+    """
 
     changed: tuple[Variable, ...]
     kept: tuple[Variable, ...]
@@ -29,6 +32,7 @@ class Layout:
     scheduled: tuple[str, ...]
     signature: Signature | None
     replicas: Replicas | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program) -> Layout:
@@ -38,7 +42,15 @@ class Layout:
         bookkeeping = (op for op in program.ops if op.update is UpdateType.BOOKKEEPING)
         following = set(program.next_state.values())
         scheduled = tuple(v.name for op in bookkeeping for v in op.outputs if v not in following)
-        return cls(changed, kept, program.hyperparameters, scheduled, program.signature, program.replicas)
+        return cls(
+            changed,
+            kept,
+            program.hyperparameters,
+            scheduled,
+            program.signature,
+            program.replicas,
+            {p.name: own.name for p, own in local_copies(program).items()},
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._identity == other._identity
@@ -171,6 +183,9 @@ class State:
                 check_hyperparameter(v.name, value)
                 value = jnp.asarray(value, v.dtype)
             values[i] = stored(value, self.layout.whole(v), f"state.replace: {v.name!r}")
+            if (copy := self.layout.copies.get(v.name)) is not None and copy not in changes:
+                place = self._position(copy)
+                values[place] = jnp.broadcast_to(values[i], (self.layout.replicas.count, *v.shape))  # type: ignore[union-attr]
         return State(self.layout, values)
 
     def _position(self, name: str | Variable) -> int:

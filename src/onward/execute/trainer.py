@@ -14,6 +14,7 @@ from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
+from onward.core.words import Placement
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
 from onward.distribute.replicate import replicate
@@ -27,9 +28,11 @@ from onward.execute.loop.interrupt import Interruptible
 from onward.execute.loop.training import Training
 from onward.execute.model import Model
 from onward.execute.out import Out
-from onward.execute.restore import Restored, matched
+from onward.execute.restore import PLACEMENTS, Restored, matched
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
+
+_SPREAD = (Placement.PER_REPLICA, Placement.SHARDED)
 
 
 class Trainer:
@@ -98,6 +101,7 @@ class Trainer:
         self._own: tuple[Any, ...] = tuple(values[v] for v in self._own_variables)
         donated = [v.name for v in layout.changed if not share or v in self._own_variables]
         self._step = Step(self.program, (), donate=donated, ahead=False)
+        self._taken: State | None = model.state
         self._joint = _Joint(self._step.layout, model.state.layout, self._own_variables)
 
     def update(self, *data: Any, **feed: Any) -> Out:
@@ -189,6 +193,7 @@ class Trainer:
         """Go on from this State of the training Program."""
         values, self._own = self._joint.split(state.values)
         self.model.publish(State(self.model.state.layout, values))
+        self._taken = self.model.state
 
     @property
     def state(self) -> State:
@@ -197,8 +202,16 @@ class Trainer:
             return self.joined().copy()
 
     def joined(self) -> State:
-        """The Model's values and the Trainer's own as the State of the training Program; no copy."""
-        return State(self._step.layout, self._joint.join(self.model.state.values, self._own))
+        """The Model's values and the Trainer's own as the State of the training Program; no copy.
+
+        Where each device has parameters of its own, they follow what somebody else gave the model.
+        """
+        state = State(self._step.layout, self._joint.join(self.model.state.values, self._own))
+        if not self._step.layout.copies or self.model.state is self._taken:
+            return state
+        before, self._taken = self._taken, self.model.state
+        names = self._step.layout.copies
+        return state.replace({n: state[n] for n in names if before is not None and state[n] is not before[n]})
 
     def checkpoint(self, folder: str | PathLike[str] | None = None) -> Any:
         """Save everything now; returns the path once it is on disk.
@@ -222,6 +235,8 @@ class Trainer:
             state = self.joined()
             arrays = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
             extra = {"epoch": self.epoch, "batch": self.batch, "begun": self.begun, "position": self.position}
+            if placed := {v.name: str(v.placement) for v in state.layout.variables if v.placement in _SPREAD}:
+                extra[PLACEMENTS] = placed
             return target.save(arrays, self.step, metrics=metrics or {}, extra=extra)
 
     def restore(

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onward.core.errors import PeerError
@@ -23,9 +24,9 @@ OF_THE_EXCHANGE = re.compile(
     re.IGNORECASE,
 )
 _NOT_MET = (
-    "The {count} processes did not meet: {why}. One of them died, or came to its first step long after the "
-    "others: on the host they wait 30 s for each other here. What takes one process longer, such as "
-    "preparing data, belongs before the start of all processes, or into all of them."
+    "The {count} processes did not meet: {why}. All wait here for each other before the first step; one of them "
+    "died, was stopped, or is busy for longer, such as with preparing data. Start all processes again; if one "
+    "needs more time, set a longer deadline: onward launch --deadline 1800, or ONWARD_DEADLINE=1800."
 )
 _SIZE = 512  # bytes of a card
 
@@ -100,7 +101,13 @@ def _exchange(card: dict[str, Any], deadline: float | None) -> list[dict[str, An
 
 
 def _gathered(data: bytes) -> np.ndarray:
-    """What each device was given by its process, uint8 [devices, len(data)]."""
+    """What each device was given by its process, uint8 [devices, len(data)].
+
+    The first collective over all devices opens their connections, for which gloo waits 30 s and no longer.
+    ``live_devices`` waits as long as it takes, and here does nothing else.
+    """
+    with multihost_utils.live_devices(jax.devices()):
+        pass
     mesh = Mesh(np.array(jax.devices()), ("devices",))
     split = PartitionSpec("devices")
     rows = np.tile(np.frombuffer(data, np.uint8), (jax.local_device_count(), 1))

@@ -34,6 +34,12 @@ class Crew:
             raise ArgumentError(f"threads is {describe(threads)}; expected a whole number, at least 1.")
         self.trainer, self.training = trainer, training
         names = [p.name for p, _ in trainer.program.gradients]
+        if trainer.program.replicas is not None:
+            raise ArgumentError(
+                f"threads is {threads}, and {trainer.program.name} trains on "
+                f"{trainer.program.replicas.count} devices. Train by threads on one device, or by devices in "
+                "one thread."
+            )
         first = trainer.step * threads + 1  # so that no random key comes twice, whenever a crew is formed
         self.machines = [GradientMachine(trainer.model, names, number=first + n) for n in range(threads)]
         self.apply = Applier(trainer)
