@@ -516,7 +516,7 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
     if eqn.primitive.name == "cond" and told[0]:
         same = (Body(branch).same_everywhere(_true(told[1:])) for branch in eqn.params["branches"])
         return set.intersection(*same)
-    if eqn.primitive.name == "scan":
+    if eqn.primitive.name == "scan" and eqn.params["length"]:
         return _same_of_scan(eqn, told)
     if eqn.primitive.name in _INLINED:
         return Body(_jaxprs_in(tuple(eqn.params.values()))[0]).same_everywhere(_true(told))
@@ -525,8 +525,10 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
 
 def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
     """What is equal of a loop's results: what is carried must be so from one turn to the next."""
-    body, begin = Body(_jaxprs_in(eqn.params["jaxpr"])[0]), eqn.params["num_consts"]
-    carried = range(begin, begin + eqn.params["num_carry"])
+    body = Body(_jaxprs_in(eqn.params["jaxpr"])[0])
+    count = _of_equal_rank(eqn.outvars, body.out_avals)  # what is stacked has one axis more outside
+    begin = _of_equal_rank(eqn.invars, body.in_avals) - count
+    carried = range(begin, begin + count)
     equal = set(_true(told))
     while True:
         after = body.same_everywhere(equal)
@@ -534,6 +536,10 @@ def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
             equal -= lost
         else:
             return after
+
+
+def _of_equal_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(v.aval.ndim == aval.ndim for v, aval in zip(outside, inside, strict=True))
 
 
 def _true(flags: Sequence[bool]) -> list[int]:
