@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeVar
 from onward.core.errors import OnwardError, PeerError
 from onward.execute.company.blame import GONE, HOPELESS, ON_THE_WAY, View, blame
 from onward.execute.company.hand import Hand
-from onward.execute.company.hearsay import Hearsay, Member, Status, Word
+from onward.execute.company.hearsay import Hearsay, Member, Status, Word, short
 from onward.execute.company.meeting import OF_THE_EXCHANGE, meet, summary
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class Peers:
         with self._turn:
             if self._lost:
                 raise PeerError(_LOST.format(why=self._lost))
-            step = _Step(self._hearsay, self._finished + 1, label, deadline)
+            step = _Step(self._hearsay, self._finished + 1, short(label), deadline)
             self._lost = _INTERRUPTED.format(step=step.number)  # unless it ends otherwise
             try:
                 result = self._run(step, work)

@@ -126,6 +126,6 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    if not 0 < seconds < 1e7:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0 and below 10,000,000")
     return seconds

@@ -53,7 +53,7 @@ _ADVICE = {
     Kind.MISMATCHED: _SHAPE,
     Kind.FINISHED: _COUNT,
     Kind.ABSENT: _COUNT,
-    Kind.GAVE_UP: _RESTART,
+    Kind.GAVE_UP: "Start all processes again.",  # its own words say more
 }
 
 

@@ -94,6 +94,13 @@ def own_host() -> str:
     return socket.gethostname()[:64]
 
 
+def short(text: str) -> str:
+    """The text as it fits into a datagram; different texts stay different."""
+    if len(text) <= _TEXT // 4:  # no character takes more than four bytes
+        return text
+    return f"{text[: _TEXT // 4 - 20]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
 def pack(word: Word, index: int, number: int, token: bytes) -> bytes:
     """A word of process ``index`` as its datagram ``number``."""
     head = _HEAD.pack(_MAGIC, index, number, word.begun, word.finished, word.status)

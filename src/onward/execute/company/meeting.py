@@ -24,8 +24,8 @@ OF_THE_EXCHANGE = re.compile(
     re.IGNORECASE,
 )
 _NOT_MET = (
-    "The {count} processes did not meet: {why}. All wait here for each other before the first step; one of them "
-    "died, was stopped, or is busy for longer, such as with preparing data. Start all processes again; if one "
+    "The {count} processes did not meet: {why}. All wait here for each other before the first step; one of "
+    "them died, was stopped, or is busy for longer, such as with preparing data. Start all again; if one "
     "needs more time, set a longer deadline: onward launch --deadline 1800, or ONWARD_DEADLINE=1800."
 )
 _SIZE = 512  # bytes of a card
