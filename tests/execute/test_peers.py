@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.execute.company import hearsay
-from onward.execute.company.blame import View, blame
-from onward.execute.company.hearsay import Heard, Member, Status, Word, own_host, pack, short, unpack
-from onward.execute.company.meeting import meet, summary
-from onward.execute.peers import SILENCE, Peers
+from onward.execute.peers import heartbeat
+from onward.execute.peers.heartbeat import Heard, Member, Status, Word, own_host, pack, short, unpack
+from onward.execute.peers.peers import SILENCE, Peers
+from onward.execute.peers.rendezvous import meet, summary
+from onward.execute.peers.verdict import View, verdict
 
 INTERVAL = 0.05
 TOKEN = b"a token"
@@ -162,7 +162,7 @@ def test_one_that_falls_silent(company):
     for _ in range(3):
         one.run(lambda: None, 10.0)
         two.run(lambda: None, 10.0)
-    until(lambda: one._hearsay.heard[1].word.begun == 3)
+    until(lambda: one._heartbeat.heard[1].word.begun == 3)
     two.close()
     begun = time.monotonic()
     text = fails(
@@ -186,7 +186,7 @@ def test_one_that_died_on_this_host_ends_the_step_before_its_deadline(company):
     child.wait()
     one, two = company(host=own_host(), pids=[os.getpid(), child.pid])
     two.run(lambda: None, 10.0)
-    until(lambda: one._hearsay.heard[1].word.begun == 1)
+    until(lambda: one._heartbeat.heard[1].word.begun == 1)
     two.close()
     text = fails(
         one, never, 60.0, first=f"Step 1 cannot end. Process 1 (pid {child.pid} on {own_host()}) died"
@@ -278,7 +278,7 @@ def test_the_one_to_blame_is_named_and_not_its_victims(company):
 
 def test_an_error_of_the_exchange_waits_until_the_dead_show(company):
     one, two = company()
-    until(lambda: one._hearsay.heard[1].number)
+    until(lambda: one._heartbeat.heard[1].number)
     two.close()
     error = ValueError(GLOO)
     with pytest.raises(ow.PeerError) as raised:
@@ -302,14 +302,14 @@ def test_an_error_of_the_exchange_among_the_living(company):
 def test_an_error_when_somebody_is_missing_is_blamed_on_it(company):
     one, two = company()
     two.leave()
-    until(lambda: one._hearsay.heard[1].word.status is Status.FINISHED)
+    until(lambda: one._heartbeat.heard[1].word.status is Status.FINISHED)
     assert "came to its end" in fails(one, failing(RuntimeError("INTERNAL: something broke")))
 
 
 def test_our_own_errors_are_never_blamed_on_others(company):
     one, two = company()
     two.leave()
-    until(lambda: one._hearsay.heard[1].word.status is Status.FINISHED)
+    until(lambda: one._heartbeat.heard[1].word.status is Status.FINISHED)
     with pytest.raises(ow.ArgumentError, match="of another shape, Gloo or not"):
         one.run(failing(ow.ArgumentError("of another shape, Gloo or not")), 10.0)
 
@@ -378,13 +378,13 @@ def test_whatever_is_damaged_or_forged_is_dropped():
 
 
 def test_a_signed_datagram_that_means_nothing_is_dropped():
-    for said in (b"", b"onw1", bytes(hearsay._HEAD.size), hearsay._HEAD.pack(b"onw1", 1, 1, 1, 1, 9)):
-        assert unpack(said + hearsay._code(said, TOKEN), TOKEN) is None
+    for said in (b"", b"onw1", bytes(heartbeat._HEAD.size), heartbeat._HEAD.pack(b"onw1", 1, 1, 1, 1, 9)):
+        assert unpack(said + heartbeat._code(said, TOKEN), TOKEN) is None
 
 
 def test_what_is_replayed_or_comes_late_is_dropped(company):
     one, _ = company(deaf=[1])
-    heard = one._hearsay
+    heard = one._heartbeat
     first, second = pack(Word(1, 0), 1, 10, TOKEN), pack(Word(2, 1), 1, 11, TOKEN)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for datagram in (
@@ -404,12 +404,12 @@ def test_what_is_replayed_or_comes_late_is_dropped(company):
 
 def test_a_process_speaks_without_being_asked_and_not_at_every_step(company):
     one, two = company()
-    until(lambda: two._hearsay.heard[0].number >= 5)
-    counts = one._hearsay._count
+    until(lambda: two._heartbeat.heard[0].number >= 5)
+    counts = one._heartbeat._count
     for _ in range(200):
         one.run(lambda: None, 10.0)
-    assert one._hearsay._count - counts < 100
-    until(lambda: two._hearsay.heard[0].word.finished == 200)
+    assert one._heartbeat._count - counts < 100
+    until(lambda: two._heartbeat.heard[0].word.finished == 200)
 
 
 # ---------------------------------------------------------------------------- judgement, on paper
@@ -444,11 +444,11 @@ JUDGED = {
 
 @pytest.mark.parametrize(("found", "words"), JUDGED.values(), ids=JUDGED)
 def test_judgement(found, words):
-    assert words in blame(found)
+    assert words in verdict(found)
 
 
 def test_of_many_only_some_are_named():
-    text = blame(view(*[Word(17, 17)] * 9))
+    text = verdict(view(*[Word(17, 17)] * 9))
     assert "And 4 more." in text
     assert "Process 6" not in text
 

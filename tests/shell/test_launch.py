@@ -12,20 +12,20 @@ from contextlib import suppress
 import pytest
 
 from onward.core.errors import ArgumentError
-from onward.shell import gang
-from onward.shell.gang import Ending, Gang, Signals, blamed, name_of
-from onward.shell.launch import environment, shares
+from onward.shell.launch import gang
+from onward.shell.launch.gang import Ending, Gang, Signals, blamed, name_of
+from onward.shell.launch.launch import environment, shares
+from onward.shell.launch.printer import tagged
+from onward.shell.launch.relay import Relay
+from onward.shell.launch.worker import GAVE_UP, VARIABLE, Place
 from onward.shell.main import main
-from onward.shell.printer import tagged
-from onward.shell.relay import Relay
-from onward.shell.worker import GAVE_UP, VARIABLE, Place
 
 SUM = """
 import os, signal, sys, time
 from pathlib import Path
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from onward.execute.peers import Peers
+from onward.execute.peers.peers import Peers
 
 here = jax.process_index()
 mesh = Mesh(np.array(jax.devices()), ("replicas",))
@@ -296,11 +296,11 @@ atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Own()))).__name__))
 
 def test_a_worker_is_not_started_by_hand():
     done = subprocess.run(
-        [sys.executable, "-m", "onward.shell.worker", "train.py"], capture_output=True, text=True
+        [sys.executable, "-m", "onward.shell.launch.worker", "train.py"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr.strip()) == (
         1,
-        "onward.shell.worker is started by the launcher: onward launch -n 2 script.py",
+        "onward.shell.launch.worker is started by the launcher: onward launch -n 2 script.py",
     )
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from onward.core.errors import StateError
+from onward.core.errors import PeerError, StateError
 from onward.core.lower import lower
 from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
 from onward.core.words import Placement
 from onward.execute.out import Results
-from onward.execute.peers import Peers
+from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
 from onward.execute.spread import By, Spread
 from onward.execute.state import SPENT, Layout, is_deleted
@@ -79,7 +79,7 @@ class Executable:
         types = (tuple(map(self._type, group)) for group in groups)
         self._compiled = jitted.lower(*types).compile()
         if self._spread is not None and self._spread.is_shared:
-            self._peers = Peers.meet()
+            self._peers = Peers.meet(self._deadline)
 
     def _type(self, v: Variable) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(whole_shape(v, self.program.replicas), v.dtype)
@@ -141,6 +141,8 @@ class Executable:
                 if all(x is y for x, y in zip((*moved[0], *moved[1]), (*own, *values), strict=True)):
                     raise
                 return moved[0], *self._run_compiled(*moved)
+        except PeerError:
+            raise
         except (RuntimeError, ValueError) as error:
             if any(map(is_deleted, own)):
                 raise StateError(SPENT) from error

@@ -1,1 +1,1 @@
-"""The command line: ``onward demo``, also ``python -m onward demo``."""
+"""The command line: ``onward demo``, ``onward launch``; also ``python -m onward``."""

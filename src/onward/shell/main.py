@@ -12,7 +12,7 @@ from typing import Any
 
 from onward.core.errors import OnwardError
 from onward.shell.demo import demo
-from onward.shell.launch import Plan, launch
+from onward.shell.launch.launch import Plan, launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from onward.shell.worker import GAVE_UP
+from onward.shell.launch.worker import GAVE_UP
 
 TICK = 0.02  # seconds between two looks at the processes
 GRACE = 5.0  # seconds in which the others say what they know, after one has failed

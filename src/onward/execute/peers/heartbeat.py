@@ -124,7 +124,7 @@ def _code(said: bytes, token: bytes) -> bytes:
     return blake2b(said, key=token, digest_size=_CODE).digest()
 
 
-class Hearsay:
+class Heartbeat:
     """Tells the others how far this process is, and keeps what they told; one daemon thread.
 
     Args:

@@ -24,10 +24,10 @@ from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
 from onward.core.errors import OnwardError, PeerError
-from onward.execute.company.blame import GONE, HOPELESS, ON_THE_WAY, View, blame
-from onward.execute.company.hand import Hand
-from onward.execute.company.hearsay import Hearsay, Member, Status, Word, short
-from onward.execute.company.meeting import OF_THE_EXCHANGE, meet, summary
+from onward.execute.peers.background import Background
+from onward.execute.peers.heartbeat import Heartbeat, Member, Status, Word, short
+from onward.execute.peers.rendezvous import OF_THE_EXCHANGE, meet, summary
+from onward.execute.peers.verdict import GONE, HOPELESS, ON_THE_WAY, View, verdict
 
 T = TypeVar("T")
 
@@ -86,8 +86,8 @@ class Peers:
         interval: float = INTERVAL,
     ) -> None:
         self.index, self.members = index, tuple(members)
-        self._hearsay = None if mailbox is None else Hearsay(index, members, mailbox, token, interval)
-        self._hand = Hand("onward-step")
+        self._heartbeat = None if mailbox is None else Heartbeat(index, members, mailbox, token, interval)
+        self._background = Background("onward-step")
         self._turn = Lock()
         self._finished = 0
         self._label = ""
@@ -131,12 +131,12 @@ class Peers:
                 names the process. No further step can be taken then.
             Exception: what ``work`` raised by itself. The step counts as not begun.
         """
-        if self._hearsay is None:
+        if self._heartbeat is None:
             return work()
         with self._turn:
             if self._lost:
                 raise PeerError(_LOST.format(why=self._lost))
-            step = _Step(self._hearsay, self._finished + 1, short(label), deadline)
+            step = _Step(self._heartbeat, self._finished + 1, short(label), deadline)
             self._lost = _INTERRUPTED.format(step=step.number)  # unless it ends otherwise
             try:
                 result = self._run(step, work)
@@ -147,18 +147,18 @@ class Peers:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this process takes no further part, and the error that is the reason."""
-        if self._hearsay is None:
+        if self._heartbeat is None:
             return
         if error is None:
-            self._hearsay.leave(Status.FINISHED, "")
+            self._heartbeat.leave(Status.FINISHED, "")
         else:
             status = Status.GAVE_UP if isinstance(error, PeerError) else Status.FAILED
-            self._hearsay.leave(status, summary(error))
+            self._heartbeat.leave(status, summary(error))
 
     def close(self) -> None:
         """Fall silent, as a process that died does."""
-        if self._hearsay is not None:
-            self._hearsay.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
 
     def _say_goodbye(self) -> None:
         """At the end of the interpreter."""
@@ -167,18 +167,18 @@ class Peers:
     def _run(self, step: _Step, work: Callable[[], T]) -> T:
         begun = Word(step.number, self._finished, text=step.label)
         if step.label != self._label:
-            step.hearsay.say(begun, now=True)
+            step.heartbeat.say(begun, now=True)
             step.wait_for_all_to_begin()
             self._label = step.label
-        self._hand.begin(work)
-        step.hearsay.say(begun)
+        self._background.begin(work)
+        step.heartbeat.say(begun)
         result: T
-        result, error = step.wait_for_end(self._hand)
+        result, error = step.wait_for_end(self._background)
         if error is None:
             self._finished = step.number
         elif step.is_fault_of_others(error):
             raise step.failed(error) from error
-        step.hearsay.note(Word(self._finished, self._finished, text=self._label))
+        step.heartbeat.note(Word(self._finished, self._finished, text=self._label))
         self._lost = ""
         if error is not None:
             raise error
@@ -188,14 +188,14 @@ class Peers:
 class _Step:
     """One step, for the process that waits for its end."""
 
-    def __init__(self, hearsay: Hearsay, number: int, label: str, deadline: float | None) -> None:
-        self.hearsay, self.number, self.label, self.deadline = hearsay, number, label, deadline
+    def __init__(self, heartbeat: Heartbeat, number: int, label: str, deadline: float | None) -> None:
+        self.heartbeat, self.number, self.label, self.deadline = heartbeat, number, label, deadline
         self.until = inf if deadline is None else time.monotonic() + deadline
 
     @property
     def view(self) -> View:
         """What is known now."""
-        heard = self.hearsay
+        heard = self.heartbeat
         silence = SILENCE * heard.interval
         return View(
             heard.index, heard.members, heard.heard[:], self.number, self.label, time.monotonic(), silence
@@ -208,20 +208,20 @@ class _Step:
             PeerError: they feed something else, or the time is over.
         """
         while True:
-            self.hearsay.news.clear()
+            self.heartbeat.news.clear()
             self._check(self.view.kinds & HOPELESS)
             if not self.view.kinds & ON_THE_WAY:
                 return
-            self.hearsay.news.wait(self._moment())
+            self.heartbeat.news.wait(self._moment())
 
-    def wait_for_end(self, hand: Hand) -> tuple[Any, BaseException | None]:
+    def wait_for_end(self, background: Background) -> tuple[Any, BaseException | None]:
         """What the work returned, and what it raised.
 
         Raises:
             PeerError: it cannot end, or the time is over.
         """
         before = False
-        while (done := hand.result(self._moment())) is None:
+        while (done := background.result(self._moment())) is None:
             now = bool(self.view.kinds & HOPELESS)
             self._check(before and now)  # the work had an interval's time to end
             before = now
@@ -244,7 +244,7 @@ class _Step:
 
     def _moment(self) -> float:
         """How long to wait before looking around again."""
-        return max(0.0, min(self.hearsay.interval, self.until - time.monotonic()))
+        return max(0.0, min(self.heartbeat.interval, self.until - time.monotonic()))
 
     def _check(self, is_hopeless: object) -> None:
         """Raise if the step cannot end, or had its time."""
@@ -254,15 +254,15 @@ class _Step:
             raise self._error(f"did not end within {self.deadline:g} s")
 
     def _error(self, what: str) -> PeerError:
-        """What happened, and who is to blame."""
+        """What happened, and because of whom."""
         self._settle()
-        return PeerError(f"Step {self.number} {what}. {blame(self.view)}")
+        return PeerError(f"Step {self.number} {what}. {verdict(self.view)}")
 
     def _settle(self) -> None:
         """Wait a moment, in which the living say something and the dead become silent."""
-        since = time.monotonic() + self.hearsay.interval / 2  # datagrams of before may come a little later
+        since = time.monotonic() + self.heartbeat.interval / 2  # datagrams of before may come a little later
         while not self.view.is_settled(since):
-            time.sleep(self.hearsay.interval / 10)
+            time.sleep(self.heartbeat.interval / 10)
 
 
 def _uncaught() -> BaseException | None:

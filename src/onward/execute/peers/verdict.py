@@ -2,7 +2,7 @@
 
 >>> members = [Member(("127.0.0.1", 0), "spark", 4241), Member(("127.0.0.1", 0), "spark", 4242)]
 >>> heard = [Heard(0.0), Heard(at=87.5, number=350, word=Word(begun=17, finished=17))]
->>> print(blame(View(0, members, heard, step=18, label="x [32, 784]", now=100.0, silence=2.0)))
+>>> print(verdict(View(0, members, heard, step=18, label="x [32, 784]", now=100.0, silence=2.0)))
 Process 1 (pid 4242 on spark) was last heard of 12.5 s ago, after step 17: it died or was stopped. A step
 needs all processes: end them, and start all again from the last checkpoint. onward launch --restarts 1 does
 so by itself.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from onward.execute.company.hearsay import Heard, Member, Status, Word
+from onward.execute.peers.heartbeat import Heard, Member, Status, Word
 
 _SHOWN = 5  # processes
 _RESTART = (
@@ -120,7 +120,7 @@ class View:
         )
 
 
-def blame(view: View) -> str:
+def verdict(view: View) -> str:
     """The processes that are in the way of the step, each with what it does, and how to go on."""
     guilty = sorted((view.kind(i), i) for i in view.others if view.kind(i) in _ADVICE)
     guilty = [(kind, i) for kind, i in guilty if kind is not Kind.GAVE_UP] or guilty  # these only repeat it

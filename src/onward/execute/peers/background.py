@@ -1,8 +1,8 @@
 """A thread that works for somebody who may not wait for the end.
 
->>> hand = Hand("worker")
->>> hand.begin(lambda: 6 * 7)
->>> hand.result(timeout=5.0)
+>>> background = Background("worker")
+>>> background.begin(lambda: 6 * 7)
+>>> background.result(timeout=5.0)
 (42, None)
 """
 
@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 
-class Hand:
+class Background:
     """A daemon thread that does one piece of work after the other.
 
     Handing over work and taking its result costs some ten microseconds; starting a thread costs more.

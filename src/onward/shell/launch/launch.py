@@ -15,10 +15,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from onward.core.errors import ArgumentError
-from onward.shell.gang import Ending, Gang, Signals, blamed, name_of
-from onward.shell.printer import Printer
-from onward.shell.relay import Relay
-from onward.shell.worker import VARIABLE, Place
+from onward.shell.launch.gang import Ending, Gang, Signals, blamed, name_of
+from onward.shell.launch.printer import Printer
+from onward.shell.launch.relay import Relay
+from onward.shell.launch.worker import VARIABLE, Place
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _run(plan: Plan, gpus: list[str | None], signals: Signals) -> Ending | None:
     def start(index: int) -> subprocess.Popen[bytes]:
         place = Place(index, plan.processes, relay.address, relay.target, plan.deadline, lifeline)
         process = subprocess.Popen(
-            [sys.executable, "-m", "onward.shell.worker", str(plan.script), *plan.arguments],
+            [sys.executable, "-m", "onward.shell.launch.worker", str(plan.script), *plan.arguments],
             env=environment(os.environ, place, plan.devices, gpus[index]),
             stdin=subprocess.DEVNULL,
             stdout=printer.pipe,

@@ -1,6 +1,6 @@
 """One process of ``onward launch``: joins the others, then runs the script as if it was started by itself.
 
-``python -m onward.shell.worker script.py arguments...``, with what else it has to know in the environment.
+``python -m onward.shell.launch.worker script.py arguments...``; the environment says what else it must know.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NoReturn
 import jax
 
 from onward.core.errors import PeerError
-from onward.execute.peers import Peers
+from onward.execute.peers.peers import Peers
 
 VARIABLE = "ONWARD_WORKER"  # in the environment: a Place
 GAVE_UP = 75  # the status of a process that ended because of another one (EX_TEMPFAIL)
@@ -55,7 +55,7 @@ class Place:
 def main() -> None:
     """Join, run the script, end."""
     if VARIABLE not in os.environ:
-        sys.exit("onward.shell.worker is started by the launcher: onward launch -n 2 script.py")
+        sys.exit("onward.shell.launch.worker is started by the launcher: onward launch -n 2 script.py")
     place = Place(**json.loads(os.environ.pop(VARIABLE)))
     os.set_inheritable(place.lifeline, False)
     Thread(target=_end_with, args=(place.lifeline,), name="onward-lifeline", daemon=True).start()

@@ -16,8 +16,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onward.core.errors import PeerError
-from onward.execute.company.hand import Hand
-from onward.execute.company.hearsay import Member, own_host
+from onward.execute.peers.background import Background
+from onward.execute.peers.heartbeat import Member, own_host
 
 OF_THE_EXCHANGE = re.compile(
     "gloo|nccl|coordination ?service|connection (closed|reset|refused)|socket closed|broken pipe",
@@ -86,9 +86,9 @@ def _card(near: socket.socket, far: socket.socket) -> dict[str, Any]:
 
 def _exchange(card: dict[str, Any], deadline: float | None) -> list[dict[str, Any]]:
     """The cards of all processes, in the order of their indices."""
-    hand = Hand("onward-meeting")
-    hand.begin(lambda: _gathered(json.dumps(card).encode().ljust(_SIZE)))
-    done = hand.result(deadline)
+    background = Background("onward-meeting")
+    background.begin(lambda: _gathered(json.dumps(card).encode().ljust(_SIZE)))
+    done = background.result(deadline)
     if done is None:
         raise PeerError(_not_met(f"{deadline:g} s went by"))
     rows, error = done

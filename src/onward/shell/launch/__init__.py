@@ -1,0 +1,1 @@
+"""``onward launch``: one script in several processes of this machine."""
