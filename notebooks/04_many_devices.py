@@ -142,7 +142,7 @@ class MajorityVote(ow.Merge):
 
 
 voted = ow.replicate(ow.SGD(1e-3).minimize(loss, params, *batch), 8, MajorityVote())
-print([op for op in voted.ops if op.type == "majority_vote"][0])
+print(next(op for op in voted.ops if op.type == "majority_vote"))
 
 # %% [markdown]
 # A merge that is forgotten, or that leaves the devices with different results, is found before anything runs:
