@@ -73,7 +73,9 @@ print(ow.plan(program))
 
 # %%
 reader = ow.batches(
-    {"images": images, "labels": labels, "example_weight": np.ones(len(images), np.float32)}, 128, shuffle=True
+    {"images": images, "labels": labels, "example_weight": np.ones(len(images), np.float32)},
+    128,
+    shuffle=True,
 )
 
 
