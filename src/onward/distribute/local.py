@@ -34,7 +34,8 @@ class LocalSGD(Merge):
 
     It sends one ``every``-th of what an average of the gradients sends. The slots of the optimizer stay each
     device's own. ``state.parameters`` are those of the last meeting, ``state["w/local"]`` what each device
-    has made of ``w`` since.
+    has made of ``w`` since. What the function returns, and the statistics of batch normalization, are small
+    and merged at every step.
 
     Source: Stich, Local SGD Converges Fast and Communicates Little, 2019, algorithm 1.
 
@@ -107,8 +108,8 @@ class DiLoCo(LocalSGD):
     """Every device makes its own updates; how far they came is the gradient of an outer optimizer.
 
     When the devices meet, the mean over them of ``w - w/local`` goes to the outer optimizer, and all go on
-    from what it makes of ``w``. The difference is merged as ``merge`` says. Hyperparameters and slots of the
-    outer optimizer are in the state, named ``outer/...``.
+    from what it makes of ``w``. The difference is merged as ``exchange`` says. Hyperparameters and slots of
+    the outer optimizer are in the state, named ``outer/...``.
 
     Source: Douillard et al., DiLoCo, 2023, algorithm 1, with Nesterov momentum 0.9 and learning rate 0.7 as
     in section 3.
@@ -171,7 +172,7 @@ def _now_and_then(
     given = (*changing, *fixed, *sync.inputs)
     run = lower(sync, [sync.next_state[v] for v in changing])
 
-    def body(number: Any, *values: Any) -> list[Any]:
+    def sometimes(number: Any, *values: Any) -> list[Any]:
         env = dict(zip(given, values, strict=True))
         own = [env[v] for v in sync.inputs]
 
@@ -187,12 +188,12 @@ def _now_and_then(
     inputs = (step, *given)
     replaced = (*local.values(), *changing)
     outputs = tuple(Variable(names.new(f"next({v.name})"), v.shape, v.dtype) for v in replaced)
-    body_ = body_of(body, *(Type(v.shape, v.dtype) for v in inputs))
+    body = body_of(sometimes, *(Type(v.shape, v.dtype) for v in inputs))
     return replace(
         program,
         state=(*program.state, *renamed.values()),
         initializers=(*program.initializers, *sync.initializers),
         hyperparameters=(*program.hyperparameters, *sync.hyperparameters),
-        ops=(*program.ops, Op(merge.name, inputs, outputs, body_, Pass.COLLECTIVE)),
+        ops=(*program.ops, Op(merge.name, inputs, outputs, body, Pass.COLLECTIVE)),
         next_state={**program.next_state, **dict(zip(replaced, outputs, strict=True))},
     )
