@@ -19,6 +19,8 @@ LOCAL = "local"  # the type of the initializer that gives every device its own o
 
 def equal_variables(program: Program) -> set[Variable]:
     """The Variables that have the same value on every device."""
+    if program.replicas is not None and program.replicas.count == 1:
+        return set(program.variables.values())
     given = (*program.inputs, *program.state)
     equal = {v for v in given if v.placement is Placement.REPLICATED} | set(program.constants)
     for op in program.ops:
@@ -44,7 +46,7 @@ def check_placement(program: Program) -> None:
 
 def expect_one_device(program: Program, what: str) -> None:
     """Raise ``GraphError`` if a Program is replicated already, and this has to come before that."""
-    if program.replicas is not None:
+    if program.replicas is not None and program.replicas.count > 1:
         raise GraphError(
             f"Program {program.name!r} is replicated for {program.replicas.count} devices, and {what} comes "
             f"before that. Replicate last: replicate(optimizer.minimize(loss, ...), "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,8 +21,8 @@ import numpy as np
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
-from onward.core.jaxprs import traced
-from onward.core.program import Program
+from onward.core.jaxprs import along, current_axis, traced
+from onward.core.program import Program, Replicas
 from onward.core.source import line_of
 from onward.core.structure import Static, describe
 from onward.core.transform import Recipe
@@ -43,6 +44,7 @@ def trace(
     batch_size: int | None = None,
     feed: Mapping[str, Any] | None = None,
     training: bool = True,
+    axis_name: str | None = None,
 ) -> Program:
     """Trace a pure function of (parameters, *data) into a forward Program.
 
@@ -62,6 +64,9 @@ def trace(
         batch_size: what None stands for in the shapes of declared data; 2 unless given or fed.
         feed: for declared data, by name, an array or ``jax.ShapeDtypeStruct`` that shows its shape.
         training: False traces the test Program: layers drop nothing, and use the statistics they have.
+        axis_name: the axis that the function's own collectives run along, such as ``jax.lax.all_gather`` in
+            a contrastive loss, or flax's ``BatchNorm(axis_name=...)``. It is one device long until
+            ``replicate``.
 
     Raises:
         TraceError: the function branches on a traced value, has a side effect, or fails.
@@ -107,6 +112,7 @@ def trace(
         batch_size=batch_size,
         feed={str(name_of(key)): _shown(key, value) for key, value in (feed or {}).items()},
         lazies=tuple(lazies),
+        axis_name=axis_name,
     )
     return traced.program()
 
@@ -148,6 +154,7 @@ class _TracedFunction:
     lazies: tuple[Lazy, ...]
     assumes_batch: bool = False
     fixed_data: frozenset[str] = frozenset()
+    axis_name: str | None = None
 
     def trace(self, data: tuple[Any, ...]) -> Program:
         """Trace again with data of these types: the arguments first, then what is declared."""
@@ -163,14 +170,16 @@ class _TracedFunction:
     def program(self) -> Program:
         """The forward Program."""
         arguments = [s for s in (self.parameters, self.state, *self.data) if s is not None]
-        found = self.traced(arguments)
+        alone = None if self.axis_name is None or current_axis() else Replicas(1, self.axis_name)
+        with nullcontext() if alone is None else along(alone):
+            found = self.traced(arguments)
         feed = {n: d.type for n, d in found.context.declared.items() if d.kind is Kind.DATA}
         program = assemble(found, self.name, self.parameters, self.state, self.data, self.has_aux)
         context = found.context
         origin = replace(
             self, feed=feed, assumes_batch=context.assumes_batch, fixed_data=frozenset(context.fixed)
         )
-        return check(replace(program, recipe=Recipe(origin, program.ops)))
+        return check(replace(program, recipe=Recipe(origin, program.ops), replicas=alone))
 
     def traced(self, arguments: Sequence[Specification]) -> Traced:
         """The traced jaxpr, and what the function returned and declared."""
@@ -335,8 +344,9 @@ def _explained(error: Exception, name: str) -> TraceError:
         )
     elif isinstance(error, NameError) and "axis name" in str(error):
         advice = (
-            f"{str(error).split('. ')[0]}. Write the function for one device, without collectives (in flax: "
-            "BatchNorm without axis_name); replicate adds those that merge gradients, statistics and results."
+            f"{str(error).split('. ')[0]}. If the function exchanges numbers between devices itself, name "
+            "the axis that it does so along: trace(..., axis_name='replicas'), or minimize(loss, ..., "
+            "axis_name='replicas'). What merges gradients and results, replicate adds."
         )
     elif "__jax_array__" in str(error):
         advice = (

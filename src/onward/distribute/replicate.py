@@ -57,7 +57,8 @@ def replicate(
         program: a training Program, or a test Program to evaluate.
         devices: how many; all that JAX shows unless given.
         merge: how gradients become one: ``Average()`` unless given.
-        axis_name: the name of the axis that the collectives run along.
+        axis_name: the name of the axis that the collectives run along, unless the Program was traced with
+            one.
         sync_batch_norm: normalize by the statistics of the whole batch rather than of each device's part.
         whole: data that every device gets whole, by name, pattern or predicate, though it may happen to be as
             long as the batch. What has another length than the first array, or is declared with a length of
@@ -77,7 +78,8 @@ def replicate(
         >>> program["x"], [op.type for op in program.ops if op.made_by == "collective"]
         (Variable('x', float32[2,3], data), ['all_mean', 'all_mean'])
     """
-    if program.replicas is not None:
+    if program.recipe is not None and any(step.function is replicated for step in program.recipe.steps):
+        assert program.replicas is not None
         raise GraphError(
             f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
         )
@@ -94,7 +96,8 @@ def replicate(
         select(program.inputs, [example_weight], "example_weight")
     split = _split(program, whole, example_weight, recipe.origin.fixed_data)
     weight = example_weight if example_weight in split else None
-    replicas = Replicas(count, axis_name, sync_batch_norm, merge.period, weight)
+    name = axis_name if program.replicas is None else program.replicas.name
+    replicas = Replicas(count, name, sync_batch_norm, merge.period, weight)
     return replicated(program, replicas, merge, split)
 
 

@@ -54,7 +54,7 @@ class Spread:
         self._merged = {v for op in program.ops if op.made_by is Pass.COLLECTIVE for v in op.inputs}
         self.results = [self._of_result(v) for v in wanted]
         self.changed = [old[v].placement for v in following]
-        self.is_shared = jax.process_count() > 1
+        self.is_shared = jax.process_count() > 1 and self.replicas.count > 1
 
     def over_devices(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """The function of whole arrays that runs ``run`` on every device's part."""
@@ -200,6 +200,8 @@ def devices_of(program: str, replicas: Replicas) -> list[Any]:
         raise ArgumentError(
             _TOO_FEW.format(program=program, count=count, found=len(found), platform=platform)
         )
+    if count == 1:
+        return [jax.local_devices()[0]]
     if count % processes:
         raise ArgumentError(
             _UNEVEN.format(program=program, count=count, found=len(found), processes=processes)

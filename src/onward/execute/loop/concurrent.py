@@ -34,7 +34,7 @@ class Crew:
             raise ArgumentError(f"threads is {describe(threads)}; expected a whole number, at least 1.")
         self.trainer, self.training = trainer, training
         names = [p.name for p, _ in trainer.program.gradients]
-        if trainer.program.replicas is not None:
+        if trainer.program.replicas is not None and trainer.program.replicas.count > 1:
             raise ArgumentError(
                 f"threads is {threads}, and {trainer.program.name} trains on "
                 f"{trainer.program.replicas.count} devices. Train by threads on one device, or by devices in "
