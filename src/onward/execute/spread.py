@@ -164,6 +164,13 @@ def _joined(x: Any) -> Any:
     return x.reshape(-1, *x.shape[2:])
 
 
+def place_among_processes() -> tuple[int, int]:
+    """Which process this is, and of how many; asks no device, so that JAX need not have begun."""
+    if not jax.distributed.is_initialized():
+        return 0, 1
+    return jax.process_index(), jax.process_count()
+
+
 def gathered(value: Any) -> Any:
     """The whole of an array that lies over several processes, all of which call this together."""
     if not isinstance(value, jax.Array) or value.is_fully_addressable:

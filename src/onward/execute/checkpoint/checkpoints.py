@@ -26,14 +26,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import jax
-
 from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.execute.checkpoint.archive import Content, by_age, look, read, write
 from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
 from onward.execute.checkpoint.durable import discard, make_folder, sweep
 from onward.execute.checkpoint.encoding import encode
-from onward.execute.spread import gathered
+from onward.execute.spread import gathered, place_among_processes
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,8 @@ class Checkpoints:
         self.wait()
         encoded = {_name("arrays", name): encode(name, gathered(value)) for name, value in arrays.items()}
         sequence, path = self._next(step)
-        if jax.process_index() > 0:
+        index, _ = place_among_processes()
+        if index > 0:
             return path
         content = Content(encoded, sequence, step, metrics, extra)
         self._run(lambda: self._write(path, content))

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.structure import describe
+from onward.execute.spread import place_among_processes
 
 
 def batches(
@@ -128,7 +128,7 @@ class Batches:
         """The rows of a batch, or of this process's part of it."""
         begin = batch * self.batch_size
         end = min(begin + self.batch_size, self.examples)
-        count, index = (jax.process_count(), jax.process_index()) if self.parts else (1, 0)
+        index, count = place_among_processes() if self.parts else (0, 1)
         size = end - begin
         return slice(begin + index * size // count, begin + (index + 1) * size // count)
 
