@@ -8,7 +8,7 @@ DEVICES = "--xla_force_host_platform_device_count"
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 
-# A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP; tests are about what they do.
+# A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP; tests are about these two.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
