@@ -45,7 +45,7 @@ class Filling:
     def weighed(self, weights: Any) -> Any:
         """Weights at their places, 0 for what fills up."""
         counts = self.counts.reshape(-1, *[1] * (weights.ndim - 1))
-        where = jnp.where if isinstance(weights, jax.Array) else np.where
+        where: Any = jnp.where if isinstance(weights, jax.Array) else np.where
         return where(counts, weights[self.rows], np.zeros((), weights.dtype))
 
     def emptied(self, value: Any) -> Any:
