@@ -22,7 +22,7 @@ Run it with ``python -m benchmarks multi_device``, or with a choice:
 Where there is one processor, ``XLA_FLAGS=--xla_force_host_platform_device_count=8`` makes eight devices of
 it. They share its cores, so that efficiency says nothing there; the ratios and the bytes do. On host
 devices a replicated step waits for its end, since a second one in flight can starve its collectives; the step
-by hand does not wait, and gains some tenths of a millisecond by that. Some rows of
+by hand does not wait. What that costs was not measured by itself. Some rows of
 ``--devices 2,4 --model mlp --rounds 15``, on two cores:
 
     python 3.11.7, jax 0.10.2, device cpu, cores 2
