@@ -27,6 +27,7 @@ from onward.core.check import check
 from onward.core.errors import (
     ArgumentError,
     CheckpointError,
+    ClusterError,
     GraphError,
     HyperparameterError,
     LossError,
@@ -63,6 +64,9 @@ from onward.distribute.merge import Average, Bucketed, Devices, Merge, Sum
 from onward.distribute.plan import Plan, plan
 from onward.distribute.replicate import replicate
 from onward.distribute.sharded import Sharded
+from onward.distribute.split.shards import Shard
+from onward.distribute.split.split import Split, split
+from onward.execute import cluster
 from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
 from onward.execute.evaluator import Evaluator
 from onward.execute.gradient_machine import GradientMachine
@@ -93,6 +97,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Checkpoints",
+    "ClusterError",
     "Deferred",
     "Devices",
     "DiLoCo",
@@ -130,8 +135,10 @@ __all__ = [
     "Schedule",
     "Scope",
     "Session",
+    "Shard",
     "Sharded",
     "Slots",
+    "Split",
     "State",
     "StateError",
     "Step",
@@ -152,6 +159,7 @@ __all__ = [
     "batches",
     "check",
     "clip_by_global_norm",
+    "cluster",
     "compile",
     "consumers",
     "data",
@@ -171,6 +179,7 @@ __all__ = [
     "prune",
     "replicate",
     "show",
+    "split",
     "state",
     "summary_by_pass",
     "trace",

@@ -11,6 +11,7 @@
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
     ├── NonFiniteError      (FloatingPointError)  a loss that is no finite number
     ├── PeerError           (RuntimeError)  another process of the same computation died or hangs
+    ├── ClusterError        (RuntimeError)  trainers and parameter servers that cannot go on
     ├── CheckpointError     (OSError)       a checkpoint that cannot be written, or is not what was written
     └── MissingExtraError   (ImportError)   an optional package that is not installed
 
@@ -69,6 +70,10 @@ class NonFiniteError(OnwardError, FloatingPointError):
 
 class PeerError(OnwardError, RuntimeError):
     """Another process of the same computation died, hangs, or does something else."""
+
+
+class ClusterError(OnwardError, RuntimeError):
+    """Trainers and parameter servers cannot be started, or cannot go on."""
 
 
 class MissingExtraError(OnwardError, ImportError):

@@ -122,6 +122,21 @@ class Body:
         return any(map(_calls_custom_rule, self.equations))
 
     @property
+    def looks_up_rows(self) -> bool:
+        """Whether it is one ``gather`` that picks whole rows of its first input by the numbers in its second."""
+        if len(self.equations) != 1 or self.equations[0].primitive.name != "gather":
+            return False
+        (eqn,) = self.equations
+        table, places = self.in_avals[:2]
+        n = eqn.params["dimension_numbers"]
+        return bool(
+            (tuple(n.collapsed_slice_dims), tuple(n.start_index_map)) == ((0,), (0,))
+            and not n.operand_batching_dims
+            and tuple(n.offset_dims) == tuple(range(places.ndim - 1, places.ndim + table.ndim - 2))
+            and tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
+        )
+
+    @property
     def equations(self) -> Sequence[Any]:
         """Its equations."""
         return tuple(self.closed.jaxpr.eqns)

@@ -1,5 +1,7 @@
 """What a replicated Program sends and keeps, known before it runs: bytes for each device.
 
+Of a Program that was split for trainers and servers, ``plan`` says the same: see ``Traffic``.
+
 >>> import jax.numpy as jnp, onward as ow
 >>> def loss(w, x):
 ...     return jnp.mean((x @ w) ** 2)
@@ -23,12 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import overload
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Collective
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind, Placement
+from onward.distribute.split.split import Split
+from onward.distribute.split.traffic import Traffic, traffic
 
 _PLACES = {
     Placement.REPLICATED: "as all",
@@ -95,8 +100,16 @@ class Plan:
         return f"Plan of {self.name} on {on}: each sends {sent} {how}\n\n{_table(rows)}"
 
 
-def plan(program: Program) -> Plan:
-    """What each device sends at a step and what it keeps.
+@overload
+def plan(program: Program) -> Plan: ...
+
+
+@overload
+def plan(program: Split) -> Traffic: ...
+
+
+def plan(program: Program | Split) -> Plan | Traffic:
+    """What each device, or each server of a Split, sends at a step and what it keeps.
 
     Bytes sent are those of the ring algorithms, which send least: 2 (n - 1) / n of what goes into an
     all-reduce, (n - 1) / n of what goes into a reduce-scatter or comes out of an all-gather. What a ``while``
@@ -113,12 +126,17 @@ def plan(program: Program) -> Plan:
         >>> found = ow.plan(ow.replicate(program, devices=8))
         >>> [(e.name, e.bytes) for e in found.exchanges], found.bound
         ([('all_mean(grad(w))', 700.0), ('all_mean(div)', 7.0)], 700.0)
+        >>> found = ow.plan(ow.split(program, servers=2))
+        >>> [server.kept for server in found.servers], [found.up(i) for i in (0, 1)]
+        ([208, 200], [200, 208])
     """
+    if isinstance(program, Split):
+        return traffic(program)
     replicas = program.replicas
     if replicas is None:
         raise GraphError(
             f"Program {program.name!r} runs on one device, which sends nothing. Replicate it first: "
-            "plan(replicate(program, devices))."
+            "plan(replicate(program, devices)), or split it: plan(split(program, servers))."
         )
     n = replicas.count
     weights = sum(nbytes(p) for p, _ in program.gradients)

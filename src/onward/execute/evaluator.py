@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, StateError, nearest
-from onward.core.program import Variable
+from onward.core.program import Program, Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of
 from onward.execute.feeds import data_names
@@ -228,6 +228,15 @@ def metrics_of(out: Out) -> dict[str, Any]:
             if v.shape == () and v.name in out.results.position:
                 found[path or "aux"] = out[v]
     return found
+
+
+def scalars_of(program: Program, values: Mapping[str, Any]) -> dict[str, float]:
+    """The loss and every other single number that a traced function returned, from values by their Variables'."""
+    signature = program.signature
+    found = {"loss": program.loss} if program.loss is not None else {}
+    if signature is not None and signature.has_aux:
+        found |= {path or "aux": v for path, v in _aux(signature)}
+    return {n: float(values[v.name]) for n, v in found.items() if v.shape == () and v.name in values}
 
 
 def _aux(signature: Any) -> list[tuple[str, Variable]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from os import PathLike
 from threading import RLock
@@ -81,6 +82,13 @@ class Model:
         """
         with self.lock:
             self.state = self.state.replace(values)
+
+    def copy(self) -> Model:
+        """Another Model of the same network with the values that this one has now; it goes its own way."""
+        other = copy(self)
+        other.lock = RLock()
+        other.state = self.state.copy()
+        return other
 
     def save(self, folder: str | PathLike[str]) -> Any:
         """Write the parameters and the state of the network to disk; returns the path once it is there.

@@ -1,0 +1,55 @@
+"""A Program in words that are the same in every process, for peers that compare what they were given."""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.jaxprs import Body
+from onward.core.program import Op, Program
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def outline(program: Program) -> str:
+    """The types, names and wiring of a Program, and what each of its ops computes, constants included.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> twice, thrice = (ow.trace(lambda w: jnp.sum(w * n), jnp.ones(3), name="f") for n in (2, 3))
+        >>> outline(twice) == outline(thrice)
+        False
+    """
+    head = (*program.inputs, *program.state, *program.outputs)
+    lines = [f"{v.name}:{v.type}" for v in head]
+    lines += [f"{old.name}<-{new.name}" for old, new in program.next_state.items()]
+    lines += [f"{v.name}={_digest(value)}" for v, value in program.constants.items()]
+    told: dict[Body, str] = {}
+    return "\n".join(
+        (program.name, *lines, *(_line(op, told) for op in (*program.initializers, *program.ops)))
+    )
+
+
+def _line(op: Op, told: dict[Body, str]) -> str:
+    names = (" ".join(v.name for v in side) for side in (op.outputs, op.inputs))
+    if op.body not in told:
+        told[op.body] = _computed(op.body)
+    return f"{op.type}|{'|'.join(names)}|{told[op.body]}"
+
+
+def _computed(body: Body) -> str:
+    """The jaxpr without the addresses of functions in it, and what it holds fixed."""
+    fixed = " ".join(map(_digest, body.closed.consts))
+    return f"{_ADDRESS.sub('', str(body.closed))} {fixed}"
+
+
+def _digest(value: Any) -> str:
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return f"{array.dtype}{list(array.shape)}:{sha256(array.tobytes()).hexdigest()}"

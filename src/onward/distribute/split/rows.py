@@ -1,0 +1,146 @@
+"""Tables of which a step reads a few rows: the trainer gets these rows alone, and sends their gradients.
+
+A parameter is such a table if every op that reads it looks up rows of it, at places that the data alone tell,
+and if these are fewer than its rows. In the trainer's Program it is as long as the batch has lookups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.jaxprs import Type, body_of
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import ancestors, consumers, needed_ops, prune, substitute
+from onward.core.words import Kind
+
+_INTEGER = np.dtype(np.int32)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A parameter that travels by rows.
+
+    Attributes:
+        parameter: all of it, as the servers keep it.
+        rows: the rows of a batch, as the trainer gets them; more than it reads are filled up with zeros.
+        places: which rows are looked up, all of them rows that there are: integers ``[..., 1]``.
+        positions: in the trainer's Program, where among ``rows`` each of these is.
+        computed: in the forward Program, what says which rows are looked up; it may point outside.
+    """
+
+    parameter: Variable
+    rows: Variable
+    places: tuple[Variable, ...]
+    positions: tuple[Variable, ...]
+    computed: tuple[Variable, ...]
+
+
+def tables_in(forward: Program, parameters: Sequence[Variable], always: bool = False) -> tuple[Table, ...]:
+    """The tables among the parameters of a forward Program; ``always``: even if all rows would be fewer."""
+    readers = consumers(forward)
+    kept = set(forward.outputs) | set(forward.next_state.values())
+    names = Names(forward.variables)
+    found = []
+    for p in parameters:
+        ops = readers.get(p, ())
+        if not ops or p in kept or not all(_is_lookup(forward, p, op) for op in ops):
+            continue
+        computed = tuple(dict.fromkeys(op.inputs[1] for op in ops))
+        count = sum(prod(v.shape) for v in computed)
+        if always or count < p.shape[0]:
+            rows = replace(p, shape=(count, *p.shape[1:]))
+            places, positions = (
+                tuple(Variable(names.new(f"{what}({p.name})"), v.shape, _INTEGER, kind) for v in computed)
+                for what, kind in (("places", Kind.ACTIVATION), ("positions", Kind.DATA))
+            )
+            found.append(Table(p, rows, places, positions, computed))
+    return tuple(found)
+
+
+def by_rows(forward: Program, tables: Sequence[Table]) -> Program:
+    """The forward Program that reads each table's rows of the batch in place of the table."""
+    if not tables:
+        return forward
+    lookups = {
+        (t.parameter, place): position
+        for t in tables
+        for place, position in zip(t.computed, t.positions, strict=True)
+    }
+    rows = {t.parameter: t.rows for t in tables}
+    ops = tuple(
+        _from_rows(op, rows, lookups) if op.inputs[:1] and op.inputs[0] in rows else op for op in forward.ops
+    )
+    looked = replace(
+        forward,
+        inputs=(*forward.inputs, *(v for t in tables for v in t.positions)),
+        ops=ops,
+        initializers=tuple(op for op in forward.initializers if rows.keys().isdisjoint(op.outputs)),
+        signature=None,
+        recipe=None,
+    )
+    needed = needed_ops(looked, (*looked.outputs, *looked.next_state.values()))
+    return substitute(replace(looked, ops=tuple(needed)), rows)
+
+
+def places_of(forward: Program, tables: Sequence[Table]) -> Program:
+    """The part of the forward Program that computes which rows are looked up.
+
+    A place outside of the table asks for the nearest row, as one device reads it unless told to fill.
+    """
+    ops = tuple(_inside(t, at, place) for t in tables for at, place in zip(t.computed, t.places, strict=True))
+    longer = replace(forward, ops=(*forward.ops, *ops), signature=None, recipe=None)
+    return prune(longer, [v for t in tables for v in t.places])
+
+
+def _is_lookup(forward: Program, p: Variable, op: Op) -> bool:
+    """Whether an op reads rows of ``p`` at places that the data alone tell."""
+    if len(op.inputs) != 2 or op.inputs[0] is not p or op.inputs[1] is p or not op.body.looks_up_rows:
+        return False
+    return ancestors(forward, [op.inputs[1]]).isdisjoint(forward.state)
+
+
+def _inside(table: Table, computed: Variable, place: Variable) -> Op:
+    """What makes row numbers that there are of those that the data tell."""
+
+    def inside(at: Any) -> list[jax.Array]:
+        return [jnp.clip(_wide(at), 0, table.parameter.shape[0] - 1).astype(_INTEGER)]
+
+    return Op("inside", (computed,), (place,), body_of(inside, Type(computed.shape, computed.dtype)))
+
+
+def _from_rows(
+    op: Op, rows: Mapping[Variable, Variable], lookups: Mapping[tuple[Variable, Variable], Variable]
+) -> Op:
+    """The lookup among the rows of the batch; what one device fills, where a place is outside, is filled."""
+    table, place = op.inputs
+    position = lookups[table, place]
+    params = op.body.equations[0].params
+    fills = params["mode"] is jax.lax.GatherScatterMode.FILL_OR_DROP
+    other = jnp.nan if params["fill_value"] is None else params["fill_value"]
+
+    def look_up(values: Any, position: Any, *at: Any) -> list[jax.Array]:
+        found = values.at[position[..., 0]].get(mode="promise_in_bounds")
+        for a in at:
+            wide = _wide(a)
+            known = (wide >= 0) & (wide < table.shape[0])
+            shape = (*position.shape[:-1], *(1 for _ in table.shape[1:]))
+            found = jnp.where(known.reshape(shape), found, jnp.asarray(other, found.dtype))
+        return [found]
+
+    few = rows[table]
+    others = (position, place) if fills else (position,)
+    body = body_of(look_up, *(Type(v.shape, v.dtype) for v in (few, *others)))
+    return replace(op, type="lookup", inputs=(table, *others), body=body)
+
+
+def _wide(places: Any) -> Any:
+    """Integers in a dtype that can count the rows of a table."""
+    return places.astype(_INTEGER) if places.dtype.itemsize < _INTEGER.itemsize else places

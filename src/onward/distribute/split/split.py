@@ -1,0 +1,296 @@
+"""One training Program becomes one for a trainer and several for parameter servers.
+
+The cut runs along ``program.gradients``. A trainer receives parameters, computes gradients and sends them; a
+server receives gradients, updates the parameters it owns and sends these.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> params = {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
+>>> def loss(p, x):
+...     return jnp.mean((x @ p["w"] + p["b"]) ** 2)
+>>> cut = ow.split(ow.SGD(0.1).minimize(loss, params, jnp.ones((8, 4))), servers=2)
+>>> [[str(shard) for shard in own] for own in cut.shards]
+[['b', 'w[0:2]'], ['w[2:4]']]
+>>> [op.type for op in cut.servers[0].ops]
+['recv', 'count', 'sgd', 'sgd', 'send']
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+from onward.core.errors import ArgumentError, GraphError, UnreachedWarning
+from onward.core.jaxprs import Type
+from onward.core.placement import expect_one_device
+from onward.core.program import Program, Variable
+from onward.core.transform import Recipe, recipe_of
+from onward.core.walk import Where, select
+from onward.core.words import UpdateType
+from onward.derive.backward import append_backward
+from onward.derive.optimizer import Optimizer
+from onward.derive.update import append_update
+from onward.distribute.merge import is_count
+from onward.distribute.split.outline import outline
+from onward.distribute.split.rows import Table, by_rows, places_of, tables_in
+from onward.distribute.split.server import Duties, ServerPart, server_part, shared_part
+from onward.distribute.split.shards import Shards, balanced, rows_of
+from onward.distribute.split.trainer import TrainerPart, carried_by, trainer_part
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """What a trainer runs, what each server runs, and which rows of which parameters each server owns.
+
+    Attributes:
+        source: the training Program that was cut.
+        forward: its forward pass.
+        base: its forward and backward pass, as a trainer runs them.
+        optimizer: what the servers update with.
+        shards: for each server, what it owns.
+        tables: what travels by rows.
+        lazy: the names of the tables whose untouched rows an update leaves alone.
+        count: how many trainers' gradients a server merges at an update.
+        recipe: how the source was made; None where the trainer makes steps of its own.
+        local: where it does so, by the name of each of its feeds, whose value that is.
+    """
+
+    source: Program
+    forward: Program
+    base: Program
+    optimizer: Optimizer
+    shards: Shards
+    tables: tuple[Table, ...]
+    lazy: frozenset[str]
+    count: int
+    recipe: Recipe | None
+    local: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def trainer(self) -> Program:
+        """What a trainer runs."""
+        return self.trainer_part.program
+
+    @property
+    def servers(self) -> tuple[Program, ...]:
+        """What each server runs."""
+        return tuple(part.program for part in self.server_parts)
+
+    @cached_property
+    def trainer_part(self) -> TrainerPart:
+        """What a trainer runs, and what of it travels."""
+        return trainer_part(self.base, self.shards, self.tables)
+
+    @cached_property
+    def server_parts(self) -> tuple[ServerPart, ...]:
+        """What each server runs where a trainer touches as many rows as it can, and what of it travels."""
+        most = {t.parameter.name: t.rows.shape[0] for t in self.tables}
+        return tuple(self.server_part(i, most) for i in range(len(self.shards)))
+
+    def server_part(self, index: int, touched: Mapping[str, int]) -> ServerPart:
+        """What one server runs where each trainer sends so many rows of each table."""
+        by_row = {t.parameter for t in self.tables}
+        own = self.shards[index]
+        duties = Duties(
+            index,
+            tuple(s for s in own if s.parameter not in by_row),
+            {s: touched[s.parameter.name] for s in own if s.parameter in by_row},
+            () if index else self.carried,
+            self.lazy,
+        )
+        return server_part(self.base, duties, self.optimizer, self.count)
+
+    @cached_property
+    def shared(self) -> Program | None:
+        """What the first server tells the others through the trainers; None where it is alone."""
+        first, *others = self.server_parts
+        return shared_part(first, others) if others else None
+
+    @cached_property
+    def places(self) -> Program | None:
+        """From data to the rows that are looked up; None where nothing travels by rows."""
+        return places_of(self.forward, self.tables) if self.tables else None
+
+    @property
+    def carried(self) -> tuple[Variable, ...]:
+        """The state that the forward pass replaces, which the first server keeps."""
+        return carried_by(self.base)
+
+    def at(self, data: Sequence[Any]) -> Split:
+        """The same cut for data of these types; what servers own and run stays."""
+        if self.recipe is None:
+            return self
+        by_row = [t.parameter.name for t in self.tables]
+        forward, base, tables = _cut(self.source, self.recipe, tuple(data), by_row, always=True)
+        return replace(self, forward=forward, base=base, tables=tables)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for cuts of the same graph, in any process: what peers compare before they talk."""
+        text = "\n".join(map(outline, (self.trainer, *self.servers)))
+        owned = "|".join(",".join(map(str, own)) for own in self.shards)
+        return sha256(f"{text}\n{owned}\n{sorted(self.lazy)}".encode()).hexdigest()[:16]
+
+
+def split(
+    program: Program, servers: int, trainers: int = 1, *, rows: bool = True, lazy: Iterable[Where] = ()
+) -> Split:
+    """Cut a training Program into one for a trainer and one for each parameter server.
+
+    Parameters are balanced over the servers by the bytes that they and their slots take. Where the optimizer
+    looks at each number by itself, a large parameter is cut by rows. The step counter, the schedules and the
+    hyperparameters are the first server's; trainers bring the others what they read of them. What the
+    forward pass carries from step to step (statistics, random keys) is the first server's too, as the mean
+    over the trainers. A rule that stands between backward pass and update, such as a clip, stays with the
+    trainer. A table of which a step looks up some rows travels by these rows.
+
+    Args:
+        program: a training Program, as ``minimize`` makes it.
+        servers: how many.
+        trainers: how many gradients a server merges before it updates; with 1 it updates for each.
+        rows: whether embedding tables travel by the rows that are looked up.
+        lazy: tables, by name, pattern or predicate, whose untouched rows an update leaves alone. An
+            optimizer with slots (momentum) would move them too, at a cost in proportion to the whole table.
+
+    Raises:
+        GraphError: a Program without an update, an optimizer that looks across parameters, a clip where
+            several trainers' gradients are merged after it, or fewer parameters than servers.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+        UnknownNameError: ``lazy`` names no table that travels by rows.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.Adam(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(6), jnp.ones((8, 6)))
+        >>> cut = ow.split(program, servers=2)
+        >>> [v.name for v in cut.servers[1].state]
+        ['w[3:6]', 'w[3:6]/mean', 'w[3:6]/variance']
+        >>> [v.name for v in cut.trainer.outputs]
+        ['div', 'to_server_0/grad(w[0:3])', 'to_server_1/grad(w[3:6])']
+    """
+    for what, count in (("servers", servers), ("trainers", trainers)):
+        if not is_count(count):
+            raise ArgumentError(f"split: {what} is {count!r}; expected how many, at least 1.")
+    expect_one_device(program, "a cut into trainers and servers")
+    recipe = recipe_of(program, "without its update", "Build it with optimizer.minimize")
+    optimizer = _optimizer(program, recipe)
+    _check_rules(program, optimizer, recipe, servers, trainers)
+    trained = [p.name for p, _ in program.gradients]
+    forward, base, tables = _cut(program, recipe, _types(program), trained if rows else [])
+    full = [program[p.name] for p, _ in base.gradients]
+    chosen = select([t.parameter for t in tables], lazy, "split, lazy") if lazy else ()
+    if chosen and optimizer.type is not UpdateType.ELEMENTWISE:
+        raise GraphError(
+            f"split: lazy updates look at single rows, and {type(optimizer).__name__} looks at each "
+            "parameter as a whole. Leave lazy= out, or take an optimizer that looks at each number by itself."
+        )
+    cut = Split(
+        program,
+        forward,
+        base,
+        optimizer,
+        balanced(full, optimizer, servers),
+        tables,
+        frozenset(v.name for v in chosen),
+        trainers,
+        recipe,
+    )
+    return check_landing(cut)
+
+
+def check_landing(cut: Split) -> Split:
+    """Return the Split if every row of every parameter is updated exactly once, by its rule, else raise.
+
+    Raises:
+        GraphError: a row without an owner or with two, an update op that is missing, double or of another
+            type, or a counter or schedule outside the first server.
+    """
+    rule = cut.optimizer.name
+    for p, _ in cut.base.gradients:
+        owned = sorted((s.begin, s.end) for own in cut.shards for s in own if s.parameter.name == p.name)
+        ends = [0, *(end for _, end in owned)]
+        rows = rows_of(cut.source[p.name])
+        if [begin for begin, _ in owned] != ends[:-1] or ends[-1] != rows:
+            raise GraphError(
+                f"split: of {p.name!r} the servers own the rows {owned}; expected 0 to {rows}, once."
+            )
+    for program, own in zip(cut.servers, cut.shards, strict=True):
+        made = {v: op for op in program.ops for v in op.outputs}
+        following = {old.name: new for old, new in program.next_state.items()}
+        updates = [made.get(following[str(s)]) if str(s) in following else None for s in own]
+        found = [op for op in program.ops if op.update is cut.optimizer.type]
+        wrong = any(op is None or op.type != rule for op in updates)
+        together = cut.optimizer.type is UpdateType.ACROSS
+        if wrong or (not together and sorted(map(id, updates)) != sorted(map(id, found))):
+            raise GraphError(
+                f"split: {program.name} has {len(found)} update ops for {len(own)} parameters and parts "
+                f"of such; expected one {rule} for each."
+            )
+    for program in cut.servers[1:]:
+        if counting := [op for op in program.ops if op.update is UpdateType.BOOKKEEPING]:
+            raise GraphError(f"split: {program.name} has {counting[0]!r}, which belongs to the first server.")
+    return cut
+
+
+def _check_rules(program: Program, optimizer: Optimizer, recipe: Recipe, servers: int, trainers: int) -> None:
+    """Refuse by name what would have to look across servers, or at what is merged only on them."""
+    if optimizer.type is UpdateType.ACROSS and servers > 1:
+        raise GraphError(
+            f"{type(optimizer).__name__} looks at all parameters at once, and {servers} servers have a part "
+            "of them each. Take one server, or an optimizer that looks at each parameter by itself."
+        )
+    if optimizer.evaluates_loss:
+        raise GraphError(
+            f"{type(optimizer).__name__} evaluates the loss in its update, and servers have no data. Take an "
+            "optimizer that needs the gradient alone, or replicate(program, devices)."
+        )
+    names = [step.function.__name__ for step in recipe.steps]
+    between = names[_place_of_backward(recipe) + 1 : -1]
+    if between and trainers > 1:
+        raise GraphError(
+            f"{between[0]} stands between the backward pass and the update of {program.name!r}, so it stays "
+            f"with each trainer, and the gradients of {trainers} trainers are merged after it: that is not "
+            f"{between[0]} of what is merged. Take one trainer, asynchronous updates, or replicate(program, "
+            "devices)."
+        )
+
+
+def _place_of_backward(recipe: Recipe) -> int:
+    """Which of the transforms made the gradients."""
+    places = [i for i, step in enumerate(recipe.steps) if step.function is append_backward]
+    return max(places, default=0)
+
+
+def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
+    """The optimizer that made the update, which is the last transform."""
+    places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
+    if len(places) != 1 or places[0] != len(recipe.steps) - 1:
+        raise GraphError(
+            f"Program {program.name!r} has {len(places)} updates and {len(recipe.steps)} transforms; split "
+            "cuts a Program whose last transform is its update: optimizer.minimize(loss, ...)."
+        )
+    last = recipe.steps[-1]
+    found: Optimizer = last.arguments[0] if last.arguments else last.options["optimizer"]
+    return found
+
+
+def _types(program: Program) -> tuple[Any, ...]:
+    """The types of the data, as the origin of a Program takes them."""
+    assert program.signature is not None
+    return tuple(s.unflatten(Type(v.shape, v.dtype) for v in s.variables) for s in program.signature.data)
+
+
+def _cut(
+    source: Program, recipe: Recipe, data: tuple[Any, ...], candidates: Sequence[str], always: bool = False
+) -> tuple[Program, Program, tuple[Table, ...]]:
+    """The forward pass, forward and backward pass as a trainer runs them, and the tables of the source."""
+    forward = recipe.origin.trace(data)
+    tables = tables_in(forward, [forward[name] for name in candidates], always)
+    base = by_rows(forward, tables)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
+        for step in recipe.steps[:-1]:
+            base = step.function(base, *step.arguments, **step.options)
+    return forward, base, tuple(replace(t, parameter=source[t.parameter.name]) for t in tables)

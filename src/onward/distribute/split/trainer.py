@@ -1,0 +1,213 @@
+"""What a trainer runs: it receives parameters, computes gradients, and sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.check import check
+from onward.core.jaxprs import Type, body_of
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import substitute
+from onward.core.words import Kind, Pass
+from onward.distribute.split.rows import Table
+from onward.distribute.split.shards import Shard
+
+TRAINER = Variable("trainer's number", (), np.dtype(np.uint32), Kind.DATA)
+"""What a trainer is fed that draws random numbers: its number, so that no two draw the same."""
+
+
+@dataclass(frozen=True)
+class TrainerPart:
+    """The Program of a trainer, and which of its feeds and outputs travel.
+
+    Attributes:
+        program: forward and backward pass between ``recv`` and ``send`` ops.
+        received: for each server, the feeds that come from it: its shards, and from the first one what the
+            forward pass carries from step to step.
+        sent: for each server, the outputs that go to it.
+        row_gradients: for each table that travels by rows, the gradient of the rows.
+    """
+
+    program: Program
+    received: tuple[tuple[Variable, ...], ...]
+    sent: tuple[tuple[Variable, ...], ...]
+    row_gradients: tuple[Variable, ...]
+
+
+def carried_by(base: Program) -> tuple[Variable, ...]:
+    """The state that the forward pass replaces: statistics, random keys."""
+    return tuple(v for v in base.state if v in base.next_state)
+
+
+def trainer_part(base: Program, shards: Sequence[Sequence[Shard]], tables: Sequence[Table]) -> TrainerPart:
+    """Cut what a trainer runs out of a forward and backward Program.
+
+    Args:
+        base: the Program, which reads each table's rows of the batch in place of the table.
+        shards: what each server owns.
+        tables: what travels by rows.
+    """
+    cut = _Cut(base, tables)
+    for i, own in enumerate(shards):
+        cut.receive(i, [s for s in own if s.parameter not in cut.tables])
+        cut.send(i, [s for s in own if s.parameter not in cut.tables])
+    return cut.part()
+
+
+class _Cut:
+    """The trainer's Program as it grows at both ends."""
+
+    def __init__(self, base: Program, tables: Sequence[Table]) -> None:
+        self.base = base
+        self.tables = {t.parameter: t for t in tables}
+        self.gradient = {p.name: g for p, g in base.gradients}
+        self.parameter = {p.name: p for p, _ in base.gradients}
+        self.carried = carried_by(base)
+        away = {*self.parameter, *(v.name for v in self.carried)}
+        self.names = Names(base.variables.keys() - away)
+        self.begin: list[Op] = []
+        self.end: list[Op] = []
+        self.received: list[tuple[Variable, ...]] = []
+        self.sent: list[tuple[Variable, ...]] = []
+        self.pieces: dict[str, list[Variable]] = {}
+        self.own: dict[Variable, Variable] = {}
+
+    def receive(self, i: int, own: Sequence[Shard]) -> None:
+        """Parameters, and from the first server the state that is carried."""
+        parts = [Variable(self.names.new(str(s)), s.shape, s.parameter.dtype, Kind.PARAMETER) for s in own]
+        for s, v in zip(own, parts, strict=True):
+            self.pieces.setdefault(s.parameter.name, []).append(v)
+        state = [replace(v, name=self.names.new(v.name)) for v in self.carried] if i == 0 else []
+        self.own.update(zip(self.carried, state, strict=False))
+        made = [*parts, *state]
+        fed = tuple(travelling(v, self.names.new(f"from_server_{i}/{v.name}"), Kind.DATA) for v in made)
+        drawn = any(map(is_key, state))
+        inputs = (*fed, TRAINER) if drawn else fed
+        body = body_of(_Received(tuple(map(_type, made))), *map(_type, inputs))
+        if made:
+            self.begin.append(Op("recv", inputs, tuple(made), body, Pass.COLLECTIVE))
+        self.received.append(fed)
+
+    def send(self, i: int, own: Sequence[Shard]) -> None:
+        """The gradients of what a server owns, and to the first one the next state."""
+        gradients = [self.gradient[s.parameter.name] for s in own]
+        state = [self.base.next_state[v] for v in self.carried] if i == 0 else []
+        inputs = tuple(dict.fromkeys((*gradients, *state)))
+        at = {v: k for k, v in enumerate(inputs)}
+        places = [*((at[g], s) for g, s in zip(gradients, own, strict=True)), *((at[v], None) for v in state)]
+        names = [f"to_server_{i}/grad({s})" for s in own]
+        names += [f"to_server_{i}/next({v.name})" for v in self.carried] if i == 0 else []
+
+        def pack(*values: Any) -> list[Any]:
+            return [plain(values[k] if s is None else s.of(values[k])) for k, s in places]
+
+        body = body_of(pack, *map(_type, inputs))
+        outputs = tuple(
+            Variable(self.names.new(name), tuple(t.shape), t.dtype)
+            for name, t in zip(names, body.out_avals, strict=True)
+        )
+        if inputs:
+            self.end.append(Op("send", inputs, outputs, body, Pass.COLLECTIVE))
+        self.sent.append(outputs)
+
+    def whole(self) -> dict[Variable, Variable]:
+        """For each parameter what stands for it: what came in one piece, or what ``join`` makes of it."""
+        found = {}
+        for name, parts in self.pieces.items():
+            if len(parts) > 1:
+                p = self.parameter[name]
+                v = Variable(self.names.new(name), p.shape, p.dtype, Kind.PARAMETER)
+                body = body_of(lambda *xs: [jnp.concatenate(xs)], *map(_type, parts))
+                self.begin.append(Op("join", tuple(parts), (v,), body, Pass.COLLECTIVE))
+                parts = [v]
+            found[self.parameter[name]] = parts[0]
+        return found
+
+    def part(self) -> TrainerPart:
+        """The checked whole."""
+        base, rows = self.base, {t.parameter.name: t.rows for t in self.tables.values()}
+        fed = {
+            p: replace(rows[n], name=f"rows({n})", kind=Kind.DATA)
+            for n, p in self.parameter.items()
+            if n in rows
+        }
+        given = self.whole() | self.own | fed
+        away = set(given)
+        kept = tuple(op for op in base.initializers if away.isdisjoint(op.outputs))
+        program = replace(
+            base,
+            name=f"{base.name}_trainer",
+            state=tuple(v for v in base.state if v not in away),
+            initializers=kept,
+            next_state={},
+            ops=(*base.ops, *self.end),
+            outputs=(
+                *base.outputs,
+                *(v for sent in self.sent for v in sent),
+                *(self.gradient[p.name] for p in fed),
+            ),
+            signature=None,
+            recipe=None,
+        )
+        rewired = substitute(program, given)
+        inputs = (*rewired.inputs, *fed.values(), *(v for received in self.received for v in received))
+        inputs += (TRAINER,) if any(TRAINER in op.inputs for op in self.begin) else ()
+        gradients = tuple(self.gradient[t.parameter.name] for t in self.tables.values())
+        checked = check(replace(rewired, inputs=inputs, ops=(*self.begin, *rewired.ops)))
+        return TrainerPart(checked, tuple(self.received), tuple(self.sent), gradients)
+
+
+@dataclass(frozen=True)
+class _Received:
+    """What has come, as the forward pass reads it; of a random key, a trainer draws one of its own."""
+
+    types: tuple[Type, ...]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        return [
+            self.key(x, t, values[-1]) if jnp.issubdtype(t.dtype, jax.dtypes.prng_key) else x
+            for x, t in zip(values, self.types, strict=False)
+        ]
+
+    def key(self, data: Any, kind: Type, trainer: Any) -> Any:
+        key = typed(data, kind.dtype)
+        fold = jax.random.fold_in
+        for _ in key.shape:
+            fold = jax.vmap(fold, in_axes=(0, None))
+        return jnp.where(trainer == 0, key, fold(key, trainer + jnp.uint32(2**31)))
+
+
+def is_key(v: Variable) -> bool:
+    """Whether its value is a typed random key."""
+    return bool(jnp.issubdtype(v.dtype, jax.dtypes.prng_key))
+
+
+def travelling(v: Variable, name: str, kind: Kind) -> Variable:
+    """A Variable as it travels: random keys as the integers they hold."""
+    form = jax.eval_shape(plain, _type(v))
+    return Variable(name, tuple(form.shape), form.dtype, kind)
+
+
+def plain(value: Any) -> Any:
+    """A value as it travels."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value)
+    return value
+
+
+def typed(data: Any, dtype: Any) -> Any:
+    """The random key of this dtype that the integers are."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), Type((), dtype))
+    return jax.random.wrap_key_data(data, impl=found[0])
+
+
+def _type(v: Any) -> Type:
+    return Type(v.shape, v.dtype)

@@ -1,0 +1,64 @@
+"""A Program as it is sent to another process: the function and the transforms, to be traced there again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from onward.core.jaxprs import Type
+from onward.core.program import Program
+from onward.core.transform import Recipe, recipe_of
+from onward.derive.optimizer import Optimizer
+from onward.distribute.split.local import split_local
+from onward.distribute.split.split import Split, split
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What it takes to make a Program, and the cut of it, in another process.
+
+    Arrays and jaxprs are no part of it: what travels is the user's function, the names of the transforms, and
+    types. That the other process makes the same graph of it is proven by ``Split.fingerprint``.
+    """
+
+    recipe: Recipe
+    data: tuple[Any, ...]
+    servers: int
+    count: int
+    lazy: tuple[str, ...]
+    rows: bool
+    outer: Optimizer | None
+    x64: bool
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        servers: int,
+        count: int,
+        lazy: Iterable[str] = (),
+        rows: bool = True,
+        outer: Optimizer | None = None,
+    ) -> Blueprint:
+        """The blueprint of ``split(program, servers, count)``, or with ``outer`` of ``split_local``."""
+        recipe = recipe_of(program, "in another process", "Build it with optimizer.minimize")
+        assert program.signature is not None
+        data = tuple(s.unflatten(Type(v.shape, v.dtype) for v in s.variables) for s in program.signature.data)
+        stripped = Recipe(recipe.origin, (), recipe.steps)
+        x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        return cls(stripped, data, servers, count, tuple(lazy), rows, outer, x64)
+
+    def program(self) -> Program:
+        """The training Program."""
+        if jax.config.jax_enable_x64 != self.x64:  # type: ignore[attr-defined]
+            jax.config.update("jax_enable_x64", self.x64)
+        return self.recipe.replay(self.data)
+
+    def split(self) -> Split:
+        """The cut of the training Program."""
+        if self.outer is not None:
+            return split_local(self.program(), self.servers, self.count, self.outer)
+        return split(self.program(), self.servers, self.count, rows=self.rows, lazy=self.lazy)

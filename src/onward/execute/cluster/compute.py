@@ -1,0 +1,255 @@
+"""What a trainer computes: gradients of a batch, or how far some steps of its own came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.core.walk import prune
+from onward.distribute.split.rows import Table
+from onward.distribute.split.split import Split
+from onward.distribute.split.trainer import TRAINER
+from onward.execute.cluster.holding import Gradients, Values
+from onward.execute.evaluator import as_feed, batch_size, metrics_of, scalars_of
+from onward.execute.feeds import Feeds, data_names, key_of
+from onward.execute.initialize import initialized
+from onward.execute.state import Layout, State, stored
+from onward.execute.step import compile
+
+Wanted = Mapping[str, np.ndarray]
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch as the Program takes it, and which rows of each table it reads.
+
+    Attributes:
+        cut: the graph for data of this shape.
+        fed: the data by the Variable's name.
+        examples: how many.
+        rows: for each table, by the parameter's name, the rows that are read, ascending.
+    """
+
+    cut: Split
+    fed: Mapping[str, Any]
+    examples: int
+    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def wanted(self, server: int) -> Wanted:
+        """The rows to ask a server for, counted from the first row of its shard."""
+        found = {}
+        for shard in self.cut.shards[server]:
+            if (rows := self.rows.get(shard.parameter.name)) is not None:
+                mine = rows[(rows >= shard.begin) & (rows < shard.end)]
+                found[str(shard)] = (mine - shard.begin).astype(np.int32)
+        return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a batch: the numbers that the function returned, and what each server is sent."""
+
+    metrics: dict[str, float]
+    gradients: list[Gradients]
+    examples: int
+
+
+class Compute(Protocol):
+    """What a trainer does between getting parameters and sending gradients."""
+
+    def prepare(self, batch: Any) -> Prepared:
+        """A batch, checked, with the rows that it reads."""
+
+    def run(self, prepared: Prepared, values: Sequence[Values]) -> Result:
+        """What comes of it with these parameters."""
+
+
+class Gradient:
+    """Forward and backward pass.
+
+    Args:
+        cut: the graph.
+        trainer: which trainer this is.
+        given: values of state by name; it keeps what the graph reads and nobody replaces.
+    """
+
+    def __init__(self, cut: Split, trainer: int, given: Mapping[str, Any]) -> None:
+        self.cut, self.trainer = cut, trainer
+        self.feeds = Feeds(cut.forward)
+        self.names = data_names(cut.forward)
+        self.state = {v.name: jax.device_put(given[v.name]) for v in cut.trainer.state}
+        self._cuts: dict[Key, Split] = {self._key(cut.forward.inputs): cut}
+        self._runs: dict[Key, Callable[..., Any]] = {}
+        self._places: dict[Key, Callable[..., Any]] = {}
+
+    def prepare(self, batch: Any) -> Prepared:
+        """A batch, checked, with the rows that it reads."""
+        fed = as_feed(batch, self.names)
+        values = self.feeds.convert(self.feeds.read(self.feeds.named((), fed)))
+        self.feeds.check_bounds(values)
+        key = key_of(values)
+        if key not in self._cuts:
+            self._cuts[key] = self.cut.at(self.feeds.types(values))
+        cut = self._cuts[key]
+        by_name = {v.name: x for v, x in zip(self.cut.forward.inputs, values, strict=True)}
+        rows: dict[str, np.ndarray] = {}
+        if cut.places is not None:
+            rows, positions = _located(cut.tables, self._read_places(key, cut, by_name))
+            by_name |= positions
+        return Prepared(cut, by_name, batch_size(fed), rows)
+
+    def run(self, prepared: Prepared, values: Sequence[Values]) -> Result:
+        """The gradients of a batch."""
+        cut, part = prepared.cut, prepared.cut.trainer_part
+        fed = dict(prepared.fed)
+        for variables, received in zip(part.received, values, strict=True):
+            fed |= {v.name: x for v, x in zip(variables, received.arrays, strict=True)}
+        fed |= {f"rows({t.parameter.name})": _rows(t, prepared, values) for t in cut.tables}
+        fed[TRAINER.name] = np.uint32(self.trainer)
+        inputs = [jax.device_put(fed[v.name], may_alias=True) for v in part.program.inputs]
+        outputs = self._run(cut)([self.state[v.name] for v in part.program.state], inputs)
+        made = {v: x for v, x in zip(part.program.outputs, outputs, strict=True)}
+        by_table = {
+            t.parameter.name: np.asarray(made[g]) for t, g in zip(cut.tables, part.row_gradients, strict=True)
+        }
+        shared = values[0].shared
+        gradients = [
+            Gradients(
+                tuple(np.asarray(made[v]) for v in sent),
+                _sent_rows(prepared, i, by_table),
+                {} if i == 0 else shared,
+            )
+            for i, sent in enumerate(part.sent)
+        ]
+        numbers = {v.name: made[v] for v in cut.base.outputs}
+        return Result(scalars_of(cut.source, numbers), gradients, prepared.examples)
+
+    def _run(self, cut: Split) -> Callable[..., Any]:
+        key = self._key(cut.forward.inputs)
+        if key not in self._runs:
+            program = cut.trainer
+            self._runs[key] = jax.jit(lower(program, program.outputs))
+        return self._runs[key]
+
+    def _read_places(self, key: Key, cut: Split, fed: Mapping[str, Any]) -> list[np.ndarray]:
+        program = cut.places
+        assert program is not None
+        if key not in self._places:
+            self._places[key] = jax.jit(lower(program, program.outputs))
+        found = self._places[key]([], [fed[v.name] for v in program.inputs])
+        by_variable = dict(zip(program.outputs, found, strict=True))
+        return [np.asarray(by_variable[program[v]]) for t in cut.tables for v in t.places]
+
+    def _key(self, inputs: Sequence[Variable]) -> Key:
+        return tuple((v.shape, v.dtype) for v in inputs)
+
+
+def _located(
+    tables: Sequence[Table], places: list[np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The rows that each table is read at, and where among them each lookup finds its own."""
+    supply = iter(places)
+    rows, positions = {}, {}
+    for t in tables:
+        found = [next(supply) for _ in t.places]
+        ids = np.unique(np.concatenate([x.ravel() for x in found]))
+        if len(ids) and not 0 <= ids[0] <= ids[-1] < t.parameter.shape[0]:
+            wrong = ids[0] if ids[0] < 0 else ids[-1]
+            raise ArgumentError(
+                f"The batch looks up row {wrong} of {t.parameter.name!r}, which has {t.parameter.shape[0]} rows."
+            )
+        rows[t.parameter.name] = ids
+        for v, x in zip(t.positions, found, strict=True):
+            positions[v.name] = np.searchsorted(ids, x).astype(np.int32)
+    return rows, positions
+
+
+def _rows(table: Table, prepared: Prepared, values: Sequence[Values]) -> np.ndarray:
+    """The rows of a batch, put together from what the servers own of them."""
+    ids = prepared.rows[table.parameter.name]
+    whole = np.zeros(table.rows.shape, table.rows.dtype)
+    for own, received in zip(prepared.cut.shards, values, strict=True):
+        for shard in own:
+            if shard.parameter.name == table.parameter.name:
+                mine = (ids >= shard.begin) & (ids < shard.end)
+                whole[: len(ids)][mine] = received.rows[str(shard)]
+    return whole
+
+
+def _sent_rows(
+    prepared: Prepared, server: int, gradients: Mapping[str, np.ndarray]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """For each table that a server has a shard of, the rows of it that were read, and their gradients."""
+    found = {}
+    for shard in prepared.cut.shards[server]:
+        if (gradient := gradients.get(shard.parameter.name)) is not None:
+            ids = prepared.rows[shard.parameter.name]
+            mine = (ids >= shard.begin) & (ids < shard.end)
+            at = (ids[mine] - shard.begin).astype(np.int32)
+            found[str(shard)] = (at, gradient[: len(ids)][mine])
+    return found
+
+
+class LocalSteps:
+    """Some whole steps with the trainer's own slots; what is sent is how far the parameters came.
+
+    Args:
+        program: the whole training Program.
+        cut: how the parameters are kept, and the differences sent.
+        trainer: which trainer this is.
+        given: the values of all state that is not initialized, by name.
+    """
+
+    def __init__(self, program: Program, cut: Split, trainer: int, given: Mapping[str, Any]) -> None:
+        self.cut, self.trainer = cut, trainer
+        self.step = compile(program)
+        self.names = data_names(program)
+        layout = Layout.of(program)
+        known = {v: stored(given[v.name], v, v.name) for v in program.state if v.name in given}
+        values = initialized(program, known, 0)
+        self.state = State(layout, [values[v] for v in layout.variables])
+        part = cut.trainer_part
+        travelling = {v for received in part.received for v in received}
+        local = {v for v in part.program.inputs if v not in travelling}
+        self.local = [v for v in part.program.inputs if v in local]
+        self.owned = [p for p, _ in cut.base.gradients]
+        receive = prune(part.program, [p.name for p in (*self.owned, *cut.carried)])
+        self.receive = jax.jit(lower(receive, receive.outputs))
+        self.receiving = receive
+        self.send = jax.jit(lower(part.program, [v for sent in part.sent for v in sent]))
+
+    def prepare(self, batch: Any) -> Prepared:
+        """The batches of a round by name."""
+        fed = [as_feed(one, self.names) for one in batch]
+        return Prepared(self.cut, {"batches": fed}, sum(map(batch_size, fed)))
+
+    def run(self, prepared: Prepared, values: Sequence[Values]) -> Result:
+        """The steps of a round."""
+        part = self.cut.trainer_part
+        fed: dict[str, Any] = {
+            v.name: x
+            for variables, received in zip(part.received, values, strict=True)
+            for v, x in zip(variables, received.arrays, strict=True)
+        }
+        found = self.receive([], [fed.get(v.name, np.uint32(self.trainer)) for v in self.receiving.inputs])
+        self.state = self.state.replace(
+            {v.name: x for v, x in zip(self.receiving.outputs, found, strict=True)}
+        )
+        losses: list[dict[str, Any]] = []
+        for batch in prepared.fed["batches"]:
+            self.state, out = self.step(self.state, **batch)
+            losses.append(metrics_of(out))
+        fed |= {v.name: self.state[self.cut.local[v.name]] for v in self.local if v.name in self.cut.local}
+        fed.setdefault(TRAINER.name, np.uint32(self.trainer))
+        sent = iter(self.send([], [fed[v.name] for v in part.program.inputs]))
+        gradients = [Gradients(tuple(np.asarray(next(sent)) for _ in out)) for out in part.sent]
+        metrics = {n: float(np.mean([float(x[n]) for x in losses])) for n in losses[0]}
+        return Result(metrics, gradients, prepared.examples)

@@ -1,0 +1,237 @@
+"""What one server holds: its parameters and slots as arrays on its device, and the compiled update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import ClusterError
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.core.walk import producers
+from onward.distribute.split.server import ServerPart
+from onward.distribute.split.split import Split
+from onward.distribute.split.trainer import is_key, plain, typed
+from onward.execute.initialize import initialized
+
+Rows = Mapping[str, tuple[np.ndarray, np.ndarray]]
+_SMALLEST = 8  # rows that an update is compiled for, at least
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one trainer sends to one server: plain arrays in the order of the graph.
+
+    Attributes:
+        arrays: the gradients of what the server owns, and to the first one the next carried state.
+        rows: for each table, by the shard's name, the numbers of the touched rows, counted from the shard's
+            first, and their gradients.
+        shared: to all but the first server, the step, schedules and hyperparameters.
+    """
+
+    arrays: tuple[np.ndarray, ...]
+    rows: Rows = field(default_factory=dict)
+    shared: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        rows = (x for pair in self.rows.values() for x in pair)
+        return sum(x.nbytes for x in (*self.arrays, *rows, *self.shared.values()))
+
+
+@dataclass(frozen=True)
+class Values:
+    """What one trainer gets from one server: plain arrays in the order of the graph, rows by table."""
+
+    arrays: tuple[np.ndarray, ...]
+    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    shared: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(x.nbytes for x in (*self.arrays, *self.rows.values(), *self.shared.values()))
+
+
+class Holding:
+    """The state of one server, updated in place.
+
+    Args:
+        cut: the graph.
+        index: which server.
+        given: first values by name, of parameters and of what the forward pass carries; slots are initialized.
+    """
+
+    def __init__(self, cut: Split, index: int, given: Mapping[str, Any]) -> None:
+        self.cut, self.index = cut, index
+        self.part = cut.server_parts[index]
+        self.program = self.part.program
+        known = {v: self._placed(v, given[v.name]) for v in self.program.state if v.name in given}
+        self.state = {v.name: x for v, x in initialized(self.program, known, 0).items()}
+        self._updates: dict[tuple[int, ...], _Update] = {}
+
+    @cached_property
+    def tables(self) -> dict[str, Variable]:
+        """The shards that travel by rows, by name."""
+        return {v.name: v for v in self.part.tables}
+
+    def update(self, gradients: Sequence[Gradients | None], shares: Sequence[float]) -> None:
+        """Merge what the trainers sent, None for one that has no batch, and update."""
+        counts = self._buckets(gradients)
+        update = self._updates.get(counts)
+        if update is None:
+            update = self._updates[counts] = _Update(self._part(counts))
+        self.state = update(self.state, gradients, shares)
+
+    def check(self, gradients: Gradients) -> None:
+        """Raise ``ClusterError`` unless these are gradients of this server's part of the graph."""
+        expected = [(v.shape, np.dtype(v.dtype)) for v in self.part.received[0]]
+        found = [(np.shape(x), x.dtype) for x in gradients.arrays]
+        rows = {n: (x.shape[1:], x.dtype, at.dtype) for n, (at, x) in gradients.rows.items()}
+        tables = {n: (v.shape[1:], np.dtype(v.dtype), np.dtype(np.int32)) for n, v in self.tables.items()}
+        inside = all(
+            _fits(at, x, self.tables[n].shape[0]) for n, (at, x) in gradients.rows.items() if n in tables
+        )
+        if found != expected or rows != tables or not inside:
+            raise ClusterError(
+                f"Server {self.index} was sent arrays {found} and rows {rows}; its part of the graph takes "
+                f"{expected} and rows {tables}. Nothing was applied."
+            )
+
+    def give(self, wanted: Mapping[str, np.ndarray]) -> Values:
+        """The parameters, the carried state, and the wanted rows of tables."""
+        rows = {n: np.asarray(self.state[n])[at] for n, at in wanted.items()}
+        return Values(tuple(_plain(self.state[v.name]) for v in self.part.given), rows, self.shared())
+
+    def shared(self) -> Mapping[str, np.ndarray]:
+        """What the first of several servers tells the others, as the next update reads it."""
+        if self.index or self.cut.shared is None:
+            return {}
+        values = self._shared([self.state[v.name] for v in self.cut.shared.state])
+        return {v.name: np.asarray(x) for v, x in zip(self.cut.shared.outputs, values, strict=True)}
+
+    @cached_property
+    def _shared(self) -> Callable[[Sequence[Any]], list[Any]]:
+        assert self.cut.shared is not None
+        run = lower(self.cut.shared, self.cut.shared.outputs)
+        return jax.jit(lambda state: run(state, []))
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything it holds, by name, as plain arrays."""
+        return {name: _plain(x) for name, x in self.state.items()}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Hold these values from now on."""
+        self.state = {v.name: self._placed(v, arrays[v.name]) for v in self.program.state}
+
+    def changed_rows(self, gradients: Sequence[Gradients | None]) -> dict[str, np.ndarray]:
+        """For each lazily updated table, which of its rows an update with these gradients changes."""
+        sent = [g for g in gradients if g is not None]
+        lazy = dict.fromkeys(self.by_row.values())
+        return {n: np.unique(np.concatenate([g.rows[n][0] for g in sent])) for n in lazy if sent}
+
+    @cached_property
+    def by_row(self) -> Mapping[str, str]:
+        """For a lazily updated table and for each of its slots that has a line for each row, the table."""
+        lazy = {str(s) for s in self.cut.shards[self.index] if s.parameter.name in self.cut.lazy}
+        found: dict[str, str] = {}
+        for table in (v for v in self.part.tables if v.name in lazy):
+            update = producers(self.program)[self.program.next_state[table]]
+            olds = (old for old, new in self.program.next_state.items() if new in update.outputs)
+            found |= {old.name: table.name for old in olds if old.shape[:1] == table.shape[:1]}
+        return found
+
+    def _buckets(self, gradients: Sequence[Gradients | None]) -> tuple[int, ...]:
+        """For each table, how many rows the update is compiled for: a power of two."""
+        most = (max((len(g.rows[n][0]) for g in gradients if g is not None), default=0) for n in self.tables)
+        return tuple(max(_SMALLEST, 1 << (n - 1).bit_length()) if n else _SMALLEST for n in most)
+
+    def _part(self, counts: tuple[int, ...]) -> ServerPart:
+        if not counts:
+            return self.part
+        names = [s.parameter.name for s in self.cut.shards[self.index] if str(s) in self.tables]
+        return self.cut.server_part(self.index, dict(zip(names, counts, strict=True)))
+
+    def _placed(self, v: Variable, value: Any) -> Any:
+        if is_key(v):
+            return (
+                value
+                if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+                else typed(jnp.asarray(value), v.dtype)
+            )
+        return jnp.array(value, v.dtype, copy=True)
+
+
+class _Update:
+    """The compiled update of a server for tables whose trainers send so many rows."""
+
+    def __init__(self, part: ServerPart) -> None:
+        self.part = part
+        self.program: Program = part.program
+        self.changed = [v for v in self.program.state if v in self.program.next_state]
+        self.kept = [v for v in self.program.state if v not in self.program.next_state]
+        following = lower(self.program, [self.program.next_state[v] for v in self.changed])
+        order = {v: i for i, v in enumerate((*self.changed, *self.kept))}
+
+        def run(changed: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+            values = [*changed, *kept]
+            return following([values[order[v]] for v in self.program.state], inputs)
+
+        self.run = jax.jit(run, donate_argnums=(0,))
+        self.zeros: dict[Variable, np.ndarray] = {}
+
+    def __call__(
+        self, state: dict[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
+    ) -> dict[str, Any]:
+        fed = self._fed(gradients, shares)
+        changed = [state[v.name] for v in self.changed]
+        new = self.run(changed, [state[v.name] for v in self.kept], [fed[v] for v in self.program.inputs])
+        jax.block_until_ready(new)
+        return state | {v.name: x for v, x in zip(self.changed, new, strict=True)}
+
+    def _fed(self, gradients: Sequence[Gradients | None], shares: Sequence[float]) -> dict[Variable, Any]:
+        fed: dict[Variable, Any] = {}
+        for sent, feeds, tables in zip(gradients, self.part.received, self.part.rows, strict=True):
+            values = sent.arrays if sent else [self._nothing(v) for v in feeds]
+            fed |= {v: jax.device_put(x, may_alias=True) for v, x in zip(feeds, values, strict=True)}
+            for table, (at, gradient) in zip(self.part.tables, tables, strict=True):
+                rows = sent.rows[table.name] if sent else (np.zeros(0, np.int32), self._nothing(gradient)[:0])
+                fed[at] = _padded(rows[0], at, table.shape[0])
+                fed[gradient] = _padded(rows[1], gradient, 0)
+        if self.part.shares is not None:
+            fed[self.part.shares] = np.asarray(shares, self.part.shares.dtype)
+        present = next(g for g in gradients if g is not None)
+        fed |= {v: present.shared[v.name] for v in self.part.shared if v in self.program.inputs}
+        return fed
+
+    def _nothing(self, v: Variable) -> np.ndarray:
+        if v not in self.zeros:
+            self.zeros[v] = np.zeros(v.shape, v.dtype)
+        return self.zeros[v]
+
+
+def _fits(at: np.ndarray, gradient: np.ndarray, rows: int) -> bool:
+    """Whether there is one gradient for each row, and each row exists."""
+    return at.ndim == 1 and len(at) == len(gradient) and (not len(at) or 0 <= at.min() <= at.max() < rows)
+
+
+def _padded(value: np.ndarray, v: Variable, fill: int) -> np.ndarray:
+    """Filled up to the length that the update is compiled for."""
+    if len(value) == v.shape[0]:
+        return value
+    whole = np.full(v.shape, fill, v.dtype)
+    whole[: len(value)] = value
+    return whole
+
+
+def _plain(value: Any) -> np.ndarray:
+    """A value as it travels and is written; of an array on the CPU, a view."""
+    return np.asarray(plain(value))

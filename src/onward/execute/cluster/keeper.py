@@ -1,0 +1,145 @@
+"""A server's memory: parameters, slots, version and ledger, which change together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from onward.core.errors import ClusterError
+from onward.distribute.split.split import Split
+from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.holding import Holding, Values
+from onward.execute.cluster.messages import Push
+from onward.execute.cluster.record import Change, Record, Store
+
+Ledger = dict[int, tuple[int, int]]
+NONE: tuple[int, int] = (0, -1)
+
+
+@dataclass(frozen=True)
+class Durability:
+    """When a server writes its record.
+
+    Attributes:
+        every: after how many updates; None: never.
+        fsync: whether a record outlives the machine, and not only the process.
+    """
+
+    every: int | None = 1
+    fsync: bool = False
+
+
+class Keeper:
+    """What a server knows, in memory and on the disk.
+
+    Args:
+        cut: the graph.
+        index: which server.
+        given: first values, where there is no record.
+        folder: where the record is kept.
+        durability: when it is written.
+        faults: what happens at the edges.
+    """
+
+    def __init__(
+        self,
+        cut: Split,
+        index: int,
+        given: Mapping[str, Any],
+        folder: Path | None,
+        durability: Durability,
+        faults: Faults,
+    ) -> None:
+        self.index, self.faults = index, faults
+        self.holding = Holding(cut, index, given)
+        self.version = self.generation = 0
+        self.ledger: Ledger = {}
+        self.every = durability.every
+        self.busy = 0.0
+        self.store: Store | None = None
+        if folder is not None and durability.every is not None:
+            reach = partial(faults.reach, f"server {index}")
+            self.store = Store(Path(folder), fsync=durability.fsync, reach=reach)
+            self.restore()
+
+    def restore(self) -> None:
+        """Begin where the record says, or write the first one."""
+        assert self.store is not None
+        record = self.store.read()
+        if record is None:
+            self.store.write(self.record())
+        else:
+            self._take(record)
+
+    def apply(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> None:
+        """One update, with its line in the ledger for each gradient in it, and its record if one is due."""
+        begun = perf_counter()
+        gradients = [None if p is None else p.gradients for p in pushes]
+        self._reach("before apply")
+        self.holding.update(gradients, shares)
+        self.version += 1
+        lines = {p.sender.trainer: (p.sender.incarnation, p.sequence) for p in pushes if p is not None}
+        self.ledger |= lines
+        self._reach("after apply")
+        if self.store is not None and self.every is not None and self.version % self.every == 0:
+            self._write(lines, self.holding.changed_rows(gradients))
+            self._reach("after write")
+        self.busy += perf_counter() - begun
+
+    def give(self, wanted: Mapping[str, np.ndarray]) -> Values:
+        """What a trainer reads."""
+        return self.holding.give(wanted)
+
+    def last(self, trainer: int) -> tuple[int, int]:
+        """The newest gradient of a trainer that was applied: its incarnation and sequence."""
+        return self.ledger.get(trainer, NONE)
+
+    def go_back(self, version: int, generation: int) -> None:
+        """Be what the record of this version says.
+
+        Raises:
+            ClusterError: there is no such record.
+        """
+        record = None if self.store is None else self.store.read(version)
+        if self.store is None or record is None:
+            raise ClusterError(
+                f"Server {self.index} shall go back to version {version}, of which it has no record. Its "
+                f"durability is every={self.every}."
+            )
+        self._take(record)
+        self.generation = generation
+        self.store.write(self.record())
+
+    def record(self) -> Record:
+        """All of it."""
+        return Record(self.version, self.generation, dict(self.ledger), self.holding.arrays)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """What it could go back to."""
+        return tuple(self.store.versions()) if self.store is not None else ()
+
+    def _write(self, lines: Ledger, touched: Mapping[str, np.ndarray]) -> None:
+        assert self.store is not None
+        by_row = self.holding.by_row
+        if not by_row or self.every != 1:
+            self.store.write(self.record())
+            return
+        arrays = self.holding.arrays
+        rows = {n: (touched[table], arrays[n][touched[table]]) for n, table in by_row.items()}
+        small = {n: x for n, x in arrays.items() if n not in by_row}
+        self.store.append(Change(self.version, self.generation, lines, small, rows), self.record)
+
+    def _take(self, record: Record) -> None:
+        self.holding.load(record.arrays)
+        self.version, self.generation = record.version, record.generation
+        self.ledger = dict(record.ledger)
+
+    def _reach(self, edge: str) -> None:
+        self.faults.reach(f"server {self.index}", edge)

@@ -1,0 +1,151 @@
+"""What trainers and servers say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from onward.execute.cluster.holding import Gradients, Values
+
+
+class Word(StrEnum):
+    """How a server answers.
+
+    ``DONE``: as asked. ``WAIT``: not yet; ask again. ``MISSING``: send the gradient of this round again, the
+    server has lost it. ``BEHIND``: the server went back to an older version. ``STALE``: the caller is of an
+    older generation, all must say hello again. ``SUPERSEDED``: another process has taken the caller's place.
+    ``OVER``: no trainer has a batch any more.
+    """
+
+    DONE = "done"
+    WAIT = "wait"
+    MISSING = "missing"
+    BEHIND = "behind"
+    STALE = "stale"
+    SUPERSEDED = "superseded"
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who speaks: a trainer's number, how often it was started, and the generation it knows of."""
+
+    trainer: int
+    incarnation: int
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class Push:
+    """A gradient on its way to one server.
+
+    Attributes:
+        sender: whose it is.
+        sequence: its number among the trainer's; in rounds, the version that it is to replace.
+        basis: the version at which it was computed.
+        weight: how many examples it is the mean over.
+        gradients: the arrays; None from a trainer that has no batch any more.
+    """
+
+    sender: Sender
+    sequence: int
+    basis: int
+    weight: float
+    gradients: Gradients | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its arrays."""
+        return 0 if self.gradients is None else self.gradients.nbytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A server's answer.
+
+    Attributes:
+        word: how it stands.
+        version: updates made by the server so far.
+        values: what was asked for, whole, of this version.
+        staleness: how many updates were made between a gradient's basis and its own update.
+        lag: how many steps the trainer is ahead of the slowest.
+    """
+
+    word: Word
+    version: int
+    values: Values | None = None
+    staleness: int = 0
+    lag: int = 0
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a server tells a trainer that says hello: where it stands, and what it has of this trainer."""
+
+    version: int
+    generation: int
+    sequence: int
+    staged: bool
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """How a server is doing.
+
+    Attributes:
+        birth: a number that no other start of a server has.
+        pushes: gradients applied; ``duplicates``: recognised as sent again, and not applied.
+        queue: gradients that wait for their round.
+        busy: seconds spent on updates and records.
+        received: bytes of arrays; ``sent``: the same, the other way.
+        written: bytes of records.
+        versions: what it could go back to.
+    """
+
+    index: int
+    pid: int
+    host: str
+    birth: str
+    version: int
+    generation: int
+    pushes: int = 0
+    duplicates: int = 0
+    queue: int = 0
+    busy: float = 0.0
+    received: int = 0
+    sent: int = 0
+    written: int = 0
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of a trainer, for the history."""
+
+    trainer: int
+    sequence: int
+    metrics: dict[str, float]
+    staleness: int
+    lag: int
+    examples: int
+    sent: int
+    received: int
+    seconds: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """How a trainer is doing, and the steps it made since it was last asked.
+
+    ``stuck``: the version whose round can't be completed, because a gradient of it is lost; else None.
+    """
+
+    trainer: int
+    incarnation: int
+    pid: int
+    host: str
+    rows: list[Row] = field(default_factory=list)
+    finished: bool = False
+    stuck: int | None = None
+    where: str = ""

@@ -1,0 +1,489 @@
+"""What a parameter server has on the disk: who pushed what, version, parameters and slots, as one record.
+
+A checkpoint is written now and then, for people; a record is written before every acknowledgement, so that
+a server killed between any two instructions comes back with what it acknowledged. There are two kinds of
+file, made of the same frames::
+
+    record-<serial>-<version>       one frame, whole: written aside, then renamed
+    record-<serial>-<version>.log   frames with what changed since, appended; a torn last one does not count
+
+    frame = prefix, CRC-32, header (JSON), CRC-32, buffers, CRC-32; each CRC-32 is of everything before it
+
+The highest serial is the newest record, whatever its version: a server that goes back writes a lower version.
+A record whose version is not below that of a newer one belongs to a future that was given up: it is never
+read, and removed before the one that hides it.
+
+>>> import tempfile
+>>> store = Store(Path(tempfile.mkdtemp()))
+>>> store.write(Record(1, 0, {}, {"table": np.zeros((4, 2))}))
+>>> store.append(Change(2, 0, {7: (0, 1)}, {}, {"table": (np.array([3]), np.ones((1, 2)))}))
+>>> store.versions(), store.read().ledger, store.read().arrays["table"].sum(), store.read(1).ledger
+([1, 2], {7: (0, 1)}, np.float64(2.0), {})
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from onward.core.errors import ArgumentError, CheckpointError
+from onward.execute.checkpoint.durable import make_folder, sync
+
+PART = ".part-record"
+NAME = re.compile(r"(record-(\d{8,})-(\d+))(\.log)?")
+MAGIC = b"onward-r"
+PREFIX = struct.Struct("<8sIQ")  # MAGIC, the bytes of the header, the bytes of the buffers
+CRC = struct.Struct("<I")
+WHOLE = "Move it and its .log elsewhere to go on from the record before it, or put a good copy in its place"
+LOG = "Cut it to {start} bytes to go on from what stands before, or put a good copy in its place"
+NOT_SILENT = "Nothing was read, so that no acknowledged update is lost in silence"
+FULL = (
+    "{folder} cannot take {needed} bytes more: {error}; {free} bytes are free. Make room for at least "
+    "{needed} bytes and write again. All that was acknowledged is still there, and nothing of this write."
+)
+
+Form = tuple[str, tuple[int, ...]]
+"""The name of a dtype, and a shape."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that a server has: updates made, generation, (incarnation, sequence) by trainer, arrays by name."""
+
+    version: int
+    generation: int
+    ledger: Mapping[int, tuple[int, int]]
+    arrays: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is new since the last version: lines of the ledger, whole arrays, (numbers, values) of rows."""
+
+    version: int
+    generation: int
+    ledger: Mapping[int, tuple[int, int]]
+    arrays: Mapping[str, np.ndarray]
+    rows: Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+class Store:
+    """The records of one server in a folder that nobody else writes to; the ``keep`` newest whole ones stay.
+
+    Without ``fsync`` a record outlives the death of the process, with it also that of the machine. ``reach``
+    is called with ``"during write"`` when half of the bytes of a record or a change are written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fsync: bool = False,
+        keep: int = 2,
+        reach: Callable[[str], None] = lambda edge: None,
+    ) -> None:
+        if keep < 1:
+            raise ArgumentError(f"keep is {keep}; expected at least 1, the newest record")
+        self.folder, self.fsync, self.keep, self.reach = Path(folder), fsync, keep, reach
+        self.bytes_written = 0
+        self._tail: _Tail | None = None
+
+    def write(self, record: Record) -> None:
+        """Write a whole record, now the newest; those of the same or a higher version are given up.
+
+        Raises:
+            CheckpointError: the disk does not take it; everything is as before.
+        """
+        serial = 1 + max((file.serial for file in _files(self.folder)), default=0)
+        header, pieces = _pack(Change(**vars(record), rows={}), serial)
+        file = _File(serial, header.version, self.folder / f"record-{serial:08d}-{header.version}")
+        self._tail = None
+        with self._room_for(pieces):
+            make_folder(self.folder)
+            try:
+                self._put(self.folder / PART, 0, pieces)
+                os.replace(self.folder / PART, file.path)
+            finally:
+                (self.folder / PART).unlink(missing_ok=True)
+            if self.fsync:
+                sync(self.folder)
+        self._tail = _Tail(file, sum(map(len, pieces)), 0, header.version, header.arrays)
+        with suppress(OSError):  # not read any more, and tried again by the next write
+            self._tidy()
+
+    def append(self, change: Change, whole: Callable[[], Record] | None = None) -> None:
+        """Write what changed behind the newest record, or ``whole()`` once that takes less room than the log.
+
+        Raises:
+            ArgumentError: there is no whole record, or the change is not one of it.
+            CheckpointError: the disk does not take it; everything is as before.
+        """
+        tail = self._tail or self._last()
+        header, pieces = _pack(change, tail.base.serial)
+        forms = {**tail.forms, **header.arrays}
+        _check(change, tail, forms, header.rows)
+        if whole is not None and tail.end > tail.size:
+            self.write(_same_version(whole(), change))
+            return
+        with self._room_for(pieces):
+            self._put(tail.base.log, tail.end, pieces)
+            if self.fsync and tail.end == 0:
+                sync(self.folder)
+        end = tail.end + sum(map(len, pieces))
+        self._tail = replace(tail, end=end, version=header.version, forms=forms)
+
+    def read(self, version: int | None = None) -> Record | None:
+        """The newest record, or that of a version, in arrays of its own; None if there is none.
+
+        Raises:
+            CheckpointError: what would have to be read is not what was written.
+        """
+        for base in _line(self.folder):
+            if version is None or base.version <= version:
+                record = _rebuild(base, version)
+                return record if version in (None, record.version) else None
+        return None
+
+    def versions(self) -> list[int]:
+        """The versions that can be read, ascending; judged by the headers, the buffers are not looked at.
+
+        Raises:
+            CheckpointError: a file is not what was written.
+        """
+        line, found = _line(self.folder), set[int]()
+        for newer, base in zip([None, *line], line, strict=False):
+            versions = {frame.header.version for frame in _history(base)}
+            found |= {v for v in versions if newer is None or v < newer.version}
+        return sorted(found)
+
+    def _last(self) -> _Tail:
+        """Where the next change goes; what a writer that is no more left half done is removed on the way."""
+        line = _line(self.folder)
+        if not line:
+            raise ArgumentError(f"{self.folder} has no whole record that changed; write(record) comes first")
+        (self.folder / PART).unlink(missing_ok=True)
+        first, *changes = list(_history(line[0]))
+        forms = {name: form for frame in (first, *changes) for name, form in frame.header.arrays.items()}
+        end = changes[-1].end if changes else 0
+        return _Tail(line[0], first.end, end, (first, *changes)[-1].header.version, forms)
+
+    def _put(self, path: Path, start: int, pieces: list[memoryview]) -> None:
+        """Write the pieces from here on, and nothing behind them; on failure the file ends here again."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.ftruncate(descriptor, start)
+            os.lseek(descriptor, start, os.SEEK_SET)
+            self._put_all(descriptor, pieces)
+            if self.fsync:
+                os.fsync(descriptor)
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(descriptor, start)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _put_all(self, descriptor: int, pieces: list[memoryview]) -> None:
+        half, done = sum(map(len, pieces)) // 2, 0
+        for piece in pieces:
+            while piece:
+                count = os.write(descriptor, piece[: half - done] if done < half else piece)
+                piece, done = piece[count:], done + count
+                self.bytes_written += count
+                if done == half:
+                    self.reach("during write")
+
+    def _tidy(self) -> None:
+        """Remove what is not kept, oldest first: what was given up does not outlive what hides it."""
+        kept = _line(self.folder)[: self.keep]
+        for file in reversed(_files(self.folder)):
+            if file not in kept:
+                file.log.unlink(missing_ok=True)
+                file.path.unlink(missing_ok=True)
+        for newer, older in pairwise(kept):
+            logged = (frame for frame in _history(older) if frame.path == older.log)
+            end = max((frame.end for frame in logged if frame.header.version < newer.version), default=0)
+            if older.log.exists():
+                os.truncate(older.log, end)
+
+    @contextmanager
+    def _room_for(self, pieces: list[memoryview]) -> Iterator[None]:
+        """Say in a sentence what the disk refused."""
+        try:
+            yield
+        except OSError as error:
+            free: object = "an unknown number of"
+            with suppress(OSError):
+                free = shutil.disk_usage(self.folder).free
+            needed = sum(map(len, pieces))
+            raise CheckpointError(
+                FULL.format(folder=self.folder, needed=needed, error=error, free=free)
+            ) from error
+
+
+# ---------------------------------------------------------------------------- which files there are
+
+
+class _File(NamedTuple):
+    """A whole record, by what its name says."""
+
+    serial: int
+    version: int
+    path: Path
+
+    @property
+    def log(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.log")
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """Where the next change goes: the newest whole record and its bytes, the log's end and state."""
+
+    base: _File
+    size: int
+    end: int
+    version: int
+    forms: Mapping[str, Form]
+
+
+def _files(folder: Path) -> list[_File]:
+    """Every record that a file or a log of this folder is named after, newest first."""
+    try:
+        names = [m for entry in os.listdir(folder) if (m := NAME.fullmatch(entry))]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}. Expected a folder of records.") from error
+    return sorted({_File(int(m[2]), int(m[3]), folder / m[1]) for m in names}, reverse=True)
+
+
+def _line(folder: Path) -> list[_File]:
+    """The whole records of this history, newest first: each of a lower version than all newer ones."""
+    line: list[_File] = []
+    for file in _files(folder):
+        if file.path.exists() and (not line or file.version < line[-1].version):
+            line.append(file)
+    return line
+
+
+def _history(base: _File) -> Iterator[_Frame]:
+    """The frame of a whole record, then those of its log."""
+    frames = list(_frames(base.path, base.serial))
+    if len(frames) != 1 or frames[0].header.version != base.version:
+        raise _damage(base.path, 0, "it is cut off, or was renamed")
+    yield frames[0]
+    yield from _frames(base.log, base.serial)
+
+
+def _rebuild(base: _File, version: int | None) -> Record:
+    """A whole record with the changes of its log made to it, up to a version."""
+    frames = takewhile(lambda f: version is None or f.header.version <= version, _history(base))
+    last = _load(next(frames))
+    ledger, arrays = dict(last.ledger), dict(last.arrays)
+    for last in map(_load, frames):
+        ledger |= last.ledger
+        arrays |= last.arrays
+        for name, (numbers, values) in last.rows.items():
+            arrays[name][numbers] = values
+    return Record(last.version, last.generation, ledger, arrays)
+
+
+# ---------------------------------------------------------------------------- one frame
+
+
+@dataclass(frozen=True)
+class _Header:
+    """A change without its numbers: of every array and of the values of every rows only dtype and shape."""
+
+    serial: int
+    version: int
+    generation: int
+    ledger: Mapping[int, tuple[int, int]]
+    arrays: Mapping[str, Form]
+    rows: Mapping[str, Form]
+
+    @staticmethod
+    def parse(text: bytes) -> _Header:
+        said = json.loads(text)
+        ledger = {int(trainer): (pair[0], pair[1]) for trainer, pair in said["ledger"].items()}
+        arrays, rows = ({n: (f[0], tuple(f[1])) for n, f in said[k].items()} for k in ("arrays", "rows"))
+        return _Header(said["serial"], said["version"], said["generation"], ledger, arrays, rows)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A frame in a file: where it starts, its buffers start and it ends; the CRC-32 up to its buffers."""
+
+    path: Path
+    start: int
+    buffers: int
+    end: int
+    crc: int
+    header: _Header
+
+
+def _pack(change: Change, serial: int) -> tuple[_Header, list[memoryview]]:
+    """The frame of a change in pieces that share the memory of its arrays where these are contiguous."""
+    arrays = {name: np.asarray(a, order="C") for name, a in change.arrays.items()}
+    rows = {name: (_numbers(name, n), np.asarray(v, order="C")) for name, (n, v) in change.rows.items()}
+    ledger = {int(trainer): (int(i), int(s)) for trainer, (i, s) in change.ledger.items()}
+    forms = {n: _form(a) for n, a in arrays.items()}, {n: _form(v) for n, (_, v) in rows.items()}
+    header = _Header(serial, int(change.version), int(change.generation), ledger, *forms)
+    text = json.dumps(vars(header)).encode()
+    buffers = [_bytes(a) for a in (*arrays.values(), *(a for pair in rows.values() for a in pair))]
+    prefix = PREFIX.pack(MAGIC, len(text), sum(map(len, buffers)))
+    crc, pieces = 0, list[memoryview]()
+    for group in ([memoryview(prefix)], [memoryview(text)], buffers):
+        for piece in group:
+            crc = zlib.crc32(piece, crc)
+        pieces += [*group, memoryview(CRC.pack(crc))]
+    return header, pieces
+
+
+def _frames(path: Path, serial: int) -> Iterator[_Frame]:
+    """The frames of a file; what follows the last whole one was never acknowledged."""
+    if not path.exists():
+        return
+    frame, end = None, 0
+    with _judged(path, 0), open(path, "rb") as file:
+        while True:
+            with _judged(path, end):
+                frame = _frame_at(file, path, end, serial)
+            if frame is None:
+                return
+            yield frame
+            end = frame.end
+
+
+def _frame_at(file: BinaryIO, path: Path, start: int, serial: int) -> _Frame | None:
+    """The frame that starts here, its header checked; None if the file ends before it does."""
+    room = os.fstat(file.fileno()).st_size - start - PREFIX.size - 3 * CRC.size
+    if room < 0:
+        return None
+    file.seek(start)
+    prefix = file.read(PREFIX.size)
+    magic, text_size, size = PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise ValueError("it was not written by a Store")
+    crc = _check_crc(file, zlib.crc32(prefix))
+    if text_size + size > room:
+        return None
+    text = file.read(text_size)
+    crc = _check_crc(file, zlib.crc32(text, crc))
+    header = _Header.parse(text)
+    if header.serial != serial:
+        raise ValueError(f"it belongs to record {header.serial}, and was renamed")
+    return _Frame(path, start, file.tell(), file.tell() + size + CRC.size, crc, header)
+
+
+def _load(frame: _Frame) -> Change:
+    """A frame with its numbers, in arrays of their own."""
+    crc, header = frame.crc, frame.header
+    rows = [form for values in header.rows.values() for form in (("<i8", values[1][:1]), values)]
+    found = [np.empty(shape, _dtype(name)) for name, shape in (*header.arrays.values(), *rows)]
+    with _judged(frame.path, frame.start), open(frame.path, "rb") as file:
+        file.seek(frame.buffers)
+        for array in found:
+            file.readinto(_bytes(array))
+            crc = zlib.crc32(_bytes(array), crc)
+        _check_crc(file, crc)
+    arrays = dict(zip(header.arrays, found, strict=False))
+    pairs = zip(found[len(arrays) :: 2], found[len(arrays) + 1 :: 2], strict=True)
+    return Change(
+        header.version, header.generation, header.ledger, arrays, dict(zip(header.rows, pairs, strict=True))
+    )
+
+
+def _check_crc(file: BinaryIO, crc: int) -> int:
+    if file.read(CRC.size) != CRC.pack(crc):
+        raise ValueError("its CRC-32 is not the one that was written")
+    return crc
+
+
+@contextmanager
+def _judged(path: Path, start: int) -> Iterator[None]:
+    """Whatever is wrong with a file becomes a sentence that says what to do about it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise _damage(path, start, error) from error
+
+
+def _damage(path: Path, start: int, what: object) -> CheckpointError:
+    advice = (LOG if path.suffix == ".log" else WHOLE).format(start=start)
+    return CheckpointError(f"{path} is damaged at byte {start} or behind it: {what}. {NOT_SILENT}. {advice}.")
+
+
+# ---------------------------------------------------------------------------- arrays and arguments
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _form(array: np.ndarray) -> Form:
+    """By which name, and in which shape, an array is found again."""
+    dtype = array.dtype
+    if not dtype.hasobject:
+        for name in (dtype.str, dtype.name):
+            with suppress(TypeError):
+                if _dtype(name) == dtype:
+                    return name, array.shape
+    raise ArgumentError(
+        f"an array is {dtype}{list(array.shape)}; a record holds numbers, booleans, dates, text"
+    )
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _numbers(name: str, numbers: np.ndarray) -> np.ndarray:
+    """Row numbers as they are stored."""
+    array = np.asarray(numbers)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise ArgumentError(
+            f"the row numbers of {name!r} are {array.dtype}{list(array.shape)}; expected int64[r]"
+        )
+    return np.asarray(array, "<i8", order="C")
+
+
+def _same_version(record: Record, change: Change) -> Record:
+    if record.version != change.version:
+        raise ArgumentError(f"whole() is of version {record.version}, the change of version {change.version}")
+    return record
+
+
+def _check(change: Change, tail: _Tail, forms: Mapping[str, Form], rows: Mapping[str, Form]) -> None:
+    """Refuse now what could not be read later."""
+    if change.version < tail.version:
+        raise ArgumentError(
+            f"version {change.version} cannot follow version {tail.version}; to go back, write a whole record"
+        )
+    for name, (dtype, shape) in rows.items():
+        numbers = np.asarray(change.rows[name][0])
+        table = forms.get(name)
+        if table is None or (dtype, shape) != (table[0], (len(numbers), *table[1][1:])) or not table[1]:
+            raise ArgumentError(
+                f"the rows of {name!r} are {dtype}{list(shape)}; the table in the record is {table}"
+            )
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < table[1][0]:
+            raise ArgumentError(
+                f"rows {numbers.min()} to {numbers.max()} of {name!r}, which has {table[1][0]}"
+            )

@@ -1,0 +1,314 @@
+"""A training on trainers and parameter servers that is under way, or has ended."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+from typing import Any, Self
+
+import numpy as np
+
+from onward.core.errors import ClusterError
+from onward.core.program import Program
+from onward.distribute.split.shards import Shard
+from onward.distribute.split.split import Split
+from onward.distribute.split.trainer import is_key, plain, typed
+from onward.execute.cluster.blueprint import Blueprint
+from onward.execute.cluster.engine import Link, Unreachable
+from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.holding import Values
+from onward.execute.cluster.keeper import Durability
+from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, Word
+from onward.execute.cluster.modes import Local, Mode, in_rounds
+from onward.execute.cluster.server import ServerSpec
+from onward.execute.cluster.supervisor import Supervisor
+from onward.execute.cluster.worker import TrainerSpec
+from onward.execute.loop.history import History
+from onward.execute.loop.progress import Progress
+from onward.execute.model import Model
+
+_LOOK = 0.1  # seconds between two looks at servers and trainers
+_LOAD = 1.0  # seconds between two records of the servers' load
+_HOLD = 30.0  # seconds that a snapshot may hold up the next round
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a training on a cluster is set up; see ``train``."""
+
+    trainers: int
+    servers: int
+    mode: Mode
+    epochs: int = 1
+    sums: bool = False
+    lazy: tuple[str, ...] = ()
+    rows: bool = True
+    durability: Durability = Durability()  # noqa: RUF009
+    folder: str | None = None
+    deadline: float = 60.0
+    restarts: int = 3
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    progress: bool | None = None
+    faults: Faults = field(default_factory=Faults)
+
+    @property
+    def merged(self) -> int:
+        """How many gradients one update merges."""
+        return self.trainers if in_rounds(self.mode) else 1
+
+    @property
+    def outer(self) -> Any:
+        """The optimizer of the servers, where trainers have their own."""
+        return self.mode.outer if isinstance(self.mode, Local) else None
+
+
+class Run:
+    """A training on trainers and parameter servers.
+
+    Attributes:
+        history: one record for each step of a trainer: ``trainer``, ``loss`` and what else the function
+            returned, ``staleness`` (updates between reading parameters and applying the gradient), ``lag``
+            (steps ahead of the slowest trainer), ``examples``, ``sent`` and ``received`` (bytes), ``seconds``,
+            ``waited``.
+        load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
+            ``pushes``, ``duplicates``, ``received``, ``sent``, ``written`` (bytes so far).
+        events: what happened besides, in words: who died, and what was done about it.
+        model: the network; it has the trained parameters once the training has ended.
+    """
+
+    def __init__(self, engine: Any, program: Program, reader: Any, model: Model, settings: Settings) -> None:
+        self.settings, self.model = settings, model
+        self.history, self.load = History(), History()
+        self.events: list[str] = []
+        self.progress = Progress(None, settings.progress, "train")
+        self._error: BaseException | None = None
+        self._stack = ExitStack()
+        self._stopping = threading.Event()
+        self._reading = threading.Lock()
+        self._loads: dict[int, tuple[float, ServerStatus]] = {}
+        self.blueprint = Blueprint.of(
+            program, settings.servers, settings.merged, settings.lazy, settings.rows, settings.outer
+        )
+        self.cut: Split = self.blueprint.split()
+        self._fingerprint = self.cut.fingerprint
+        state = model.state
+        self._given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
+        with ExitStack() as stack:
+            self.engine = stack.enter_context(engine)
+            self.supervisor = self._supervisor(reader, stack)
+            stack.callback(self.supervisor.close)
+            self.supervisor.begin()
+            self._stack = stack.pop_all()
+        self._thread = threading.Thread(target=self._watch, name="onward cluster", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Wait until the training has ended; then the parameters are in ``model``.
+
+        Raises:
+            ClusterError: it cannot go on; servers and trainers have been ended.
+            TimeoutError: it has not ended in time; it goes on.
+        """
+        try:
+            self._thread.join(timeout)
+        except BaseException:
+            self.stop()
+            raise
+        if self._thread.is_alive():
+            raise TimeoutError(f"The training has not ended within {timeout} s.")
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def stop(self) -> None:
+        """End the training now; the parameters are then those of the last update."""
+        self._stopping.set()
+        self._thread.join(120.0)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread.is_alive()
+
+    def snapshot(self) -> Model:
+        """A Model with the parameters as they are now, while training goes on.
+
+        In rounds they are one version of all servers; otherwise each server's are whole, of the version that
+        ``versions`` tells.
+
+        Raises:
+            ClusterError: no server answers.
+        """
+        if not self.is_running:
+            return self.wait().model
+        values = self._read()
+        model = self.model.copy()
+        model.replace(values)
+        return model
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How many updates each server has made, as far as is known."""
+        return tuple(0 if a.answer is None else a.answer.version for a in self.supervisor.servers)
+
+    @property
+    def servers(self) -> list[ServerStatus]:
+        """The last word of each server."""
+        return [a.answer for a in self.supervisor.servers if a.answer is not None]
+
+    def _supervisor(self, reader: Any, stack: ExitStack) -> Supervisor:
+        s = self.settings
+        folder = s.folder
+        if folder is None and s.durability.every is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="onward-records-"))
+        servers = [
+            ServerSpec(
+                self.blueprint,
+                i,
+                s.trainers,
+                s.mode,
+                s.sums,
+                self._owned(i),
+                None if folder is None else f"{folder}/server-{i}",
+                s.durability,
+                s.faults,
+            )
+            for i in range(s.servers)
+        ]
+        kept = {v.name: self._given[v.name] for v in self.cut.trainer.state}
+        kept = self._given if isinstance(s.mode, Local) else kept
+        trainers = [
+            TrainerSpec(
+                self.blueprint, t, 1, s.trainers, s.mode, (), reader, s.epochs, kept, s.deadline, s.faults
+            )
+            for t in range(s.trainers)
+        ]
+        return Supervisor(
+            self.engine,
+            servers,
+            trainers,
+            self._fingerprint,
+            restarts=s.restarts,
+            deadline=s.deadline,
+            options=s.options,
+            say=self._say,
+            row=self._row,
+        )
+
+    def _owned(self, i: int) -> dict[str, np.ndarray]:
+        """The first values of what a server owns."""
+        found = {str(s): s.of(self._given[s.parameter.name]) for s in self.cut.shards[i]}
+        return found | ({v.name: self._given[v.name] for v in self.cut.carried} if i == 0 else {})
+
+    def _watch(self) -> None:
+        """Look after the training until it has ended, then take it down."""
+        try:
+            while not self.supervisor.look() and not self._stopping.is_set():
+                self._note_load()
+                sleep(_LOOK)
+            self._note_load(always=True)
+            self.model.replace(self._read())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.progress.close()
+            with suppress(Exception):
+                self._stack.close()
+
+    def _read(self) -> dict[str, Any]:
+        """What all servers have: in rounds of one version."""
+        links = [a.link for a in self.supervisor.servers]
+        with self._reading:
+            try:
+                version = self._call(links[0], "hold", _HOLD)
+                replies = [self._pulled(i, link, version) for i, link in enumerate(links)]
+            finally:
+                with suppress(ClusterError):
+                    self._call(links[0], "hold", 0.0)
+        pieces: dict[str, list[tuple[Shard, np.ndarray]]] = {}
+        found: dict[str, Any] = {}
+        for i, values in enumerate(replies):
+            part = self.cut.server_parts[i]
+            by_name = {v.name: x for v, x in zip(part.given, values.arrays, strict=True)} | dict(values.rows)
+            for shard in self.cut.shards[i]:
+                pieces.setdefault(shard.parameter.name, []).append((shard, by_name[str(shard)]))
+            found |= {v.name: by_name[v.name] for v in self.cut.carried} if i == 0 else {}
+        for name, parts in pieces.items():
+            ordered = [x for _, x in sorted(parts, key=lambda part: part[0].begin)]
+            found[name] = ordered[0] if len(ordered) == 1 else np.concatenate(ordered)
+        layout = self.model.state.layout
+        kept = [v for v in layout.variables if v.name in found]
+        return {v.name: typed(found[v.name], v.dtype) if is_key(v) else found[v.name] for v in kept}
+
+    def _pulled(self, i: int, link: Link, version: int) -> Values:
+        """The values of one server, tables whole."""
+        wanted = {v.name: np.arange(v.shape[0]) for v in self.cut.server_parts[i].tables}
+        end = monotonic() + self.settings.deadline
+        while monotonic() < end:
+            reply: Reply = self._call(link, "pull", Sender(-1, 0, self.supervisor.generation), version, wanted)
+            if reply.word is Word.DONE and reply.values is not None:
+                return reply.values
+            sleep(0.05)
+        raise ClusterError(f"Server {i} did not come to version {version} within {self.settings.deadline:g} s.")
+
+    def _call(self, link: Link, method: str, *arguments: Any) -> Any:
+        """Call a server; again, while it is away."""
+        end = monotonic() + self.settings.deadline
+        while True:
+            try:
+                return link.call(method, *arguments).result(max(0.1, end - monotonic()))
+            except (Unreachable, TimeoutError) as error:
+                if monotonic() > end:
+                    raise ClusterError(f"A server did not answer ({method}): {error}") from error
+                sleep(_LOOK)
+
+    def _say(self, text: str) -> None:
+        self.events.append(text)
+        self.progress.message(text)
+
+    def _row(self, row: Row) -> None:
+        shown = dict(row.metrics)
+        self.history.record(
+            step=row.sequence + 1,
+            epoch=0,
+            trainer=row.trainer,
+            **shown,
+            staleness=row.staleness,
+            lag=row.lag,
+            examples=row.examples,
+            sent=row.sent,
+            received=row.received,
+            seconds=row.seconds,
+            waited=row.waited,
+        )
+        load = {"queue": sum(s.queue for s in self.servers)}
+        self.progress.advance(row.examples, **shown, staleness=row.staleness, **load)
+
+    def _note_load(self, always: bool = False) -> None:
+        now = monotonic()
+        for status in self.servers:
+            before, old = self._loads.get(status.index, (now - _LOAD, status))
+            if not always and now - before < _LOAD and status.index in self._loads:
+                continue
+            self._loads[status.index] = (now, status)
+            self.load.record(
+                step=status.version,
+                epoch=0,
+                server=status.index,
+                queue=status.queue,
+                busy=max(0.0, status.busy - old.busy) / max(now - before, 1e-9),
+                pushes=status.pushes,
+                duplicates=status.duplicates,
+                received=status.received,
+                sent=status.sent,
+                written=status.written,
+            )
+
+    def __repr__(self) -> str:
+        s = self.settings
+        how = "running" if self.is_running else "ended"
+        return f"Run({s.trainers} trainers, {s.servers} servers, {s.mode}, {how}, {self.history})"

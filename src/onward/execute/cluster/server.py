@@ -1,0 +1,345 @@
+"""A parameter server: the object that trainers call, whatever carries the calls.
+
+Each method runs alone between two ``await``. Every answer comes within a few seconds: who has to wait longer
+is told to ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic
+
+import numpy as np
+
+from onward.core.errors import ClusterError
+from onward.execute.cluster.blueprint import Blueprint
+from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.keeper import Durability, Keeper
+from onward.execute.cluster.messages import Push, Reply, Sender, ServerStatus, Welcome, Word
+from onward.execute.cluster.modes import Bounded, Mode, in_rounds
+
+PATIENCE = 5.0
+"""Seconds after which who waits is told to ask again."""
+
+Wanted = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What it takes to start a server, and to start it again.
+
+    Attributes:
+        blueprint: the graph.
+        index: which server.
+        trainers: how many trainers there are.
+        mode: how they work together.
+        sums: whether gradients are added, and not averaged.
+        given: first values by name.
+        folder: where its record is kept.
+        durability: when it is written.
+        faults: what happens at the edges of the protocol.
+    """
+
+    blueprint: Blueprint
+    index: int
+    trainers: int
+    mode: Mode
+    sums: bool = False
+    given: Mapping[str, np.ndarray] = field(default_factory=dict)
+    folder: str | None = None
+    durability: Durability = Durability()
+    faults: Faults = field(default_factory=Faults)
+
+
+class Desk:
+    """What both kinds of server do the same way: greet, know who is who, give, count.
+
+    Args:
+        spec: what to serve.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec, self.index = spec, spec.index
+        self.cut = spec.blueprint.split()
+        folder = None if spec.folder is None else Path(spec.folder)
+        self.keeper = Keeper(self.cut, spec.index, spec.given, folder, spec.durability, spec.faults)
+        self.birth = token_hex(8)
+        self.incarnations = {t: line[0] for t, line in self.keeper.ledger.items()}
+        self.news = asyncio.Condition()
+        self.pushes = self.duplicates = self.received = self.sent = 0
+
+    def greet(self, sender: Sender, fingerprint: str) -> None:
+        """Refuse a trainer of another graph; remember which of its incarnations is the newest.
+
+        Raises:
+            ClusterError: another graph.
+        """
+        if fingerprint != self.cut.fingerprint:
+            raise ClusterError(
+                f"Trainer {sender.trainer} runs the graph {fingerprint}, server {self.index} the graph "
+                f"{self.cut.fingerprint}. All must run the same code with the same versions of Onward and JAX."
+            )
+        known = self.incarnations.get(sender.trainer, 0)
+        self.incarnations[sender.trainer] = max(known, sender.incarnation)
+
+    def objection(self, sender: Sender) -> Reply | None:
+        """The answer to someone who is not to be served; None to others."""
+        if sender.incarnation < self.incarnations.get(sender.trainer, 0):
+            return self.say(Word.SUPERSEDED)
+        if sender.generation != self.keeper.generation:
+            return self.say(Word.STALE)
+        return None
+
+    def taken(self, push: Push) -> None:
+        """Count a gradient, and refuse one that is none of this graph."""
+        if push.gradients is not None:
+            self.keeper.holding.check(push.gradients)
+            self.received += push.nbytes
+
+    def say(self, word: Word, wanted: Wanted | None = None, staleness: int = 0, lag: int = 0) -> Reply:
+        """An answer, with values where some are wanted."""
+        self.spec.faults.reach(f"server {self.index}", "before reply")
+        values = None if wanted is None else self.keeper.give(wanted)
+        self.sent += 0 if values is None else values.nbytes
+        return Reply(word, self.keeper.version, values, staleness, lag)
+
+    async def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+        """Wait for news until the condition holds; False if it does not in time."""
+        end = monotonic() + seconds
+        async with self.news:
+            while not condition():
+                left = end - monotonic()
+                if left <= 0:
+                    return False
+                try:
+                    await asyncio.wait_for(self.news.wait(), left)
+                except TimeoutError:
+                    return bool(condition())
+        return True
+
+    async def tell(self) -> None:
+        """Wake all who wait."""
+        async with self.news:
+            self.news.notify_all()
+
+    def status(self, queue: int) -> ServerStatus:
+        """How it is doing."""
+        keeper = self.keeper
+        return ServerStatus(
+            index=self.index,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            birth=self.birth,
+            version=keeper.version,
+            generation=keeper.generation,
+            pushes=self.pushes,
+            duplicates=self.duplicates,
+            queue=queue,
+            busy=keeper.busy,
+            received=self.received,
+            sent=self.sent,
+            written=keeper.store.bytes_written if keeper.store is not None else 0,
+            versions=keeper.versions,
+        )
+
+
+class RoundServer:
+    """A server of ``Sync`` and ``Local``: one update merges one gradient of each trainer.
+
+    A trainer stages its gradient on all other servers before it gives it to the first one. When that one has
+    all, all servers have all, and the round is decided: the first makes it at once, the others when they are
+    asked for the version after it. So a round is made by all or by none, whoever dies.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.desk = Desk(spec)
+        self.spec = spec
+        self.staged: dict[int, Push] = {}
+        self.over = False
+        self.held_until = 0.0
+
+    async def hello(self, sender: Sender, fingerprint: str) -> Welcome:
+        """Take a trainer in; tells whether its gradient of this round is here already."""
+        self.desk.greet(sender, fingerprint)
+        keeper = self.desk.keeper
+        _, sequence = keeper.last(sender.trainer)
+        return Welcome(keeper.version, keeper.generation, sequence, sender.trainer in self.staged)
+
+    async def push(self, push: Push) -> Reply:
+        """Stage a gradient; what was staged or applied before is recognised."""
+        if objection := self.desk.objection(push.sender):
+            return objection
+        version = self.desk.keeper.version
+        if push.sequence > version:
+            return self.desk.say(Word.BEHIND)
+        if push.sequence < version or push.sender.trainer in self.staged and not self._is_newer(push):
+            self.desk.duplicates += 1
+            return self.desk.say(Word.DONE)
+        self.desk.taken(push)
+        self.staged[push.sender.trainer] = push
+        if self.spec.index == 0:
+            await self._decide()
+        return self.desk.say(Word.DONE)
+
+    async def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
+        """What it has at this version, which a first server may have yet to decide, the others yet to make."""
+        if objection := self.desk.objection(sender):
+            return objection
+        keeper = self.desk.keeper
+        if version > keeper.version + 1:
+            return self.desk.say(Word.BEHIND)
+        if version == keeper.version + 1 and not self.over:
+            if sender.trainer not in self.staged and sender.trainer >= 0:
+                return self.desk.say(Word.MISSING)
+            if self.spec.index and self._is_complete:
+                await self._make()
+        generation = keeper.generation
+        await self.desk.until(
+            lambda: keeper.version >= version or self.over or keeper.generation != generation
+        )
+        if objection := self.desk.objection(sender):
+            return objection
+        if keeper.version >= version:
+            return self.desk.say(Word.DONE, wanted)
+        return self.desk.say(Word.OVER if self.over else Word.WAIT)
+
+    async def exchange(self, push: Push, wanted: Wanted) -> Reply:
+        """Stage a gradient, and get the version that follows."""
+        reply = await self.push(push)
+        if reply.word is not Word.DONE:
+            return reply
+        return await self.pull(push.sender, push.sequence + 1, wanted)
+
+    async def hold(self, seconds: float) -> int:
+        """Decide no further round for so long (0: no longer), and tell the version."""
+        self.held_until = monotonic() + seconds if seconds else 0.0
+        if not seconds:
+            await self._decide()
+        return self.desk.keeper.version
+
+    async def go_back(self, version: int, generation: int) -> None:
+        """Forget everything after this version."""
+        self.desk.keeper.go_back(version, generation)
+        self.staged, self.over = {}, False
+        await self.desk.tell()
+
+    async def status(self) -> ServerStatus:
+        """How it is doing."""
+        await self._decide()
+        return self.desk.status(len(self.staged))
+
+    async def check(self, fingerprint: str) -> None:
+        """Raise ``ClusterError`` for another graph."""
+        self.desk.greet(Sender(-1, 0), fingerprint)
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self.staged) == self.spec.trainers
+
+    def _is_newer(self, push: Push) -> bool:
+        """Whether it comes from a later start of the trainer than what is staged."""
+        return push.sender.incarnation > self.staged[push.sender.trainer].sender.incarnation
+
+    async def _decide(self) -> None:
+        """On the first server: make the round, if all is there."""
+        if self.spec.index == 0 and self._is_complete and monotonic() >= self.held_until and not self.over:
+            if all(p.gradients is None for p in self.staged.values()):
+                self.over = True
+                await self.desk.tell()
+            else:
+                await self._make()
+
+    async def _make(self) -> None:
+        pushes = [self.staged[t] for t in range(self.spec.trainers)]
+        present = [p if p.gradients is not None else None for p in pushes]
+        self.desk.keeper.apply(present, self._shares(pushes))
+        self.desk.pushes += sum(p is not None for p in present)
+        self.staged = {}
+        await self.desk.tell()
+
+    def _shares(self, pushes: list[Push]) -> list[float]:
+        weights = [p.weight if p.gradients is not None else 0.0 for p in pushes]
+        if self.spec.sums:
+            return [float(w > 0) for w in weights]
+        return [w / sum(weights) for w in weights]
+
+
+class FreeServer:
+    """A server of ``Async`` and ``Bounded``: every gradient is an update at once."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.desk = Desk(spec)
+        self.spec = spec
+        self.bound = spec.mode.staleness if isinstance(spec.mode, Bounded) else None
+        self.finished: set[int] = set()
+
+    async def hello(self, sender: Sender, fingerprint: str) -> Welcome:
+        """Take a trainer in; tells which of its gradients is the last that was applied."""
+        self.desk.greet(sender, fingerprint)
+        keeper = self.desk.keeper
+        return Welcome(keeper.version, keeper.generation, keeper.last(sender.trainer)[1], False)
+
+    async def exchange(self, push: Push, wanted: Wanted) -> Reply:
+        """Apply a gradient, unless it was before; answer when the trainer may begin its next step."""
+        if objection := self.desk.objection(push.sender):
+            return objection
+        keeper, trainer = self.desk.keeper, push.sender.trainer
+        lag, staleness = self.lag(trainer), max(0, keeper.version - push.basis)
+        if push.sequence > keeper.last(trainer)[1]:
+            self.desk.taken(push)
+            keeper.apply([push], [1.0])
+            self.desk.pushes += 1
+            await self.desk.tell()
+        else:
+            self.desk.duplicates += 1
+        reply = await self.pull(push.sender, 0, wanted)
+        return Reply(reply.word, reply.version, reply.values, staleness, lag)
+
+    async def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
+        """What it has, once the trainer may begin its next step."""
+        if objection := self.desk.objection(sender):
+            return objection
+        if not await self.desk.until(lambda: self.may_begin(sender.trainer)):
+            return self.desk.say(Word.WAIT)
+        return self.desk.say(Word.DONE, wanted)
+
+    def may_begin(self, trainer: int) -> bool:
+        """Whether a trainer is near enough to the slowest."""
+        return self.bound is None or self.spec.index != 0 or trainer < 0 or self.lag(trainer) <= self.bound
+
+    def lag(self, trainer: int) -> int:
+        """How many steps a trainer is ahead of the slowest that has not finished."""
+        running = [t for t in range(self.spec.trainers) if t not in self.finished]
+        clocks = {t: self.desk.keeper.last(t)[1] + 1 for t in {*running, trainer}}
+        return clocks[trainer] - min(clocks.values()) if trainer >= 0 else 0
+
+    async def finish(self, trainers: list[int]) -> None:
+        """Wait for these trainers no longer, which have no batch any more."""
+        self.finished |= set(trainers)
+        await self.desk.tell()
+
+    async def hold(self, seconds: float) -> int:
+        """Tell the version; nothing is held."""
+        return self.desk.keeper.version
+
+    async def status(self) -> ServerStatus:
+        """How it is doing."""
+        return self.desk.status(0)
+
+    async def check(self, fingerprint: str) -> None:
+        """Raise ``ClusterError`` for another graph."""
+        self.desk.greet(Sender(-1, 0), fingerprint)
+
+
+Server = RoundServer | FreeServer
+
+
+def serve(spec: ServerSpec) -> Server:
+    """The server of this kind of mode."""
+    return RoundServer(spec) if in_rounds(spec.mode) else FreeServer(spec)

@@ -1,0 +1,235 @@
+"""Who looks after servers and trainers while they work: asks how they are, replaces them, ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from onward.core.errors import ClusterError
+from onward.execute.cluster.engine import Link, Pending, Unreachable
+from onward.execute.cluster.messages import Row, ServerStatus, TrainerStatus
+from onward.execute.cluster.modes import in_rounds
+from onward.execute.cluster.server import ServerSpec, serve
+from onward.execute.cluster.worker import Trainer, TrainerSpec
+
+START = 180.0
+"""Seconds that a process may take until it first answers: it imports JAX and traces the graph."""
+
+
+@dataclass
+class _Asked:
+    """A process that is asked how it is: the question that is open, since when, and the last answer."""
+
+    name: str
+    link: Link
+    pending: Pending | None = None
+    since: float = field(default_factory=monotonic)
+    answer: Any = None
+
+    @property
+    def allowed(self) -> float:
+        return START if self.answer is None else 0.0
+
+    @property
+    def where(self) -> str:
+        """Its name, and its process where that is known."""
+        return self.name if self.answer is None else f"{self.name} (pid {self.answer.pid} on {self.answer.host})"
+
+
+class Supervisor:
+    """Starts servers and trainers, and keeps them working.
+
+    Args:
+        engine: what hosts them.
+        servers: what it takes to start each server.
+        trainers: the same for each trainer, but for the links to the servers.
+        fingerprint: that of the graph here.
+        restarts: how often a trainer may be replaced.
+        deadline: seconds after which a process that does not answer is taken for stopped.
+        options: of the engine, for servers and for trainers.
+        say: where news go.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        servers: Sequence[ServerSpec],
+        trainers: Sequence[TrainerSpec],
+        fingerprint: str,
+        *,
+        restarts: int,
+        deadline: float,
+        options: Mapping[str, Mapping[str, Any]],
+        say: Callable[[str], None],
+        row: Callable[[Row], None],
+    ) -> None:
+        self.engine, self.restarts, self.deadline, self.say, self.row = engine, restarts, deadline, say, row
+        self.options = options
+        self.fingerprint = fingerprint
+        self.servers = [
+            _Asked(
+                f"Server {s.index}",
+                engine.spawn(
+                    partial(serve), s, name=f"server {s.index}", restart=True, options=options.get("servers")
+                ),
+            )
+            for s in servers
+        ]
+        self.server_specs = list(servers)
+        links = tuple(a.link for a in self.servers)
+        self.trainer_specs = [replace(t, servers=links) for t in trainers]
+        self.trainers: list[_Asked] = []
+        self.runs: list[Pending] = []
+        self.seen = [0] * len(trainers)
+        self.births: dict[int, str] = {}
+        self.generation = 0
+        self._stuck: int | None = None
+
+    def begin(self) -> None:
+        """Compare the graphs of all servers with the one here, and let the trainers run.
+
+        Raises:
+            ClusterError: a server has another graph, or could not be started.
+        """
+        for asked, pending in [(a, a.link.call("check", self.fingerprint)) for a in self.servers]:
+            try:
+                pending.result(START)
+            except (Unreachable, TimeoutError) as error:
+                raise ClusterError(f"{asked.name} could not be started: {error}") from error
+        for spec in self.trainer_specs:
+            asked, run = self._started(spec)
+            self.trainers.append(asked)
+            self.runs.append(run)
+
+    def look(self) -> bool:
+        """Look after all of them once; True when all trainers have finished.
+
+        Raises:
+            ClusterError: the training cannot go on.
+        """
+        for i, asked in enumerate(self.servers):
+            if (status := self._answer(asked, ())) is not None:
+                self._heard_of_server(i, asked, status)
+            elif self._is_silent(asked):
+                self._end_silent(asked, restart=True)
+        finished = [self._look_at_trainer(t) for t in range(len(self.trainers))]
+        self._tell_finished([t for t, done in enumerate(finished) if done])
+        self._go_back_if_stuck()
+        return all(finished)
+
+    def close(self) -> None:
+        """End all of them."""
+        for asked in (*self.trainers, *self.servers):
+            with suppress(Exception):
+                self.engine.kill(asked.link)
+
+    def _started(self, spec: TrainerSpec) -> tuple[_Asked, Pending]:
+        name = f"trainer {spec.trainer}"
+        link = self.engine.spawn(partial(Trainer), spec, name=name, options=self.options.get("trainers"))
+        return _Asked(name.capitalize(), link), link.call("run")
+
+    def _answer(self, asked: _Asked, arguments: tuple[Any, ...]) -> Any:
+        """The answer to the question that is open, if it is there; then the next question."""
+        status = None
+        if asked.pending is not None and asked.pending.done():
+            with suppress(Unreachable, TimeoutError):
+                status = asked.pending.result(1.0)
+            asked.pending = None
+            if status is not None:
+                asked.answer, asked.since = status, monotonic()
+        if asked.pending is None:
+            with suppress(Unreachable):
+                asked.pending = asked.link.call("status", *arguments)
+        return status
+
+    def _is_silent(self, asked: _Asked) -> bool:
+        return monotonic() - asked.since > self.deadline + asked.allowed
+
+    def _end_silent(self, asked: _Asked, restart: bool) -> None:
+        self.say(f"{asked.where} said nothing for {self.deadline:g} s: it is stopped or hangs. It is ended.")
+        with suppress(Exception):
+            self.engine.kill(asked.link, restart=restart)
+        asked.pending, asked.since, asked.answer = None, monotonic(), None
+
+    def _heard_of_server(self, i: int, asked: _Asked, status: ServerStatus) -> None:
+        before = self.births.get(i)
+        if before is not None and before != status.birth:
+            self.say(f"{asked.where} was lost and came back at version {status.version}.")
+            if self.server_specs[i].durability.every is None:
+                raise ClusterError(
+                    f"{asked.name} died, and with durability=None no record is written: its parameters and "
+                    "slots are lost. Start again, or give durability=1 (or k: every k updates)."
+                )
+        self.births[i] = status.birth
+
+    def _look_at_trainer(self, t: int) -> bool:
+        """Take note of what a trainer did; replace it if it died. True when it has finished."""
+        asked, run = self.trainers[t], self.runs[t]
+        status: TrainerStatus | None = self._answer(asked, (self.seen[t],))
+        if status is not None:
+            self.seen[t] += len(status.rows)
+            for row in status.rows:
+                self.row(row)
+        if run.done():
+            try:
+                run.result(1.0)
+                return self._has_told_all(asked, t)
+            except (Unreachable, TimeoutError) as error:
+                self._replace(t, f"{asked.where} died ({str(error).split(':')[0]})")
+        elif self._is_silent(asked):
+            self._end_silent(asked, restart=False)
+            self._replace(t, asked.name)
+        return False
+
+    def _has_told_all(self, asked: _Asked, t: int) -> bool:
+        """Whether every step of a trainer that has finished is noted."""
+        if asked.answer is not None and asked.answer.finished and not asked.answer.rows:
+            return True
+        return False
+
+    def _replace(self, t: int, what: str) -> None:
+        spec = self.trainer_specs[t]
+        if spec.incarnation > self.restarts:
+            raise ClusterError(
+                f"{what}, and was replaced {self.restarts} times already (restarts={self.restarts})."
+            )
+        self.say(f"{what}; another process takes its place.")
+        self.trainer_specs[t] = replace(spec, incarnation=spec.incarnation + 1)
+        self.seen[t] = 0
+        self.trainers[t], self.runs[t] = self._started(self.trainer_specs[t])
+
+    def _tell_finished(self, finished: list[int]) -> None:
+        if finished and not in_rounds(self.server_specs[0].mode):
+            with suppress(Unreachable):
+                self.servers[0].link.call("finish", finished)
+
+    def _go_back_if_stuck(self) -> None:
+        """If a round cannot be made, because gradients of it are lost, take all servers to where all were."""
+        stuck = [a.answer.stuck for a in self.trainers if a.answer is not None and a.answer.stuck is not None]
+        before, self._stuck = self._stuck, min(stuck, default=None)
+        if self._stuck is None or self._stuck != before:
+            return
+        statuses: list[ServerStatus] = [a.answer for a in self.servers]
+        if any(s is None for s in statuses):
+            return
+        common = set.intersection(*(set(s.versions) for s in statuses))
+        if not common:
+            raise ClusterError(
+                f"Server records have no version in common: {[list(s.versions) for s in statuses]}. A round was "
+                "lost half way. With durability=1 each server keeps its last two versions."
+            )
+        self.generation = max(s.generation for s in statuses) + 1
+        version = max(common)
+        self.say(f"All servers go back to version {version}, the newest that all have.")
+        calls = [a.link.call("go_back", version, self.generation) for a in self.servers]
+        for pending in calls:
+            with suppress(Unreachable, TimeoutError):
+                pending.result(self.deadline)
+        for a in (*self.trainers, *self.servers):
+            a.pending = a.answer = None
+
+

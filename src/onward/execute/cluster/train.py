@@ -1,0 +1,163 @@
+"""Training on trainers and parameter servers, on this machine or on a Ray cluster, by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
+from threading import Lock
+from typing import Any
+from weakref import WeakSet
+
+from onward.core.errors import ArgumentError, StateError
+from onward.core.program import Program
+from onward.core.structure import describe
+from onward.core.walk import Where, listed, name_of
+from onward.distribute.merge import Average, Merge, Sum, is_count
+from onward.execute.cluster.engine import Engine
+from onward.execute.cluster.keeper import Durability
+from onward.execute.cluster.modes import Mode, as_mode
+from onward.execute.cluster.run import Run, Settings
+from onward.execute.model import Model
+
+_runs: WeakSet[Run] = WeakSet()
+_lock = Lock()
+
+
+def train(program: Program, reader: Any, **options: Any) -> Run:
+    """Train on trainers and parameter servers, and wait for the end; takes what ``start`` takes.
+
+    Returns:
+        The Run that has ended: ``run.model``, ``run.history``, ``run.load``, ``run.events``.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ClusterError: the training cannot begin, or cannot go on; nothing is left running.
+        GraphError: the Program cannot be cut so.
+    """
+    return start(program, reader, **options).wait()
+
+
+def start(
+    program: Program,
+    reader: Any,
+    *,
+    parameters: Any = None,
+    state: Any = None,
+    seed: int = 0,
+    trainers: int = 2,
+    servers: int = 1,
+    mode: Mode | str = "sync",
+    epochs: int = 1,
+    merge: Merge | None = None,
+    lazy: Iterable[Where] = (),
+    durability: int | Durability | None = 1,
+    folder: str | PathLike[str] | None = None,
+    address: str | None = None,
+    token: str | PathLike[str] | None = None,
+    deadline: float = 60.0,
+    restarts: int = 3,
+    trainer_options: Mapping[str, Any] | None = None,
+    server_options: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+    **hidden: Any,
+) -> Run:
+    """Begin a training on trainers and parameter servers; it goes on by itself.
+
+    Args:
+        program: a training Program, as ``minimize`` makes it.
+        reader: an iterable of batches, or a callable that returns one; it is sent to every trainer, which
+            takes every so-manieth batch. A callable with two required arguments is given the trainer's number
+            and how many there are, and returns the trainer's own batches.
+        parameters: first values, in the containers that were traced; needed unless declared.
+        state: what the model itself carries, for a Program traced with ``state=``.
+        seed: what declared parameters are initialized from.
+        trainers: how many processes compute gradients.
+        servers: how many processes keep and update the parameters.
+        mode: ``"sync"``, ``"async"``, ``cluster.Bounded(staleness)`` or ``cluster.Local(every)``.
+        epochs: how often to read the data.
+        merge: ``Average()`` unless given, weighed by the batches' sizes; or ``Sum()``.
+        lazy: embedding tables whose untouched rows an update leaves alone; see ``split``.
+        durability: after how many updates a server writes its record: 1 (nothing acknowledged is lost when
+            it is killed), k (up to k updates of a server are made again in rounds, and lost otherwise), None
+            (it cannot be replaced). ``cluster.Durability(1, fsync=True)`` outlives the machine, too.
+        folder: where records are kept, and where a training that was ended goes on; on a cluster a folder that
+            all machines reach. A temporary one unless given.
+        address: ``host:port`` of a Ray cluster to join; None: Ray is started here, on loopback.
+        token: the file with the token of that cluster.
+        deadline: seconds after which a process that does not answer is named, ended and replaced.
+        restarts: how often each trainer is replaced.
+        trainer_options: of the Ray actors, such as ``{"num_gpus": 1}``.
+        server_options: the same for servers.
+        progress: whether to show a bar; None: in a terminal or a notebook.
+
+    Returns:
+        The Run: ``run.wait()``, ``run.snapshot()``, ``run.history``, ``run.stop()``.
+
+    Raises:
+        ArgumentError: a number of trainers or servers below 1, an unknown mode, a reader that cannot be sent.
+        MissingExtraError: Ray is not installed.
+        ClusterError: the cluster cannot be started or reached.
+        GraphError: the Program cannot be cut so.
+    """
+    if not isinstance(program, Program):
+        raise ArgumentError(
+            f"cluster: {describe(program)} is no Program; make one: Adam(1e-3).minimize(loss, params, *data)."
+        )
+    for what, count in (("trainers", trainers), ("servers", servers), ("epochs", epochs)):
+        if not is_count(count):
+            raise ArgumentError(f"cluster: {what} is {count!r}; expected how many, at least 1.")
+    if isinstance(reader, Iterator):
+        raise ArgumentError(
+            "The reader is an iterator, which cannot be sent to several trainers. Pass a function that makes "
+            "one: reader=lambda: read(files)."
+        )
+    if not (callable(reader) or hasattr(reader, "__iter__")):
+        raise ArgumentError(f"The reader is {describe(reader)}; expected an iterable of batches, or a callable.")
+    settings = Settings(
+        trainers=trainers,
+        servers=servers,
+        mode=as_mode(mode),
+        epochs=epochs,
+        sums=_sums(merge),
+        lazy=tuple(str(name_of(choice)) for choice in listed(lazy)) if lazy else (),
+        durability=durability if isinstance(durability, Durability) else Durability(durability),
+        folder=None if folder is None else str(folder),
+        deadline=deadline,
+        restarts=restarts,
+        options={"trainers": trainer_options or {}, "servers": server_options or {}},
+        progress=progress,
+        **hidden.pop("settings", {}),
+    )
+    engine = hidden.pop("engine", None) or Engine(address, token)
+    if hidden:
+        raise ArgumentError(f"cluster: there is no option {', '.join(hidden)}.")
+    model = Model(program, parameters, state, seed=seed)
+    run = Run(engine, program, reader, model, settings)
+    with _lock:
+        _runs.add(run)
+    return run
+
+
+def snapshot() -> Model:
+    """A Model with the parameters that the training of this process has now; see ``Run.snapshot``.
+
+    Raises:
+        StateError: no training on a cluster was begun here, or several go on at once.
+    """
+    with _lock:
+        running = [run for run in _runs if run.is_running]
+    if len(running) != 1:
+        raise StateError(
+            f"{len(running)} trainings on a cluster are running in this process. Ask one: run = "
+            "cluster.start(...); run.snapshot()."
+        )
+    return running[0].snapshot()
+
+
+def _sums(merge: Merge | None) -> bool:
+    """Whether gradients are added, and not averaged."""
+    if merge is None or type(merge) is Average:
+        return False
+    if type(merge) is Sum:
+        return True
+    raise ArgumentError(f"cluster: merge is {describe(merge)}; servers know Average() and Sum().")

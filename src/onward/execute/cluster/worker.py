@@ -1,0 +1,385 @@
+"""A trainer: reads batches, gets parameters, computes gradients, sends them, whatever carries the calls."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from time import monotonic, perf_counter, sleep
+from typing import Any
+
+import numpy as np
+
+from onward.core.errors import ClusterError
+from onward.execute.cluster.blueprint import Blueprint
+from onward.execute.cluster.compute import Compute, Gradient, LocalSteps, Prepared, Result
+from onward.execute.cluster.engine import Link, Pending, Unreachable
+from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.holding import Values
+from onward.execute.cluster.messages import Push, Reply, Row, Sender, TrainerStatus, Welcome, Word
+from onward.execute.cluster.modes import Local, Mode, in_rounds
+from onward.execute.cluster.stream import Stream
+
+_PAUSE = 0.1  # seconds between two calls of someone who does not answer
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What it takes to start a trainer.
+
+    Attributes:
+        blueprint: the graph.
+        trainer: its number.
+        incarnation: how often it was started, this time included.
+        trainers: how many there are.
+        mode: how they work together.
+        servers: the ways to the servers.
+        reader: what it reads.
+        epochs: how often.
+        given: values of the state that it keeps, by name.
+        deadline: seconds after which a server that does not answer is given up.
+        faults: what happens at the edges of the protocol.
+    """
+
+    blueprint: Blueprint
+    trainer: int
+    incarnation: int
+    trainers: int
+    mode: Mode
+    servers: tuple[Link, ...]
+    reader: Any
+    epochs: int
+    given: Mapping[str, np.ndarray] = field(default_factory=dict)
+    deadline: float = 60.0
+    faults: Faults = field(default_factory=Faults)
+
+
+class _Again(Exception):
+    """The servers went back to an older version: begin again where they stand."""
+
+    def __init__(self, stuck: int | None) -> None:
+        super().__init__()
+        self.stuck = stuck
+
+
+class Trainer:
+    """One trainer; ``run`` works until there are no batches left, ``status`` answers meanwhile."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self.spec = spec
+        cut = spec.blueprint.split()
+        self.fingerprint = cut.fingerprint
+        self.compute: Compute = (
+            LocalSteps(spec.blueprint.program(), cut, spec.trainer, spec.given)
+            if isinstance(spec.mode, Local)
+            else Gradient(cut, spec.trainer, spec.given)
+        )
+        self.stream = Stream(spec.reader, spec.trainer, spec.trainers, spec.epochs)
+        self.servers = Servers(spec)
+        self.rows: list[Row] = []
+        self.where = "starts"
+        self.stuck: int | None = None
+        self.finished = False
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Train on all batches.
+
+        Raises:
+            ClusterError: the reader or a batch is wrong, a server is gone, or another process took its place.
+        """
+        while True:
+            try:
+                (_Rounds if in_rounds(self.spec.mode) else _Pace)(self).run()
+                self.finished = True
+                return
+            except _Again as again:
+                self.stuck = again.stuck
+                sleep(_PAUSE)
+
+    async def status(self, seen: int) -> TrainerStatus:
+        """How it is doing, and the steps that it made after so many."""
+        with self._lock:
+            rows = self.rows[seen:]
+        return TrainerStatus(
+            self.spec.trainer,
+            self.spec.incarnation,
+            os.getpid(),
+            socket.gethostname(),
+            rows,
+            self.finished,
+            self.stuck,
+            self.where,
+        )
+
+    def batches(self, number: int) -> Iterator[Prepared]:
+        """The batches from this one on, as the graph takes them; of local steps, those of a round together."""
+        mode = self.spec.mode
+        if not isinstance(mode, Local):
+            for n, batch in enumerate(self.stream.at(number), number):
+                yield self.prepared(batch, n)
+            return
+        one_by_one = self.stream.at(number * mode.every)
+        while group := list(islice(one_by_one, mode.every)):
+            yield self.prepared(group, number)
+            number += 1
+
+    def prepared(self, batch: Any, number: int) -> Prepared:
+        """A batch as the graph takes it.
+
+        Raises:
+            ClusterError: it does not fit; the message names trainer and batch.
+        """
+        try:
+            return self.compute.prepare(batch)
+        except Exception as error:
+            raise ClusterError(
+                f"Trainer {self.spec.trainer}, batch {number} (counted from 0): {error}"
+            ) from error
+
+    def computed(self, prepared: Prepared, values: Sequence[Values]) -> Result:
+        """What comes of a batch."""
+        self.where = "computes"
+        result = self.compute.run(prepared, values)
+        self.where = "waits for servers"
+        return result
+
+    def note(self, row: Row) -> None:
+        """Keep a row for the history."""
+        with self._lock:
+            self.rows.append(row)
+
+
+class Servers:
+    """The servers as one trainer sees them: calls that are repeated until they are answered."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self.spec = spec
+        self.name = f"trainer {spec.trainer}"
+        self.links = [spec.faults.link(self.name, link) for link in spec.servers]
+        self.sender = Sender(spec.trainer, spec.incarnation)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.links)
+
+    def hello(self, fingerprint: str) -> list[Welcome]:
+        """Say hello to all."""
+        return self.all("hello", [(self.sender, fingerprint)] * self.count)
+
+    def all(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+        """Call all servers from the first given on at once, each with its arguments."""
+        links = list(enumerate(self.links))[first:]
+        begun = [self._begin(i, method, given) for (i, _), given in zip(links, arguments, strict=True)]
+        return [
+            self._answer(i, method, given, pending)
+            for (i, _), given, pending in zip(links, arguments, begun, strict=True)
+        ]
+
+    def one(self, i: int, method: str, *arguments: Any) -> Any:
+        """Call one server."""
+        return self._answer(i, method, arguments, self._begin(i, method, arguments))
+
+    def _begin(self, i: int, method: str, arguments: tuple[Any, ...]) -> Pending | None:
+        sends = method in ("push", "exchange")
+        if sends:
+            self.spec.faults.reach(self.name, "before send")
+        try:
+            return self.links[i].call(method, *arguments)
+        except Unreachable:
+            return None
+        finally:
+            if sends:
+                self.spec.faults.reach(self.name, "after send")
+
+    def _answer(self, i: int, method: str, arguments: tuple[Any, ...], pending: Pending | None) -> Any:
+        """The answer; the call is repeated as long as nobody answers it."""
+        end = monotonic() + self.spec.deadline
+        while True:
+            try:
+                if pending is not None:
+                    reply = pending.result(max(0.1, end - monotonic()))
+                    return self._accepted(reply)
+            except (Unreachable, TimeoutError) as error:
+                if monotonic() > end:
+                    raise ClusterError(
+                        f"Server {i} did not answer trainer {self.spec.trainer} for {self.spec.deadline:g} s "
+                        f"({method}): {error}"
+                    ) from error
+            sleep(_PAUSE)
+            pending = self._begin(i, method, arguments)
+
+    def _accepted(self, reply: Any) -> Any:
+        if isinstance(reply, Reply):
+            if reply.word is Word.SUPERSEDED:
+                raise ClusterError(f"Another process has taken the place of trainer {self.spec.trainer}.")
+            if reply.word is Word.STALE:
+                raise _Again(None)
+        return reply
+
+
+@dataclass
+class _Step:
+    """A step as it was made, for the history."""
+
+    result: Result
+    begun: float
+    received: int
+    ended: float = field(default_factory=perf_counter)
+
+    def row(self, trainer: int, sequence: int, staleness: int = 0, lag: int = 0) -> Row:
+        sent = sum(g.nbytes for g in self.result.gradients)
+        now = perf_counter()
+        return Row(
+            trainer=trainer,
+            sequence=sequence,
+            metrics=self.result.metrics,
+            staleness=staleness,
+            lag=lag,
+            examples=self.result.examples,
+            sent=sent,
+            received=self.received,
+            seconds=now - self.begun,
+            waited=now - self.ended,
+        )
+
+
+class _Way:
+    """What both ways of working have: a step, and gradients on their way."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.servers = trainer, trainer.servers
+
+    def step(self, prepared: Prepared, replies: Sequence[Reply]) -> _Step:
+        """One step with what the servers answered."""
+        begun = perf_counter()
+        values = [r.values for r in replies if r.values is not None]
+        return _Step(self.trainer.computed(prepared, values), begun, sum(v.nbytes for v in values))
+
+    def pushes(self, sequence: int, replies: Sequence[Reply], step: _Step | None) -> list[Push]:
+        """What goes to each server."""
+        weight = 0.0 if step is None else float(step.result.examples)
+        return [
+            Push(self.servers.sender, sequence, r.version, weight, None if step is None else step.result.gradients[i])
+            for i, r in enumerate(replies)
+        ]
+
+    def wanted(self, prepared: Prepared | None) -> list[Any]:
+        """For each server, the rows that a batch reads; None where nothing is needed any more."""
+        return [None if prepared is None else prepared.wanted(i) for i in range(self.servers.count)]
+
+
+class _Rounds(_Way):
+    """A trainer of ``Sync`` and ``Local``: stage on all servers, the first one last; then get what follows."""
+
+    def run(self) -> None:
+        """Take part in rounds until no trainer has a batch."""
+        version = self.join()
+        batches = self.trainer.batches(version)
+        prepared = next(batches, None)
+        replies = self.values(version, prepared)
+        while replies is not None:
+            step = None if prepared is None else self.step(prepared, replies)
+            following = None if prepared is None else next(batches, None)
+            found = self.values(version + 1, following, self.pushes(version, replies, step))
+            if step is not None:
+                self.trainer.note(step.row(self.trainer.spec.trainer, version))
+            version, prepared, replies = version + 1, following, found
+
+    def join(self) -> int:
+        """The version to begin with, once all servers stand at the same point."""
+        for attempt in count():
+            found = self.servers.hello(self.trainer.fingerprint)
+            first, *others = found
+            at_one = {w.generation for w in found} == {first.generation}
+            if at_one and all(w.version in (first.version, first.version - 1) for w in others):
+                self.servers.sender = replace(self.servers.sender, generation=first.generation)
+                return first.version + first.staged
+            if attempt:
+                self.trainer.stuck = min(w.version for w in found)
+            sleep(_PAUSE)
+        raise AssertionError
+
+    def values(
+        self, version: int, prepared: Prepared | None, pushes: Sequence[Push] = ()
+    ) -> list[Reply] | None:
+        """What all servers have at this version, the gradients of the one before having been sent; None: over."""
+        wanted = self.wanted(prepared)
+        self.servers.all("push", [(p,) for p in pushes[1:]], first=1) if pushes else None
+        first = self.settled(0, version, wanted[0], pushes)
+        if first is None:
+            return None
+        asked = [(self.servers.sender, version, w) for w in wanted[1:]]
+        answers = self.servers.all("pull", asked, first=1)
+        others = [
+            self.settled(i, version, wanted[i], pushes, answer) for i, answer in enumerate(answers, start=1)
+        ]
+        self.trainer.stuck = None
+        return [first, *(r for r in others if r is not None)]
+
+    def settled(
+        self, i: int, version: int, wanted: Any, pushes: Sequence[Push], reply: Reply | None = None
+    ) -> Reply | None:
+        """The answer of one server at this version, however long it takes; None: the training is over."""
+        while True:
+            if reply is None:
+                reply = self.ask(i, version, wanted, pushes)
+            match reply.word:
+                case Word.DONE if reply.version == version:
+                    return reply
+                case Word.OVER:
+                    return None
+                case Word.WAIT:
+                    reply = self.servers.one(i, "pull", self.servers.sender, version, wanted)
+                case Word.MISSING if pushes:
+                    reply = None
+                case Word.MISSING:
+                    raise _Again(version - 1)
+                case _:
+                    raise _Again(None)
+
+    def ask(self, i: int, version: int, wanted: Any, pushes: Sequence[Push]) -> Reply:
+        """Ask one server for a version, and send it the gradient of the one before, if there is one."""
+        answer: Reply
+        if pushes:
+            answer = self.servers.one(i, "exchange", pushes[i], wanted)
+        else:
+            answer = self.servers.one(i, "pull", self.servers.sender, version, wanted)
+        return answer
+
+
+class _Pace(_Way):
+    """A trainer of ``Async`` and ``Bounded``: each gradient is sent to all servers at once."""
+
+    def run(self) -> None:
+        """Make a step of each batch that no server has a gradient of yet."""
+        found: list[Welcome] = self.servers.hello(self.trainer.fingerprint)
+        number = min(w.sequence for w in found) + 1
+        batches = self.trainer.batches(number)
+        prepared = next(batches, None)
+        if prepared is None:
+            return
+        replies = self.answered([None] * self.servers.count, self.wanted(prepared))
+        while prepared is not None:
+            step = self.step(prepared, replies)
+            following = next(batches, None)
+            wanted = self.wanted(following)
+            pushes = self.pushes(number, replies, step)
+            applied = self.servers.all("exchange", list(zip(pushes, wanted, strict=True)))
+            replies = self.answered(applied, wanted) if following is not None else applied
+            staleness = max(r.staleness for r in applied)
+            self.trainer.note(step.row(self.trainer.spec.trainer, number, staleness, applied[0].lag))
+            number, prepared = number + 1, following
+
+    def answered(self, replies: Sequence[Reply | None], wanted: Sequence[Any]) -> list[Reply]:
+        """The values of all servers, however long the slowest trainer takes."""
+        found = []
+        for i, (reply, rows) in enumerate(zip(replies, wanted, strict=True)):
+            while reply is None or reply.word is Word.WAIT:
+                reply = self.servers.one(i, "pull", self.servers.sender, 0, rows)
+            found.append(reply)
+        return found
