@@ -128,7 +128,7 @@ def plan(program: Program | Split) -> Plan | Traffic:
         ([('all_mean(grad(w))', 700.0), ('all_mean(div)', 7.0)], 700.0)
         >>> found = ow.plan(ow.split(program, servers=2))
         >>> [server.kept for server in found.servers], [found.up(i) for i in (0, 1)]
-        ([208, 200], [200, 208])
+        ([208, 200], [200, 204])
     """
     if isinstance(program, Split):
         return traffic(program)

@@ -8,225 +8,214 @@ import numpy as np
 
 import onward as ow
 from onward.core.lower import lower
+from onward.distribute.split.outline import outline
 from onward.distribute.split.trainer import TRAINER, is_key, plain
 from onward.execute.initialize import initialized
 
+RUNS = {}
+OPTIONS = {"xla_backend_optimization_level": 0}  # compiled sooner; the numbers are as exact
+
 
 @cache
-def compiled(program):
-    """From state and feeds by Variable to the outputs and the next state, as NumPy arrays."""
+def told(program):
+    return outline(program)
+
+
+def run(program, state, fed):
+    """The outputs of a Program, and its next state by name; equal Programs are compiled once."""
     following = [program.next_state.get(v, v) for v in program.state]
-    run = jax.jit(lower(program, [*program.outputs, *following]))
+    key = (told(program), bool(jax.config.read("jax_enable_x64")))
+    if key not in RUNS:
+        RUNS[key] = jax.jit(lower(program, [*program.outputs, *following]))
+    values = RUNS[key]([state[v.name] for v in program.state], [fed[v.name] for v in program.inputs])
     count = len(program.outputs)
-
-    def call(state, fed):
-        found = run([state[v] for v in program.state], [fed[v.name] for v in program.inputs])
-        outputs = [np.asarray(x) for x in found[:count]]
-        return outputs, dict(zip(program.state, found[count:], strict=True))
-
-    return call
+    outputs = {v: np.asarray(x) for v, x in zip(program.outputs, values, strict=False)}
+    return outputs, {v.name: x for v, x in zip(program.state, values[count:], strict=True)}
 
 
-def travelling(v, value):
-    """A value of state as an array that can be sent."""
-    return np.asarray(plain(value) if is_key(v) else value)
+def named(variables, values):
+    return {v.name: x for v, x in zip(variables, values, strict=True)}
+
+
+def size(arrays):
+    return sum(x.nbytes for x in arrays)
 
 
 class ByHand:
-    """The state of all, and one step after the other.
+    """All state, one step after the other.
 
-    ``up`` and ``down`` hold the bytes of the arrays that went from and to each trainer at the last step, by
-    server; ``touched`` the rows of each table that each trainer read of each server.
+    After each step, by trainer and server: ``up`` and ``down`` are the bytes of the arrays that went from
+    and to the trainer, ``asked`` those of the row numbers that it asked for, ``touched`` how many rows of
+    each table.
     """
 
     def __init__(self, cut, params=None, seed=0):
-        self.cut = cut
-        self.first = self._first(params, seed)
-        self.parts = cut.server_parts
+        self.cut, self.parts = cut, cut.server_parts
+        self.first = first_values(cut.source, params, seed)
         self.states = [self._server(part, own) for part, own in zip(self.parts, cut.shards, strict=True)]
-        trainer = cut.trainer
-        self.kept = {v: self.first[v.name] for v in trainer.state}
-
-    def _first(self, params, seed):
-        source = self.cut.source
-        if params is None:
-            given = {}
-        else:
-            structure = source.signature.parameters
-            arrays = map(jnp.array, structure.flatten(params, "params"))
-            given = dict(zip(structure.variables, arrays, strict=True))
-        return {v.name: x for v, x in initialized(source, given, seed).items()}
 
     def _server(self, part, own):
-        given = {part.program[str(s)]: s.of(self.first[s.parameter.name]) for s in own}
-        carried = {v.name for v in self.cut.carried}
-        given |= {v: self.first[v.name] for v in part.program.state if v.name in carried and v not in given}
-        return initialized(part.program, given, 0)
-
-    # ------------------------------------------------------------ one step
+        given = {str(s): s.of(self.first[s.parameter.name]) for s in own}
+        given |= {v.name: self.first[v.name] for v in self.cut.carried}
+        given = {v: given[v.name] for v in part.program.state if v.name in given}
+        return {v.name: x for v, x in initialized(part.program, given, 0).items()}
 
     def step(self, batches, shares=None):
-        """Update once from the trainers' batches, each a dict or None; the outputs of each trainer."""
-        count = len(batches)
+        """Update once; for each trainer its own outputs, None where it has no batch."""
+        count, servers = len(batches), len(self.parts)
         shares = np.full(count, 1 / count) if shares is None else np.asarray(shares)
-        self.up, self.down, self.touched = ([[] for _ in batches] for _ in range(3))
-        pulled = self.pulled()
-        found = [None if b is None else self.trained(t, b, pulled) for t, b in enumerate(batches)]
+        self.up, self.down, self.asked, self.touched = ([[None] * servers for _ in batches] for _ in range(4))
         shared = self.shared()
-        self.outputs = [self.updated(i, found, shares, shared) for i in range(len(self.parts))]
+        found = [None if b is None else self.trained(t, b, shared) for t, b in enumerate(batches)]
+        self.states = [self.updated(i, found, shares, shared) for i in range(servers)]
         return [None if f is None else f[0] for f in found]
-
-    def pulled(self):
-        """For each server what it gives to all trainers."""
-        return [
-            [travelling(v, state[v]) for v in part.given]
-            for part, state in zip(self.parts, self.states, strict=True)
-        ]
 
     def shared(self):
         """What the first server tells the others."""
         program = self.cut.shared
-        if program is None:
-            return {}
-        outputs, _ = compiled(program)(self.states[0], {})
-        return {v.name: x for v, x in zip(program.outputs, outputs, strict=True)}
+        return {} if program is None else named(program.outputs, run(program, self.states[0], {})[0].values())
 
-    def trained(self, t, batch, pulled):
-        """A trainer's own outputs, what it sends to each server, and the gradients of rows."""
-        part = self.cut.trainer_part
-        fed = {**batch, TRAINER.name: np.uint32(t)}
-        for variables, values in zip(part.received, pulled, strict=True):
-            fed |= {v.name: x for v, x in zip(variables, values, strict=True)}
-        looked = self.looked_up(batch)
-        for table, (numbers, positions) in zip(self.cut.tables, looked, strict=True):
-            fed[f"rows({table.parameter.name})"] = self.rows(table, numbers)
-            fed |= {v.name: x for v, x in zip(table.positions, positions, strict=True)}
-        outputs, _ = compiled(part.program)(self.kept, fed)
-        made = dict(zip(part.program.outputs, outputs, strict=True))
-        sent = [[made[v] for v in variables] for variables in part.sent]
-        own = outputs[: len(self.cut.base.outputs)]
-        gradients = [made[g] for g in part.row_gradients]
-        self.count_down(t, pulled, looked)
-        return own, sent, [(n, g) for (n, _), g in zip(looked, gradients, strict=True)]
+    def given(self, i):
+        """What a server gives to all trainers."""
+        return [
+            np.asarray(plain(x) if is_key(v) else x)
+            for v in self.parts[i].given
+            for x in [self.states[i][v.name]]
+        ]
+
+    def trained(self, t, batch, shared):
+        """A trainer's own outputs, what it sends whole to each server, and the rows with their gradients."""
+        part, fed = self.cut.trainer_part, {**batch, TRAINER.name: np.uint32(t)}
+        for i, variables in enumerate(part.received):
+            given = self.given(i)
+            fed |= named(variables, given)
+            self.down[t][i] = size(given) + (size(shared.values()) if i == 0 else 0)
+            self.asked[t][i] = 0
+        numbers = []
+        for table, (wanted, positions) in zip(self.cut.tables, self.looked_up(batch), strict=True):
+            fed |= {f"rows({table.parameter.name})": self.rows(t, table, wanted)}
+            fed |= named(table.positions, positions)
+            numbers.append(wanted)
+        made, _ = run(part.program, self.first, fed)
+        gradients = {
+            table.parameter.name: (wanted, made[g])
+            for table, wanted, g in zip(self.cut.tables, numbers, part.row_gradients, strict=True)
+        }
+        own = [made[v] for v in part.program.outputs[: len(self.cut.base.outputs)]]
+        return own, [[made[v] for v in variables] for variables in part.sent], gradients
 
     def looked_up(self, batch):
         """For each table the numbers of the rows that are read, and where each place finds its row."""
         if self.cut.places is None:
-            return []
-        places, _ = compiled(self.cut.places)({}, batch)
-        by = dict(zip(self.cut.places.outputs, places, strict=True))
-        found = []
+            return
+        by, _ = run(self.cut.places, {}, batch)
         for table in self.cut.tables:
-            mine = [by[v] for v in table.places]
-            numbers = np.unique(np.concatenate([np.ravel(x) for x in mine]))
-            found.append((numbers, [np.searchsorted(numbers, x).astype(np.int32) for x in mine]))
-        return found
+            places = [by[v] for v in table.places]
+            wanted = np.unique(np.concatenate([np.ravel(x) for x in places]))
+            yield wanted, [np.searchsorted(wanted, x).astype(np.int32) for x in places]
 
-    def rows(self, table, numbers):
+    def rows(self, t, table, wanted):
         """These rows of a table, from all servers that own some; the rest is zeros."""
-        value = self.parameter(table.parameter.name)
-        rows = np.zeros(table.rows.shape, value.dtype)
-        rows[: len(numbers)] = value[numbers]
+        rows = np.zeros(table.rows.shape, table.rows.dtype)
+        for i, own in enumerate(self.cut.shards):
+            for s in own:
+                if s.parameter.name == table.parameter.name:
+                    here = (wanted >= s.begin) & (wanted < s.end)
+                    numbers = (wanted[here] - s.begin).astype(np.int32)
+                    found = np.asarray(self.states[i][str(s)])[numbers]
+                    rows[: len(wanted)][here] = found
+                    self.down[t][i] += size([numbers, found])
+                    self.asked[t][i] += size([numbers])
         return rows
 
     def updated(self, i, found, shares, shared):
-        """One server's outputs; its state is the next one."""
-        part = self.parts[i]
-        fed = dict(shared)
+        """One server's next state."""
+        part, fed = self.parts[i], dict(shared)
         if part.shares is not None:
             fed[part.shares.name] = shares.astype(part.shares.dtype)
         for t, trainer in enumerate(found):
-            whole = (
-                [np.zeros(v.shape, v.dtype) for v in part.received[t]] if trainer is None else trainer[1][i]
-            )
-            fed |= {v.name: x for v, x in zip(part.received[t], whole, strict=True)}
-            mine = self.mine(i, t, None if trainer is None else trainer[2])
-            for (at, gradient), values in zip(part.rows[t], mine, strict=True):
-                fed |= dict(zip((at.name, gradient.name), values, strict=True))
-            self.count_up(i, t, [] if trainer is None else whole, shared)
-        outputs, self.states[i] = compiled(part.program)(self.states[i], fed)
-        return outputs
+            _, sent, rows = trainer or (None, None, None)
+            whole = sent[i] if trainer else [np.zeros(v.shape, v.dtype) for v in part.received[t]]
+            fed |= named(part.received[t], whole)
+            self.up[t][i], self.touched[t][i] = size(whole) + (size(shared.values()) if i else 0), {}
+            shards = {str(s): s for s in self.cut.shards[i]}
+            for v, pair in zip(part.tables, part.rows[t], strict=True):
+                fed |= named(pair, self.pushed(i, t, shards[v.name], pair, rows))
+        return run(part.program, self.states[i], fed)[1]
 
-    def mine(self, i, t, rows):
-        """For each table that a server owns a part of: row numbers from its first row on, and gradients."""
-        touched, fed = {}, []
-        by_name = dict(zip((x.parameter.name for x in self.cut.tables), rows or [], strict=False))
-        own = {str(s): s for s in self.cut.shards[i]}
-        shards = [own[v.name] for v in self.parts[i].tables]
-        for shard, (at, gradient) in zip(shards, self.parts[i].rows[t], strict=True):
-            numbers = np.full(at.shape, shard.end - shard.begin, np.int32)
-            values = np.zeros(gradient.shape, gradient.dtype)
-            if rows is not None:
-                n, g = by_name[shard.parameter.name]
-                here = np.flatnonzero((n >= shard.begin) & (n < shard.end))
-                numbers[: len(here)], values[: len(here)] = n[here] - shard.begin, g[here]
-                touched[shard.parameter.name] = len(here)
-            fed.append((numbers, values))
-        self.touched[t].append(touched)
-        return fed
+    def pushed(self, i, t, shard, pair, rows):
+        """Row numbers from a shard's first row on, and gradients; filled up with rows that are dropped."""
+        at, gradient = pair
+        numbers = np.full(at.shape, shard.end - shard.begin, np.int32)
+        values = np.zeros(gradient.shape, gradient.dtype)
+        if rows:
+            wanted, all_values = rows[shard.parameter.name]
+            here = np.flatnonzero((wanted >= shard.begin) & (wanted < shard.end))
+            sent = [(wanted[here] - shard.begin).astype(np.int32), all_values[here]]
+            numbers[: len(here)], values[: len(here)] = sent
+            self.up[t][i] += size(sent)
+            self.touched[t][i][shard.parameter.name] = len(here)
+        return numbers, values
 
-    # ------------------------------------------------------------ bytes
-
-    def count_down(self, t, pulled, looked):
-        for i, values in enumerate(pulled):
-            size = sum(x.nbytes for x in values)
-            for s in self.cut.shards[i]:
-                for table, (numbers, _) in zip(self.cut.tables, looked, strict=True):
-                    if table.parameter.name == s.parameter.name:
-                        asked = numbers[(numbers >= s.begin) & (numbers < s.end)].astype(np.int32)
-                        rows = self.parameter(s.parameter.name)[asked]
-                        size += rows.nbytes
-            size += sum(x.nbytes for x in self.shared().values()) if i == 0 else 0
-            self.down[t].append(size)
-
-    def count_up(self, i, t, whole, shared):
-        size = sum(x.nbytes for x in whole)
-        for s in self.cut.shards[i]:
-            name = s.parameter.name
-            if name in self.touched[t][i]:
-                n = self.touched[t][i][name]
-                shape = (n, *s.parameter.shape[1:])
-                size += np.zeros(n, np.int32).nbytes + np.zeros(shape, s.parameter.dtype).nbytes
-        size += sum(x.nbytes for x in shared.values()) if i else 0
-        self.up[t].append(size)
-
-    # ------------------------------------------------------------ what it has become
-
-    def parameter(self, name):
-        """All rows of a parameter."""
-        return self.whole(name, "")
-
-    def whole(self, name, suffix):
+    def whole(self, name, suffix=""):
         """A parameter, or with a suffix such as ``/mean`` one of its slots, put together from all servers."""
-        found = []
-        for part, state, own in zip(self.parts, self.states, self.cut.shards, strict=True):
-            found += [
-                np.asarray(state[part.program[f"{s}{suffix}"]]) for s in own if s.parameter.name == name
-            ]
+        found = [
+            np.asarray(state[f"{s}{suffix}"])
+            for state, own in zip(self.states, self.cut.shards, strict=True)
+            for s in own
+            if s.parameter.name == name
+        ]
         return np.concatenate(found) if len(found) > 1 else found[0]
 
     def parameters(self):
-        """All parameters that are trained, by name."""
-        return {p.name: self.parameter(p.name) for p, _ in self.cut.source.gradients}
+        """All that is trained, by name."""
+        return {p.name: self.whole(p.name) for p, _ in self.cut.source.gradients}
 
-    def carried(self, name):
-        """What the forward pass carries."""
-        return self.states[0][self.parts[0].program[name]]
+
+def first_values(program, params, seed):
+    """The state of the uncut Program by name."""
+    given = {}
+    if params is not None:
+        structure = program.signature.parameters
+        arrays = map(jnp.array, structure.flatten(params, "params"))
+        given = dict(zip(structure.variables, arrays, strict=True))
+    return {v.name: x for v, x in initialized(program, given, seed).items()}
 
 
 class Alone:
     """The uncut Program on one device."""
 
     def __init__(self, program, params=None, seed=0):
-        self.program = program
         self.run = ow.compile(program)
         self.state = self.run.init(seed=seed) if params is None else self.run.init(params, seed=seed)
 
     def step(self, *batch):
-        """The outputs of one step."""
         self.state, out = self.run(self.state, *batch)
         return out
 
     def __getitem__(self, name):
-        value = self.state[name]
-        return value if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else np.asarray(value)
+        return self.state[name]
+
+
+def parts_of(batch, trainers):
+    """A batch cut into equal parts, one for each trainer."""
+    return zip(*(np.split(np.asarray(x), trainers) for x in batch), strict=True)
+
+
+def wide(x):
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def compared(cut, program, params, batches, trainers, rtol, atol=0.0):
+    """Train with the cut and with the Program of the whole batch; both, if all their parameters agree."""
+    alone, hand = Alone(program, params), ByHand(cut, params)
+    names = [v.name for v in cut.source.inputs]
+    for batch in batches:
+        expected = alone.step(*batch)
+        found = hand.step([dict(zip(names, part, strict=True)) for part in parts_of(batch, trainers)])
+        losses = [f[0] for f in found]
+        np.testing.assert_allclose(np.mean(wide(losses)), wide(expected.loss), rtol, atol)
+    for name, value in hand.parameters().items():
+        np.testing.assert_allclose(wide(value), wide(alone[name]), rtol, atol, err_msg=name)
+    return hand, alone

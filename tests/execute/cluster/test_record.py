@@ -16,7 +16,8 @@ import pytest
 
 from onward.core.errors import ArgumentError, CheckpointError
 from onward.execute.cluster import record as module
-from onward.execute.cluster.record import PART, Change, Record, Store
+from onward.execute.cluster.frame import Change
+from onward.execute.cluster.record import PART, Record, Store
 
 ROWS, WIDTH = 64, 8
 
@@ -398,10 +399,11 @@ def serve():
     for line in sys.stdin:
         task, folder, number = line.split()
         if child := os.fork():
-            print(child, flush=True)
             os.waitpid(child, 0)
             print("dead", flush=True)
         else:
+            signal.alarm(20)  # nobody may be left to kill it
+            os.write(1, f"pid {os.getpid()}\n".encode())  # before its first version, which is no pid
             TASKS[task](Path(folder), int(number))
             os._exit(0)
 
@@ -477,7 +479,9 @@ def server():
 
 def start(server, task, folder, number=0):
     print(task, folder, number, file=server.stdin, flush=True)
-    return int(server.stdout.readline())
+    word, pid = server.stdout.readline().split()
+    assert word == "pid"
+    return int(pid)
 
 
 def acknowledged(server):

@@ -8,14 +8,14 @@
 >>> print(traffic(ow.split(program, servers=2, trainers=3)))
 Traffic of loss: 2 servers, 3 trainers; each trainer sends 276 B and gets 276 B at a step, and rows
 <BLANKLINE>
-server       keeps  parameters     state  from a trainer  to a trainer
-0         94.0 KiB    31.3 KiB  62.6 KiB             0 B          20 B
-1         94.3 KiB    31.4 KiB  62.9 KiB           276 B         256 B
-all      188.2 KiB    62.8 KiB  125.5 KiB           276 B         276 B  the largest keeps 1.00 of the mean
+server      keeps  parameters      state  from a trainer  to a trainer
+0        94.1 KiB    31.4 KiB   62.8 KiB             0 B          20 B
+1        94.1 KiB    31.4 KiB   62.8 KiB           276 B         256 B
+all     188.3 KiB    62.8 KiB  125.5 KiB           276 B         276 B  the largest keeps 1.00 of the mean
 <BLANKLINE>
-by rows           server  rows  pushed each  pulled each
-table[0:501]           0   501         68 B         68 B
-table[501:1000]        1   499         68 B         68 B
+by rows          server  rows  pushed each  pulled each
+table[0:502]          0   502         68 B         68 B
+table[502:1000]       1   498         68 B         68 B
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def traffic(cut: Split) -> Traffic:
         >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(100), jnp.ones((8, 100)))
         >>> found = traffic(ow.split(program, servers=2))
         >>> [found.up(server) for server in (0, 1)], [found.down(server) for server in (0, 1)]
-        ([200, 208], [208, 200])
+        ([200, 204], [204, 200])
     """
     shared = 0 if cut.shared is None else _size(cut.shared.outputs)
     servers = (

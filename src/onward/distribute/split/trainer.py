@@ -202,6 +202,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def as_typed(value: Any, v: Variable) -> Any:
+    """A value that has travelled as its Variable has it."""
+    return typed(jnp.asarray(value), v.dtype) if is_key(v) and value.dtype != v.dtype else value
+
+
 def typed(data: Any, dtype: Any) -> Any:
     """The random key of this dtype that the integers are."""
     found: list[Any] = []

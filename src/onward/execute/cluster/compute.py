@@ -15,7 +15,7 @@ from onward.core.program import Program, Variable
 from onward.core.walk import prune
 from onward.distribute.split.rows import Table
 from onward.distribute.split.split import Split
-from onward.distribute.split.trainer import TRAINER
+from onward.distribute.split.trainer import TRAINER, as_typed
 from onward.execute.cluster.holding import Gradients, Values
 from onward.execute.evaluator import as_feed, batch_size, metrics_of, scalars_of
 from onward.execute.feeds import Feeds, data_names, key_of
@@ -85,7 +85,7 @@ class Gradient:
         self.cut, self.trainer = cut, trainer
         self.feeds = Feeds(cut.forward)
         self.names = data_names(cut.forward)
-        self.state = {v.name: jax.device_put(given[v.name]) for v in cut.trainer.state}
+        self.state = {v.name: as_typed(jax.device_put(given[v.name]), v) for v in cut.trainer.state}
         self._cuts: dict[Key, Split] = {self._key(cut.forward.inputs): cut}
         self._runs: dict[Key, Callable[..., Any]] = {}
         self._places: dict[Key, Callable[..., Any]] = {}
@@ -213,7 +213,7 @@ class LocalSteps:
         self.step = compile(program)
         self.names = data_names(program)
         layout = Layout.of(program)
-        known = {v: stored(given[v.name], v, v.name) for v in program.state if v.name in given}
+        known = {v: stored(as_typed(given[v.name], v), v, v.name) for v in program.state if v.name in given}
         values = initialized(program, known, 0)
         self.state = State(layout, [values[v] for v in layout.variables])
         part = cut.trainer_part
@@ -250,6 +250,9 @@ class LocalSteps:
         fed |= {v.name: self.state[self.cut.local[v.name]] for v in self.local if v.name in self.cut.local}
         fed.setdefault(TRAINER.name, np.uint32(self.trainer))
         sent = iter(self.send([], [fed[v.name] for v in part.program.inputs]))
-        gradients = [Gradients(tuple(np.asarray(next(sent)) for _ in out)) for out in part.sent]
+        gradients = [
+            Gradients(tuple(np.asarray(next(sent)) for _ in out), {}, values[0].shared if i else {})
+            for i, out in enumerate(part.sent)
+        ]
         metrics = {n: float(np.mean([float(x[n]) for x in losses])) for n in losses[0]}
         return Result(metrics, gradients, prepared.examples)

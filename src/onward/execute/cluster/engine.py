@@ -21,6 +21,8 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import textwrap
 import warnings
@@ -36,16 +38,27 @@ from onward.core.extras import require
 
 THREADS = 64  # calls that one hosted object serves at a time
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-HERE: Mapping[str, str | None] = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"
-}  # the one way to bind to loopback only
-ALONE: Mapping[str, str | None] = {
+Variables = Mapping[str, str | None]  # of the environment; None: absent
+
+QUICK: Variables = {"RAY_timeout_ms_task_wait_for_death_info": "50"}  # a loss is told after 0.5 s, not 1.5 s
+HERE: Variables = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else Ray listens on every interface
+ALONE: Variables = {
+    **QUICK,
     **HERE,
     "RAY_ADDRESS": None,
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or Ray warns of what it may do one day
+    "RAY_kill_worker_timeout_milliseconds": "100",  # until a process that does not react is killed; else 5 s
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns of what it may do one day
 }
-PATIENCE: Mapping[str, str | None] = {"RAY_gcs_server_port_wait_time_s": "5"}
+JOINED: Variables = {
+    **QUICK,
+    "RAY_gcs_server_port_wait_time_s": "3",  # until a wrong token is an error; else 20 s
+}
 TOUCHED = ("PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED")  # Ray sets these
+WATCH = """
+read -r closed ||
+    find /proc/[0-9]*/fd -lname "$0/*" 2>/dev/null | cut -d/ -f3 | sort -u | xargs -r kill -9
+rm -rf "$0"
+"""
 COLOUR = re.compile(r"\x1b\[\d+m")
 NEWS = r"A worker died or was killed"  # Ray tells it to people; here it becomes Unreachable
 
@@ -227,8 +240,7 @@ class Engine:
         require("ray", "cluster").kill(cast("_RayLink", link).actor, no_restart=not restart)
 
     def _start(self, ray: Any, stack: ExitStack) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="onward-", dir="/tmp" if os.name == "posix" else None))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = Path(stack.enter_context(_folder()))
         _configure({**ALONE, **_with_token(_write_token(folder))}, stack)
         self._init(
             ray,
@@ -236,25 +248,28 @@ class Engine:
             address="local",
             include_dashboard=False,
             object_store_memory=self.memory,
-            _temp_dir=str(folder),
+            _temp_dir=str(folder / "ray"),  # Ray opens it to everybody, so what is around it is private
         )
 
     def _join(self, ray: Any, stack: ExitStack) -> None:
         address = str(self.address)
-        changes = {**PATIENCE, **(HERE if _knock(address) in LOOPBACK else {})}
+        changes = {**JOINED, **(HERE if _knock(address) in LOOPBACK else {})}
         if self.token is not None:
             changes |= _with_token(_check_token(Path(self.token)))
         _configure(changes, stack)
         self._init(ray, stack, address=address)
 
     def _init(self, ray: Any, stack: ExitStack, **how: Any) -> None:
-        stack.enter_context(_own_handler())
+        handler = signal.getsignal(signal.SIGTERM)
+        stack.callback(_handle_sigterm, handler)
         stack.callback(ray.shutdown)
-        quiet = {"log_to_driver": self.prints, "logging_level": "ERROR"}
+        job = ray.job_config.JobConfig(_py_driver_sys_path=_own_code())
+        quiet = {"log_to_driver": self.prints, "logging_level": "ERROR", "job_config": job}
         try:
             ray.init(**how, **quiet)
         except Exception as error:
             raise ClusterError(_why(self.address, self.token, error)) from error
+        _handle_sigterm(_leave if handler is signal.SIG_DFL else handler)
         require("ray._private.ray_logging", "cluster").stdout_deduplicator.skip_re = re.compile(NEWS)
 
     def _end_all(self) -> None:
@@ -298,6 +313,7 @@ class _Host:
     """What runs in the process of an object."""
 
     reborn: ClassVar[bool] = False
+    _name = "a hosted object"  # until its factory has arrived
 
     def __init__(self, name: str, factory: Callable[..., Any], *arguments: Any) -> None:
         self._name, self._error = name, None
@@ -344,7 +360,8 @@ def _translated(error: Any, name: str) -> Exception:
         return TimeoutError(LATE.format(name=name))
     if isinstance(error, lost) and not getattr(error, "actor_init_failed", False):
         return Unreachable(GONE.format(name=name, kind=type(error).__name__, found=said))
-    return ClusterError(BROKEN.format(name=name, found=said))
+    lines = str(error).strip().splitlines()
+    return ClusterError(BROKEN.format(name=name, found="; ".join(dict.fromkeys((lines[0], lines[-1])))))
 
 
 def _raised_there(error: Any, name: str) -> Exception:
@@ -401,6 +418,12 @@ def _why(address: str | None, token: Any, error: Exception) -> str:
     return NO_JOIN.format(address=address, error=error)
 
 
+def _own_code() -> list[str]:
+    """Where modules are found here that are not installed; Ray tells others only of the script's folder."""
+    installed = (sys.prefix, sys.base_prefix)
+    return [path for path in sys.path if path and not path.startswith(installed)]
+
+
 def _write_token(folder: Path) -> Path:
     path = folder / "token"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -422,7 +445,7 @@ def _with_token(path: Path) -> dict[str, str | None]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": None}
 
 
-def _configure(changes: Mapping[str, str | None], stack: ExitStack) -> None:
+def _configure(changes: Variables, stack: ExitStack) -> None:
     """Environment variables as they are to be, until the end; None: absent."""
     stack.callback(_read_environment)
     stack.callback(_set, {name: os.environ.get(name) for name in (*changes, *TOUCHED)})
@@ -439,7 +462,7 @@ def _read_environment() -> None:
     constants.ENABLE_RAY_CLUSTER = several
 
 
-def _set(variables: Mapping[str, str | None]) -> None:
+def _set(variables: Variables) -> None:
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -448,9 +471,26 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 @contextmanager
-def _own_handler() -> Iterator[None]:
-    """Ray replaces the handler of SIGTERM; at the end there is the one of before again."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    if before is not None and current_thread() is main_thread():
-        signal.signal(signal.SIGTERM, before)
+def _folder() -> Iterator[str]:
+    """A private folder for Ray, and a shell that clears up behind it, even when this process is killed.
+
+    Ray's own agents survive that for a minute; they are known by the files of the folder that they have open.
+    """
+    posix = os.name == "posix"
+    folder = tempfile.mkdtemp(prefix="onward-", dir="/tmp" if posix else None)  # sockets have short names
+    command = ["sh", "-c", WATCH, folder] if posix else [sys.executable, "-c", "input()"]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=quiet, start_new_session=True) as watch:
+        yield folder
+        watch.communicate(b"closed\n")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    """Ray replaces the handler, and prints its own stack where one expects nothing."""
+    if handler is not None and current_thread() is main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)

@@ -17,7 +17,7 @@ from onward.core.program import Program, Variable
 from onward.core.walk import producers
 from onward.distribute.split.server import ServerPart
 from onward.distribute.split.split import Split
-from onward.distribute.split.trainer import is_key, plain, typed
+from onward.distribute.split.trainer import as_typed, is_key, plain
 from onward.execute.initialize import initialized
 
 Rows = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -162,11 +162,7 @@ class Holding:
 
     def _placed(self, v: Variable, value: Any) -> Any:
         if is_key(v):
-            return (
-                value
-                if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-                else typed(jnp.asarray(value), v.dtype)
-            )
+            return as_typed(value, v)
         return jnp.array(value, v.dtype, copy=True)
 
 

@@ -14,9 +14,10 @@ import numpy as np
 from onward.core.errors import ClusterError
 from onward.distribute.split.split import Split
 from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.frame import Change
 from onward.execute.cluster.holding import Holding, Values
 from onward.execute.cluster.messages import Push
-from onward.execute.cluster.record import Change, Record, Store
+from onward.execute.cluster.record import Record, Store
 
 Ledger = dict[int, tuple[int, int]]
 NONE: tuple[int, int] = (0, -1)

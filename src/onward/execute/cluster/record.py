@@ -23,40 +23,28 @@ read, and removed before the one that hides it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from onward.core.errors import ArgumentError, CheckpointError
 from onward.execute.checkpoint.durable import make_folder, sync
+from onward.execute.cluster.frame import Change, Form, Frame, damage, frames_of, load, pack
 
 PART = ".part-record"
 NAME = re.compile(r"(record-(\d{8,})-(\d+))(\.log)?")
-MAGIC = b"onward-r"
-PREFIX = struct.Struct("<8sIQ")  # MAGIC, the bytes of the header, the bytes of the buffers
-CRC = struct.Struct("<I")
-WHOLE = "Move it and its .log elsewhere to go on from the record before it, or put a good copy in its place"
-LOG = "Cut it to {start} bytes to go on from what stands before, or put a good copy in its place"
-NOT_SILENT = "Nothing was read, so that no acknowledged update is lost in silence"
 FULL = (
     "{folder} cannot take {needed} bytes more: {error}; {free} bytes are free. Make room for at least "
     "{needed} bytes and write again. All that was acknowledged is still there, and nothing of this write."
 )
-
-Form = tuple[str, tuple[int, ...]]
-"""The name of a dtype, and a shape."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +55,6 @@ class Record:
     generation: int
     ledger: Mapping[int, tuple[int, int]]
     arrays: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Change:
-    """What is new since the last version: lines of the ledger, whole arrays, (numbers, values) of rows."""
-
-    version: int
-    generation: int
-    ledger: Mapping[int, tuple[int, int]]
-    arrays: Mapping[str, np.ndarray]
-    rows: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 class Store:
@@ -108,7 +85,7 @@ class Store:
             CheckpointError: the disk does not take it; everything is as before.
         """
         serial = 1 + max((file.serial for file in _files(self.folder)), default=0)
-        header, pieces = _pack(Change(**vars(record), rows={}), serial)
+        header, pieces = pack(Change(**vars(record), rows={}), serial)
         file = _File(serial, header.version, self.folder / f"record-{serial:08d}-{header.version}")
         self._tail = None
         with self._room_for(pieces):
@@ -132,7 +109,7 @@ class Store:
             CheckpointError: the disk does not take it; everything is as before.
         """
         tail = self._tail or self._last()
-        header, pieces = _pack(change, tail.base.serial)
+        header, pieces = pack(change, tail.base.serial)
         forms = {**tail.forms, **header.arrays}
         _check(change, tail, forms, header.rows)
         if whole is not None and tail.end > tail.size:
@@ -234,9 +211,6 @@ class Store:
             ) from error
 
 
-# ---------------------------------------------------------------------------- which files there are
-
-
 class _File(NamedTuple):
     """A whole record, by what its name says."""
 
@@ -280,188 +254,26 @@ def _line(folder: Path) -> list[_File]:
     return line
 
 
-def _history(base: _File) -> Iterator[_Frame]:
+def _history(base: _File) -> Iterator[Frame]:
     """The frame of a whole record, then those of its log."""
-    frames = list(_frames(base.path, base.serial))
+    frames = list(frames_of(base.path, base.serial))
     if len(frames) != 1 or frames[0].header.version != base.version:
-        raise _damage(base.path, 0, "it is cut off, or was renamed")
+        raise damage(base.path, 0, "it is cut off, or was renamed")
     yield frames[0]
-    yield from _frames(base.log, base.serial)
+    yield from frames_of(base.log, base.serial)
 
 
 def _rebuild(base: _File, version: int | None) -> Record:
     """A whole record with the changes of its log made to it, up to a version."""
     frames = takewhile(lambda f: version is None or f.header.version <= version, _history(base))
-    last = _load(next(frames))
+    last = load(next(frames))
     ledger, arrays = dict(last.ledger), dict(last.arrays)
-    for last in map(_load, frames):
+    for last in map(load, frames):
         ledger |= last.ledger
         arrays |= last.arrays
         for name, (numbers, values) in last.rows.items():
             arrays[name][numbers] = values
     return Record(last.version, last.generation, ledger, arrays)
-
-
-# ---------------------------------------------------------------------------- one frame
-
-
-@dataclass(frozen=True)
-class _Header:
-    """A change without its numbers: of every array and of the values of every rows only dtype and shape."""
-
-    serial: int
-    version: int
-    generation: int
-    ledger: Mapping[int, tuple[int, int]]
-    arrays: Mapping[str, Form]
-    rows: Mapping[str, Form]
-
-    @staticmethod
-    def parse(text: bytes) -> _Header:
-        said = json.loads(text)
-        ledger = {int(trainer): (pair[0], pair[1]) for trainer, pair in said["ledger"].items()}
-        arrays, rows = ({n: (f[0], tuple(f[1])) for n, f in said[k].items()} for k in ("arrays", "rows"))
-        return _Header(said["serial"], said["version"], said["generation"], ledger, arrays, rows)
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """A frame in a file: where it starts, its buffers start and it ends; the CRC-32 up to its buffers."""
-
-    path: Path
-    start: int
-    buffers: int
-    end: int
-    crc: int
-    header: _Header
-
-
-def _pack(change: Change, serial: int) -> tuple[_Header, list[memoryview]]:
-    """The frame of a change in pieces that share the memory of its arrays where these are contiguous."""
-    arrays = {name: np.asarray(a, order="C") for name, a in change.arrays.items()}
-    rows = {name: (_numbers(name, n), np.asarray(v, order="C")) for name, (n, v) in change.rows.items()}
-    ledger = {int(trainer): (int(i), int(s)) for trainer, (i, s) in change.ledger.items()}
-    forms = {n: _form(a) for n, a in arrays.items()}, {n: _form(v) for n, (_, v) in rows.items()}
-    header = _Header(serial, int(change.version), int(change.generation), ledger, *forms)
-    text = json.dumps(vars(header)).encode()
-    buffers = [_bytes(a) for a in (*arrays.values(), *(a for pair in rows.values() for a in pair))]
-    prefix = PREFIX.pack(MAGIC, len(text), sum(map(len, buffers)))
-    crc, pieces = 0, list[memoryview]()
-    for group in ([memoryview(prefix)], [memoryview(text)], buffers):
-        for piece in group:
-            crc = zlib.crc32(piece, crc)
-        pieces += [*group, memoryview(CRC.pack(crc))]
-    return header, pieces
-
-
-def _frames(path: Path, serial: int) -> Iterator[_Frame]:
-    """The frames of a file; what follows the last whole one was never acknowledged."""
-    if not path.exists():
-        return
-    frame, end = None, 0
-    with _judged(path, 0), open(path, "rb") as file:
-        while True:
-            with _judged(path, end):
-                frame = _frame_at(file, path, end, serial)
-            if frame is None:
-                return
-            yield frame
-            end = frame.end
-
-
-def _frame_at(file: BinaryIO, path: Path, start: int, serial: int) -> _Frame | None:
-    """The frame that starts here, its header checked; None if the file ends before it does."""
-    room = os.fstat(file.fileno()).st_size - start - PREFIX.size - 3 * CRC.size
-    if room < 0:
-        return None
-    file.seek(start)
-    prefix = file.read(PREFIX.size)
-    magic, text_size, size = PREFIX.unpack(prefix)
-    if magic != MAGIC:
-        raise ValueError("it was not written by a Store")
-    crc = _check_crc(file, zlib.crc32(prefix))
-    if text_size + size > room:
-        return None
-    text = file.read(text_size)
-    crc = _check_crc(file, zlib.crc32(text, crc))
-    header = _Header.parse(text)
-    if header.serial != serial:
-        raise ValueError(f"it belongs to record {header.serial}, and was renamed")
-    return _Frame(path, start, file.tell(), file.tell() + size + CRC.size, crc, header)
-
-
-def _load(frame: _Frame) -> Change:
-    """A frame with its numbers, in arrays of their own."""
-    crc, header = frame.crc, frame.header
-    rows = [form for values in header.rows.values() for form in (("<i8", values[1][:1]), values)]
-    found = [np.empty(shape, _dtype(name)) for name, shape in (*header.arrays.values(), *rows)]
-    with _judged(frame.path, frame.start), open(frame.path, "rb") as file:
-        file.seek(frame.buffers)
-        for array in found:
-            file.readinto(_bytes(array))
-            crc = zlib.crc32(_bytes(array), crc)
-        _check_crc(file, crc)
-    arrays = dict(zip(header.arrays, found, strict=False))
-    pairs = zip(found[len(arrays) :: 2], found[len(arrays) + 1 :: 2], strict=True)
-    return Change(
-        header.version, header.generation, header.ledger, arrays, dict(zip(header.rows, pairs, strict=True))
-    )
-
-
-def _check_crc(file: BinaryIO, crc: int) -> int:
-    if file.read(CRC.size) != CRC.pack(crc):
-        raise ValueError("its CRC-32 is not the one that was written")
-    return crc
-
-
-@contextmanager
-def _judged(path: Path, start: int) -> Iterator[None]:
-    """Whatever is wrong with a file becomes a sentence that says what to do about it."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise _damage(path, start, error) from error
-
-
-def _damage(path: Path, start: int, what: object) -> CheckpointError:
-    advice = (LOG if path.suffix == ".log" else WHOLE).format(start=start)
-    return CheckpointError(f"{path} is damaged at byte {start} or behind it: {what}. {NOT_SILENT}. {advice}.")
-
-
-# ---------------------------------------------------------------------------- arrays and arguments
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def _form(array: np.ndarray) -> Form:
-    """By which name, and in which shape, an array is found again."""
-    dtype = array.dtype
-    if not dtype.hasobject:
-        for name in (dtype.str, dtype.name):
-            with suppress(TypeError):
-                if _dtype(name) == dtype:
-                    return name, array.shape
-    raise ArgumentError(
-        f"an array is {dtype}{list(array.shape)}; a record holds numbers, booleans, dates, text"
-    )
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
-
-
-def _numbers(name: str, numbers: np.ndarray) -> np.ndarray:
-    """Row numbers as they are stored."""
-    array = np.asarray(numbers)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise ArgumentError(
-            f"the row numbers of {name!r} are {array.dtype}{list(array.shape)}; expected int64[r]"
-        )
-    return np.asarray(array, "<i8", order="C")
 
 
 def _same_version(record: Record, change: Change) -> Record:

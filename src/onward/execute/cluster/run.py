@@ -16,7 +16,7 @@ from onward.core.errors import ClusterError
 from onward.core.program import Program
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.split import Split
-from onward.distribute.split.trainer import is_key, plain, typed
+from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.engine import Link, Unreachable
 from onward.execute.cluster.faults import Faults
@@ -242,7 +242,7 @@ class Run:
             found[name] = ordered[0] if len(ordered) == 1 else np.concatenate(ordered)
         layout = self.model.state.layout
         kept = [v for v in layout.variables if v.name in found]
-        return {v.name: typed(found[v.name], v.dtype) if is_key(v) else found[v.name] for v in kept}
+        return {v.name: as_typed(found[v.name], v) for v in kept}
 
     def _pulled(self, i: int, link: Link, version: int) -> Values:
         """The values of one server, tables whole."""
