@@ -259,6 +259,7 @@ from onward.execute.cluster.engine import Engine, Unreachable
 {body}
 """
 CLOSED = """
+import ray  # sets RAY_CLIENT_MODE
 before = dict(os.environ), signal.getsignal(signal.SIGTERM)
 for start in (1, 2):
     with Engine(memory=100 * 2**20) as engine:
@@ -266,7 +267,6 @@ for start in (1, 2):
         assert link.call("__len__").result(60) == 0
         folder = os.path.dirname(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert not os.path.exists(folder), folder
-    os.environ.pop("RAY_CLIENT_MODE")  # set by the import of Ray
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
     try:
         link.call("__len__")

@@ -116,7 +116,7 @@ class Gradient:
         fed[TRAINER.name] = np.uint32(self.trainer)
         inputs = [jax.device_put(fed[v.name], may_alias=True) for v in part.program.inputs]
         outputs = self._run(cut)([self.state[v.name] for v in part.program.state], inputs)
-        made = {v: x for v, x in zip(part.program.outputs, outputs, strict=True)}
+        made = dict(zip(part.program.outputs, outputs, strict=True))
         by_table = {
             t.parameter.name: np.asarray(made[g]) for t, g in zip(cut.tables, part.row_gradients, strict=True)
         }
@@ -164,7 +164,8 @@ def _located(
         if len(ids) and not 0 <= ids[0] <= ids[-1] < t.parameter.shape[0]:
             wrong = ids[0] if ids[0] < 0 else ids[-1]
             raise ArgumentError(
-                f"The batch looks up row {wrong} of {t.parameter.name!r}, which has {t.parameter.shape[0]} rows."
+                f"The batch looks up row {wrong} of {t.parameter.name!r}, which has "
+                f"{t.parameter.shape[0]} rows."
             )
         rows[t.parameter.name] = ids
         for v, x in zip(t.positions, found, strict=True):

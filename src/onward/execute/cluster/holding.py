@@ -66,7 +66,7 @@ class Holding:
     Args:
         cut: the graph.
         index: which server.
-        given: first values by name, of parameters and of what the forward pass carries; slots are initialized.
+        given: first values by name: parameters, and what the forward pass carries; slots are initialized.
     """
 
     def __init__(self, cut: Split, index: int, given: Mapping[str, Any]) -> None:

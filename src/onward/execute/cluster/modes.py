@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from onward.core.errors import ArgumentError
@@ -30,7 +30,7 @@ class Async:
 
 @dataclass(frozen=True)
 class Bounded:
-    """Each trainer at its own pace, but none begins a step more than ``staleness`` steps ahead of the slowest.
+    """Each trainer at its own pace, but none begins a step over ``staleness`` steps ahead of the slowest.
 
     Source: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, 2013,
     section 2.
@@ -56,7 +56,7 @@ class Local:
     """
 
     every: int
-    outer: Optimizer = Momentum(0.7, 0.9, nesterov=True)
+    outer: Optimizer = field(default_factory=lambda: Momentum(0.7, 0.9, nesterov=True))
 
     def __post_init__(self) -> None:
         if not is_count(self.every):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any, Self
@@ -47,7 +47,7 @@ class Settings:
     sums: bool = False
     lazy: tuple[str, ...] = ()
     rows: bool = True
-    durability: Durability = Durability()  # noqa: RUF009
+    durability: Durability = field(default_factory=Durability)
     folder: str | None = None
     deadline: float = 60.0
     restarts: int = 3
@@ -72,15 +72,22 @@ class Run:
     Attributes:
         history: one record for each step of a trainer: ``trainer``, ``loss`` and what else the function
             returned, ``staleness`` (updates between reading parameters and applying the gradient), ``lag``
-            (steps ahead of the slowest trainer), ``examples``, ``sent`` and ``received`` (bytes), ``seconds``,
-            ``waited``.
+            (steps ahead of the slowest trainer), ``examples``, ``sent`` and ``received`` (bytes),
+            ``seconds``, ``waited``.
         load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
             ``pushes``, ``duplicates``, ``received``, ``sent``, ``written`` (bytes so far).
         events: what happened besides, in words: who died, and what was done about it.
         model: the network; it has the trained parameters once the training has ended.
     """
 
-    def __init__(self, engine: Any, program: Program, reader: Any, model: Model, settings: Settings) -> None:
+    def __init__(
+        self,
+        hosting: AbstractContextManager[Any],
+        program: Program,
+        reader: Any,
+        model: Model,
+        settings: Settings,
+    ) -> None:
         self.settings, self.model = settings, model
         self.history, self.load = History(), History()
         self.events: list[str] = []
@@ -98,7 +105,7 @@ class Run:
         state = model.state
         self._given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
         with ExitStack() as stack:
-            self.engine = stack.enter_context(engine)
+            self.engine = stack.enter_context(hosting)
             self.supervisor = self._supervisor(reader, stack)
             stack.callback(self.supervisor.close)
             self.supervisor.begin()
@@ -247,13 +254,15 @@ class Run:
     def _pulled(self, i: int, link: Link, version: int) -> Values:
         """The values of one server, tables whole."""
         wanted = {v.name: np.arange(v.shape[0]) for v in self.cut.server_parts[i].tables}
-        end = monotonic() + self.settings.deadline
+        deadline = self.settings.deadline
+        end = monotonic() + deadline
         while monotonic() < end:
-            reply: Reply = self._call(link, "pull", Sender(-1, 0, self.supervisor.generation), version, wanted)
+            reader = Sender(-1, 0, self.supervisor.generation)
+            reply: Reply = self._call(link, "pull", reader, version, wanted)
             if reply.word is Word.DONE and reply.values is not None:
                 return reply.values
             sleep(0.05)
-        raise ClusterError(f"Server {i} did not come to version {version} within {self.settings.deadline:g} s.")
+        raise ClusterError(f"Server {i} did not come to version {version} within {deadline:g} s.")
 
     def _call(self, link: Link, method: str, *arguments: Any) -> Any:
         """Call a server; again, while it is away."""

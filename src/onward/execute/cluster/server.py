@@ -53,7 +53,7 @@ class ServerSpec:
     sums: bool = False
     given: Mapping[str, np.ndarray] = field(default_factory=dict)
     folder: str | None = None
-    durability: Durability = Durability()
+    durability: Durability = field(default_factory=Durability)
     faults: Faults = field(default_factory=Faults)
 
 
@@ -83,7 +83,7 @@ class Desk:
         if fingerprint != self.cut.fingerprint:
             raise ClusterError(
                 f"Trainer {sender.trainer} runs the graph {fingerprint}, server {self.index} the graph "
-                f"{self.cut.fingerprint}. All must run the same code with the same versions of Onward and JAX."
+                f"{self.cut.fingerprint}. All must run the same code, with the same Onward and JAX."
             )
         known = self.incarnations.get(sender.trainer, 0)
         self.incarnations[sender.trainer] = max(known, sender.incarnation)
@@ -178,7 +178,7 @@ class RoundServer:
         version = self.desk.keeper.version
         if push.sequence > version:
             return self.desk.say(Word.BEHIND)
-        if push.sequence < version or push.sender.trainer in self.staged and not self._is_newer(push):
+        if push.sequence < version or (push.sender.trainer in self.staged and not self._is_newer(push)):
             self.desk.duplicates += 1
             return self.desk.say(Word.DONE)
         self.desk.taken(push)
@@ -188,7 +188,7 @@ class RoundServer:
         return self.desk.say(Word.DONE)
 
     async def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
-        """What it has at this version, which a first server may have yet to decide, the others yet to make."""
+        """What it has at this version, which the first server may have yet to decide, the others to make."""
         if objection := self.desk.objection(sender):
             return objection
         keeper = self.desk.keeper

@@ -13,9 +13,9 @@ from onward.execute.loop.reader import Reading
 class Stream:
     """The batches that a trainer reads, over all epochs.
 
-    A reader with two required arguments is called with the trainer's number and how many there are, and yields
-    the trainer's own batches. Any other reader yields those of all: trainer 0 takes the first one, trainer 1
-    the second one, and so on, from epoch to epoch.
+    A reader with two required arguments is called with the trainer's number and how many there are, and
+    yields the trainer's own batches. Any other reader yields those of all: trainer 0 takes the first one,
+    trainer 1 the second one, and so on, from epoch to epoch.
 
     Args:
         reader: as for ``train``.

@@ -32,12 +32,14 @@ class _Asked:
 
     @property
     def allowed(self) -> float:
+        """Seconds that it may take longer, because it has yet to start."""
         return START if self.answer is None else 0.0
 
     @property
     def where(self) -> str:
         """Its name, and its process where that is known."""
-        return self.name if self.answer is None else f"{self.name} (pid {self.answer.pid} on {self.answer.host})"
+        known = self.answer
+        return self.name if known is None else f"{self.name} (pid {known.pid} on {known.host})"
 
 
 class Supervisor:
@@ -177,7 +179,7 @@ class Supervisor:
         if run.done():
             try:
                 run.result(1.0)
-                return self._has_told_all(asked, t)
+                return self._has_told_all(asked)
             except (Unreachable, TimeoutError) as error:
                 self._replace(t, f"{asked.where} died ({str(error).split(':')[0]})")
         elif self._is_silent(asked):
@@ -185,11 +187,9 @@ class Supervisor:
             self._replace(t, asked.name)
         return False
 
-    def _has_told_all(self, asked: _Asked, t: int) -> bool:
+    def _has_told_all(self, asked: _Asked) -> bool:
         """Whether every step of a trainer that has finished is noted."""
-        if asked.answer is not None and asked.answer.finished and not asked.answer.rows:
-            return True
-        return False
+        return asked.answer is not None and asked.answer.finished and not asked.answer.rows
 
     def _replace(self, t: int, what: str) -> None:
         spec = self.trainer_specs[t]
@@ -219,8 +219,8 @@ class Supervisor:
         common = set.intersection(*(set(s.versions) for s in statuses))
         if not common:
             raise ClusterError(
-                f"Server records have no version in common: {[list(s.versions) for s in statuses]}. A round was "
-                "lost half way. With durability=1 each server keeps its last two versions."
+                f"Server records have no version in common: {[list(s.versions) for s in statuses]}. A round "
+                "was lost half way. With durability=1 each server keeps its last two versions."
             )
         self.generation = max(s.generation for s in statuses) + 1
         version = max(common)
@@ -231,5 +231,3 @@ class Supervisor:
                 pending.result(self.deadline)
         for a in (*self.trainers, *self.servers):
             a.pending = a.answer = None
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from os import PathLike
 from threading import Lock
 from typing import Any
@@ -59,6 +60,7 @@ def start(
     trainer_options: Mapping[str, Any] | None = None,
     server_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
+    engine: Engine | None = None,
     **hidden: Any,
 ) -> Run:
     """Begin a training on trainers and parameter servers; it goes on by itself.
@@ -66,7 +68,7 @@ def start(
     Args:
         program: a training Program, as ``minimize`` makes it.
         reader: an iterable of batches, or a callable that returns one; it is sent to every trainer, which
-            takes every so-manieth batch. A callable with two required arguments is given the trainer's number
+            takes its share of the batches, in turn. A callable with two required arguments is given the trainer's number
             and how many there are, and returns the trainer's own batches.
         parameters: first values, in the containers that were traced; needed unless declared.
         state: what the model itself carries, for a Program traced with ``state=``.
@@ -80,8 +82,8 @@ def start(
         durability: after how many updates a server writes its record: 1 (nothing acknowledged is lost when
             it is killed), k (up to k updates of a server are made again in rounds, and lost otherwise), None
             (it cannot be replaced). ``cluster.Durability(1, fsync=True)`` outlives the machine, too.
-        folder: where records are kept, and where a training that was ended goes on; on a cluster a folder that
-            all machines reach. A temporary one unless given.
+        folder: where records are kept, and where a training that was ended goes on; on a cluster a folder
+            that all machines reach. A temporary one unless given.
         address: ``host:port`` of a Ray cluster to join; None: Ray is started here, on loopback.
         token: the file with the token of that cluster.
         deadline: seconds after which a process that does not answer is named, ended and replaced.
@@ -89,6 +91,9 @@ def start(
         trainer_options: of the Ray actors, such as ``{"num_gpus": 1}``.
         server_options: the same for servers.
         progress: whether to show a bar; None: in a terminal or a notebook.
+        engine: an open ``cluster.Engine``, in place of ``address`` and ``token``: several trainings, one
+            after the other, start Ray once.
+        hidden: ``settings``, what tests break.
 
     Returns:
         The Run: ``run.wait()``, ``run.snapshot()``, ``run.history``, ``run.stop()``.
@@ -112,7 +117,9 @@ def start(
             "one: reader=lambda: read(files)."
         )
     if not (callable(reader) or hasattr(reader, "__iter__")):
-        raise ArgumentError(f"The reader is {describe(reader)}; expected an iterable of batches, or a callable.")
+        raise ArgumentError(
+            f"The reader is {describe(reader)}; expected an iterable of batches, or a callable."
+        )
     settings = Settings(
         trainers=trainers,
         servers=servers,
@@ -128,11 +135,11 @@ def start(
         progress=progress,
         **hidden.pop("settings", {}),
     )
-    engine = hidden.pop("engine", None) or Engine(address, token)
     if hidden:
         raise ArgumentError(f"cluster: there is no option {', '.join(hidden)}.")
     model = Model(program, parameters, state, seed=seed)
-    run = Run(engine, program, reader, model, settings)
+    hosting = Engine(address, token) if engine is None else nullcontext(engine)
+    run = Run(hosting, program, reader, model, settings)
     with _lock:
         _runs.add(run)
     return run

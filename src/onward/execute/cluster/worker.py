@@ -57,7 +57,7 @@ class TrainerSpec:
     faults: Faults = field(default_factory=Faults)
 
 
-class _Again(Exception):
+class _Again(Exception):  # noqa: N818
     """The servers went back to an older version: begin again where they stand."""
 
     def __init__(self, stuck: int | None) -> None:
@@ -116,7 +116,7 @@ class Trainer:
         )
 
     def batches(self, number: int) -> Iterator[Prepared]:
-        """The batches from this one on, as the graph takes them; of local steps, those of a round together."""
+        """The batches from this one on, as the graph takes them; for local steps, those of a round."""
         mode = self.spec.mode
         if not isinstance(mode, Local):
             for n, batch in enumerate(self.stream.at(number), number):
@@ -263,9 +263,10 @@ class _Way:
     def pushes(self, sequence: int, replies: Sequence[Reply], step: _Step | None) -> list[Push]:
         """What goes to each server."""
         weight = 0.0 if step is None else float(step.result.examples)
+        gradients = [None] * len(replies) if step is None else step.result.gradients
         return [
-            Push(self.servers.sender, sequence, r.version, weight, None if step is None else step.result.gradients[i])
-            for i, r in enumerate(replies)
+            Push(self.servers.sender, sequence, r.version, weight, g)
+            for r, g in zip(replies, gradients, strict=True)
         ]
 
     def wanted(self, prepared: Prepared | None) -> list[Any]:
@@ -274,7 +275,7 @@ class _Way:
 
 
 class _Rounds(_Way):
-    """A trainer of ``Sync`` and ``Local``: stage on all servers, the first one last; then get what follows."""
+    """A trainer of ``Sync`` and ``Local``: stage on all servers, the first one last; get what follows."""
 
     def run(self) -> None:
         """Take part in rounds until no trainer has a batch."""
@@ -307,7 +308,7 @@ class _Rounds(_Way):
     def values(
         self, version: int, prepared: Prepared | None, pushes: Sequence[Push] = ()
     ) -> list[Reply] | None:
-        """What all servers have at this version, the gradients of the one before having been sent; None: over."""
+        """What all servers have at this version, once they have the gradients before it; None: over."""
         wanted = self.wanted(prepared)
         self.servers.all("push", [(p,) for p in pushes[1:]], first=1) if pushes else None
         first = self.settled(0, version, wanted[0], pushes)
