@@ -123,7 +123,7 @@ class Body:
 
     @property
     def looks_up_rows(self) -> bool:
-        """Whether it is one ``gather`` that picks whole rows of its first input by the numbers in its second."""
+        """Whether it is one ``gather`` of whole rows of its first input, by the numbers in its second."""
         if len(self.equations) != 1 or self.equations[0].primitive.name != "gather":
             return False
         (eqn,) = self.equations

@@ -231,7 +231,7 @@ def metrics_of(out: Out) -> dict[str, Any]:
 
 
 def scalars_of(program: Program, values: Mapping[str, Any]) -> dict[str, float]:
-    """The loss and every other single number that a traced function returned, from values by their Variables'."""
+    """The loss and every other single number that a traced function returned, from values by name."""
     signature = program.signature
     found = {"loss": program.loss} if program.loss is not None else {}
     if signature is not None and signature.has_aux:

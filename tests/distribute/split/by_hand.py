@@ -26,7 +26,7 @@ def run(program, state, fed):
     following = [program.next_state.get(v, v) for v in program.state]
     key = (told(program), bool(jax.config.read("jax_enable_x64")))
     if key not in RUNS:
-        RUNS[key] = jax.jit(lower(program, [*program.outputs, *following]))
+        RUNS[key] = jax.jit(lower(program, [*program.outputs, *following]), compiler_options=OPTIONS)
     values = RUNS[key]([state[v.name] for v in program.state], [fed[v.name] for v in program.inputs])
     count = len(program.outputs)
     outputs = {v: np.asarray(x) for v, x in zip(program.outputs, values, strict=False)}

@@ -227,17 +227,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_of_all_kinds(kind, trainers):
+def test_parameters_of_all_kinds(kind):
     network, params, optimizer = KINDS[kind]
     x = random(8, 6, 1)[..., 0]
     if kind == "one gradient for two":
         x = np.ones_like(x)
     program = optimizer.minimize(squares(network), params, x)
-    cut = ow.split(optimizer.minimize(squares(network), params, x[: 8 // trainers]), 2, trainers)
+    cut = ow.split(optimizer.minimize(squares(network), params, x[:4]), 2, 2)
     rtol = 3e-2 if kind in ("bfloat16", "mixed") else 1e-5
-    compared(cut, program, params, [(x,)] * 3, trainers, rtol, rtol)
+    compared(cut, program, params, [(x,)] * 3, 2, rtol, rtol)
 
 
 def test_frozen_parameters_stay_with_the_trainer():
@@ -728,13 +727,10 @@ def prints(scale="2", optimizer="ow.Adam(0.1)"):
 
 def test_fingerprints_are_equal_in_other_processes():
     mine = prints()
-    for seed in ("1", "2"):
-        code = f"{PRINTS}\nSCALE = 2\nOPTIMIZER = ow.Adam(0.1)\nprint(prints())"
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.stdout.strip() == mine, done.stderr
+    code = f"{PRINTS}\nSCALE = 2\nOPTIMIZER = ow.Adam(0.1)\nprint(prints())"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == mine, done.stderr
     assert prints() == mine
 
 

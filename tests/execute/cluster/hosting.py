@@ -1,31 +1,64 @@
-"""An engine without Ray: each object in a thread of its own, with calls that can be cut."""
+"""An engine without Ray: each object in threads of its own, which can die as a process does.
+
+Nothing of a host that died goes on: its threads stand still for ever, without an exception, so that no
+``finally`` runs and files stay as they are, as when a process is killed.
+"""
 
 import asyncio
 import copy
 import inspect
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
-from onward.execute.cluster.engine import Unreachable
+from onward.execute.cluster.link import Unreachable
+
+AWAY = 0.05  # seconds until one that was lost is started again
+HERE = threading.local()
+
+
+def here():
+    """The host whose thread this is; None outside."""
+    return getattr(HERE, "host", None)
+
+
+def stand_still():
+    """What becomes of the threads of a host that died."""
+    threading.Event().wait()
 
 
 class Host:
     """One hosted object and its event loop."""
 
-    def __init__(self, factory, arguments):
+    def __init__(self, engine, number, factory, arguments):
+        self.engine, self.number = engine, number
         self.factory, self.arguments = factory, arguments
         self.alive = True
-        self.pool = ThreadPoolExecutor(16)
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.hosted = self.pool.submit(factory, *arguments)
         self.open = set()
+        self.loop = asyncio.new_event_loop()
+        self.hosted = Future()
+        self.start(self.loop.run_forever)
+        self.start(self.make)
+
+    def start(self, function, *arguments):
+        def run():
+            HERE.host = self
+            function(*arguments)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def make(self):
+        try:
+            self.hosted.set_result(self.factory(*self.arguments))
+        except BaseException as error:
+            self.hosted.set_exception(error)
 
     def call(self, method, arguments):
         result = Future()
         self.open.add(result)
-        self.pool.submit(self.run, method, arguments, result)
+        if not self.alive:
+            self.fail(result)
+        self.start(self.run, method, arguments, result)
         return result
 
     def run(self, method, arguments, result):
@@ -41,19 +74,21 @@ class Host:
 
     def settle(self, result, found, error):
         self.open.discard(result)
-        if result.done():
-            return
         if not self.alive:
-            error = Unreachable("it was killed")
-        result.set_exception(error) if error else result.set_result(copy.deepcopy(found))
+            return self.fail(result)
+        with suppress(InvalidStateError):
+            result.set_exception(error) if error else result.set_result(copy.deepcopy(found))
+
+    def fail(self, result):
+        with suppress(InvalidStateError):
+            result.set_exception(Unreachable("it was killed"))
 
     def die(self):
         self.alive = False
         for result in list(self.open):
-            if not result.done():
-                result.set_exception(Unreachable("it was killed"))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.pool.shutdown(wait=False, cancel_futures=True)
+            self.fail(result)
+        if here() is not self:
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class Call:
@@ -78,6 +113,8 @@ class ThreadLink:
 
     def call(self, method, *arguments):
         host = self.engine.hosts[self.number]
+        if here() is not None and not here().alive:
+            stand_still()
         if not host.alive:
             raise Unreachable("it is dead")
         return Call(host.call(method, arguments))
@@ -87,23 +124,36 @@ class Threads:
     """The engine."""
 
     def __init__(self):
-        self.hosts, self.restarts = [], []
+        self.hosts, self.restarts, self.open = [], [], True
 
     def __enter__(self):
         return self
 
     def __exit__(self, *raised):
+        self.open = False
         for host in self.hosts:
             if host.alive:
                 host.die()
 
     def spawn(self, factory, *arguments, name, restart=False, options=None):
-        self.hosts.append(Host(factory, arguments))
         self.restarts.append(restart)
+        self.hosts.append(Host(self, len(self.hosts), factory, arguments))
         return ThreadLink(self, len(self.hosts) - 1)
 
     def kill(self, link, restart=False):
         host = self.hosts[link.number]
         host.die()
         if restart:
-            self.hosts[link.number] = Host(host.factory, host.arguments)
+            self.start_again(host)
+
+    def lose(self, host):
+        """A host dies by itself; one that is to start again does so after a while."""
+        host.die()
+        if self.restarts[host.number]:
+            timer = threading.Timer(AWAY, self.start_again, [host])
+            timer.daemon = True
+            timer.start()
+
+    def start_again(self, host):
+        if self.open and self.hosts[host.number] is host:
+            self.hosts[host.number] = Host(self, host.number, host.factory, host.arguments)

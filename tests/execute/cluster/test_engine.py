@@ -14,8 +14,9 @@ import pytest
 
 from onward.core import extras
 from onward.core.errors import ClusterError, MissingExtraError
-from onward.execute.cluster import engine as engines
-from onward.execute.cluster.engine import Engine, Unreachable, is_reborn
+from onward.execute.cluster import ray_start
+from onward.execute.cluster.engine import Engine, is_reborn
+from onward.execute.cluster.link import Unreachable
 
 ray = pytest.importorskip("ray")
 PORT = 46379
@@ -342,7 +343,7 @@ def head():
     with tempfile.TemporaryDirectory(prefix="head-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         token = Path(folder, "token")
         token.write_text("7" * 64)
-        changes = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **engines.HERE}
+        changes = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **ray_start.HERE}
         options = f"--port {PORT} --node-ip-address 127.0.0.1 --temp-dir {folder} --include-dashboard false"
         start = f"-m ray.scripts.scripts start --head --block --num-cpus 1 {options}"
         command = [sys.executable, *start.split(), "--object-store-memory", str(10**8)]

@@ -95,7 +95,7 @@ def _cut_in_order(parameters: Sequence[Variable], optimizer: Optimizer, servers:
         begin, rows = 0, rows_of(p)
         per_row = _weight(p, optimizer) / rows
         while begin < rows:
-            if room < per_row / 2 and len(owned) < servers:
+            if len(owned) < servers and (begin or room < per_row / 2):
                 owned.append([])
                 room = left / (servers - len(owned) + 1)
             fitting = rows if len(owned) == servers or not per_row else max(1, round(room / per_row))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onward.execute.cluster.engine import Link
+from onward.execute.cluster.link import Link
 
 EDGES = (
     "before send",

@@ -197,7 +197,7 @@ class _Update:
         fed: dict[Variable, Any] = {}
         for sent, feeds, tables in zip(gradients, self.part.received, self.part.rows, strict=True):
             values = sent.arrays if sent else [self._nothing(v) for v in feeds]
-            fed |= {v: jax.device_put(x, may_alias=True) for v, x in zip(feeds, values, strict=True)}
+            fed |= dict(zip(feeds, values, strict=True))  # jit reads aligned buffers where they are
             for table, (at, gradient) in zip(self.part.tables, tables, strict=True):
                 rows = sent.rows[table.name] if sent else (np.zeros(0, np.int32), self._nothing(gradient)[:0])
                 fed[at] = _padded(rows[0], at, table.shape[0])

@@ -138,6 +138,14 @@ class Keeper:
         self.store.append(Change(self.version, self.generation, lines, small, rows), self.record)
 
     def _take(self, record: Record) -> None:
+        found = {n: (x.shape, x.dtype) for n, x in record.arrays.items()}
+        expected = {n: (x.shape, x.dtype) for n, x in self.holding.arrays.items()}
+        if found != expected:
+            different = sorted({n for n, _ in found.items() ^ expected.items()})
+            raise ClusterError(
+                f"The record of server {self.index} is one of another graph: they differ in "
+                f"{', '.join(map(repr, different[:5]))}. Give the folder of this training, or an empty one."
+            )
         self.holding.load(record.arrays)
         self.version, self.generation = record.version, record.generation
         self.ledger = dict(record.ledger)

@@ -18,10 +18,10 @@ from onward.distribute.split.shards import Shard
 from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.cluster.blueprint import Blueprint
-from onward.execute.cluster.engine import Link, Unreachable
 from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.holding import Values
 from onward.execute.cluster.keeper import Durability
+from onward.execute.cluster.link import Link, Unreachable
 from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, Word
 from onward.execute.cluster.modes import Local, Mode, in_rounds
 from onward.execute.cluster.server import ServerSpec

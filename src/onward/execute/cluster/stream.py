@@ -45,26 +45,24 @@ class Stream:
         count = 0
         for epoch in range(self.epochs):
             for batch in self._epoch(epoch, count, wanted):
-                if batch is not None and count == wanted:
+                if count == wanted:
                     yield batch
                     wanted += step
                 count += 1
 
     def _epoch(self, epoch: int, count: int, wanted: int) -> Iterator[Any]:
-        """The batches of an epoch; None in the place of those that need not be read."""
+        """The batches of an epoch; anything in the place of those before the one that is wanted."""
         length = self.reading.length
         if epoch and length is not None and count + length <= wanted:
-            yield from [None] * length
+            yield from range(length)
             return
         try:
             for batch, _ in self.reading.epoch(epoch):
                 count += 1
                 yield batch
         except Exception as error:
-            notes = " ".join(getattr(error, "__notes__", []))
-            raise ClusterError(
-                f"The reader of trainer {self.trainer} raised {type(error).__name__}: {error}. {notes}"
-            ) from error
+            said = " ".join([f"{type(error).__name__}: {str(error).rstrip('.')}.", *getattr(error, "__notes__", [])])
+            raise ClusterError(f"The reader of trainer {self.trainer} raised {said}") from error
 
 
 def takes_place(reader: Any) -> bool:

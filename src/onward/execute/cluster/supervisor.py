@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from onward.core.errors import ClusterError
-from onward.execute.cluster.engine import Link, Pending, Unreachable
+from onward.execute.cluster.link import Link, Pending, Unreachable
 from onward.execute.cluster.messages import Row, ServerStatus, TrainerStatus
 from onward.execute.cluster.modes import in_rounds
 from onward.execute.cluster.server import ServerSpec, serve
@@ -114,7 +114,9 @@ class Supervisor:
             ClusterError: the training cannot go on.
         """
         for i, asked in enumerate(self.servers):
-            if (status := self._answer(asked, ())) is not None:
+            status = self._answer(asked)
+            self._ask(asked)
+            if status is not None:
                 self._heard_of_server(i, asked, status)
             elif self._is_silent(asked):
                 self._end_silent(asked, restart=True)
@@ -134,8 +136,8 @@ class Supervisor:
         link = self.engine.spawn(partial(Trainer), spec, name=name, options=self.options.get("trainers"))
         return _Asked(name.capitalize(), link), link.call("run")
 
-    def _answer(self, asked: _Asked, arguments: tuple[Any, ...]) -> Any:
-        """The answer to the question that is open, if it is there; then the next question."""
+    def _answer(self, asked: _Asked) -> Any:
+        """The answer to the question that is open, if it is there."""
         status = None
         if asked.pending is not None and asked.pending.done():
             with suppress(Unreachable, TimeoutError):
@@ -143,10 +145,13 @@ class Supervisor:
             asked.pending = None
             if status is not None:
                 asked.answer, asked.since = status, monotonic()
+        return status
+
+    def _ask(self, asked: _Asked, *arguments: Any) -> None:
+        """The next question, if none is open."""
         if asked.pending is None:
             with suppress(Unreachable):
                 asked.pending = asked.link.call("status", *arguments)
-        return status
 
     def _is_silent(self, asked: _Asked) -> bool:
         return monotonic() - asked.since > self.deadline + asked.allowed
@@ -171,11 +176,12 @@ class Supervisor:
     def _look_at_trainer(self, t: int) -> bool:
         """Take note of what a trainer did; replace it if it died. True when it has finished."""
         asked, run = self.trainers[t], self.runs[t]
-        status: TrainerStatus | None = self._answer(asked, (self.seen[t],))
+        status: TrainerStatus | None = self._answer(asked)
         if status is not None:
             self.seen[t] += len(status.rows)
             for row in status.rows:
                 self.row(row)
+        self._ask(asked, self.seen[t])
         if run.done():
             try:
                 run.result(1.0)

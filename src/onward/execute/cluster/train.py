@@ -68,8 +68,8 @@ def start(
     Args:
         program: a training Program, as ``minimize`` makes it.
         reader: an iterable of batches, or a callable that returns one; it is sent to every trainer, which
-            takes its share of the batches, in turn. A callable with two required arguments is given the trainer's number
-            and how many there are, and returns the trainer's own batches.
+            takes its share of the batches, in turn. A callable with two required arguments is given the
+            trainer's number and how many there are, and returns the trainer's own batches.
         parameters: first values, in the containers that were traced; needed unless declared.
         state: what the model itself carries, for a Program traced with ``state=``.
         seed: what declared parameters are initialized from.

@@ -16,9 +16,9 @@ import numpy as np
 from onward.core.errors import ClusterError
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.compute import Compute, Gradient, LocalSteps, Prepared, Result
-from onward.execute.cluster.engine import Link, Pending, Unreachable
 from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.holding import Values
+from onward.execute.cluster.link import Link, Pending, Unreachable
 from onward.execute.cluster.messages import Push, Reply, Row, Sender, TrainerStatus, Welcome, Word
 from onward.execute.cluster.modes import Local, Mode, in_rounds
 from onward.execute.cluster.stream import Stream
