@@ -58,6 +58,16 @@ class Collective:
     always: bool = True
 
 
+@dataclass(frozen=True)
+class RowLookup:
+    """Whole rows of a table, by number: the first of the numbers along the last axis.
+
+    ``fill`` is what a row outside of the table reads as; None: as the nearest row.
+    """
+
+    fill: Any = None
+
+
 class Body:
     """What an Op computes: a closed jaxpr from positions to positions."""
 
@@ -122,19 +132,27 @@ class Body:
         return any(map(_calls_custom_rule, self.equations))
 
     @property
-    def looks_up_rows(self) -> bool:
-        """Whether it is one ``gather`` of whole rows of its first input, by the numbers in its second."""
+    def row_lookup(self) -> RowLookup | None:
+        """How it picks whole rows of its first input by the numbers in its second; None if it does not."""
         if len(self.equations) != 1 or self.equations[0].primitive.name != "gather":
-            return False
+            return None
         (eqn,) = self.equations
+        params, n = eqn.params, eqn.params["dimension_numbers"]
         table, places = self.in_avals[:2]
-        n = eqn.params["dimension_numbers"]
-        return bool(
-            (tuple(n.collapsed_slice_dims), tuple(n.start_index_map)) == ((0,), (0,))
+        row = tuple(range(places.shape[-1]))
+        batch = places.ndim - 1
+        whole = (
+            tuple(params["slice_sizes"]) == (1, *table.shape[1:])
+            and tuple(n.start_index_map) == row
+            and tuple(n.collapsed_slice_dims) in ((), (0,))
             and not n.operand_batching_dims
-            and tuple(n.offset_dims) == tuple(range(places.ndim - 1, places.ndim + table.ndim - 2))
-            and tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
+            and tuple(n.offset_dims) == tuple(range(batch, self.out_avals[0].ndim))
         )
+        fills = params["mode"] is jax.lax.GatherScatterMode.FILL_OR_DROP
+        if not whole or (fills and row != (0,)):
+            return None
+        other = np.nan if params["fill_value"] is None else params["fill_value"]
+        return RowLookup(other if fills else None)
 
     @property
     def equations(self) -> Sequence[Any]:

@@ -17,8 +17,8 @@ import numpy as np
 from tests.execute.cluster import hosting
 
 import onward as ow
-from onward.execute.cluster.engine import Unreachable
 from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.link import Unreachable
 
 MESSAGES = ("drop", "drop reply", "duplicate", "delay", "reorder")
 

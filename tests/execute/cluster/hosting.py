@@ -75,7 +75,7 @@ class Host:
     def settle(self, result, found, error):
         self.open.discard(result)
         if not self.alive:
-            return self.fail(result)
+            error = Unreachable("it was killed")
         with suppress(InvalidStateError):
             result.set_exception(error) if error else result.set_result(copy.deepcopy(found))
 

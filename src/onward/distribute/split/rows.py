@@ -54,11 +54,14 @@ def tables_in(forward: Program, parameters: Sequence[Variable], always: bool = F
         if not ops or p in kept or not all(_is_lookup(forward, p, op) for op in ops):
             continue
         computed = tuple(dict.fromkeys(op.inputs[1] for op in ops))
-        count = sum(prod(v.shape) for v in computed)
+        count = sum(prod(v.shape[:-1]) for v in computed)
         if always or count < p.shape[0]:
             rows = replace(p, shape=(count, *p.shape[1:]))
             places, positions = (
-                tuple(Variable(names.new(f"{what}({p.name})"), v.shape, _INTEGER, kind) for v in computed)
+                tuple(
+                    Variable(names.new(f"{what}({p.name})"), (*v.shape[:-1], 1), _INTEGER, kind)
+                    for v in computed
+                )
                 for what, kind in (("places", Kind.ACTIVATION), ("positions", Kind.DATA))
             )
             found.append(Table(p, rows, places, positions, computed))
@@ -102,7 +105,7 @@ def places_of(forward: Program, tables: Sequence[Table]) -> Program:
 
 def _is_lookup(forward: Program, p: Variable, op: Op) -> bool:
     """Whether an op reads rows of ``p`` at places that the data alone tell."""
-    if len(op.inputs) != 2 or op.inputs[0] is not p or op.inputs[1] is p or not op.body.looks_up_rows:
+    if len(op.inputs) != 2 or op.inputs[0] is not p or op.inputs[1] is p or op.body.row_lookup is None:
         return False
     return ancestors(forward, [op.inputs[1]]).isdisjoint(forward.state)
 
@@ -111,7 +114,7 @@ def _inside(table: Table, computed: Variable, place: Variable) -> Op:
     """What makes row numbers that there are of those that the data tell."""
 
     def inside(at: Any) -> list[jax.Array]:
-        return [jnp.clip(_wide(at), 0, table.parameter.shape[0] - 1).astype(_INTEGER)]
+        return [jnp.clip(_wide(at[..., :1]), 0, table.parameter.shape[0] - 1).astype(_INTEGER)]
 
     return Op("inside", (computed,), (place,), body_of(inside, Type(computed.shape, computed.dtype)))
 
@@ -122,21 +125,21 @@ def _from_rows(
     """The lookup among the rows of the batch; what one device fills, where a place is outside, is filled."""
     table, place = op.inputs
     position = lookups[table, place]
-    params = op.body.equations[0].params
-    fills = params["mode"] is jax.lax.GatherScatterMode.FILL_OR_DROP
-    other = jnp.nan if params["fill_value"] is None else params["fill_value"]
+    lookup = op.body.row_lookup
+    assert lookup is not None
+    shape = op.outputs[0].shape
 
     def look_up(values: Any, position: Any, *at: Any) -> list[jax.Array]:
         found = values.at[position[..., 0]].get(mode="promise_in_bounds")
         for a in at:
             wide = _wide(a)
             known = (wide >= 0) & (wide < table.shape[0])
-            shape = (*position.shape[:-1], *(1 for _ in table.shape[1:]))
-            found = jnp.where(known.reshape(shape), found, jnp.asarray(other, found.dtype))
-        return [found]
+            mask = known.reshape(*position.shape[:-1], *(1 for _ in table.shape[1:]))
+            found = jnp.where(mask, found, jnp.asarray(lookup.fill, found.dtype))
+        return [found.reshape(shape)]
 
     few = rows[table]
-    others = (position, place) if fills else (position,)
+    others = (position,) if lookup.fill is None else (position, place)
     body = body_of(look_up, *(Type(v.shape, v.dtype) for v in (few, *others)))
     return replace(op, type="lookup", inputs=(table, *others), body=body)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, ClusterError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import prune
@@ -36,12 +37,14 @@ class Prepared:
         fed: the data by the Variable's name.
         examples: how many.
         rows: for each table, by the parameter's name, the rows that are read, ascending.
+        number: which of the trainer's batches it is, or of several, the first.
     """
 
     cut: Split
     fed: Mapping[str, Any]
     examples: int
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    number: int = 0
 
     def wanted(self, server: int) -> Wanted:
         """The rows to ask a server for, counted from the first row of its shard."""
@@ -65,8 +68,12 @@ class Result:
 class Compute(Protocol):
     """What a trainer does between getting parameters and sending gradients."""
 
-    def prepare(self, batch: Any) -> Prepared:
-        """A batch, checked, with the rows that it reads."""
+    def prepare(self, batch: Any, number: int = 0) -> Prepared:
+        """A batch, checked, with the rows that it reads.
+
+        Raises:
+            ClusterError: it does not fit; the message names trainer and batch.
+        """
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> Result:
         """What comes of it with these parameters."""
@@ -90,8 +97,12 @@ class Gradient:
         self._runs: dict[Key, Callable[..., Any]] = {}
         self._places: dict[Key, Callable[..., Any]] = {}
 
-    def prepare(self, batch: Any) -> Prepared:
+    def prepare(self, batch: Any, number: int = 0) -> Prepared:
         """A batch, checked, with the rows that it reads."""
+        with _named(self.trainer, number):
+            return self._prepared(batch, number)
+
+    def _prepared(self, batch: Any, number: int) -> Prepared:
         fed = as_feed(batch, self.names)
         values = self.feeds.convert(self.feeds.read(self.feeds.named((), fed)))
         self.feeds.check_bounds(values)
@@ -104,7 +115,7 @@ class Gradient:
         if cut.places is not None:
             rows, positions = _located(cut.tables, self._read_places(key, cut, by_name))
             by_name |= positions
-        return Prepared(cut, by_name, batch_size(fed), rows)
+        return Prepared(cut, by_name, batch_size(fed), rows, number)
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> Result:
         """The gradients of a batch."""
@@ -150,6 +161,15 @@ class Gradient:
 
     def _key(self, inputs: Sequence[Variable]) -> Key:
         return tuple((v.shape, v.dtype) for v in inputs)
+
+
+@contextmanager
+def _named(trainer: int, number: int) -> Iterator[None]:
+    """Whatever is wrong with a batch is told with the trainer and the batch."""
+    try:
+        yield
+    except Exception as error:
+        raise ClusterError(f"Trainer {trainer}, batch {number} (counted from 0): {error}") from error
 
 
 def _located(
@@ -227,10 +247,13 @@ class LocalSteps:
         self.receiving = receive
         self.send = jax.jit(lower(part.program, [v for sent in part.sent for v in sent]))
 
-    def prepare(self, batch: Any) -> Prepared:
+    def prepare(self, batch: Any, number: int = 0) -> Prepared:
         """The batches of a round by name."""
-        fed = [as_feed(one, self.names) for one in batch]
-        return Prepared(self.cut, {"batches": fed}, sum(map(batch_size, fed)))
+        fed = []
+        for n, one in enumerate(batch, number):
+            with _named(self.trainer, n):
+                fed.append(as_feed(one, self.names))
+        return Prepared(self.cut, {"batches": fed}, sum(map(batch_size, fed)), number=number)
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> Result:
         """The steps of a round."""
@@ -245,8 +268,9 @@ class LocalSteps:
             {v.name: x for v, x in zip(self.receiving.outputs, found, strict=True)}
         )
         losses: list[dict[str, Any]] = []
-        for batch in prepared.fed["batches"]:
-            self.state, out = self.step(self.state, **batch)
+        for n, batch in enumerate(prepared.fed["batches"], prepared.number):
+            with _named(self.trainer, n):
+                self.state, out = self.step(self.state, **batch)
             losses.append(metrics_of(out))
         fed |= {v.name: self.state[self.cut.local[v.name]] for v in self.local if v.name in self.cut.local}
         fed.setdefault(TRAINER.name, np.uint32(self.trainer))

@@ -96,13 +96,15 @@ class Holding:
         found = [(np.shape(x), x.dtype) for x in gradients.arrays]
         rows = {n: (x.shape[1:], x.dtype, at.dtype) for n, (at, x) in gradients.rows.items()}
         tables = {n: (v.shape[1:], np.dtype(v.dtype), np.dtype(np.int32)) for n, v in self.tables.items()}
+        given = {n: (np.shape(x), x.dtype) for n, x in gradients.shared.items()}
+        shared = {v.name: (v.shape, np.dtype(v.dtype)) for v in self.part.shared if v in self.program.inputs}
         inside = all(
             _fits(at, x, self.tables[n].shape[0]) for n, (at, x) in gradients.rows.items() if n in tables
         )
-        if found != expected or rows != tables or not inside:
+        if found != expected or rows != tables or not inside or not shared.items() <= given.items():
             raise ClusterError(
-                f"Server {self.index} was sent arrays {found} and rows {rows}; its part of the graph takes "
-                f"{expected} and rows {tables}. Nothing was applied."
+                f"Server {self.index} was sent arrays {found}, rows {rows} and shared values {given}; its part "
+                f"takes {expected}, existing rows {tables} and {shared}. Nothing was applied."
             )
 
     def give(self, wanted: Mapping[str, np.ndarray]) -> Values:

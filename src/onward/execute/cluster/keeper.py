@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.core.errors import ClusterError
+from onward.core.errors import ArgumentError, ClusterError
+from onward.distribute.merge import is_count
 from onward.distribute.split.split import Split
 from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.frame import Change
@@ -34,6 +35,12 @@ class Durability:
 
     every: int | None = 1
     fsync: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.every is None or is_count(self.every)):
+            raise ArgumentError(
+                f"Durability: every is {self.every!r}; expected a number of updates, at least 1, or None."
+            )
 
 
 class Keeper:
@@ -63,6 +70,7 @@ class Keeper:
         self.ledger: Ledger = {}
         self.every = durability.every
         self.busy = 0.0
+        self.broken: BaseException | None = None
         self.store: Store | None = None
         if folder is not None and durability.every is not None:
             reach = partial(faults.reach, f"server {index}")
@@ -79,7 +87,19 @@ class Keeper:
             self._take(record)
 
     def apply(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> None:
-        """One update, with its line in the ledger for each gradient in it, and its record if one is due."""
+        """One update, with its line in the ledger for each gradient in it, and its record if one is due.
+
+        Raises:
+            CheckpointError: the disk does not take the record; nothing else is applied or given out any more.
+        """
+        self._refuse_if_broken()
+        try:
+            self._apply(pushes, shares)
+        except BaseException as error:
+            self.broken = error
+            raise
+
+    def _apply(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> None:
         begun = perf_counter()
         gradients = [None if p is None else p.gradients for p in pushes]
         self._reach("before apply")
@@ -95,6 +115,7 @@ class Keeper:
 
     def give(self, wanted: Mapping[str, np.ndarray]) -> Values:
         """What a trainer reads."""
+        self._refuse_if_broken()
         return self.holding.give(wanted)
 
     def last(self, trainer: int) -> tuple[int, int]:
@@ -117,6 +138,12 @@ class Keeper:
         self.generation = generation
         self.store.write(self.record())
 
+    def flush(self) -> None:
+        """Write the record of this version, if it was not due."""
+        self._refuse_if_broken()
+        if self.store is not None and self.every is not None and self.version % self.every:
+            self.store.write(self.record())
+
     def record(self) -> Record:
         """All of it."""
         return Record(self.version, self.generation, dict(self.ledger), self.holding.arrays)
@@ -136,6 +163,14 @@ class Keeper:
         rows = {n: (touched[table], arrays[n][touched[table]]) for n, table in by_row.items()}
         small = {n: x for n, x in arrays.items() if n not in by_row}
         self.store.append(Change(self.version, self.generation, lines, small, rows), self.record)
+
+    def _refuse_if_broken(self) -> None:
+        """What an update left half done is neither built upon nor given to anybody."""
+        if self.broken is not None:
+            raise ClusterError(
+                f"Server {self.index} failed in an update ({self.broken}) and makes no further one. Its "
+                "record has what was acknowledged; start again from there."
+            ) from self.broken
 
     def _take(self, record: Record) -> None:
         found = {n: (x.shape, x.dtype) for n, x in record.arrays.items()}

@@ -19,13 +19,12 @@ from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.faults import Faults
-from onward.execute.cluster.holding import Values
 from onward.execute.cluster.keeper import Durability
-from onward.execute.cluster.link import Link, Unreachable
+from onward.execute.cluster.link import Unreachable
 from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, Word
 from onward.execute.cluster.modes import Local, Mode, in_rounds
 from onward.execute.cluster.server import ServerSpec
-from onward.execute.cluster.supervisor import Supervisor
+from onward.execute.cluster.supervisor import START, Supervisor
 from onward.execute.cluster.worker import TrainerSpec
 from onward.execute.loop.history import History
 from onward.execute.loop.progress import Progress
@@ -59,6 +58,11 @@ class Settings:
     def merged(self) -> int:
         """How many gradients one update merges."""
         return self.trainers if in_rounds(self.mode) else 1
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a server is waited for: as many as it takes to miss it, and to start it again."""
+        return 2 * self.deadline + START
 
     @property
     def outer(self) -> Any:
@@ -105,8 +109,9 @@ class Run:
         state = model.state
         self._given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
         with ExitStack() as stack:
+            folder = self._folder(stack)
             self.engine = stack.enter_context(hosting)
-            self.supervisor = self._supervisor(reader, stack)
+            self.supervisor = self._supervisor(reader, folder)
             stack.callback(self.supervisor.close)
             self.supervisor.begin()
             self._stack = stack.pop_all()
@@ -167,11 +172,16 @@ class Run:
         """The last word of each server."""
         return [a.answer for a in self.supervisor.servers if a.answer is not None]
 
-    def _supervisor(self, reader: Any, stack: ExitStack) -> Supervisor:
+    def _folder(self, stack: ExitStack) -> str | None:
+        """Where records are kept; a temporary folder is removed once nobody writes to it any more."""
         s = self.settings
-        folder = s.folder
-        if folder is None and s.durability.every is not None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="onward-records-"))
+        if s.folder is not None or s.durability.every is None:
+            return s.folder
+        temporary = tempfile.TemporaryDirectory(prefix="onward-records-", ignore_cleanup_errors=True)
+        return stack.enter_context(temporary)
+
+    def _supervisor(self, reader: Any, folder: str | None) -> Supervisor:
+        s = self.settings
         servers = [
             ServerSpec(
                 self.blueprint,
@@ -190,7 +200,7 @@ class Run:
         kept = self._given if isinstance(s.mode, Local) else kept
         trainers = [
             TrainerSpec(
-                self.blueprint, t, 1, s.trainers, s.mode, (), reader, s.epochs, kept, s.deadline, s.faults
+                self.blueprint, t, 1, s.trainers, s.mode, (), reader, s.epochs, kept, s.patience, s.faults
             )
             for t in range(s.trainers)
         ]
@@ -228,18 +238,16 @@ class Run:
 
     def _read(self) -> dict[str, Any]:
         """What all servers have: in rounds of one version."""
-        links = [a.link for a in self.supervisor.servers]
         with self._reading:
-            try:
-                version = self._call(links[0], "hold", _HOLD)
-                replies = [self._pulled(i, link, version) for i, link in enumerate(links)]
-            finally:
-                with suppress(ClusterError):
-                    self._call(links[0], "hold", 0.0)
+            replies = self._all_pulled()
+        if self.settings.durability.every is None:
+            for i in range(len(replies)):
+                self.supervisor.heard_of_server(i, self._call(i, "status"))
         pieces: dict[str, list[tuple[Shard, np.ndarray]]] = {}
         found: dict[str, Any] = {}
-        for i, values in enumerate(replies):
-            part = self.cut.server_parts[i]
+        for i, reply in enumerate(replies):
+            part, values = self.cut.server_parts[i], reply.values
+            assert values is not None
             by_name = {v.name: x for v, x in zip(part.given, values.arrays, strict=True)} | dict(values.rows)
             for shard in self.cut.shards[i]:
                 pieces.setdefault(shard.parameter.name, []).append((shard, by_name[str(shard)]))
@@ -251,28 +259,40 @@ class Run:
         kept = [v for v in layout.variables if v.name in found]
         return {v.name: as_typed(found[v.name], v) for v in kept}
 
-    def _pulled(self, i: int, link: Link, version: int) -> Values:
-        """The values of one server, tables whole."""
-        wanted = {v.name: np.arange(v.shape[0]) for v in self.cut.server_parts[i].tables}
-        deadline = self.settings.deadline
-        end = monotonic() + deadline
+    def _all_pulled(self) -> list[Reply]:
+        """What all servers have; again, if one of them went back meanwhile."""
+        end = monotonic() + self.settings.patience
         while monotonic() < end:
-            reader = Sender(-1, 0, self.supervisor.generation)
-            reply: Reply = self._call(link, "pull", reader, version, wanted)
-            if reply.word is Word.DONE and reply.values is not None:
-                return reply.values
-            sleep(0.05)
-        raise ClusterError(f"Server {i} did not come to version {version} within {deadline:g} s.")
+            try:
+                first: ServerStatus = self._call(0, "hold", _HOLD)
+                replies = [self._pulled(i, first, end) for i in range(self.settings.servers)]
+            finally:
+                with suppress(ClusterError):
+                    self._call(0, "hold", 0.0)
+            versions = {r.version for r in replies} if in_rounds(self.settings.mode) else {first.version}
+            if all(r.word is Word.DONE for r in replies) and versions == {first.version}:
+                return replies
+            sleep(_LOOK)
+        raise ClusterError(f"The servers did not come to one version within {self.settings.patience:g} s.")
 
-    def _call(self, link: Link, method: str, *arguments: Any) -> Any:
+    def _pulled(self, i: int, first: ServerStatus, end: float) -> Reply:
+        """What one server has, tables whole, at the version of the first."""
+        wanted = {v.name: np.arange(v.shape[0]) for v in self.cut.server_parts[i].tables}
+        while True:
+            reply: Reply = self._call(i, "pull", Sender(-1, 0, first.generation), first.version, wanted)
+            if reply.word is not Word.WAIT or monotonic() > end:
+                return reply
+
+    def _call(self, i: int, method: str, *arguments: Any) -> Any:
         """Call a server; again, while it is away."""
-        end = monotonic() + self.settings.deadline
+        end = monotonic() + self.settings.patience
+        link = self.supervisor.servers[i].link
         while True:
             try:
                 return link.call(method, *arguments).result(max(0.1, end - monotonic()))
             except (Unreachable, TimeoutError) as error:
                 if monotonic() > end:
-                    raise ClusterError(f"A server did not answer ({method}): {error}") from error
+                    raise ClusterError(f"Server {i} did not answer ({method}): {error}") from error
                 sleep(_LOOK)
 
     def _say(self, text: str) -> None:

@@ -88,6 +88,16 @@ class Desk:
         known = self.incarnations.get(sender.trainer, 0)
         self.incarnations[sender.trainer] = max(known, sender.incarnation)
 
+    def checked(self, fingerprint: str) -> tuple[int, int, str]:
+        """The generation, the newest incarnation of any trainer (of an earlier training), and its birth."""
+        if fingerprint != self.cut.fingerprint:
+            raise ClusterError(
+                f"Server {self.index} makes the graph {self.cut.fingerprint} of the function that it was sent, "
+                f"and here it makes {fingerprint}. It must be the same in every process: no random numbers, "
+                "clocks or counters while it is traced, and everywhere the same versions of Onward and JAX."
+            )
+        return self.keeper.generation, max(self.incarnations.values(), default=0), self.birth
+
     def objection(self, sender: Sender) -> Reply | None:
         """The answer to someone who is not to be served; None to others."""
         if sender.incarnation < self.incarnations.get(sender.trainer, 0):
@@ -97,7 +107,16 @@ class Desk:
         return None
 
     def taken(self, push: Push) -> None:
-        """Count a gradient, and refuse one that is none of this graph."""
+        """Count a gradient, and refuse one that is none of this graph.
+
+        Raises:
+            ClusterError: nothing was applied.
+        """
+        if not 0 <= push.sender.trainer < self.spec.trainers:
+            raise ClusterError(
+                f"Server {self.index} was sent a gradient by trainer {push.sender.trainer}; it has "
+                f"{self.spec.trainers}, counted from 0. Nothing was applied."
+            )
         if push.gradients is not None:
             self.keeper.holding.check(push.gradients)
             self.received += push.nbytes
@@ -216,15 +235,29 @@ class RoundServer:
             return reply
         return await self.pull(push.sender, push.sequence + 1, wanted)
 
-    async def hold(self, seconds: float) -> int:
-        """Decide no further round for so long (0: no longer), and tell the version."""
+    async def end(self, sender: Sender, version: int) -> Reply:
+        """Write what it has, before a trainer ends that could not send it again."""
+        if objection := self.desk.objection(sender):
+            return objection
+        if self.desk.keeper.version != version:
+            return self.desk.say(Word.BEHIND)
+        self.desk.keeper.flush()
+        return self.desk.say(Word.DONE)
+
+    async def finish(self, trainers: list[int]) -> None:
+        """These trainers were told that all is over, perhaps by a process whose place this one has taken."""
+        self.over = True
+        await self.desk.tell()
+
+    async def hold(self, seconds: float) -> ServerStatus:
+        """Decide no further round for so long (0: no longer), and tell where it stands."""
         self.held_until = monotonic() + seconds if seconds else 0.0
-        if not seconds:
-            await self._decide()
-        return self.desk.keeper.version
+        return await self.status()
 
     async def go_back(self, version: int, generation: int) -> None:
         """Forget everything after this version."""
+        if generation <= self.desk.keeper.generation:  # an old message
+            return
         self.desk.keeper.go_back(version, generation)
         self.staged, self.over = {}, False
         await self.desk.tell()
@@ -234,9 +267,9 @@ class RoundServer:
         await self._decide()
         return self.desk.status(len(self.staged))
 
-    async def check(self, fingerprint: str) -> None:
-        """Raise ``ClusterError`` for another graph."""
-        self.desk.greet(Sender(-1, 0), fingerprint)
+    async def check(self, fingerprint: str) -> tuple[int, int, str]:
+        """Raise ``ClusterError`` for another graph; tell generation, newest incarnation and birth."""
+        return self.desk.checked(fingerprint)
 
     @property
     def _is_complete(self) -> bool:
@@ -250,6 +283,7 @@ class RoundServer:
         """On the first server: make the round, if all is there."""
         if self.spec.index == 0 and self._is_complete and monotonic() >= self.held_until and not self.over:
             if all(p.gradients is None for p in self.staged.values()):
+                self.desk.keeper.flush()
                 self.over = True
                 await self.desk.tell()
             else:
@@ -324,17 +358,25 @@ class FreeServer:
         self.finished |= set(trainers)
         await self.desk.tell()
 
-    async def hold(self, seconds: float) -> int:
-        """Tell the version; nothing is held."""
-        return self.desk.keeper.version
+    async def end(self, sender: Sender, version: int) -> Reply:
+        """Write what it has; wait for this trainer no longer, which has no batch any more."""
+        if objection := self.desk.objection(sender):
+            return objection
+        self.desk.keeper.flush()
+        await self.finish([sender.trainer])
+        return self.desk.say(Word.DONE)
+
+    async def hold(self, seconds: float) -> ServerStatus:
+        """Tell where it stands; nothing is held."""
+        return await self.status()
 
     async def status(self) -> ServerStatus:
         """How it is doing."""
         return self.desk.status(0)
 
-    async def check(self, fingerprint: str) -> None:
-        """Raise ``ClusterError`` for another graph."""
-        self.desk.greet(Sender(-1, 0), fingerprint)
+    async def check(self, fingerprint: str) -> tuple[int, int, str]:
+        """Raise ``ClusterError`` for another graph; tell generation, newest incarnation and birth."""
+        return self.desk.checked(fingerprint)
 
 
 Server = RoundServer | FreeServer

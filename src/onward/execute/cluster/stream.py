@@ -33,6 +33,7 @@ class Stream:
         self.trainer, self.trainers, self.epochs = trainer, trainers, epochs
         self.own = takes_place(reader)
         self.reading = Reading(_bound(reader, trainer, trainers) if self.own else reader)
+        self.length = self.reading.length  # None for a callable: its epochs may differ
 
     def at(self, number: int) -> Iterator[Any]:
         """The batches from this one on.
@@ -52,17 +53,16 @@ class Stream:
 
     def _epoch(self, epoch: int, count: int, wanted: int) -> Iterator[Any]:
         """The batches of an epoch; anything in the place of those before the one that is wanted."""
-        length = self.reading.length
-        if epoch and length is not None and count + length <= wanted:
-            yield from range(length)
+        if epoch and self.length is not None and count + self.length <= wanted:
+            yield from range(self.length)
             return
         try:
             for batch, _ in self.reading.epoch(epoch):
                 count += 1
                 yield batch
         except Exception as error:
-            said = " ".join([f"{type(error).__name__}: {str(error).rstrip('.')}.", *getattr(error, "__notes__", [])])
-            raise ClusterError(f"The reader of trainer {self.trainer} raised {said}") from error
+            said = [f"{type(error).__name__}: {str(error).rstrip('.')}.", *getattr(error, "__notes__", [])]
+            raise ClusterError(f"The reader of trainer {self.trainer} raised {' '.join(said)}") from error
 
 
 def takes_place(reader: Any) -> bool:

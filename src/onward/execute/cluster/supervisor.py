@@ -12,28 +12,33 @@ from typing import Any
 from onward.core.errors import ClusterError
 from onward.execute.cluster.link import Link, Pending, Unreachable
 from onward.execute.cluster.messages import Row, ServerStatus, TrainerStatus
-from onward.execute.cluster.modes import in_rounds
 from onward.execute.cluster.server import ServerSpec, serve
 from onward.execute.cluster.worker import Trainer, TrainerSpec
 
+_SOON = 5.0  # seconds that a server may take to answer at once
 START = 180.0
 """Seconds that a process may take until it first answers: it imports JAX and traces the graph."""
 
 
 @dataclass
 class _Asked:
-    """A process that is asked how it is: the question that is open, since when, and the last answer."""
+    """A process that is asked how it is: the question that is open, since when, and the last answer.
+
+    ``starting``: it has yet to answer for the first time; ``lost``: it died, as far as is known.
+    """
 
     name: str
     link: Link
     pending: Pending | None = None
     since: float = field(default_factory=monotonic)
     answer: Any = None
+    starting: bool = True
+    lost: bool = False
 
     @property
     def allowed(self) -> float:
         """Seconds that it may take longer, because it has yet to start."""
-        return START if self.answer is None else 0.0
+        return START if self.starting else 0.0
 
     @property
     def where(self) -> str:
@@ -88,7 +93,7 @@ class Supervisor:
         self.runs: list[Pending] = []
         self.seen = [0] * len(trainers)
         self.births: dict[int, str] = {}
-        self.generation = 0
+        self.generation = self.earlier = 0
         self._stuck: int | None = None
 
     def begin(self) -> None:
@@ -97,11 +102,18 @@ class Supervisor:
         Raises:
             ClusterError: a server has another graph, or could not be started.
         """
+        found = []
         for asked, pending in [(a, a.link.call("check", self.fingerprint)) for a in self.servers]:
             try:
-                pending.result(START)
+                found.append(pending.result(START))
             except (Unreachable, TimeoutError) as error:
                 raise ClusterError(f"{asked.name} could not be started: {error}") from error
+        generations, incarnations, births = zip(*found, strict=True)
+        self.generation, self.earlier = max(generations), max(incarnations)
+        self.births = dict(enumerate(births))
+        self.trainer_specs = [
+            replace(t, incarnation=self.earlier + t.incarnation) for t in self.trainer_specs
+        ]
         for spec in self.trainer_specs:
             asked, run = self._started(spec)
             self.trainers.append(asked)
@@ -117,7 +129,7 @@ class Supervisor:
             status = self._answer(asked)
             self._ask(asked)
             if status is not None:
-                self._heard_of_server(i, asked, status)
+                self.heard_of_server(i, status)
             elif self._is_silent(asked):
                 self._end_silent(asked, restart=True)
         finished = [self._look_at_trainer(t) for t in range(len(self.trainers))]
@@ -140,11 +152,14 @@ class Supervisor:
         """The answer to the question that is open, if it is there."""
         status = None
         if asked.pending is not None and asked.pending.done():
-            with suppress(Unreachable, TimeoutError):
+            try:
                 status = asked.pending.result(1.0)
+            except (Unreachable, TimeoutError):
+                if not asked.lost:
+                    asked.since, asked.starting, asked.lost = monotonic(), True, True
             asked.pending = None
             if status is not None:
-                asked.answer, asked.since = status, monotonic()
+                asked.answer, asked.since, asked.starting, asked.lost = status, monotonic(), False, False
         return status
 
     def _ask(self, asked: _Asked, *arguments: Any) -> None:
@@ -160,10 +175,15 @@ class Supervisor:
         self.say(f"{asked.where} said nothing for {self.deadline:g} s: it is stopped or hangs. It is ended.")
         with suppress(Exception):
             self.engine.kill(asked.link, restart=restart)
-        asked.pending, asked.since, asked.answer = None, monotonic(), None
+        asked.pending, asked.since, asked.starting = None, monotonic(), True
 
-    def _heard_of_server(self, i: int, asked: _Asked, status: ServerStatus) -> None:
-        before = self.births.get(i)
+    def heard_of_server(self, i: int, status: ServerStatus) -> None:
+        """Notice that another process has taken a server's place.
+
+        Raises:
+            ClusterError: without a record.
+        """
+        asked, before = self.servers[i], self.births.get(i)
         if before is not None and before != status.birth:
             self.say(f"{asked.where} was lost and came back at version {status.version}.")
             if self.server_specs[i].durability.every is None:
@@ -185,7 +205,7 @@ class Supervisor:
         if run.done():
             try:
                 run.result(1.0)
-                return self._has_told_all(asked)
+                return self._has_told_all(asked) or asked.lost or self._is_silent(asked)
             except (Unreachable, TimeoutError) as error:
                 self._replace(t, f"{asked.where} died ({str(error).split(':')[0]})")
         elif self._is_silent(asked):
@@ -199,7 +219,7 @@ class Supervisor:
 
     def _replace(self, t: int, what: str) -> None:
         spec = self.trainer_specs[t]
-        if spec.incarnation > self.restarts:
+        if spec.incarnation - self.earlier > self.restarts:
             raise ClusterError(
                 f"{what}, and was replaced {self.restarts} times already (restarts={self.restarts})."
             )
@@ -209,7 +229,7 @@ class Supervisor:
         self.trainers[t], self.runs[t] = self._started(self.trainer_specs[t])
 
     def _tell_finished(self, finished: list[int]) -> None:
-        if finished and not in_rounds(self.server_specs[0].mode):
+        if finished:
             with suppress(Unreachable):
                 self.servers[0].link.call("finish", finished)
 
@@ -219,7 +239,7 @@ class Supervisor:
         before, self._stuck = self._stuck, min(stuck, default=None)
         if self._stuck is None or self._stuck != before:
             return
-        statuses: list[ServerStatus] = [a.answer for a in self.servers]
+        statuses: list[ServerStatus] = self._of_all("status")
         if any(s is None for s in statuses):
             return
         common = set.intersection(*(set(s.versions) for s in statuses))
@@ -231,9 +251,18 @@ class Supervisor:
         self.generation = max(s.generation for s in statuses) + 1
         version = max(common)
         self.say(f"All servers go back to version {version}, the newest that all have.")
-        calls = [a.link.call("go_back", version, self.generation) for a in self.servers]
-        for pending in calls:
-            with suppress(Unreachable, TimeoutError):
-                pending.result(self.deadline)
+        self._of_all("go_back", version, self.generation)
         for a in (*self.trainers, *self.servers):
             a.pending = a.answer = None
+
+    def _of_all(self, method: str, *arguments: Any) -> list[Any]:
+        """What all servers answer; None for one that is away."""
+        calls: list[Pending | None] = [None] * len(self.servers)
+        answers: list[Any] = [None] * len(self.servers)
+        for i, asked in enumerate(self.servers):
+            with suppress(Unreachable):
+                calls[i] = asked.link.call(method, *arguments)
+        for i, pending in enumerate(calls):
+            with suppress(Unreachable, TimeoutError):
+                answers[i] = None if pending is None else pending.result(_SOON)
+        return answers

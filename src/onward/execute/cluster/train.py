@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from inspect import signature
 from os import PathLike
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-from onward.core.errors import ArgumentError, StateError
+from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
@@ -18,6 +19,7 @@ from onward.execute.cluster.engine import Engine
 from onward.execute.cluster.keeper import Durability
 from onward.execute.cluster.modes import Mode, as_mode
 from onward.execute.cluster.run import Run, Settings
+from onward.execute.cluster.stream import Stream
 from onward.execute.model import Model
 
 _runs: WeakSet[Run] = WeakSet()
@@ -116,10 +118,9 @@ def start(
             "The reader is an iterator, which cannot be sent to several trainers. Pass a function that makes "
             "one: reader=lambda: read(files)."
         )
-    if not (callable(reader) or hasattr(reader, "__iter__")):
-        raise ArgumentError(
-            f"The reader is {describe(reader)}; expected an iterable of batches, or a callable."
-        )
+    Stream(reader, 0, trainers, epochs)  # raises what trainers would
+    if not (isinstance(deadline, int | float) and deadline > 0):
+        raise ArgumentError(f"cluster: deadline is {deadline!r}; expected seconds, more than 0.")
     settings = Settings(
         trainers=trainers,
         servers=servers,
@@ -136,7 +137,8 @@ def start(
         **hidden.pop("settings", {}),
     )
     if hidden:
-        raise ArgumentError(f"cluster: there is no option {', '.join(hidden)}.")
+        name, known = next(iter(hidden)), list(signature(start).parameters)[:-1]
+        raise ArgumentError(f"cluster: there is no option {name!r}. {nearest(name, known)}")
     model = Model(program, parameters, state, seed=seed)
     hosting = Engine(address, token) if engine is None else nullcontext(engine)
     run = Run(hosting, program, reader, model, settings)

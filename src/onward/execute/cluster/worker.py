@@ -120,25 +120,12 @@ class Trainer:
         mode = self.spec.mode
         if not isinstance(mode, Local):
             for n, batch in enumerate(self.stream.at(number), number):
-                yield self.prepared(batch, n)
+                yield self.compute.prepare(batch, n)
             return
         one_by_one = self.stream.at(number * mode.every)
         while group := list(islice(one_by_one, mode.every)):
-            yield self.prepared(group, number)
+            yield self.compute.prepare(group, number * mode.every)
             number += 1
-
-    def prepared(self, batch: Any, number: int) -> Prepared:
-        """A batch as the graph takes it.
-
-        Raises:
-            ClusterError: it does not fit; the message names trainer and batch.
-        """
-        try:
-            return self.compute.prepare(batch)
-        except Exception as error:
-            raise ClusterError(
-                f"Trainer {self.spec.trainer}, batch {number} (counted from 0): {error}"
-            ) from error
 
     def computed(self, prepared: Prepared, values: Sequence[Values]) -> Result:
         """What comes of a batch."""
@@ -297,6 +284,8 @@ class _Rounds(_Way):
             found = self.servers.hello(self.trainer.fingerprint)
             first, *others = found
             at_one = {w.generation for w in found} == {first.generation}
+            if first.generation != self.servers.sender.generation:
+                self.trainer.stuck = None
             if at_one and all(w.version in (first.version, first.version - 1) for w in others):
                 self.servers.sender = replace(self.servers.sender, generation=first.generation)
                 return first.version + first.staged
@@ -310,9 +299,12 @@ class _Rounds(_Way):
     ) -> list[Reply] | None:
         """What all servers have at this version, once they have the gradients before it; None: over."""
         wanted = self.wanted(prepared)
-        self.servers.all("push", [(p,) for p in pushes[1:]], first=1) if pushes else None
+        staged = self.servers.all("push", [(p,) for p in pushes[1:]], first=1) if pushes else []
+        if any(r.word is not Word.DONE for r in staged):
+            raise _Again(None)
         first = self.settled(0, version, wanted[0], pushes)
-        if first is None:
+        if first.word is Word.OVER:
+            self.end(first.version)
             return None
         asked = [(self.servers.sender, version, w) for w in wanted[1:]]
         answers = self.servers.all("pull", asked, first=1)
@@ -320,12 +312,18 @@ class _Rounds(_Way):
             self.settled(i, version, wanted[i], pushes, answer) for i, answer in enumerate(answers, start=1)
         ]
         self.trainer.stuck = None
-        return [first, *(r for r in others if r is not None)]
+        return [first, *others]
+
+    def end(self, version: int) -> None:
+        """Have all other servers write this last version, which nobody could make again."""
+        ended = self.servers.all("end", [(self.servers.sender, version)] * (self.servers.count - 1), first=1)
+        if any(r.word is not Word.DONE for r in ended):
+            raise _Again(None)
 
     def settled(
         self, i: int, version: int, wanted: Any, pushes: Sequence[Push], reply: Reply | None = None
-    ) -> Reply | None:
-        """The answer of one server at this version, however long it takes; None: the training is over."""
+    ) -> Reply:
+        """The answer of one server at this version, however long it takes, or that the training is over."""
         while True:
             if reply is None:
                 reply = self.ask(i, version, wanted, pushes)
@@ -333,7 +331,7 @@ class _Rounds(_Way):
                 case Word.DONE if reply.version == version:
                     return reply
                 case Word.OVER:
-                    return None
+                    return reply
                 case Word.WAIT:
                     reply = self.servers.one(i, "pull", self.servers.sender, version, wanted)
                 case Word.MISSING if pushes:
@@ -359,11 +357,16 @@ class _Pace(_Way):
     def run(self) -> None:
         """Make a step of each batch that no server has a gradient of yet."""
         found: list[Welcome] = self.servers.hello(self.trainer.fingerprint)
+        self.servers.sender = replace(self.servers.sender, generation=found[0].generation)
         number = min(w.sequence for w in found) + 1
         batches = self.trainer.batches(number)
         prepared = next(batches, None)
-        if prepared is None:
-            return
+        if prepared is not None:
+            self.steps(number, prepared, batches)
+        self.servers.all("end", [(self.servers.sender, 0)] * self.servers.count)
+
+    def steps(self, number: int, prepared: Prepared | None, batches: Iterator[Prepared]) -> None:
+        """Steps from this one on."""
         replies = self.answered([None] * self.servers.count, self.wanted(prepared))
         while prepared is not None:
             step = self.step(prepared, replies)

@@ -1,0 +1,231 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Trainers and parameter servers
+#
+# One Program, cut into a trainer and servers that run in processes of their own, on this machine or on many; and
+# the numbers are those of one device, whoever dies on the way.
+#
+# A trainer reads batches and computes gradients. A server keeps a part of the parameters and updates it.
+
+# %%
+import os
+import signal
+import time
+from contextlib import ExitStack
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from sklearn.datasets import load_digits
+
+import onward as ow
+from onward.execute.cluster.engine import Engine
+
+digits = load_digits()
+images = (digits.data / 16).astype(np.float32)
+labels = digits.target.astype(np.int32)
+train, test = slice(0, 1536), slice(1536, None)
+
+# %% [markdown]
+# ## The cut
+#
+# A pure loss and an optimizer, as always.
+
+
+# %%
+def network(params, images):
+    with jax.named_scope("hidden"):
+        hidden = jax.nn.relu(images @ params["hidden"])
+    with jax.named_scope("head"):
+        return hidden @ params["head"]
+
+
+def loss(params, images, labels):
+    logits = network(params, images)
+    with jax.named_scope("surprise"):
+        log_p = jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
+
+
+def accuracy(params):
+    return float(jnp.mean(network(params, images[test]).argmax(1) == labels[test]))
+
+
+rng = np.random.default_rng(0)
+params = {
+    "hidden": rng.normal(0, 0.1, (64, 32)).astype(np.float32),
+    "head": rng.normal(0, 0.1, (32, 10)).astype(np.float32),
+}
+program = ow.Momentum(0.1).minimize(loss, params, images[:32], labels[:32])
+cut = ow.split(program, servers=2, trainers=2)
+ow.show(cut.trainer, depth=1)
+
+# %% [markdown]
+# The trainer has the forward and the backward pass, between a `recv` from each server and a `send` to it. What it
+# does not have is an update. That is all a server has: this one owns 37 of the rows of `hidden`, and takes the
+# mean of two trainers' gradients.
+
+# %%
+print(cut.servers[1])
+
+# %% [markdown]
+# The learning rate and the step have one owner, the first server; the trainers bring the second one what it reads
+# of them. What travels and who keeps what is known before anything runs:
+
+# %%
+print(ow.plan(cut))
+
+# %% [markdown]
+# ## In step
+#
+# `cluster.train` starts Ray here, a process for each trainer and each server, and ends all of them. The trainers
+# take turns with the batches. In the mode `sync`, the default, an update is the mean of both gradients, which
+# both computed at the same parameters. So two trainers with batches of 32 are one device with batches of 64.
+
+# %%
+def reader_of(size):
+    return ow.batches({"images": images[train], "labels": labels[train]}, size, shuffle=True)
+
+
+settings = {"parameters": params, "trainers": 2, "servers": 2, "epochs": 3, "progress": False}
+sync = ow.cluster.train(program, reader_of(32), **settings)
+
+step = ow.compile(program)
+state = step.init(params)
+for epoch in range(3):
+    reader = reader_of(64)
+    reader.set_epoch(epoch)
+    for batch in reader:
+        state, out = step(state, **batch)
+
+for name in params:
+    np.testing.assert_allclose(sync.model[name], state[name], rtol=1e-4, atol=1e-6)
+print(f"{sync.versions} updates, accuracy {accuracy(sync.model.parameters):.3f}")
+print("sent at each step, in bytes:", set(sync.history["sent"]), "as planned:", ow.plan(cut).pushed)
+
+# %% [markdown]
+# ## At their own pace
+#
+# If one trainer is slower, the others wait for it. In the mode `async` none does: each gradient is an update at
+# once, at parameters that have moved on meanwhile, by `staleness` updates. `Bounded(4)` lets nobody get more than
+# four steps ahead of the slowest. A reader that takes two arguments reads for one trainer; that of trainer 1 is slow.
+#
+# (Ray takes seconds to start. Who trains more than once keeps it open.)
+
+
+# %%
+def uneven(trainer, trainers):
+    for n, batch in enumerate(reader_of(32)):
+        if n % trainers == trainer:
+            time.sleep(0.05 * trainer)
+            yield batch
+
+
+stack = ExitStack()
+stack.enter_context(Engine())
+
+runs = {}
+for mode in ("async", ow.cluster.Bounded(4)):
+    run = runs[str(mode)] = ow.cluster.train(program, uneven, mode=mode, **settings)
+    print(
+        f"{mode!s:24} staleness at most {run.history['staleness'].max():2.0f}   "
+        f"lag at most {run.history['lag'].max():2.0f}   accuracy {accuracy(run.model.parameters):.3f}"
+    )
+
+# %% [markdown]
+# ## A server is killed
+#
+# `start` returns at once. A `snapshot` is a Model of its own, with the parameters as they are now. When half of the
+# updates are made, server 1 is killed with a signal that nobody can catch.
+
+# %%
+run = ow.cluster.start(program, reader_of(32), **settings)
+curve = []
+while run.versions[0] < 36:
+    curve.append((run.versions[0], accuracy(run.snapshot().parameters)))
+    time.sleep(0.2)
+
+killed_at = run.versions[1]
+os.kill(run.servers[1].pid, signal.SIGKILL)
+run.wait()
+print(*run.events, sep="\n")
+for version, value in curve:
+    print(f"after {version:2} updates  accuracy {value:.3f}")
+
+# %% [markdown]
+# A server writes its record, with the gradients that are in it, before it tells anybody. The one that took its
+# place read that record; the trainers sent again what was not in it, and nothing that was. So the parameters are
+# those of the training that nothing happened to: not nearly, but bit for bit.
+
+# %%
+for name in params:
+    np.testing.assert_array_equal(run.model[name], sync.model[name])
+print(f"{run.versions} updates, all parameters equal, accuracy {accuracy(run.model.parameters):.3f}")
+
+# %% [markdown]
+# ## Tables travel by rows
+#
+# Of an embedding table a batch reads some rows. These alone are asked for, and only their gradients are sent.
+# `lazy=` leaves the slots of all other rows alone too, which is cheaper, and not the same as momentum on all rows.
+
+
+# %%
+def scores(params, words):
+    return jnp.mean((params["table"][words] @ params["out"]) ** 2)
+
+
+table = {
+    "table": rng.normal(size=(100_000, 16)).astype(np.float32),
+    "out": np.ones((16, 1), np.float32),
+}
+texts = [rng.integers(0, 100_000, size).astype(np.int32) for size in (64, 256, 1024)]
+embedding = ow.Momentum(0.1).minimize(scores, table, texts[0])
+print(ow.plan(ow.split(embedding, servers=2, lazy=["table"])))
+
+found = ow.cluster.train(
+    embedding, texts, parameters=table, trainers=1, servers=2, lazy=["table"], progress=False
+)
+stack.close()
+for words, sent in zip(texts, found.history["sent"], strict=True):
+    rows = len(np.unique(words))
+    print(f"{rows:5} rows touched   {sent / 1024:6.1f} KiB sent   {sent / rows:.0f} bytes a row")
+print(f"{table['table'].nbytes / 1024:.0f} KiB the whole table")
+
+# %% [markdown]
+# ## On many machines
+#
+# `address="host:6379"` joins a Ray cluster; everything else stays. Onward must be installed on all of its machines,
+# and `folder=` be a place that all of them reach, so that a server can come back on another one.
+
+# %%
+def by_update(run):
+    """The mean loss of the trainers at each update."""
+    steps, losses = run.history["step"], run.history["loss"]
+    return [losses[steps == n].mean() for n in np.unique(steps)]
+
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
+left.plot(by_update(sync), color="0.75", linewidth=5, label="nothing happens")
+left.plot(by_update(run), label="server 1 is killed")
+left.axvline(killed_at, color="tab:red", linestyle=":")
+left.text(killed_at + 1, 1.8, "kill -9", color="tab:red")
+left.set(xlabel="update", ylabel="loss of both trainers")
+left.legend()
+for name, other in runs.items():
+    fast = other.history["trainer"] == 0
+    right.plot(other.history["step"][fast], other.history["lag"][fast], label=name)
+right.set(xlabel="step of the fast trainer", ylabel="steps ahead of the slow one")
+right.legend()
+plt.show()
