@@ -33,9 +33,11 @@ from sklearn.datasets import load_digits
 import onward as ow
 from onward.execute.cluster.engine import Engine
 
+rng = np.random.default_rng(0)
 digits = load_digits()
-images = (digits.data / 16).astype(np.float32)
-labels = digits.target.astype(np.int32)
+order = rng.permutation(len(digits.data))
+images = (digits.data[order] / 16).astype(np.float32)
+labels = digits.target[order].astype(np.int32)
 train, test = slice(0, 1536), slice(1536, None)
 
 # %% [markdown]
@@ -63,12 +65,11 @@ def accuracy(params):
     return float(jnp.mean(network(params, images[test]).argmax(1) == labels[test]))
 
 
-rng = np.random.default_rng(0)
 params = {
     "hidden": rng.normal(0, 0.1, (64, 32)).astype(np.float32),
     "head": rng.normal(0, 0.1, (32, 10)).astype(np.float32),
 }
-program = ow.Momentum(0.1).minimize(loss, params, images[:32], labels[:32])
+program = ow.Momentum(0.05).minimize(loss, params, images[:32], labels[:32])
 cut = ow.split(program, servers=2, trainers=2)
 ow.show(cut.trainer, depth=1)
 
@@ -94,20 +95,19 @@ print(ow.plan(cut))
 # take turns with the batches. In the mode `sync`, the default, an update is the mean of both gradients, which
 # both computed at the same parameters. So two trainers with batches of 32 are one device with batches of 64.
 
+
 # %%
-def reader_of(size):
-    return ow.batches({"images": images[train], "labels": labels[train]}, size, shuffle=True)
+def batches_of(size):
+    return ow.batches({"images": images[train], "labels": labels[train]}, size)
 
 
-settings = {"parameters": params, "trainers": 2, "servers": 2, "epochs": 3, "progress": False}
-sync = ow.cluster.train(program, reader_of(32), **settings)
+settings = {"parameters": params, "trainers": 2, "servers": 2, "epochs": 4, "progress": False}
+sync = ow.cluster.train(program, batches_of(32), **settings)
 
 step = ow.compile(program)
 state = step.init(params)
-for epoch in range(3):
-    reader = reader_of(64)
-    reader.set_epoch(epoch)
-    for batch in reader:
+for _ in range(4):
+    for batch in batches_of(64):
         state, out = step(state, **batch)
 
 for name in params:
@@ -127,9 +127,9 @@ print("sent at each step, in bytes:", set(sync.history["sent"]), "as planned:", 
 
 # %%
 def uneven(trainer, trainers):
-    for n, batch in enumerate(reader_of(32)):
+    for n, batch in enumerate(batches_of(32)):
         if n % trainers == trainer:
-            time.sleep(0.05 * trainer)
+            time.sleep(0.04 * trainer)
             yield batch
 
 
@@ -138,7 +138,7 @@ stack.enter_context(Engine())
 
 runs = {}
 for mode in ("async", ow.cluster.Bounded(4)):
-    run = runs[str(mode)] = ow.cluster.train(program, uneven, mode=mode, **settings)
+    run = runs[str(mode)] = ow.cluster.train(program, uneven, mode=mode, **{**settings, "servers": 1})
     print(
         f"{mode!s:24} staleness at most {run.history['staleness'].max():2.0f}   "
         f"lag at most {run.history['lag'].max():2.0f}   accuracy {accuracy(run.model.parameters):.3f}"
@@ -147,22 +147,30 @@ for mode in ("async", ow.cluster.Bounded(4)):
 # %% [markdown]
 # ## A server is killed
 #
-# `start` returns at once. A `snapshot` is a Model of its own, with the parameters as they are now. When half of the
-# updates are made, server 1 is killed with a signal that nobody can catch.
+# `start` returns at once. A `snapshot` is a Model of its own, with the parameters as they are now. When a third of
+# the updates are made, server 1 is killed with a signal that nobody can catch.
+
 
 # %%
-run = ow.cluster.start(program, reader_of(32), **settings)
-curve = []
-while run.versions[0] < 36:
-    curve.append((run.versions[0], accuracy(run.snapshot().parameters)))
-    time.sleep(0.2)
+def slowly():
+    for batch in batches_of(32):
+        time.sleep(0.02)
+        yield batch
+
+
+run = ow.cluster.start(program, slowly, **settings)
+accuracies = {}
+while (version := run.versions[0]) < 32:
+    if version >= 8 * len(accuracies):
+        accuracies[version] = accuracy(run.snapshot().parameters)
+    time.sleep(0.05)
 
 killed_at = run.versions[1]
 os.kill(run.servers[1].pid, signal.SIGKILL)
 run.wait()
-print(*run.events, sep="\n")
-for version, value in curve:
+for version, value in accuracies.items():
     print(f"after {version:2} updates  accuracy {value:.3f}")
+print(*run.events, sep="\n")
 
 # %% [markdown]
 # A server writes its record, with the gradients that are in it, before it tells anybody. The one that took its
@@ -192,10 +200,10 @@ table = {
 }
 texts = [rng.integers(0, 100_000, size).astype(np.int32) for size in (64, 256, 1024)]
 embedding = ow.Momentum(0.1).minimize(scores, table, texts[0])
-print(ow.plan(ow.split(embedding, servers=2, lazy=["table"])))
+print(ow.plan(ow.split(embedding, servers=1, lazy=["table"])))
 
 found = ow.cluster.train(
-    embedding, texts, parameters=table, trainers=1, servers=2, lazy=["table"], progress=False
+    embedding, texts, parameters=table, trainers=1, servers=1, lazy=["table"], progress=False
 )
 stack.close()
 for words, sent in zip(texts, found.history["sent"], strict=True):
@@ -209,6 +217,7 @@ print(f"{table['table'].nbytes / 1024:.0f} KiB the whole table")
 # `address="host:6379"` joins a Ray cluster; everything else stays. Onward must be installed on all of its machines,
 # and `folder=` be a place that all of them reach, so that a server can come back on another one.
 
+
 # %%
 def by_update(run):
     """The mean loss of the trainers at each update."""
@@ -220,7 +229,7 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constraine
 left.plot(by_update(sync), color="0.75", linewidth=5, label="nothing happens")
 left.plot(by_update(run), label="server 1 is killed")
 left.axvline(killed_at, color="tab:red", linestyle=":")
-left.text(killed_at + 1, 1.8, "kill -9", color="tab:red")
+left.annotate("kill -9", (killed_at + 1, 2.0), color="tab:red")
 left.set(xlabel="update", ylabel="loss of both trainers")
 left.legend()
 for name, other in runs.items():

@@ -5,6 +5,7 @@ subtract them once, so the parameters end as minus how often each batch was appl
 one was lost, -2 where one was doubled.
 """
 
+import errno
 import os
 import random
 import signal
@@ -31,7 +32,7 @@ class Breaking(Faults):
         kills: (who, edge, n): who dies when it reaches the edge for the n-th time, over all its lives.
         rates: how likely each of MESSAGES is for a call of a trainer.
         seed: of the messages.
-        how: how to die; "stop" stops the process, and "raise" raises an error instead.
+        how: what "kill" is to mean: "stop" stops the process, "full" fills the disk instead.
     """
 
     def __init__(self, folder, kills=(), rates=None, seed=0, how="kill"):
@@ -76,10 +77,14 @@ class Breaking(Faults):
 def die(how):
     """End, or stop, this process, or the host whose thread this is."""
     host = hosting.here()
+    if how == "full":
+        raise OSError(errno.ENOSPC, "No space left on device")
     if host is None:
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
         time.sleep(60)
-    if how == "kill":
+    if how == "stop":
+        host.stopped = True
+    else:
         host.engine.lose(host)
     hosting.stand_still()
 

@@ -33,11 +33,11 @@ class Host:
     def __init__(self, engine, number, factory, arguments):
         self.engine, self.number = engine, number
         self.factory, self.arguments = factory, arguments
-        self.alive = True
+        self.alive, self.stopped = True, False
         self.open = set()
         self.loop = asyncio.new_event_loop()
         self.hosted = Future()
-        self.start(self.loop.run_forever)
+        self.start(self.turn)
         self.start(self.make)
 
     def start(self, function, *arguments):
@@ -46,6 +46,11 @@ class Host:
             function(*arguments)
 
         threading.Thread(target=run, daemon=True).start()
+
+    def turn(self):
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
 
     def make(self):
         try:
@@ -71,8 +76,12 @@ class Host:
             self.settle(result, found, None)
         except BaseException as error:
             self.settle(result, None, error)
+        if method == self.engine.dies_after:
+            self.engine.lose(self)
 
     def settle(self, result, found, error):
+        if self.stopped and self.alive:
+            return
         self.open.discard(result)
         if not self.alive:
             error = Unreachable("it was killed")
@@ -88,7 +97,8 @@ class Host:
         for result in list(self.open):
             self.fail(result)
         if here() is not self:
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            with suppress(RuntimeError):  # it is closed
+                self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class Call:
@@ -125,6 +135,7 @@ class Threads:
 
     def __init__(self):
         self.hosts, self.restarts, self.open = [], [], True
+        self.dies_after = None  # the name of a method
 
     def __enter__(self):
         return self

@@ -22,12 +22,13 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from threading import Thread
 from typing import Any, ClassVar, Self, cast
 
-from onward.core.errors import ClusterError
+from onward.core.errors import ArgumentError, ClusterError
 from onward.core.extras import require
+from onward.core.structure import describe
 from onward.execute.cluster.link import Link, Place, Unreachable
 from onward.execute.cluster.ray_start import RayStart
 
@@ -40,6 +41,10 @@ CLOSED = "{name} cannot be reached: the Engine that started it is closed"
 LATE = "{name} has not answered in time"
 RAISED = "raised in {name}:\n{traceback}"
 BROKEN = "{name} cannot go on: {found}"
+UNSENT = (
+    "What {name} is made of cannot be sent to another process: {found}. Expected functions and objects "
+    "without open files, locks, connections and generators: open them where they are used"
+)
 NO_ROOM = (
     "{name} asks for {asked}, and no machine of the cluster has that: all together have {found}. Ask for "
     "less, or add a machine"
@@ -121,6 +126,7 @@ class Engine:
             the way to it, at once; ``place`` waits for it.
 
         Raises:
+            ArgumentError: an argument that cannot be sent, or an option that Ray does not know.
             ClusterError: no machine has what the options ask for.
         """
         ray = require("ray", "cluster")
@@ -133,7 +139,14 @@ class Engine:
             **(options or {}),
         }
         _check_room(name, chosen, ray)
-        link = _RayLink(name, ray.remote(_Host).options(**chosen).remote(name, factory, *arguments))
+        try:
+            actor = ray.remote(_Host).options(**chosen).remote(name, factory, *arguments)
+        except TypeError as error:
+            found = next(filter(None, (_culprit("argument", x) for x in arguments)), str(error))
+            raise ArgumentError(UNSENT.format(name=name, found=found)) from error
+        except ValueError as error:
+            raise ArgumentError(f"{name}: {error}") from error
+        link = _RayLink(name, actor)
         self._links.append(link)
         return link
 
@@ -256,6 +269,18 @@ def _raised_there(error: Any, name: str) -> Exception:
         return _translated(cause, name)
     cause.add_note(RAISED.format(name=name, traceback=COLOUR.sub("", str(error))))
     return cast("Exception", cause)
+
+
+def _culprit(name: str, value: Any) -> str:
+    """The innermost part of a value that cannot be pickled, and why; nothing, if all of it can be."""
+    try:
+        require("ray.cloudpickle", "cluster").dumps(value)
+    except Exception as error:
+        parts = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else {}
+        inner = (found for n, part in parts.items() if (found := _culprit(n, part)))
+        what = getattr(value, "__qualname__", None) or describe(value)
+        return next(inner, f"{name} ({what}): {error}")
+    return ""
 
 
 def _check_room(name: str, options: Mapping[str, Any], ray: Any) -> None:

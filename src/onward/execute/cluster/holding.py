@@ -103,8 +103,8 @@ class Holding:
         )
         if found != expected or rows != tables or not inside or not shared.items() <= given.items():
             raise ClusterError(
-                f"Server {self.index} was sent arrays {found}, rows {rows} and shared values {given}; its part "
-                f"takes {expected}, existing rows {tables} and {shared}. Nothing was applied."
+                f"Server {self.index} was sent arrays {found}, rows {rows} and shared values {given}; its "
+                f"part takes {expected}, existing rows {tables} and {shared}. Nothing was applied."
             )
 
     def give(self, wanted: Mapping[str, np.ndarray]) -> Values:

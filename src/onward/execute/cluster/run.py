@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any, Self
 
+import jax
 import numpy as np
 
 from onward.core.errors import ClusterError
@@ -99,7 +100,7 @@ class Run:
         self._error: BaseException | None = None
         self._stack = ExitStack()
         self._stopping = threading.Event()
-        self._reading = threading.Lock()
+        self._reading, self._closed = threading.Lock(), False
         self._loads: dict[int, tuple[float, ServerStatus]] = {}
         self.blueprint = Blueprint.of(
             program, settings.servers, settings.merged, settings.lazy, settings.rows, settings.outer
@@ -155,12 +156,12 @@ class Run:
         Raises:
             ClusterError: no server answers.
         """
-        if not self.is_running:
-            return self.wait().model
-        values = self._read()
-        model = self.model.copy()
-        model.replace(values)
-        return model
+        with self._reading, jax.enable_x64(self.blueprint.x64):
+            if not self._closed:
+                model = self.model.copy()
+                model.replace(self._read())
+                return model
+        return self.wait().model
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -228,18 +229,20 @@ class Run:
                 self._note_load()
                 sleep(_LOOK)
             self._note_load(always=True)
-            self.model.replace(self._read())
+            with self._reading, jax.enable_x64(self.blueprint.x64):
+                self.model.replace(self._read())
         except BaseException as error:
             self._error = error
         finally:
+            with self._reading:
+                self._closed = True
             self.progress.close()
             with suppress(Exception):
                 self._stack.close()
 
     def _read(self) -> dict[str, Any]:
         """What all servers have: in rounds of one version."""
-        with self._reading:
-            replies = self._all_pulled()
+        replies = self._all_pulled()
         if self.settings.durability.every is None:
             for i in range(len(replies)):
                 self.supervisor.heard_of_server(i, self._call(i, "status"))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from onward.core.errors import ClusterError
@@ -16,6 +16,10 @@ from onward.execute.cluster.server import ServerSpec, serve
 from onward.execute.cluster.worker import Trainer, TrainerSpec
 
 _SOON = 5.0  # seconds that a server may take to answer at once
+_PAUSE = 0.2  # seconds until one that is away is asked again
+REBORN = 30.0
+"""Seconds in which a server that dies while it starts is tried again."""
+
 START = 180.0
 """Seconds that a process may take until it first answers: it imports JAX and traces the graph."""
 
@@ -39,6 +43,11 @@ class _Asked:
     def allowed(self) -> float:
         """Seconds that it may take longer, because it has yet to start."""
         return START if self.starting else 0.0
+
+    def miss(self) -> None:
+        """Note that it died."""
+        if not self.lost:
+            self.since, self.starting, self.lost = monotonic(), True, True
 
     @property
     def where(self) -> str:
@@ -102,12 +111,7 @@ class Supervisor:
         Raises:
             ClusterError: a server has another graph, or could not be started.
         """
-        found = []
-        for asked, pending in [(a, a.link.call("check", self.fingerprint)) for a in self.servers]:
-            try:
-                found.append(pending.result(START))
-            except (Unreachable, TimeoutError) as error:
-                raise ClusterError(f"{asked.name} could not be started: {error}") from error
+        found = [self._checked(asked) for asked in self.servers]
         generations, incarnations, births = zip(*found, strict=True)
         self.generation, self.earlier = max(generations), max(incarnations)
         self.births = dict(enumerate(births))
@@ -118,6 +122,18 @@ class Supervisor:
             asked, run = self._started(spec)
             self.trainers.append(asked)
             self.runs.append(run)
+
+    def _checked(self, asked: _Asked) -> tuple[int, int, str]:
+        """What a server answers when it is there; one that dies while it starts is waited for again."""
+        end = monotonic() + REBORN
+        while True:
+            try:
+                found: tuple[int, int, str] = asked.link.call("check", self.fingerprint).result(START)
+                return found
+            except (Unreachable, TimeoutError) as error:
+                if monotonic() > end:
+                    raise ClusterError(f"{asked.name} could not be started: {error}") from error
+                sleep(_PAUSE)
 
     def look(self) -> bool:
         """Look after all of them once; True when all trainers have finished.
@@ -155,8 +171,7 @@ class Supervisor:
             try:
                 status = asked.pending.result(1.0)
             except (Unreachable, TimeoutError):
-                if not asked.lost:
-                    asked.since, asked.starting, asked.lost = monotonic(), True, True
+                asked.miss()
             asked.pending = None
             if status is not None:
                 asked.answer, asked.since, asked.starting, asked.lost = status, monotonic(), False, False
@@ -165,8 +180,10 @@ class Supervisor:
     def _ask(self, asked: _Asked, *arguments: Any) -> None:
         """The next question, if none is open."""
         if asked.pending is None:
-            with suppress(Unreachable):
+            try:
                 asked.pending = asked.link.call("status", *arguments)
+            except Unreachable:
+                asked.miss()
 
     def _is_silent(self, asked: _Asked) -> bool:
         return monotonic() - asked.since > self.deadline + asked.allowed

@@ -1,0 +1,591 @@
+"""Exactly once, whoever dies: processes that are killed, messages that are lost, disks that are full."""
+
+import asyncio
+import glob
+import os
+import tempfile
+import threading
+import time
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.execute.cluster.breaking import MESSAGES, Breaking, applied, counted, counted_rows, tally
+from tests.execute.cluster.hosting import Threads
+
+import onward as ow
+from onward.core.errors import CheckpointError, ClusterError
+from onward.execute.cluster.blueprint import Blueprint
+from onward.execute.cluster.faults import EDGES
+from onward.execute.cluster.holding import Gradients
+from onward.execute.cluster.keeper import Durability
+from onward.execute.cluster.messages import Push, Sender, Word
+from onward.execute.cluster.modes import Async, Sync
+from onward.execute.cluster.server import ServerSpec, serve
+
+MODES = {
+    "sync": "sync",
+    "async": "async",
+    "bounded": ow.cluster.Bounded(2),
+    "local": ow.cluster.Local(2, ow.SGD(1.0)),
+}
+WAIT = 60.0
+EXACT = (0, 0)  # lost, doubled
+
+
+def begun(mode, folder, batches=12, reader=None, faults=None, engine=None, program=None, **options):
+    """A training that counts how often each batch was applied."""
+    program, parameters, read = program or counted(batches)
+    options = {"trainers": 2, "servers": 2, "deadline": 20.0, **options}
+    return ow.cluster.start(
+        program,
+        read if reader is None else reader,
+        parameters=parameters,
+        mode=MODES.get(mode, mode),
+        merge=ow.Sum(),
+        engine=Threads() if engine is None else engine,
+        settings={"faults": faults or Breaking(folder / "faults")},
+        **options,
+    )
+
+
+def trained(mode, folder, kills=(), rates=None, how="kill", **options):
+    """Such a training that has ended, and what was broken in it."""
+    faults = Breaking(folder / "faults", kills, rates, seed=3, how=how)
+    run = begun(mode, folder, faults=faults, **options)
+    try:
+        return run.wait(WAIT), faults.injected
+    finally:
+        run.stop()
+
+
+def nothing_is_left(run):
+    """Whether all hosts are dead, and the temporary folder for records is gone."""
+    return not run.is_running and not any(host.alive for host in run.engine.hosts)
+
+
+def own(counts, pause=0.0, slow=None):
+    """A reader of so many batches for each trainer, which together are all batches."""
+
+    def read(trainer, trainers):
+        first = sum(counts[:trainer])
+        for n in range(first, first + counts[trainer]):
+            time.sleep(pause if slow in (None, trainer) else 0.0)
+            yield np.eye(sum(counts), dtype=np.float32)[[n]]
+
+    return read
+
+
+# ---------------------------------------------------------------------------- processes that die
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("mode", ["sync", "async", "bounded"])
+def test_a_kill_at_every_edge(tmp_path, mode, edge):
+    who = "trainer" if edge.endswith("send") else "server"
+    run, injected = trained(mode, tmp_path, [(f"{who} 0", edge, 3), (f"{who} 1", edge, 4)])
+    assert tally(run.model) == EXACT
+    assert injected == {edge: 2}
+    assert len([line for line in run.events if "place" in line or "came back" in line]) >= 2
+
+
+@pytest.mark.parametrize("who", ["trainer", "server"])
+def test_a_kill_at_every_edge_between_local_steps(tmp_path, who):
+    edges = [edge for edge in EDGES if edge.endswith("send") == (who == "trainer")]
+    kills = [(f"{who} {n % 2}", edge, 2) for n, edge in enumerate(edges)]
+    run, injected = trained("local", tmp_path, kills, batches=16)
+    assert tally(run.model) == EXACT
+    assert injected.total() == len(kills)
+
+
+@pytest.mark.parametrize("lazy", [[], ["table"]])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_kill_of_servers_of_rows(tmp_path, mode, lazy):
+    kills = [("server 0", "during write", 4), ("server 1", "during write", 5), ("server 2", "after apply", 3)]
+    program = counted_rows(9, 3)
+    run, injected = trained(mode, tmp_path, kills, program=program, servers=3, lazy=lazy)
+    assert injected.total() == 3
+    assert tally(run.model, ["dense"]) == EXACT
+    np.testing.assert_array_equal(run.model["table"], -np.ones((27, 64)))
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_server_and_a_trainer_that_die_in_the_same_round(tmp_path, servers):
+    last = f"server {servers - 1}"
+    kills = [
+        (last, "before apply", 3),
+        ("trainer 0", "after send", 3 * servers),
+        ("trainer 2", "before send", 7),
+    ]
+    run, injected = trained("sync", tmp_path, kills, trainers=3, servers=servers, batches=21)
+    assert tally(run.model) == EXACT
+    assert injected.total() == 3
+
+
+def test_a_trainer_that_dies_too_often(tmp_path):
+    kills = [("trainer 1", "before send", n) for n in range(2, 9)]
+    run = begun("async", tmp_path, faults=Breaking(tmp_path / "faults", kills), restarts=2)
+    with pytest.raises(ClusterError, match=r"Trainer 1 .*died.*was replaced 2 times already \(restarts=2\)"):
+        run.wait(WAIT)
+    assert nothing_is_left(run)
+
+
+def test_a_trainer_that_dies_when_it_has_finished(tmp_path):
+    engine = Threads()
+    engine.dies_after = "run"
+    run, _ = trained("async", tmp_path, engine=engine, reader=own([2, 10]))
+    assert tally(run.model) == EXACT
+
+
+@pytest.mark.parametrize("who", ["trainer 0", "server 0", "server 1"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_stopped_process_is_named_and_replaced(tmp_path, mode, who):
+    edge = "after send" if who == "trainer 0" else "before apply"
+    run, injected = trained(mode, tmp_path, [(who, edge, 3)], how="stop", deadline=2.0)
+    assert tally(run.model) == EXACT
+    assert injected == {edge: 1}
+    assert any(line.startswith(who.capitalize()) and "said nothing for 2 s" in line for line in run.events)
+
+
+# ---------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_messages_that_are_lost_doubled_late_and_out_of_order(tmp_path, mode):
+    rates = dict.fromkeys(MESSAGES, 0.08)
+    run, injected = trained(mode, tmp_path, rates=rates, servers=3, trainers=3, batches=24)
+    assert tally(run.model) == EXACT
+    assert injected.total() >= 10
+
+
+def test_messages_and_processes_at_once(tmp_path):
+    rates = dict.fromkeys(MESSAGES, 0.05)
+    kills = [("server 0", "before reply", 9), ("server 1", "during write", 4), ("trainer 1", "after send", 5)]
+    run, injected = trained("sync", tmp_path, kills, rates, batches=16)
+    assert tally(run.model) == EXACT
+    assert injected.total() >= 6
+
+
+# ---------------------------------------------------------------------------- durability
+
+
+def real(p, x, y):
+    return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] + p["b"] - y) ** 2)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_rounds_that_are_made_again_end_bit_equal(tmp_path, every):
+    rng = np.random.default_rng(0)
+    data = [rng.normal(size=(40, n)).astype(np.float32) for n in (5, 2)]
+    parameters = {
+        n: rng.normal(size=s).astype(np.float32) for n, s in (("w", (5, 7)), ("v", (7, 2)), ("b", 2))
+    }
+    program = ow.Adam(0.01).minimize(real, parameters, *(x[:2] for x in data))
+    read = program, parameters, ow.batches(data, 2)
+    kills = [
+        ("server 0", "before apply", 5),
+        ("server 1", "after apply", 8),
+        ("server 1", "before reply", 25),
+    ]
+    calm, _ = trained("sync", tmp_path / "calm", program=read, durability=every)
+    shaken, injected = trained("sync", tmp_path / "shaken", kills, program=read, durability=every)
+    assert injected.total() == 3
+    for name in parameters:
+        np.testing.assert_array_equal(np.asarray(calm.model[name]), np.asarray(shaken.model[name]))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_without_a_record_cannot_be_replaced(tmp_path, mode):
+    faults = Breaking(tmp_path / "faults", [("server 1", "after apply", 3)])
+    run = begun(mode, tmp_path, faults=faults, durability=None)
+    with pytest.raises(ClusterError, match=r"Server 1 .*with durability=None no record is written"):
+        run.wait(WAIT)
+    assert nothing_is_left(run)
+
+
+def test_a_server_without_a_record_that_dies_at_the_end(tmp_path):
+    engine = Threads()
+    run = begun("sync", tmp_path, durability=None, servers=1, engine=engine)
+    look = run.supervisor.look
+
+    def look_and_lose():
+        done = look()
+        if done:
+            engine.lose(engine.hosts[0])
+        return done
+
+    run.supervisor.look = look_and_lose
+    with pytest.raises(ClusterError, match="durability=None"):
+        run.wait(WAIT)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_full_disk_ends_the_training_and_nothing_is_applied_twice(tmp_path, mode):
+    faults = Breaking(tmp_path / "full", [("server 1", "during write", 4)], how="full")
+    run = begun(mode, tmp_path, faults=faults, folder=tmp_path / "records")
+    with pytest.raises((CheckpointError, ClusterError), match="No space left on device"):
+        run.wait(WAIT)
+    assert nothing_is_left(run)
+    again, _ = trained(mode, tmp_path, folder=tmp_path / "records")
+    assert tally(again.model) == EXACT
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_training_that_was_stopped_goes_on_from_its_folder(tmp_path, mode):
+    records = tmp_path / "records"
+    kills = [("trainer 0", "before send", 3), ("server 1", "after apply", 2)]
+    faults = Breaking(tmp_path / "first", kills)
+    run = begun(mode, tmp_path, reader=own([6, 6], pause=0.1), faults=faults, folder=records)
+    while min(run.versions) < 4 and run.is_running:
+        time.sleep(0.02)
+    run.stop()
+    made = applied(run.model)
+    assert 0 < made.sum() < made.size
+    again, _ = trained(mode, tmp_path, reader=own([6, 6]), folder=records)
+    assert tally(again.model) == EXACT
+
+
+def test_a_record_of_another_training_is_refused(tmp_path):
+    trained("async", tmp_path, folder=tmp_path / "records", batches=4)
+    with pytest.raises(ClusterError, match=r"record of server . is one of another graph"):
+        begun("async", tmp_path, folder=tmp_path / "records", batches=5)
+
+
+# ---------------------------------------------------------------------------- readers
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trainers_with_different_numbers_of_batches(tmp_path, mode):
+    run, _ = trained(mode, tmp_path, reader=own([3, 7]))
+    assert tally(run.model) == EXACT
+    assert run.events == []
+
+
+def test_fewer_batches_than_trainers(tmp_path):
+    run, _ = trained("sync", tmp_path, batches=1, trainers=3)
+    assert tally(run.model) == EXACT
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_reader_without_a_batch_is_named(tmp_path, mode):
+    run = begun(mode, tmp_path, reader=own([0, 4]))
+    with pytest.raises(ClusterError, match="The reader of trainer 0"):
+        run.wait(WAIT)
+    assert nothing_is_left(run)
+
+
+def failing(trainer, trainers):
+    for n in range(6):
+        if trainer == 1 and n == 3:
+            raise OSError("the tape is torn")
+        yield np.eye(12, dtype=np.float32)[[6 * trainer + n]]
+
+
+def misfit(trainer, trainers):
+    for n in range(6):
+        yield np.ones((1, 12 + (trainer == 1 and n == 3)), np.float32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("reader", "told"),
+    [
+        (failing, r"reader of trainer 1 raised OSError: the tape is torn.*3"),
+        (misfit, r"Trainer 1, batch 3 \(counted from 0\)"),
+    ],
+)
+def test_a_reader_that_fails_ends_the_training(tmp_path, mode, reader, told):
+    before = set(glob.glob(f"{tempfile.gettempdir()}/onward-records-*"))
+    run = begun(mode, tmp_path, reader=reader)
+    with pytest.raises(ClusterError, match=told):
+        run.wait(WAIT)
+    assert nothing_is_left(run)
+    assert set(glob.glob(f"{tempfile.gettempdir()}/onward-records-*")) <= before
+
+
+# ---------------------------------------------------------------------------- while it runs
+
+
+def test_a_snapshot_in_rounds_is_one_version_of_all_servers(tmp_path):
+    kills = [
+        ("server 1", "after apply", 5),
+        ("server 0", "before reply", 40),
+        ("trainer 0", "after send", 12),
+    ]
+    faults = Breaking(tmp_path / "faults", kills)
+    run = begun("sync", tmp_path, faults=faults, servers=3, reader=own([20, 20], pause=0.03))
+    seen = []
+    while run.is_running:
+        first, *others = applied(run.snapshot())
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+        seen.append(first.sum())
+    run.wait(WAIT)
+    assert tally(run.model) == EXACT
+    assert seen == sorted(seen)
+    assert len(set(seen)) >= 5
+    assert faults.injected.total() == 3
+
+
+def test_a_snapshot_is_whole_while_servers_go_back(tmp_path):
+    kills = [("server 1", "after apply", n) for n in (5, 14)] + [("server 0", "after apply", 9)]
+    faults = Breaking(tmp_path / "faults", kills)
+    run = begun("sync", tmp_path, faults=faults, reader=own([12, 12], pause=0.03), durability=3)
+    while run.is_running:
+        first, other = applied(run.snapshot(), "ab")
+        np.testing.assert_array_equal(first, other)
+    run.wait(WAIT)
+    assert tally(run.model) == EXACT
+    assert any("go back to version" in line for line in run.events)
+
+
+@pytest.mark.parametrize(("mode", "keeps"), [(ow.cluster.Bounded(2), True), ("async", False)])
+def test_the_bound_holds_with_a_slow_trainer(tmp_path, mode, keeps):
+    run, _ = trained(mode, tmp_path, reader=own([5, 15], pause=0.1, slow=0), servers=1)
+    assert tally(run.model) == EXACT
+    assert (max(run.history["lag"]) <= 2) == keeps
+
+
+def test_the_bound_holds_when_the_server_that_keeps_it_dies(tmp_path):
+    kills = [("server 0", "after apply", 6), ("server 0", "after write", 10)]
+    run, _ = trained("bounded", tmp_path, kills, reader=own([6, 12], pause=0.1, slow=0))
+    assert tally(run.model) == EXACT
+    assert max(run.history["lag"]) <= 2
+
+
+# ---------------------------------------------------------------------------- what a server refuses
+
+
+class Desk:
+    """A server without a process, and pushes to it."""
+
+    def __init__(self, mode, folder, program=None, index=0, servers=1, every=1):
+        program, parameters, _ = program or counted(4)
+        merged = 2 if mode == Sync() else 1
+        blueprint = Blueprint.of(program, servers, merged)
+        self.cut = blueprint.split()
+        given = {str(s): s.of(parameters[s.parameter.name]) for s in self.cut.shards[index]}
+        self.spec = ServerSpec(blueprint, index, 2, mode, True, given, str(folder), Durability(every))
+        self.start()
+
+    def start(self):
+        self.server = serve(self.spec)
+        self.part = self.cut.server_parts[self.spec.index]
+
+    def call(self, method, *arguments):
+        return asyncio.run(getattr(self.server, method)(*arguments))
+
+    def push(self, trainer, sequence, incarnation=1, ones=True, generation=0, **changes):
+        arrays = tuple(np.ones(v.shape, v.dtype) for v in self.part.received[0])
+        rows = {
+            v.name: (np.array([1], np.int32), np.ones((1, *v.shape[1:]), v.dtype)) for v in self.part.tables
+        }
+        gradients = Gradients(arrays, rows) if ones else None
+        sender = Sender(trainer, incarnation, generation)
+        push = Push(sender, sequence, sequence, 1.0 if ones else 0.0, gradients)
+        return replace(push, **changes)
+
+    def state(self):
+        keeper = self.server.desk.keeper
+        return keeper.version, {n: x.copy() for n, x in keeper.holding.arrays.items()}
+
+
+@pytest.mark.parametrize("mode", [Sync(), Async()])
+def test_a_trainer_whose_place_was_taken_is_refused(tmp_path, mode):
+    desk = Desk(mode, tmp_path)
+    desk.call("hello", Sender(0, 2), desk.cut.fingerprint)
+    assert desk.call("exchange", desk.push(0, 0, incarnation=1), {}).word is Word.SUPERSEDED
+    assert desk.call("pull", Sender(0, 1), 0, {}).word is Word.SUPERSEDED
+    assert desk.state()[0] == 0
+    assert desk.server.desk.pushes == 0
+
+
+def test_a_newer_trainer_replaces_what_an_older_one_staged(tmp_path):
+    desk = Desk(Sync(), tmp_path)
+    assert desk.call("push", desk.push(0, 0)).word is Word.DONE
+    assert desk.call("push", desk.push(0, 0, incarnation=2)).word is Word.DONE
+    assert desk.call("push", desk.push(1, 0)).word is Word.DONE
+    assert desk.server.desk.keeper.ledger == {0: (2, 0), 1: (1, 0)}
+
+
+@pytest.mark.parametrize("mode", [Sync(), Async()])
+def test_another_graph_is_refused(tmp_path, mode):
+    desk = Desk(mode, tmp_path)
+    with pytest.raises(ClusterError, match="Trainer 1 runs the graph 0123, server 0 the graph"):
+        desk.call("hello", Sender(1, 1), "0123")
+    with pytest.raises(ClusterError, match="graph"):
+        desk.call("check", "0123")
+
+
+def wrong(push, v):
+    """Pushes that are none of the graph."""
+    arrays, rows = push.gradients.arrays, push.gradients.rows
+    table = next(iter(rows))
+    at, values = rows[table]
+
+    def rowwise(at, values):
+        return Gradients(arrays, {table: (np.asarray(at), values)})
+
+    return {
+        "shape": Gradients((arrays[0][:-1], *arrays[1:]), rows),
+        "dtype": Gradients((arrays[0].astype(np.float64), *arrays[1:]), rows),
+        "fewer": Gradients(arrays[1:], rows),
+        "more": Gradients((*arrays, arrays[0]), rows),
+        "no rows": Gradients(arrays),
+        "other table": Gradients(arrays, {"other": rows[table]}),
+        "row below 0": rowwise(np.array([-1], np.int32), values),
+        "row too high": rowwise(np.array([v.shape[0]], np.int32), values),
+        "row numbers": rowwise(np.array([0.0], np.float32), values),
+        "one row more": rowwise(np.array([0, 1], np.int32), values),
+        "row shape": rowwise(at, values[:, :-1]),
+    }
+
+
+@pytest.mark.parametrize("mode", [Sync(), Async()])
+def test_what_is_no_gradient_of_the_graph_is_refused(tmp_path, mode):
+    desk = Desk(mode, tmp_path, counted_rows(4, 1))
+    good = desk.push(0, 0)
+    before = desk.state()
+    for gradients in wrong(good, desk.part.tables[0]).values():
+        with pytest.raises(ClusterError, match="Nothing was applied"):
+            desk.call("exchange", replace(good, gradients=gradients), {})
+    with pytest.raises(ClusterError, match="sent a gradient by trainer 7"):
+        desk.call("exchange", desk.push(7, 0), {})
+    version, arrays = desk.state()
+    assert version == before[0]
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(x, before[1][name])
+
+
+def test_shared_values_of_another_graph_are_refused(tmp_path):
+    p = {n: np.zeros(4, np.float32) for n in "ab"}
+    program = ow.Adam(lambda step: 0.1 / (1 + step)).minimize(
+        lambda p, x: jnp.sum((p["a"] + p["b"]) * x), p, np.ones((1, 4), np.float32)
+    )
+    desk = Desk(Async(), tmp_path, (program, p, None), index=1, servers=2)
+    with pytest.raises(ClusterError, match="shared values"):
+        desk.call("exchange", desk.push(0, 0), {})
+    assert desk.state()[0] == 0
+
+
+def test_a_push_that_is_sent_again_after_the_server_came_back(tmp_path):
+    desk = Desk(Async(), tmp_path)
+    desk.call("exchange", desk.push(0, 0), {})
+    before = desk.state()
+    desk.start()
+    reply = desk.call("exchange", desk.push(0, 0), {})
+    assert (reply.word, reply.version, desk.server.desk.duplicates) == (Word.DONE, 1, 1)
+    for name, x in desk.state()[1].items():
+        np.testing.assert_array_equal(x, before[1][name])
+
+
+def test_a_write_that_failed_is_not_built_upon(tmp_path):
+    desk = Desk(Sync(), tmp_path / "records")
+    desk.server.desk.keeper.store.reach = full
+    desk.call("push", desk.push(0, 0))
+    with pytest.raises(CheckpointError):
+        desk.call("push", desk.push(1, 0))
+    desk.server.desk.keeper.store.reach = lambda edge: None
+    for method, arguments in (
+        ("status", ()),
+        ("exchange", (desk.push(1, 0), {})),
+        ("pull", (Sender(1, 1), 0, {})),
+    ):
+        with pytest.raises(ClusterError, match="makes no further one"):
+            desk.call(method, *arguments)
+    desk.start()
+    assert desk.state()[0] == 0
+
+
+def full(edge):
+    raise OSError(28, "No space left on device")
+
+
+def test_an_old_order_to_go_back_is_ignored(tmp_path):
+    desk = Desk(Sync(), tmp_path)
+    for sequence in range(2):
+        for trainer in range(2):
+            desk.call("push", desk.push(trainer, sequence))
+    desk.call("go_back", 1, 5)
+    desk.call("go_back", 0, 4)
+    assert (desk.state()[0], desk.server.desk.keeper.generation) == (1, 5)
+    assert desk.call("push", desk.push(0, 1)).word is Word.STALE
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_last_version_is_written_whatever_the_durability(tmp_path, index):
+    desk = Desk(Sync(), tmp_path, index=index, servers=2, every=100)
+    for trainer in range(2):
+        desk.call("push", desk.push(trainer, 0))
+    if index:
+        desk.call("pull", Sender(0, 1), 1, {})
+        assert desk.call("end", Sender(0, 1), 1).word is Word.DONE
+        assert desk.call("end", Sender(0, 1), 2).word is Word.BEHIND
+    else:
+        desk.call("push", desk.push(0, 1, ones=False))
+        assert desk.call("exchange", desk.push(1, 1, ones=False), {}).word is Word.OVER
+    desk.start()
+    assert desk.state()[0] == 1
+
+
+def test_trainers_are_told_that_all_is_over_by_a_first_server_that_came_back(tmp_path):
+    desk = Desk(Sync(), tmp_path)
+    desk.call("push", desk.push(0, 0, ones=False))
+    assert desk.call("exchange", desk.push(1, 0, ones=False), {}).word is Word.OVER
+    desk.start()
+    desk.call("finish", [1])
+    assert desk.call("exchange", desk.push(0, 0, ones=False), {}).word is Word.OVER
+
+
+# ---------------------------------------------------------------------------- real processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "bounded"])
+def test_real_processes_that_are_killed(tmp_path, ray_here, mode):
+    kills = [("server 0", "after apply", 3), ("server 1", "during write", 5), ("trainer 1", "after send", 4)]
+    faults = Breaking(tmp_path / "faults", kills, dict.fromkeys(MESSAGES, 0.04))
+    run = real_run(mode, faults)
+    assert tally(run.model) == EXACT
+    assert all(faults.injected[edge] == 1 for _, edge, _ in kills)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("who", "edge"), [("trainer 0", "after send"), ("server 1", "before apply")])
+def test_real_processes_that_are_stopped(tmp_path, ray_here, who, edge):
+    faults = Breaking(tmp_path / "faults", [(who, edge, 3)], how="stop")
+    run = real_run("sync", faults, deadline=5.0)
+    assert tally(run.model) == EXACT
+    assert any(line.startswith(who.capitalize()) and "said nothing for 5 s" in line for line in run.events)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids(run))
+
+
+def real_run(mode, faults, **options):
+    program, parameters, read = counted(12)
+    options = {"trainers": 2, "servers": 2, "deadline": 30.0, **options}
+    run = ow.cluster.start(
+        program,
+        read,
+        parameters=parameters,
+        mode=MODES[mode],
+        merge=ow.Sum(),
+        settings={"faults": faults},
+        **options,
+    )
+    try:
+        return run.wait(120.0)
+    finally:
+        run.stop()
+
+
+def pids(run):
+    asked = (*run.supervisor.servers, *run.supervisor.trainers)
+    return [a.answer.pid for a in asked if a.answer is not None]
+
+
+def test_no_thread_of_a_run_is_left(tmp_path):
+    run, _ = trained("sync", tmp_path)
+    assert not any(t.name == "onward cluster" for t in threading.enumerate())
+    assert nothing_is_left(run)
