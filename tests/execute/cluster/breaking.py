@@ -41,6 +41,8 @@ class Breaking(Faults):
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def reach(self, who, edge):
+        if hosting.here() is not None and not hosting.here().alive:
+            hosting.stand_still()
         count = self.count(f"{who} {edge}")
         if (who, edge, count) in self.kills:
             self.note(f"{edge}")

@@ -37,7 +37,7 @@ class Host:
         self.open = set()
         self.loop = asyncio.new_event_loop()
         self.hosted = Future()
-        self.start(self.turn)
+        self.start(self.loop.run_forever)
         self.start(self.make)
 
     def start(self, function, *arguments):
@@ -46,11 +46,6 @@ class Host:
             function(*arguments)
 
         threading.Thread(target=run, daemon=True).start()
-
-    def turn(self):
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.close()
 
     def make(self):
         try:
@@ -96,9 +91,7 @@ class Host:
         self.alive = False
         for result in list(self.open):
             self.fail(result)
-        if here() is not self:
-            with suppress(RuntimeError):  # it is closed
-                self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.call_soon_threadsafe(stand_still)
 
 
 class Call:

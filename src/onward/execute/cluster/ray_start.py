@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -115,7 +116,9 @@ class RayStart:
         job = ray.job_config.JobConfig(_py_driver_sys_path=_own_code())
         quiet = {"log_to_driver": self.prints, "logging_level": "ERROR", "job_config": job}
         try:
-            ray.init(**how, **quiet)
+            with warnings.catch_warnings():  # JAX warns of the fork in which Ray begins; it ends in an exec
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+                ray.init(**how, **quiet)
         except Exception as error:
             raise ClusterError(_why(self.address, self.token, error)) from error
         _handle_sigterm(_leave if handler is signal.SIG_DFL else handler)
