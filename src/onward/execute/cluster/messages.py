@@ -99,7 +99,6 @@ class ServerStatus:
         busy: seconds spent on updates and records.
         received: bytes of arrays; ``sent``: the same, the other way.
         written: bytes of records.
-        versions: what it could go back to.
     """
 
     index: int
@@ -115,7 +114,6 @@ class ServerStatus:
     received: int = 0
     sent: int = 0
     written: int = 0
-    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,6 @@ class Desk:
             received=self.received,
             sent=self.sent,
             written=keeper.store.bytes_written if keeper.store is not None else 0,
-            versions=keeper.versions,
         )
 
 
@@ -253,6 +252,10 @@ class RoundServer:
         """Decide no further round for so long (0: no longer), and tell where it stands."""
         self.held_until = monotonic() + seconds if seconds else 0.0
         return await self.status()
+
+    async def versions(self) -> tuple[int, ...]:
+        """What it could go back to."""
+        return self.desk.keeper.versions
 
     async def go_back(self, version: int, generation: int) -> None:
         """Forget everything after this version."""

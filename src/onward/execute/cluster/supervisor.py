@@ -257,13 +257,14 @@ class Supervisor:
         if self._stuck is None or self._stuck != before:
             return
         statuses: list[ServerStatus] = self._of_all("status")
-        if any(s is None for s in statuses):
+        versions: list[tuple[int, ...]] = self._of_all("versions")
+        if None in (*statuses, *versions):
             return
-        common = set.intersection(*(set(s.versions) for s in statuses))
+        common = set[int].intersection(*map(set, versions))
         if not common:
             raise ClusterError(
-                f"Server records have no version in common: {[list(s.versions) for s in statuses]}. A round "
-                "was lost half way. With durability=1 each server keeps its last two versions."
+                f"Server records have no version in common: {list(map(list, versions))}. A round was lost "
+                "half way. With durability=1 each server keeps its last two versions."
             )
         self.generation = max(s.generation for s in statuses) + 1
         version = max(common)
