@@ -120,7 +120,8 @@ print(f"sent at each step: {sync.history['sent'].max():.0f} bytes; planned: {ow.
 #
 # If one trainer is slower, the others wait for it. In the mode `async` none does: each gradient is an update at
 # once, at parameters that have moved on meanwhile, by `staleness` updates. `Bounded(4)` lets nobody get more than
-# four steps ahead of the slowest. A reader that takes two arguments reads for one trainer; that of trainer 1 is slow.
+# four steps ahead of the slowest: it bounds the `lag`, in steps, and thereby the staleness, in updates. A reader that
+# takes two arguments reads for one trainer; that of trainer 1 is slow.
 #
 # (Ray takes seconds to start. Who trains more than once keeps it open.)
 

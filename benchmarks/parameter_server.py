@@ -1,0 +1,598 @@
+"""What do the guarantees of our parameter servers cost, and what does a step send?
+
+Four questions, each with what it is compared to; the two sides take turns, and ratios are those of medians.
+
+    moving           one flat parameter to a server and back, SGD on the way, against an ordinary Ray actor with
+                     a buffer of the same size: it copies what is pushed and returns it when pulled. ``both`` is
+                     push and pull in one call on both sides; below it stands what each durability adds
+    training         a transformer, SGD, against the example of Ray's documentation: one actor with a list of
+                     arrays, workers that compute gradients, a driver that passes the references on
+    bytes            what trainers of that transformer sent and got at a step, against the plan
+    rows             a recommender with a large embedding, lazily updated, Adagrad, two servers: what a step
+                     sends and what the records take, for batches that touch ever more rows
+
+The same work on both sides: as many processes, the same model, data and rule, and after as many steps the same
+parameters. Ray is needed: ``pip install "onward[cluster]"``. Run it with ``python -m benchmarks
+parameter_server``, or with a choice:
+
+    python -m benchmarks.parameter_server --parts moving,training,rows --rounds 20 --json results.json
+
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import onward as ow
+from benchmarks import models
+from benchmarks.harness import Row, compare, environment, table
+from benchmarks.models import Model
+from onward.core.extras import require
+from onward.execute.cluster.blueprint import Blueprint
+from onward.execute.cluster.engine import Engine
+from onward.execute.cluster.holding import Gradients
+from onward.execute.cluster.messages import Push, Reply, Sender, Word
+from onward.execute.cluster.server import ServerSpec, serve
+
+_ME = Sender(0, 1)
+_RATE = 1e-3
+_MOVING_TARGET, _TRAINING_TARGET = 1.25, 0.5
+_PUSHES = 10  # of a round: the coarsest durability writes once in so many
+_DURABILITIES = {
+    "every push": ow.cluster.Durability(1),
+    "every push, fsync": ow.cluster.Durability(1, fsync=True),
+    "every 10, fsync": ow.cluster.Durability(10, fsync=True),
+}
+_PARTS = ("moving", "training", "rows")
+_TRANSFORMER = {"layers": 4, "d": 256, "heads": 4, "seq": 16, "batch": 1}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What each trainer sent and got at a step, in bytes, beside what the plan says; seconds of computing."""
+
+    case: str
+    up: int
+    planned_up: int
+    down: int
+    planned_down: int
+    computing: float
+
+
+@dataclass(frozen=True)
+class Touched:
+    """What batches of one size cost a recommender, in bytes, means over the steps.
+
+    Attributes:
+        batch: examples of a step.
+        rows: how many rows of the table a step touched.
+        up: what went to all servers; ``planned_up``: by the plan.
+        down: what came from them; ``planned_down``: by the plan.
+        record: what all servers wrote for one update.
+        table: what the whole table takes, with what the optimizer keeps for it.
+    """
+
+    batch: int
+    rows: float
+    up: float
+    planned_up: float
+    down: float
+    planned_down: float
+    record: float
+    table: int
+
+
+@dataclass
+class Results:
+    """All that was measured."""
+
+    rows: list[Row] = field(default_factory=list)
+    mib: list[float] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+    touched: list[Touched] = field(default_factory=list)
+
+
+def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
+    """All comparisons; none where Ray is not installed."""
+    try:
+        require("ray", "cluster")
+    except ow.MissingExtraError as error:
+        print(f"\n{error}")
+        return []
+    results = measure(_PARTS, rounds, quick)
+    print(f"\n{tables(results)}")
+    return results.rows
+
+
+def measure(parts: Sequence[str], rounds: int | None = None, quick: bool = False) -> Results:
+    """What was chosen, one after the other, on one Ray."""
+    rounds = rounds or (2 if quick else 15)
+    results = Results()
+    with tempfile.TemporaryDirectory(prefix="onward-benchmark-") as folder, Engine() as engine:
+        bench = _Bench(engine, Path(folder), rounds, quick, results)
+        for part in parts:
+            getattr(bench, part)()
+    return results
+
+
+class _Bench:
+    """The parts, which share the processes of one Engine."""
+
+    def __init__(self, engine: Engine, folder: Path, rounds: int, quick: bool, results: Results) -> None:
+        self.engine, self.folder, self.rounds, self.quick, self.results = (
+            engine,
+            folder,
+            rounds,
+            quick,
+            results,
+        )
+
+    def moving(self) -> None:
+        """Push, pull, both at once, and both with records."""
+        for mib in (0.25, 1) if self.quick else (1, 10, 100):
+            peer = _Bare(mib)
+            self.moved(mib, peer, None, "push", "pull", "both")
+            for name, durability in _DURABILITIES.items():
+                self.moved(mib, peer, (name, durability), "both")
+            peer.close()
+
+    def moved(self, mib: float, peer: _Bare, records: tuple[str, Any] | None, *ways: str) -> None:
+        """One server against the actor, in these ways."""
+        name, durability = records or ("none", ow.cluster.Durability(None))
+        folder = self.folder / f"{mib} MiB, {name}"
+        ours = _Ours(self.engine, mib, durability, folder)
+        for way in ways:
+            sides = [partial(side.seconds, way) for side in (ours, peer)]
+            for side in sides:
+                side()
+            aims = way == "both" and records is None and not self.quick
+            case = f"{mib:g} MiB, {f'record {name}' if records else way}"
+            row = compare(case, "bare actor", *sides, self.rounds, _MOVING_TARGET if aims else None)
+            self.results.rows.append(row)
+            self.results.mib.append(mib * (2 if way == "both" else 1))
+        ours.close()
+
+    def training(self) -> None:
+        """A transformer with one and two trainers, its bytes on the way."""
+        sizes = {"layers": 1, "d": 8, "heads": 2, "seq": 4, "batch": 2} if self.quick else _TRANSFORMER
+        steps = 3 if self.quick else 20
+        for trainers in (1, 2):
+            case = f"transformer, {trainers} trainer{'s' if trainers > 1 else ''}"
+            model = models.transformer(**sizes)
+            folder = self.folder / case
+            folder.mkdir()
+            job = _Job(model, trainers, steps, self.rounds + 1, folder)
+            ours, peer = _Trained(self.engine, job), _Documented(job)
+            ours.seconds(), peer.seconds()
+            target = None if self.quick else _TRAINING_TARGET
+            self.results.rows.append(
+                compare(case, "Ray's example", ours.seconds, peer.seconds, self.rounds, target)
+            )
+            self.results.mib.append(0.0)
+            self.results.sent.append(replace(ours.sent(case), computing=peer.alone()))
+            _check_agreement(ours, peer)
+            peer.close()
+
+    def rows(self) -> None:
+        """A recommender, batch after batch size."""
+        count, d = (1000, 4) if self.quick else (1_000_000, 16)
+        for batch in (8, 16) if self.quick else (64, 256, 1024):
+            self.results.touched.append(
+                _recommend(self.engine, count, d, batch, self.folder / f"rows {batch}")
+            )
+
+
+# ---------------------------------------------------------------------------- one flat parameter
+
+
+def _first(w: Any, x: Any) -> Any:
+    return jnp.sum(w[:1] * x)
+
+
+class _Ours:
+    """A server with one flat parameter, and a trainer's side of the talk."""
+
+    def __init__(self, engine: Engine, mib: float, durability: Any, folder: Path) -> None:
+        self.engine, self.version = engine, 0
+        values, one = np.zeros(int(mib * 2**18), np.float32), np.ones(1, np.float32)
+        blueprint = Blueprint.of(ow.SGD(_RATE).minimize(_first, values, one), 1, 1, rows=False)
+        mode, given = ow.cluster.Sync(), {"w": values}
+        spec = ServerSpec(blueprint, 0, 1, mode, given=given, folder=str(folder), durability=durability)
+        self.link = engine.spawn(partial(serve), spec, name="server")
+        self.link.call("hello", _ME, blueprint.split().fingerprint).result(120.0)
+        self.gradients = Gradients((np.ones_like(values),))
+
+    def seconds(self, way: str) -> float:
+        """How long a push, a pull, or both take."""
+        return sum(getattr(self, way)() for _ in range(_PUSHES)) / _PUSHES
+
+    def push(self) -> float:
+        """The gradient goes there."""
+        return self.timed(1, "push", self.next_push())
+
+    def pull(self) -> float:
+        """The parameter comes back."""
+        return self.timed(0, "pull", _ME, self.version, {})
+
+    def both(self) -> float:
+        """The gradient goes there and what the update made of the parameter comes back."""
+        return self.timed(1, "exchange", self.next_push(), {})
+
+    def next_push(self) -> Push:
+        """The gradient as it travels."""
+        return Push(_ME, self.version, self.version, 1.0, self.gradients)
+
+    def timed(self, updates: int, method: str, *arguments: Any) -> float:
+        """One call, whose answer must be that of a finished update."""
+        begun = perf_counter()
+        reply: Reply = self.link.call(method, *arguments).result(120.0)
+        taken = perf_counter() - begun
+        self.version += updates
+        assert (reply.word, reply.version) == (Word.DONE, self.version)
+        return taken
+
+    def close(self) -> None:
+        """End the server."""
+        self.engine.kill(self.link)
+
+
+class _Buffer:
+    """What an ordinary actor does with one flat buffer."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = np.zeros(size, np.float32)
+
+    def push(self, values: np.ndarray) -> None:
+        np.copyto(self.buffer, values)
+
+    def pull(self) -> np.ndarray:
+        return self.buffer
+
+    def both(self, values: np.ndarray) -> np.ndarray:
+        np.copyto(self.buffer, values)
+        return self.buffer
+
+
+class _Bare:
+    """The ordinary actor as its caller sees it."""
+
+    def __init__(self, mib: float) -> None:
+        self.ray = require("ray", "cluster")
+        self.values = np.ones(int(mib * 2**18), np.float32)
+        self.actor = self.ray.remote(_Buffer).remote(self.values.size)
+
+    def seconds(self, way: str) -> float:
+        """How long a push, a pull, or both take."""
+        arguments = () if way == "pull" else (self.values,)
+        begun = perf_counter()
+        for _ in range(_PUSHES):
+            self.ray.get(getattr(self.actor, way).remote(*arguments))
+        return (perf_counter() - begun) / _PUSHES
+
+    def close(self) -> None:
+        """End the actor."""
+        self.ray.kill(self.actor)
+
+
+# ---------------------------------------------------------------------------- a transformer
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What both sides train: so many steps in each round."""
+
+    model: Model
+    trainers: int
+    steps: int
+    rounds: int
+    folder: Path
+
+    @property
+    def data(self) -> tuple[np.ndarray, ...]:
+        """One batch."""
+        return tuple(map(np.asarray, self.model.data))
+
+    @property
+    def params(self) -> Any:
+        """The first values."""
+        return jax.tree.map(np.asarray, self.model.params)
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """A reader that yields the batches of a round once a file is there, then writes how long a step took."""
+
+    data: tuple[np.ndarray, ...]
+    steps: int
+    rounds: int
+    folder: Path
+
+    def __call__(self, trainer: int, trainers: int) -> Iterator[tuple[np.ndarray, ...]]:
+        for number in range(self.rounds):
+            while not (self.folder / f"{number}").exists():
+                sleep(0.002)
+            begun = perf_counter()
+            for _ in range(self.steps):
+                yield self.data
+            part = self.folder / f"part-{trainer}"
+            part.write_text(str((perf_counter() - begun) / self.steps))
+            os.replace(part, self.folder / f"{number}-{trainer}")
+
+
+class _Trained:
+    """Our training, a round at a time."""
+
+    def __init__(self, engine: Engine, job: _Job) -> None:
+        self.job, self.round = job, 0
+        self.program = ow.SGD(_RATE).minimize(job.model.loss, job.params, *job.data)
+        self.run = ow.cluster.start(
+            self.program,
+            _Gated(job.data, job.steps, job.rounds, job.folder),
+            parameters=job.params,
+            trainers=job.trainers,
+            durability=None,
+            progress=False,
+            engine=engine,
+        )
+
+    def seconds(self) -> float:
+        """How long a step of the next round takes the slowest trainer."""
+        (self.job.folder / f"{self.round}").touch()
+        told = [self.job.folder / f"{self.round}-{t}" for t in range(self.job.trainers)]
+        while not all(path.exists() for path in told):
+            if not self.run.is_running:
+                self.run.wait()
+            sleep(0.005)
+        self.round += 1
+        return max(float(path.read_text()) for path in told)
+
+    def sent(self, case: str) -> Sent:
+        """What every step sent and got, which must be the same for all; the training ends."""
+        history, plan = self.run.wait().history, _plan(self.program, 1, self.job.trainers)
+        (up,), (down,) = (np.unique(history[name]).astype(int).tolist() for name in ("sent", "received"))
+        return Sent(case, up, plan.pushed, down, plan.pulled, 0.0)
+
+    def parameters(self) -> list[Any]:
+        """Those at the end."""
+        return [self.run.model.state[p] for p in self.program.parameters]
+
+
+class _Weights:
+    """The server of Ray's example: a list of arrays, gradients of all workers at once."""
+
+    def __init__(self, weights: list[np.ndarray], rate: float) -> None:
+        self.weights, self.rate = [w.copy() for w in weights], rate
+
+    def apply_gradients(self, *gradients: list[np.ndarray]) -> list[np.ndarray]:
+        summed = [np.stack(parts).sum(axis=0) for parts in zip(*gradients, strict=True)]
+        for weight, gradient in zip(self.weights, summed, strict=True):
+            weight -= self.rate / len(gradients) * gradient
+        return self.get_weights()
+
+    def get_weights(self) -> list[np.ndarray]:
+        return self.weights
+
+
+class _Worker:
+    """A worker of Ray's example, its gradients by JAX."""
+
+    def __init__(self, loss: Callable[..., Any], tree: Any, data: tuple[np.ndarray, ...]) -> None:
+        self.gradient, self.tree, self.data = jax.jit(jax.grad(loss)), tree, data
+
+    def compute_gradients(self, weights: list[np.ndarray]) -> list[np.ndarray]:
+        found = self.gradient(jax.tree.unflatten(self.tree, weights), *self.data)
+        return [np.asarray(g) for g in jax.tree.leaves(found)]
+
+    def alone(self, weights: list[np.ndarray], count: int) -> float:
+        begun = perf_counter()
+        for _ in range(count):
+            self.compute_gradients(weights)
+        return (perf_counter() - begun) / count
+
+
+class _Documented:
+    """The synchronous training of Ray's example: the driver passes references on."""
+
+    def __init__(self, job: _Job) -> None:
+        self.ray, self.job = require("ray", "cluster"), job
+        weights, tree = jax.tree.flatten(job.params)
+        self.server = self.ray.remote(_Weights).remote(weights, _RATE)
+        worker = self.ray.remote(_Worker)
+        self.workers = [worker.remote(job.model.loss, tree, job.data) for _ in range(job.trainers)]
+        self.weights = self.server.get_weights.remote()
+
+    def seconds(self) -> float:
+        """How long a step takes, over a round of them."""
+        begun = perf_counter()
+        for _ in range(self.job.steps):
+            gradients = [worker.compute_gradients.remote(self.weights) for worker in self.workers]
+            self.weights = self.server.apply_gradients.remote(*gradients)
+        self.ray.wait([self.weights])
+        return (perf_counter() - begun) / self.job.steps
+
+    def alone(self) -> float:
+        """How long a worker computes for a step, when nothing is sent."""
+        taken: float = self.ray.get(self.workers[0].alone.remote(self.weights, self.job.steps))
+        return taken
+
+    def parameters(self) -> list[np.ndarray]:
+        """Those at the end."""
+        found: list[np.ndarray] = self.ray.get(self.weights)
+        return found
+
+    def close(self) -> None:
+        """End all actors."""
+        for actor in (self.server, *self.workers):
+            self.ray.kill(actor)
+
+
+def _check_agreement(ours: _Trained, peer: _Documented) -> None:
+    """Both have made as many steps, and must be at the same place."""
+    for mine, theirs in zip(ours.parameters(), peer.parameters(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def _plan(program: ow.Program, servers: int, trainers: int = 1, lazy: tuple[str, ...] = ()) -> Any:
+    return ow.plan(ow.split(program, servers, trainers, lazy=lazy))
+
+
+# ---------------------------------------------------------------------------- a recommender
+
+
+def _dislike(params: Any, ids: Any, liked: Any) -> Any:
+    """Two lookups in one table, the user's and the item's, and two dense layers."""
+    x = params["table"][ids].reshape(ids.shape[0], -1)
+    scores = jax.nn.relu(x @ params["hidden"]) @ params["last"]
+    return jnp.mean(jax.nn.softplus(-liked * scores))
+
+
+def _recommend(engine: Engine, count: int, d: int, batch: int, folder: Path, steps: int = 8) -> Touched:
+    """Some steps with batches of one size, on two servers with a record for every push."""
+    rng = np.random.default_rng(batch)
+    params = {
+        "table": rng.normal(0, 0.1, (count, d)).astype(np.float32),
+        "hidden": rng.normal(0, 0.1, (2 * d, 32)).astype(np.float32),
+        "last": rng.normal(0, 0.1, 32).astype(np.float32),
+    }
+    ids = rng.integers(0, count, (steps, batch, 2), np.int32)
+    data = [(some, np.sign(rng.normal(size=batch)).astype(np.float32)) for some in ids]
+    program = ow.Adagrad(0.1).minimize(_dislike, params, *data[0])
+    run = ow.cluster.train(
+        program,
+        data,
+        parameters=params,
+        trainers=1,
+        servers=2,
+        lazy=("table",),
+        folder=folder,
+        progress=False,
+        engine=engine,
+    )
+    planned = [_planned(program, np.unique(some)) for some in ids]
+    written = sum(_log(folder / f"server-{i}") for i in (0, 1))
+    return Touched(
+        batch=batch,
+        rows=float(np.mean([len(np.unique(some)) for some in ids])),
+        up=float(np.mean(run.history["sent"])),
+        planned_up=float(np.mean([up for up, _ in planned])),
+        down=float(np.mean(run.history["received"])),
+        planned_down=float(np.mean([down for _, down in planned])),
+        record=written / steps,
+        table=2 * params["table"].nbytes,
+    )
+
+
+def _planned(program: ow.Program, ids: np.ndarray) -> tuple[int, int]:
+    """The bytes to and from all servers of a step that touches these rows."""
+    cut = ow.split(program, 2, lazy=("table",))
+    plan, up, down = ow.plan(cut), 0, 0
+    for server, own in enumerate(cut.shards):
+        touched = {
+            "table": int(np.sum((ids >= s.begin) & (ids < s.end))) for s in own if s.parameter.name == "table"
+        }
+        up += plan.up(server, touched)
+        down += plan.down(server, touched) - plan.asked(server, touched)
+    return up, down
+
+
+def _log(folder: Path) -> int:
+    """The bytes that a server has written behind its first record."""
+    return sum(path.stat().st_size for path in folder.glob("record-*.log"))
+
+
+# ---------------------------------------------------------------------------- what is printed
+
+
+def tables(results: Results) -> str:
+    """What is no comparison, as plain text in columns."""
+    parts = [_rates(results), _exchanged(results), _by_rows(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _rates(results: Results) -> str:
+    lines = [["moving", "onward", "bare actor"]]
+    for row, mib in zip(results.rows, results.mib, strict=True):
+        if mib:
+            rates = (f"{mib / 2**10 / taken:.2f} GiB/s" for taken in (row.onward, row.peer))
+            lines.append([row.case, *rates])
+    return _columns(lines) if len(lines) > 1 else ""
+
+
+def _exchanged(results: Results) -> str:
+    head = ["bytes of a step", "sent", "planned", "got", "planned", "computing"]
+    lines = [
+        [s.case, *map(str, (s.up, s.planned_up, s.down, s.planned_down)), f"{s.computing * 1e3:.3g} ms"]
+        for s in results.sent
+    ]
+    return _columns([head, *lines]) if lines else ""
+
+
+def _by_rows(results: Results) -> str:
+    if not results.touched:
+        return ""
+    head = ["rows", "batch", "touched", "sent", "planned", "got", "planned", "record", "table and slots"]
+    numbers = (
+        (t.rows, t.up, t.planned_up, t.down, t.planned_down, t.record, t.table) for t in results.touched
+    )
+    lines = [
+        ["", str(t.batch), *(f"{n:.0f}" for n in found)]
+        for t, found in zip(results.touched, numbers, strict=True)
+    ]
+    fits = [f"{name}: {_line(results.touched, name)}" for name in ("up", "down", "record")]
+    return "\n".join([_columns([head, *lines]), *fits])
+
+
+def _line(touched: Sequence[Touched], name: str) -> str:
+    """The straight line through the points, and how far they are from it."""
+    x, y = (np.array([getattr(t, of) for t in touched]) for of in ("rows", name))
+    slope, start = np.polyfit(x, y, 1)
+    worst = np.max(np.abs(slope * x + start - y) / y)
+    return f"{start:.0f} B + {slope:.1f} B for each row touched, at most {worst:.1%} beside it"
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _chosen(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(_PARTS):
+        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(_PARTS)}")
+    return names
+
+
+def main(arguments: Sequence[str] | None = None) -> Results:
+    """Measure what was chosen, print the tables, write JSON if asked to."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parameter_server", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--parts", type=_chosen, default=[*_PARTS], help=f"of {', '.join(_PARTS)}")
+    parser.add_argument("--rounds", type=int, help="how often to compare the two sides of each row")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--json", metavar="PATH", help="write the numbers to this file as well")
+    chosen = parser.parse_args(arguments)
+    print(", ".join(f"{key} {value}" for key, value in environment().items()), flush=True)
+    results = measure(chosen.parts, chosen.rounds, chosen.quick)
+    print(f"\n{tables(results)}\n\n{table(results.rows)}")
+    if chosen.json:
+        found = {"environment": environment(), "results": asdict(results)}
+        Path(chosen.json).write_text(json.dumps(found, indent=2) + "\n")
+    return results
+
+
+if __name__ == "__main__":
+    main()
