@@ -1,18 +1,16 @@
 """What do the guarantees of our parameter servers cost, and what does a step send?
 
-Four questions, each with what it is compared to; the two sides take turns, and ratios are those of medians.
+    moving      one flat parameter to a server and back, updated by SGD, against an ordinary Ray actor with a
+                buffer of that size: it copies what is pushed, and returns it when it is pulled. ``both`` is push
+                and pull in one call, on both sides; below it stands what each durability adds
+    training    a transformer, SGD, against the example of Ray's documentation: one actor with a list of arrays,
+                workers that compute gradients, a driver that passes the references on; and what our trainers
+                sent and got at a step, against the plan
+    rows        a recommender with a large embedding, lazily updated by Adagrad on two servers: what a step
+                sends and what the records take, for batches that touch ever more rows
 
-    moving           one flat parameter to a server and back, SGD on the way, against an ordinary Ray actor with
-                     a buffer of the same size: it copies what is pushed and returns it when pulled. ``both`` is
-                     push and pull in one call on both sides; below it stands what each durability adds
-    training         a transformer, SGD, against the example of Ray's documentation: one actor with a list of
-                     arrays, workers that compute gradients, a driver that passes the references on
-    bytes            what trainers of that transformer sent and got at a step, against the plan
-    rows             a recommender with a large embedding, lazily updated, Adagrad, two servers: what a step
-                     sends and what the records take, for batches that touch ever more rows
-
-The same work on both sides: as many processes, the same model, data and rule, and after as many steps the same
-parameters. Ray is needed: ``pip install "onward[cluster]"``. Run it with ``python -m benchmarks
+Two sides take turns and do the same work: as many processes, the same model, data and rule, and after as many
+steps the same parameters. Ray is needed: ``pip install "onward[cluster]"``. Run it with ``python -m benchmarks
 parameter_server``, or with a choice:
 
     python -m benchmarks.parameter_server --parts moving,training,rows --rounds 20 --json results.json
@@ -25,7 +23,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -361,9 +359,10 @@ class _Trained:
 
     def sent(self, case: str) -> Sent:
         """What every step sent and got, which must be the same for all; the training ends."""
-        history, plan = self.run.wait().history, _plan(self.program, 1, self.job.trainers)
+        history, cut = self.run.wait().history, ow.split(self.program, 1, self.job.trainers)
         (up,), (down,) = (np.unique(history[name]).astype(int).tolist() for name in ("sent", "received"))
-        return Sent(case, up, plan.pushed, down, plan.pulled, 0.0)
+        planned_up, planned_down = _planned(cut, {t.parameter.name: self.job.data[0] for t in cut.tables})
+        return Sent(case, up, planned_up, down, planned_down, 0.0)
 
     def parameters(self) -> list[Any]:
         """Those at the end."""
@@ -445,10 +444,6 @@ def _check_agreement(ours: _Trained, peer: _Documented) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
-def _plan(program: ow.Program, servers: int, trainers: int = 1, lazy: tuple[str, ...] = ()) -> Any:
-    return ow.plan(ow.split(program, servers, trainers, lazy=lazy))
-
-
 # ---------------------------------------------------------------------------- a recommender
 
 
@@ -481,7 +476,8 @@ def _recommend(engine: Engine, count: int, d: int, batch: int, folder: Path, ste
         progress=False,
         engine=engine,
     )
-    planned = [_planned(program, np.unique(some)) for some in ids]
+    cut = ow.split(program, 2, lazy=("table",))
+    planned = [_planned(cut, {"table": some}) for some in ids]
     written = sum(_log(folder / f"server-{i}") for i in (0, 1))
     return Touched(
         batch=batch,
@@ -495,14 +491,15 @@ def _recommend(engine: Engine, count: int, d: int, batch: int, folder: Path, ste
     )
 
 
-def _planned(program: ow.Program, ids: np.ndarray) -> tuple[int, int]:
-    """The bytes to and from all servers of a step that touches these rows."""
-    cut = ow.split(program, 2, lazy=("table",))
+def _planned(cut: ow.Split, read: Mapping[str, np.ndarray]) -> tuple[int, int]:
+    """The bytes that a step sends to all servers and gets, which reads these rows of tables."""
     plan, up, down = ow.plan(cut), 0, 0
-    for server, own in enumerate(cut.shards):
-        touched = {
-            "table": int(np.sum((ids >= s.begin) & (ids < s.end))) for s in own if s.parameter.name == "table"
-        }
+    for server, one in enumerate(plan.servers):
+        own = {str(shard): shard for shard in cut.shards[server]}
+        touched = {}
+        for t in one.tables:
+            ids = np.unique(read[t.table])
+            touched[t.table] = int(np.sum((ids >= own[t.shard].begin) & (ids < own[t.shard].end)))
         up += plan.up(server, touched)
         down += plan.down(server, touched) - plan.asked(server, touched)
     return up, down

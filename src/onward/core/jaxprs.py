@@ -85,6 +85,12 @@ class Body:
         return outputs
 
     @property
+    def text(self) -> str:
+        """The jaxpr as JAX prints it, without colours whatever the terminal."""
+        shown: str = self.closed.pretty_print(use_color=False)
+        return shown
+
+    @property
     def in_avals(self) -> Sequence[Any]:
         """For every input something with its shape and dtype."""
         return [v.aval for v in self.closed.jaxpr.invars]

@@ -45,7 +45,7 @@ def _line(op: Op, told: dict[Body, str]) -> str:
 def _computed(body: Body) -> str:
     """The jaxpr without the addresses of functions in it, and what it holds fixed."""
     fixed = " ".join(map(_digest, body.closed.consts))
-    return f"{_ADDRESS.sub('', str(body.closed))} {fixed}"
+    return f"{_ADDRESS.sub('', body.text)} {fixed}"
 
 
 def _digest(value: Any) -> str:

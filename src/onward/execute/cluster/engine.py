@@ -20,10 +20,11 @@ import re
 import socket
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
-from threading import Thread
+from pathlib import Path
+from threading import Lock, Thread
 from typing import Any, ClassVar, Self, cast
 
 from onward.core.errors import ArgumentError, ClusterError
@@ -64,10 +65,46 @@ def is_reborn() -> bool:
     return _Host.reborn
 
 
+class _Home:
+    """Ray in this process, for all Engines that use it: the first one starts it, the last one ends it.
+
+    Ray that somebody else started is left running.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._lock = Lock()
+        self._guests = 0
+        self._stack = ExitStack()
+
+    @contextmanager
+    def used(self, start: RayStart) -> Iterator[None]:
+        """Ray, from now until the end of the block."""
+        ray = require("ray", "cluster")
+        with self._lock:
+            if not self._guests and not ray.is_initialized():
+                with ExitStack() as stack:
+                    self.folder = start.enter(ray, stack)
+                    self._stack = stack.pop_all()
+            self._guests += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._guests -= 1
+                if not self._guests:
+                    self.folder = None
+                    self._stack.close()
+
+
+_home = _Home()
+
+
 class Engine:
     """Hosts objects in processes, on this machine or on those of a Ray cluster; a context manager.
 
-    Ray that already runs in this process is used as it is, and left running.
+    Ray that already runs in this process is used as it is, and left running. Several Engines share one Ray,
+    which ends with the last of them.
 
     Args:
         address: ``host:port`` of a Ray cluster that this machine belongs to; None: start Ray here, reachable
@@ -91,16 +128,20 @@ class Engine:
     ) -> None:
         self.start = RayStart(address, token, memory, prints)
         self._links: list[_RayLink] = []
+        self._kept: list[Any] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        ray = require("ray", "cluster")
         with ExitStack() as stack:
-            if not ray.is_initialized():
-                self.start.enter(ray, stack)
+            stack.enter_context(_home.used(self.start))
             stack.callback(self._end_all)
             self._stack = stack.pop_all()
         return self
+
+    @property
+    def folder(self) -> Path | None:
+        """A private folder that vanishes with Ray; None where Ray was not started here."""
+        return _home.folder
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
@@ -140,7 +181,8 @@ class Engine:
         }
         _check_room(name, chosen, ray)
         try:
-            actor = ray.remote(_Host).options(**chosen).remote(name, factory, *arguments)
+            made = ray.put((factory, arguments))  # kept: Ray forgets large arguments of a restarted actor
+            actor = ray.remote(_Host).options(**chosen).remote(name, [made])
         except TypeError as error:
             found = next(filter(None, (_culprit("argument", x) for x in arguments)), str(error))
             raise ArgumentError(UNSENT.format(name=name, found=found)) from error
@@ -148,6 +190,7 @@ class Engine:
             raise ArgumentError(f"{name}: {error}") from error
         link = _RayLink(name, actor)
         self._links.append(link)
+        self._kept.append(made)
         return link
 
     def place(self, link: Link, timeout: float = 60.0) -> Place:
@@ -212,12 +255,13 @@ class _Host:
     reborn: ClassVar[bool] = False
     _name = "a hosted object"  # until its factory has arrived
 
-    def __init__(self, name: str, factory: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, name: str, made: list[Any]) -> None:
         self._name, self._error = name, None
         _Host.reborn = _was_restarted()
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="onward-methods", daemon=True).start()
         try:
+            factory, arguments = require("ray", "cluster").get(made[0])
             self._hosted = factory(*arguments)
         except Exception as error:  # Ray would tell it as a text
             self._error = error

@@ -81,15 +81,21 @@ class RayStart:
     memory: int | None
     prints: bool
 
-    def enter(self, ray: Any, stack: ExitStack) -> None:
+    def enter(self, ray: Any, stack: ExitStack) -> Path | None:
         """Start or join Ray; the stack undoes it.
+
+        Returns:
+            a private folder that vanishes with Ray; None where it was joined.
 
         Raises:
             ClusterError: it cannot be started or joined.
         """
-        (self._start if self.address is None else self._join)(ray, stack)
+        if self.address is None:
+            return self._start(ray, stack)
+        self._join(ray, stack)
+        return None
 
-    def _start(self, ray: Any, stack: ExitStack) -> None:
+    def _start(self, ray: Any, stack: ExitStack) -> Path:
         folder = Path(stack.enter_context(_folder()))
         _configure({**ALONE, **_with_token(_write_token(folder))}, stack)
         self._init(
@@ -100,6 +106,7 @@ class RayStart:
             object_store_memory=self.memory,
             _temp_dir=str(folder / "ray"),  # Ray opens it to everybody, so what is around it is private
         )
+        return folder
 
     def _join(self, ray: Any, stack: ExitStack) -> None:
         address = str(self.address)

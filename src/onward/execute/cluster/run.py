@@ -110,8 +110,8 @@ class Run:
         state = model.state
         self._given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
         with ExitStack() as stack:
-            folder = self._folder(stack)
             self.engine = stack.enter_context(hosting)
+            folder = self._folder(stack)
             self.supervisor = self._supervisor(reader, folder)
             stack.callback(self.supervisor.close)
             self.supervisor.begin()
@@ -178,7 +178,10 @@ class Run:
         s = self.settings
         if s.folder is not None or s.durability.every is None:
             return s.folder
-        temporary = tempfile.TemporaryDirectory(prefix="onward-records-", ignore_cleanup_errors=True)
+        inside = getattr(self.engine, "folder", None)
+        temporary = tempfile.TemporaryDirectory(
+            prefix="onward-records-", dir=inside, ignore_cleanup_errors=True
+        )
         return stack.enter_context(temporary)
 
     def _supervisor(self, reader: Any, folder: str | None) -> Supervisor:

@@ -92,8 +92,8 @@ class Desk:
         """The generation, the newest incarnation of any trainer (of an earlier training), and its birth."""
         if fingerprint != self.cut.fingerprint:
             raise ClusterError(
-                f"Server {self.index} makes the graph {self.cut.fingerprint} of the function that it was sent, "
-                f"and here it makes {fingerprint}. It must be the same in every process: no random numbers, "
+                f"Server {self.index} makes the graph {self.cut.fingerprint} of the function it was sent, and "
+                f"here it makes {fingerprint}. It must be the same in every process: no random numbers, "
                 "clocks or counters while it is traced, and everywhere the same versions of Onward and JAX."
             )
         return self.keeper.generation, max(self.incarnations.values(), default=0), self.birth

@@ -202,7 +202,7 @@ class Supervisor:
         """
         asked, before = self.servers[i], self.births.get(i)
         if before is not None and before != status.birth:
-            self.say(f"{asked.where} was lost and came back at version {status.version}.")
+            self.say(f"{asked.name} was lost; pid {status.pid} took its place at version {status.version}.")
             if self.server_specs[i].durability.every is None:
                 raise ClusterError(
                     f"{asked.name} died, and with durability=None no record is written: its parameters and "
@@ -227,7 +227,7 @@ class Supervisor:
                 self._replace(t, f"{asked.where} died ({str(error).split(':')[0]})")
         elif self._is_silent(asked):
             self._end_silent(asked, restart=False)
-            self._replace(t, asked.name)
+            self._replace(t, f"{asked.name} was ended")
         return False
 
     def _has_told_all(self, asked: _Asked) -> bool:
