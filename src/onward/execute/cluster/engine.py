@@ -182,7 +182,7 @@ class Engine:
         _check_room(name, chosen, ray)
         try:
             made = ray.put((factory, arguments))  # kept: Ray forgets large arguments of a restarted actor
-            actor = ray.remote(_Host).options(**chosen).remote(name, [made])
+            actor = ray.remote(_Host).options(**chosen).remote(name, ray.cloudpickle.dumps(made))
         except TypeError as error:
             found = next(filter(None, (_culprit("argument", x) for x in arguments)), str(error))
             raise ArgumentError(UNSENT.format(name=name, found=found)) from error
@@ -255,13 +255,14 @@ class _Host:
     reborn: ClassVar[bool] = False
     _name = "a hosted object"  # until its factory has arrived
 
-    def __init__(self, name: str, made: list[Any]) -> None:
+    def __init__(self, name: str, made: bytes) -> None:
         self._name, self._error = name, None
         _Host.reborn = _was_restarted()
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="onward-methods", daemon=True).start()
         try:
-            factory, arguments = require("ray", "cluster").get(made[0])
+            ray = require("ray", "cluster")
+            factory, arguments = ray.get(ray.cloudpickle.loads(made))
             self._hosted = factory(*arguments)
         except Exception as error:  # Ray would tell it as a text
             self._error = error

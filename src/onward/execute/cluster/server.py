@@ -92,7 +92,7 @@ class Desk:
         """The generation, the newest incarnation of any trainer (of an earlier training), and its birth."""
         if fingerprint != self.cut.fingerprint:
             raise ClusterError(
-                f"Server {self.index} makes the graph {self.cut.fingerprint} of the function it was sent, and "
+                f"Server {self.index} makes the graph {self.cut.fingerprint} of what it was sent, and "
                 f"here it makes {fingerprint}. It must be the same in every process: no random numbers, "
                 "clocks or counters while it is traced, and everywhere the same versions of Onward and JAX."
             )

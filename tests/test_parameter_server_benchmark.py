@@ -1,0 +1,62 @@
+"""The benchmark of parameter servers runs and says what it measured; how fast is never asked here."""
+
+import json
+
+import pytest
+
+pytest.importorskip("ray")
+
+from benchmarks import parameter_server
+from benchmarks.parameter_server import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("benchmark") / "r.json"
+    return main(["--quick", "--rounds", "1", "--json", str(path)]), json.loads(path.read_text())
+
+
+def test_every_part_is_measured_and_written(written):
+    results, found = written
+    ways = ["push", "pull", "both", *(f"record {name}" for name in parameter_server._DURABILITIES)]
+    cases = [f"{mib} MiB, {way}" for mib in ("0.25", "1") for way in ways]
+    trained = ["transformer, 1 trainer", "transformer, 2 trainers"]
+    assert [row.case for row in results.rows] == [*cases, *trained]
+    assert [row["case"] for row in found["results"]["rows"]] == [*cases, *trained]
+    assert [sent.case for sent in results.sent] == trained
+    assert [touched.batch for touched in results.touched] == [8, 16]
+    assert {"python", "jax", "cores"} <= set(found["environment"])
+    assert all(0 < row.low <= row.ratio <= row.high for row in results.rows)
+
+
+def test_bytes_are_those_of_the_plan(written):
+    results, _ = written
+    assert all((s.up, s.down) == (s.planned_up, s.planned_down) for s in results.sent)
+    assert all((t.up, t.down) == (t.planned_up, t.planned_down) for t in results.touched)
+
+
+def test_bytes_grow_with_the_rows_touched(written):
+    few, many = written[0].touched
+    rows, d = many.rows - few.rows, 4
+    assert many.up - few.up == pytest.approx(rows * (4 + 4 * d))
+    assert many.down - few.down == pytest.approx(rows * 4 * d)
+    assert 0 < many.record - few.record < rows * 4 * (2 * d + 8)
+    assert many.record < many.table
+
+
+def test_the_tables_show_every_result(written):
+    text = parameter_server.tables(written[0])
+    heads = 3
+    fits = 3
+    shown = [line for line in text.splitlines() if line]
+    results = written[0]
+    moved = sum(mib > 0 for mib in results.mib)
+    assert len(shown) == heads + moved + len(results.sent) + len(results.touched) + fits
+
+
+def test_a_part_that_does_not_exist(capsys):
+    with pytest.raises(SystemExit):
+        main(["--parts", "speed"])
+    assert "no speed; there are moving, training, rows" in " ".join(capsys.readouterr().err.split())
