@@ -23,12 +23,12 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from onward.core.errors import ArgumentError, GraphError, UnreachedWarning
+from onward.core.errors import ArgumentError, GraphError, UnknownNameError, UnreachedWarning
 from onward.core.jaxprs import Type
 from onward.core.placement import expect_one_device
 from onward.core.program import Program, Variable
 from onward.core.transform import Recipe, recipe_of
-from onward.core.walk import Where, select
+from onward.core.walk import Where, listed, name_of, select
 from onward.core.words import UpdateType
 from onward.derive.backward import append_backward
 from onward.derive.optimizer import Optimizer
@@ -180,7 +180,7 @@ def split(
     trained = [p.name for p, _ in program.gradients]
     forward, base, tables = _cut(program, recipe, _types(program), trained if rows else [])
     full = [program[p.name] for p, _ in base.gradients]
-    chosen = select([t.parameter for t in tables], lazy, "split, lazy") if lazy else ()
+    chosen = _chosen(lazy, tables)
     if chosen and optimizer.type is not UpdateType.ELEMENTWISE:
         raise GraphError(
             f"split: lazy updates look at single rows, and {type(optimizer).__name__} looks at each "
@@ -198,6 +198,17 @@ def split(
         recipe,
     )
     return check_landing(cut)
+
+
+def _chosen(lazy: Iterable[Where], tables: Sequence[Table]) -> tuple[Variable, ...]:
+    """The tables that shall be updated lazily."""
+    wanted = tuple(listed(lazy))
+    if wanted and not tables:
+        raise UnknownNameError(
+            f"split, lazy: {', '.join(str(name_of(w)) for w in wanted)}: no parameter of this Program travels "
+            "by rows. One does whose rows alone are read (table[ids]), fewer in a batch than it has."
+        )
+    return select([t.parameter for t in tables], wanted, "split, lazy") if wanted else ()
 
 
 def check_landing(cut: Split) -> Split:

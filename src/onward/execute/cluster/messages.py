@@ -130,6 +130,7 @@ class Row:
     received: int
     seconds: float
     waited: float
+    ended: float
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any, Self
 
 import jax
@@ -22,7 +22,7 @@ from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.keeper import Durability
 from onward.execute.cluster.link import Unreachable
-from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, Word
+from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, TrainerStatus, Word
 from onward.execute.cluster.modes import Local, Mode, in_rounds
 from onward.execute.cluster.server import ServerSpec
 from onward.execute.cluster.supervisor import START, Supervisor
@@ -78,7 +78,7 @@ class Run:
         history: one record for each step of a trainer: ``trainer``, ``loss`` and what else the function
             returned, ``staleness`` (updates between reading parameters and applying the gradient), ``lag``
             (steps ahead of the slowest trainer), ``examples``, ``sent`` and ``received`` (bytes),
-            ``seconds``, ``waited``.
+            ``seconds``, ``waited``, and ``time`` (seconds since the beginning, by the trainer's clock).
         load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
             ``pushes``, ``duplicates``, ``received``, ``sent``, ``written`` (bytes so far).
         events: what happened besides, in words: who died, and what was done about it.
@@ -98,6 +98,7 @@ class Run:
         self.events: list[str] = []
         self.progress = Progress(None, settings.progress, "train")
         self._error: BaseException | None = None
+        self._begun = time()
         self._stack = ExitStack()
         self._stopping = threading.Event()
         self._reading, self._closed = threading.Lock(), False
@@ -172,6 +173,11 @@ class Run:
     def servers(self) -> list[ServerStatus]:
         """The last word of each server."""
         return [a.answer for a in self.supervisor.servers if a.answer is not None]
+
+    @property
+    def trainers(self) -> list[TrainerStatus]:
+        """The last word of each trainer."""
+        return [a.answer for a in self.supervisor.trainers if a.answer is not None]
 
     def _folder(self, stack: ExitStack) -> str | None:
         """Where records are kept; a temporary folder is removed once nobody writes to it any more."""
@@ -319,6 +325,7 @@ class Run:
             received=row.received,
             seconds=row.seconds,
             waited=row.waited,
+            time=row.ended - self._begun,
         )
         load = {"queue": sum(s.queue for s in self.servers)}
         self.progress.advance(row.examples, **shown, staleness=row.staleness, **load)

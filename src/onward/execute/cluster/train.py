@@ -14,12 +14,14 @@ from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
+from onward.derive.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum, is_count
 from onward.execute.cluster.engine import Engine
 from onward.execute.cluster.keeper import Durability
 from onward.execute.cluster.modes import Mode, as_mode
 from onward.execute.cluster.run import Run, Settings
 from onward.execute.cluster.stream import Stream
+from onward.execute.initialize import is_declared
 from onward.execute.model import Model
 
 _runs: WeakSet[Run] = WeakSet()
@@ -139,6 +141,11 @@ def start(
     if hidden:
         name, known = next(iter(hidden)), list(signature(start).parameters)[:-1]
         raise ArgumentError(f"cluster: there is no option {name!r}. {nearest(name, known)}")
+    if parameters is None and program.signature is not None and not is_declared(forward_pass(program)):
+        raise ArgumentError(
+            f"cluster: {program.name!r} is a function of its parameters, so their first values are needed: "
+            "parameters=params, as they were traced."
+        )
     model = Model(program, parameters, state, seed=seed)
     hosting = Engine(address, token) if engine is None else nullcontext(engine)
     run = Run(hosting, program, reader, model, settings)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter, sleep, time
 from typing import Any
 
 import numpy as np
@@ -232,6 +232,7 @@ class _Step:
             received=self.received,
             seconds=now - self.begun,
             waited=now - self.ended,
+            ended=time(),
         )
 
 
