@@ -205,7 +205,7 @@ def _chosen(lazy: Iterable[Where], tables: Sequence[Table]) -> tuple[Variable, .
     wanted = tuple(listed(lazy))
     if wanted and not tables:
         raise UnknownNameError(
-            f"split, lazy: {', '.join(str(name_of(w)) for w in wanted)}: no parameter of this Program travels "
+            f"split, lazy: {', '.join(str(name_of(w)) for w in wanted)}: no parameter of this Program goes "
             "by rows. One does whose rows alone are read (table[ids]), fewer in a batch than it has."
         )
     return select([t.parameter for t in tables], wanted, "split, lazy") if wanted else ()

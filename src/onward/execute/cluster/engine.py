@@ -139,6 +139,11 @@ class Engine:
         return self
 
     @property
+    def machines(self) -> int:
+        """How many machines Ray has."""
+        return sum(node["Alive"] for node in require("ray", "cluster").nodes())
+
+    @property
     def folder(self) -> Path | None:
         """A private folder that vanishes with Ray; None where Ray was not started here."""
         return _home.folder

@@ -184,6 +184,11 @@ class Run:
         s = self.settings
         if s.folder is not None or s.durability.every is None:
             return s.folder
+        if getattr(self.engine, "machines", 1) > 1:
+            raise ClusterError(
+                "The cluster has several machines, and a server that is moved to another one needs its record "
+                "there. Give a folder that all of them reach, folder=..., or durability=None."
+            )
         inside = getattr(self.engine, "folder", None)
         temporary = tempfile.TemporaryDirectory(
             prefix="onward-records-", dir=inside, ignore_cleanup_errors=True

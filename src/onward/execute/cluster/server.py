@@ -327,7 +327,7 @@ class FreeServer:
         if objection := self.desk.objection(push.sender):
             return objection
         keeper, trainer = self.desk.keeper, push.sender.trainer
-        lag, staleness = self.lag(trainer), max(0, keeper.version - push.basis)
+        lag, staleness = self.lag(trainer, push.sequence), max(0, keeper.version - push.basis)
         if push.sequence > keeper.last(trainer)[1]:
             self.desk.taken(push)
             keeper.apply([push], [1.0])
@@ -350,10 +350,12 @@ class FreeServer:
         """Whether a trainer is near enough to the slowest."""
         return self.bound is None or self.spec.index != 0 or trainer < 0 or self.lag(trainer) <= self.bound
 
-    def lag(self, trainer: int) -> int:
-        """How many steps a trainer is ahead of the slowest that has not finished."""
+    def lag(self, trainer: int, made: int | None = None) -> int:
+        """How many steps a trainer is ahead of the slowest that has not finished, or was after so many."""
         running = [t for t in range(self.spec.trainers) if t not in self.finished]
         clocks = {t: self.desk.keeper.last(t)[1] + 1 for t in {*running, trainer}}
+        if made is not None:
+            clocks[trainer] = made
         return clocks[trainer] - min(clocks.values()) if trainer >= 0 else 0
 
     async def finish(self, trainers: list[int]) -> None:

@@ -270,6 +270,7 @@ class Supervisor:
         version = max(common)
         self.say(f"All servers go back to version {version}, the newest that all have.")
         self._of_all("go_back", version, self.generation)
+        self._stuck = None
         for a in (*self.trainers, *self.servers):
             a.pending = a.answer = None
 
