@@ -2,6 +2,8 @@
 
     derive_time     what does it cost to trace a function and derive its backward pass?
     multi_device    what do more devices bring, and what does it cost to merge gradients over them?
+    parameter_server
+                    what do parameter servers cost beside bare Ray, and what does a step send?
     step_time       is a compiled Onward step as fast as one written by hand?
 
     python -m benchmarks                        all of them

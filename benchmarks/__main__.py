@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from benchmarks import derive_time, multi_device, step_time, threads
+from benchmarks import derive_time, multi_device, parameter_server, step_time, threads
 from benchmarks.harness import Row, environment, table, write_json
 
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
     "derive_time": derive_time.run,
     "multi_device": multi_device.run,
+    "parameter_server": parameter_server.run,
     "step_time": step_time.run,
     "threads": threads.run,
 }

@@ -65,7 +65,7 @@ def test_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["speed"])
     assert (
-        "no benchmark is named speed; there are derive_time, multi_device, step_time"
+        "no benchmark is named speed; there are derive_time, multi_device, parameter_server, step_time"
         in capsys.readouterr().err
     )
 

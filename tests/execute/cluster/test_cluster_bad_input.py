@@ -158,7 +158,7 @@ def test_refused_before_anything_starts(case):
         (lambda: ow.cluster.Local(0), "Local: every is 0; expected a number of steps, at least 1."),
         (
             lambda: ow.cluster.Local(2, "sgd"),
-            "Local: outer is 'sgd'; expected an optimizer, such as SGD(1.0).",
+            "Local: outer is 'sgd'; expected an optimizer",
         ),
         (lambda: ow.cluster.Durability("x"), "Durability: every is 'x'; expected a number of updates"),
     ],
@@ -180,6 +180,9 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 # ---------------------------------------------------------------------------- refused by servers and trainers
 
 
+RAISES = object()
+
+
 def ending(batch, with_what):
     """A reader that goes wrong at a batch."""
 
@@ -187,25 +190,24 @@ def ending(batch, with_what):
         for n, good in enumerate(BATCHES):
             if n != batch:
                 yield good
-            elif isinstance(with_what, Exception):
-                raise with_what
+            elif with_what is RAISES:
+                raise RuntimeError("the disk is gone")
             else:
                 yield with_what
 
     return read
 
 
-GONE = RuntimeError("the disk is gone")
 NARROW = (X[:4, :4], Y[:4])
 RAISED = (
     "The reader of trainer {} raised RuntimeError: the disk is gone. The reader raised this in epoch 0 at "
     "batch {}"
 )
 LATER = {
-    "raises": ({"reader": ending(5, GONE)}, RAISED.format(1, 5)),
-    "raises at once": ({"reader": ending(0, GONE)}, RAISED.format("[01]", 0)),
-    "raises, async": ({"reader": ending(5, GONE), "mode": "async"}, RAISED.format("[01]", 5)),
-    "raises, local": ({"reader": ending(5, GONE), "mode": LOCAL}, RAISED.format("[01]", 5)),
+    "raises": ({"reader": ending(5, RAISES)}, RAISED.format(1, 5)),
+    "raises at once": ({"reader": ending(0, RAISES)}, RAISED.format("[01]", 0)),
+    "raises, async": ({"reader": ending(5, RAISES), "mode": "async"}, RAISED.format("[01]", 5)),
+    "raises, local": ({"reader": ending(5, RAISES), "mode": LOCAL}, RAISED.format("[01]", 5)),
     "nothing": (
         {"reader": ending(2, None)},
         r"Trainer 0, batch 1 \(counted from 0\): The reader yielded a batch of 1 arrays; the network takes 2",
@@ -236,7 +238,7 @@ LATER = {
     ),
     "another graph": (
         {"program": ow.SGD(0.1).minimize(another_every_time, FIRST, *BATCHES[0])},
-        "Server 0 makes the graph [0-9a-f]{16} of the function that it was sent, and here it makes [0-9a-f]",
+        "Server 0 makes the graph [0-9a-f]{16} of .*, and here it makes [0-9a-f]",
     ),
 }
 

@@ -24,10 +24,14 @@ def loss(params, x, y):
 PROGRAM = ow.Adam(0.05).minimize(loss, FIRST, *BATCHES[0])
 
 
-def slowly():
+def slowly(pause=0.02):
     for batch in BATCHES:
-        time.sleep(0.02)
+        time.sleep(pause)
         yield batch
+
+
+def slower():
+    return slowly(0.1)
 
 
 def begun(run):
@@ -44,7 +48,7 @@ def begun(run):
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_snapshot_is_a_model_of_now(mode):
-    with running(PROGRAM, slowly, parameters=FIRST, servers=2, mode=mode, epochs=20) as run:
+    with running(PROGRAM, slowly, parameters=FIRST, servers=2, mode=mode, epochs=50) as run:
         begun(run)
         models = [ow.cluster.snapshot(), run.snapshot()]
         assert run.is_running
@@ -86,8 +90,8 @@ def test_after_the_end_a_snapshot_is_the_model():
 
 def test_with_two_trainings_one_has_to_say_which():
     with (
-        running(PROGRAM, slowly, parameters=FIRST, epochs=20) as one,
-        running(PROGRAM, slowly, parameters=FIRST, epochs=20) as other,
+        running(PROGRAM, slowly, parameters=FIRST, epochs=50) as one,
+        running(PROGRAM, slowly, parameters=FIRST, epochs=50) as other,
     ):
         with pytest.raises(ow.StateError, match="2 trainings"):
             ow.cluster.snapshot()
@@ -149,7 +153,7 @@ def test_an_interrupt_ends_everything(monkeypatch):
 @pytest.mark.parametrize("stopped", [False, True], ids=["ended", "stopped"])
 def test_rounds_go_on_where_they_ended(stopped, tmp_path):
     options = {"parameters": FIRST, "servers": 2, "folder": tmp_path}
-    with running(PROGRAM, slowly, epochs=1, **options) as run:
+    with running(PROGRAM, slower if stopped else slowly, **options) as run:
         begun(run)
         run.stop() if stopped else run.wait(WAIT)
         done = run.versions[0]
@@ -168,7 +172,7 @@ def test_rounds_go_on_where_they_ended(stopped, tmp_path):
 
 def test_trainers_at_their_own_pace_go_on_with_the_batches_that_nobody_had(tmp_path):
     options = {"parameters": FIRST, "servers": 2, "folder": tmp_path, "mode": "async"}
-    with running(PROGRAM, slowly, **options) as run:
+    with running(PROGRAM, slower, **options) as run:
         begun(run)
         run.stop()
         before = [s.pushes for s in run.servers]

@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from itertools import product
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,8 +81,13 @@ def own(counts, pause=0.0, slow=None):
 # ---------------------------------------------------------------------------- processes that die
 
 
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("mode", ["sync", "async", "bounded"])
+@pytest.mark.parametrize(
+    ("mode", "edge"),
+    [
+        *product(["sync", "async"], EDGES),
+        *product(["bounded"], ["after send", "during write", "before reply"]),
+    ],
+)
 def test_a_kill_at_every_edge(tmp_path, mode, edge):
     who = "trainer" if edge.endswith("send") else "server"
     run, injected = trained(mode, tmp_path, [(f"{who} 0", edge, 3), (f"{who} 1", edge, 4)])
