@@ -115,8 +115,13 @@ def resnet(widths: tuple[int, ...] = (16, 32, 64), size: int = 32, batch: int = 
     return Model(loss, params, data)
 
 
-def transformer(layers: int = 4, d: int = 128, heads: int = 4, seq: int = 128, batch: int = 8) -> Model:
-    """A causal language model, layer norm before each block, its layers unrolled."""
+def transformer(
+    layers: int = 4, d: int = 128, heads: int = 4, seq: int = 128, batch: int = 8, words: int = _WORDS
+) -> Model:
+    """A causal model of text, layer norm before each block, its layers unrolled.
+
+    It reads any of so many words, and tells for each which of the 256 kinds of word follows.
+    """
 
     def attention(layer: Params, x: Array) -> Array:
         q, k, v = (_heads(x @ layer[name], heads) for name in ("query", "key", "value"))
@@ -136,7 +141,7 @@ def transformer(layers: int = 4, d: int = 128, heads: int = 4, seq: int = 128, b
     rng = np.random.default_rng(0)
     square = ("query", "key", "value", "out")
     params = {
-        "words": _normal(rng, (_WORDS, d), d),
+        "words": _normal(rng, (words, d), d),
         "places": _normal(rng, (seq, d), d),
         "layers": [
             {name: _normal(rng, (d, d), d) for name in square}
@@ -147,8 +152,8 @@ def transformer(layers: int = 4, d: int = 128, heads: int = 4, seq: int = 128, b
         "norm": _norm_init(d),
         "last": _dense_init(rng, d, _WORDS),
     }
-    text = _whole_numbers(rng, (batch, seq + 1), _WORDS)
-    return Model(loss, params, (text[:, :-1], text[:, 1:]))
+    text = _whole_numbers(rng, (batch, seq + 1), words)
+    return Model(loss, params, (text[:, :-1], text[:, 1:] % _WORDS))
 
 
 def lstm(hidden: int = 128, features: int = 32, seq: int = 64, batch: int = 32) -> Model:

@@ -22,7 +22,11 @@ def test_every_part_is_measured_and_written(written):
     results, found = written
     ways = ["push", "pull", "both", *(f"record {name}" for name in parameter_server._DURABILITIES)]
     cases = [f"{mib} MiB, {way}" for mib in ("0.25", "1") for way in ways]
-    trained = ["transformer, 1 trainer", "transformer, 2 trainers"]
+    trained = [
+        f"transformer{words}, {trainers}"
+        for words in ("", " of 64 words")
+        for trainers in ("1 trainer", "2 trainers")
+    ]
     assert [row.case for row in results.rows] == [*cases, *trained]
     assert [row["case"] for row in found["results"]["rows"]] == [*cases, *trained]
     assert [sent.case for sent in results.sent] == trained

@@ -9,10 +9,10 @@ are lost before and after they were carried out, doubled, delayed, and delivered
 counts itself on every server, so a gradient that was lost or doubled shows in the parameters. It prints:
 
     edge x mode: faults injected, lost, doubled
-                         sync       async     bounded       local
-    before send      4  0  0     4  0  0     4  0  0     4  0  0
+                          sync       async     bounded       local
+    before send        4  0  0     4  0  0     4  0  0     4  0  0
     ...
-    211 faults injected, 0 gradients lost, 0 doubled
+    364 faults injected, 0 gradients lost, 0 doubled (562 s)
 
 ``--recovery`` measures the seconds from the death of a server to its next update, on one machine, and of a
 machine in a Ray cluster of two (both of which are here).

@@ -125,7 +125,7 @@ class Gradient:
             fed |= {v.name: x for v, x in zip(variables, received.arrays, strict=True)}
         fed |= {f"rows({t.parameter.name})": _rows(t, prepared, values) for t in cut.tables}
         fed[TRAINER.name] = np.uint32(self.trainer)
-        inputs = [jax.device_put(fed[v.name], may_alias=True) for v in part.program.inputs]
+        inputs = [fed[v.name] for v in part.program.inputs]
         outputs = self._run(cut)([self.state[v.name] for v in part.program.state], inputs)
         made = dict(zip(part.program.outputs, outputs, strict=True))
         by_table = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any, Self
 
@@ -182,11 +184,13 @@ class Run:
     def _folder(self, stack: ExitStack) -> str | None:
         """Where records are kept; a temporary folder is removed once nobody writes to it any more."""
         s = self.settings
+        if s.folder is not None:
+            _check_same_training(Path(s.folder), self._told)
         if s.folder is not None or s.durability.every is None:
             return s.folder
         if getattr(self.engine, "machines", 1) > 1:
             raise ClusterError(
-                "The cluster has several machines, and a server that is moved to another one needs its record "
+                "The cluster has several machines, and a server that moves to another needs its record "
                 "there. Give a folder that all of them reach, folder=..., or durability=None."
             )
         inside = getattr(self.engine, "folder", None)
@@ -194,6 +198,12 @@ class Run:
             prefix="onward-records-", dir=inside, ignore_cleanup_errors=True
         )
         return stack.enter_context(temporary)
+
+    @property
+    def _told(self) -> dict[str, Any]:
+        """What two trainings must have in common, if one goes on in the folder of the other."""
+        s = self.settings
+        return {"graph": self._fingerprint, "trainers": s.trainers, "mode": repr(s.mode), "sums": s.sums}
 
     def _supervisor(self, reader: Any, folder: str | None) -> Supervisor:
         s = self.settings
@@ -359,3 +369,26 @@ class Run:
         s = self.settings
         how = "running" if self.is_running else "ended"
         return f"Run({s.trainers} trainers, {s.servers} servers, {s.mode}, {how}, {self.history})"
+
+
+def _check_same_training(folder: Path, told: dict[str, Any]) -> None:
+    """Write down what is trained here; refuse a folder where it was something else.
+
+    Raises:
+        ClusterError: a training of another graph, or of trainers that share the batches otherwise.
+    """
+    path = folder / "training.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = json.loads(path.read_text()) if path.exists() else None
+        if found is None:
+            path.write_text(json.dumps(told))
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"The folder {folder} cannot be used for records: {error}") from error
+    if found is not None and found != told:
+        names = [name for name in told if found.get(name) != told[name]]
+        was, now = ({name: side.get(name) for name in names} for side in (found, told))
+        raise ClusterError(
+            f"The folder {folder} holds the records of another training: {was}, and this one has {now}. Give "
+            "another folder, or the same settings as before."
+        )

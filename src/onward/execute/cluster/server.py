@@ -304,7 +304,8 @@ class RoundServer:
         weights = [p.weight if p.gradients is not None else 0.0 for p in pushes]
         if self.spec.sums:
             return [float(w > 0) for w in weights]
-        return [w / sum(weights) for w in weights]
+        total = sum(weights)
+        return [w / total if total else 1 / len(weights) for w in weights]
 
 
 class FreeServer:

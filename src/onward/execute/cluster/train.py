@@ -18,7 +18,7 @@ from onward.derive.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum, is_count
 from onward.execute.cluster.engine import Engine
 from onward.execute.cluster.keeper import Durability
-from onward.execute.cluster.modes import Mode, as_mode
+from onward.execute.cluster.modes import Local, Mode, as_mode
 from onward.execute.cluster.run import Run, Settings
 from onward.execute.cluster.stream import Stream
 from onward.execute.initialize import is_declared
@@ -86,9 +86,10 @@ def start(
         durability: after how many updates a server writes its record: 1 (nothing acknowledged is lost when
             it is killed), k (up to k updates of a server are made again in rounds, and lost otherwise), None
             (it cannot be replaced). ``cluster.Durability(1, fsync=True)`` outlives the machine, too.
-        folder: where records are kept, and where a training that was ended goes on; on a cluster a folder
-            that all machines reach. A temporary one unless given.
-        address: ``host:port`` of a Ray cluster to join; None: Ray is started here, on loopback.
+        folder: where records are kept, and where a training that was stopped goes on, with the batches that
+            it has not had; on a cluster a folder that all machines reach. A temporary one unless given.
+        address: ``host:port`` of a Ray cluster to join; None: Ray is started here, on loopback. Where Ray
+            already runs in this process, it is used.
         token: the file with the token of that cluster.
         deadline: seconds after which a process that does not answer is named, ended and replaced.
         restarts: how often each trainer is replaced.
@@ -121,6 +122,12 @@ def start(
             "one: reader=lambda: read(files)."
         )
     Stream(reader, 0, trainers, epochs)  # raises what trainers would
+    if not (restarts == 0 or is_count(restarts)):
+        raise ArgumentError(f"cluster: restarts is {restarts!r}; expected how many, at least 0.")
+    if lazy and isinstance(as_mode(mode), Local):
+        raise ArgumentError(
+            "cluster: with Local each trainer makes its own updates, and tables travel whole. Leave lazy= out."
+        )
     if not (isinstance(deadline, int | float) and deadline > 0):
         raise ArgumentError(f"cluster: deadline is {deadline!r}; expected seconds, more than 0.")
     settings = Settings(

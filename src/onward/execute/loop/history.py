@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from threading import RLock
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ class History(Mapping[str, np.ndarray]):
         self._columns: dict[str, array[float]] = {}
         self._fetched = 0
         self._waiting: list[dict[str, Any]] = []
+        self._lock = RLock()  # one thread may record while another one reads
 
     def record(self, /, *, step: int, epoch: int, **values: Any) -> None:
         """Append one record; does not wait for values that are still computing.
@@ -60,11 +62,13 @@ class History(Mapping[str, np.ndarray]):
                     f"History: {name!r} is {describe(value)}; expected one number. Record its mean, or a "
                     "metric for each of its entries."
                 )
-            if name not in self._columns:
-                self._columns[name] = array("d")
-        self._waiting.append(row)
-        if len(self._waiting) >= 2 * WAITING:
-            self._fetch(WAITING)
+        with self._lock:
+            for name in row:
+                if name not in self._columns:
+                    self._columns[name] = array("d")
+            self._waiting.append(row)
+            if len(self._waiting) >= 2 * WAITING:
+                self._fetch(WAITING)
 
     def amend(self, /, **values: Any) -> None:
         """Add values to the last record, such as those of a test after it.
@@ -111,8 +115,9 @@ class History(Mapping[str, np.ndarray]):
         """
         if name not in self._columns:
             raise UnknownNameError(f"The history has no {name!r}. {nearest(name, self._columns)}")
-        self._fetch(len(self._waiting))
-        return np.array(self._columns[name])
+        with self._lock:
+            self._fetch(len(self._waiting))
+            return np.array(self._columns[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -137,8 +142,9 @@ class History(Mapping[str, np.ndarray]):
         >>> History.from_dict(history.as_dict()) == history
         True
         """
-        self._fetch(len(self._waiting))
-        return {name: column.tolist() for name, column in self._columns.items()}
+        with self._lock:
+            self._fetch(len(self._waiting))
+            return {name: column.tolist() for name, column in self._columns.items()}
 
     @classmethod
     def from_dict(cls, columns: Mapping[str, Sequence[float]]) -> History:
