@@ -199,7 +199,9 @@ def test_a_trainer_that_was_replaced_does_not_bar_the_next_training(mode, tmp_pa
 def test_a_folder_of_another_graph_is_refused(tmp_path):
     trained(PROGRAM, BATCHES[:2], parameters=FIRST, folder=tmp_path)
     other = ow.SGD(0.1).minimize(loss, FIRST, *BATCHES[0])
+    for program, settings in ((other, {}), (PROGRAM, {"servers": 2}), (PROGRAM, {"trainers": 3})):
+        with pytest.raises(ow.ClusterError, match=r"the records of another training: .* and this one has"):
+            trained(program, BATCHES[:2], parameters=FIRST, folder=tmp_path, **settings)
+    (tmp_path / "training.json").unlink()
     with pytest.raises(ow.ClusterError, match=r"another graph.*'b/mean'.*or an empty one"):
         trained(other, BATCHES[:2], parameters=FIRST, folder=tmp_path)
-    with pytest.raises(ow.ClusterError, match=r"another graph.*'w\[0:"):
-        trained(PROGRAM, BATCHES[:2], parameters=FIRST, folder=tmp_path, servers=2)

@@ -126,7 +126,7 @@ def start(
         raise ArgumentError(f"cluster: restarts is {restarts!r}; expected how many, at least 0.")
     if lazy and isinstance(as_mode(mode), Local):
         raise ArgumentError(
-            "cluster: with Local each trainer makes its own updates, and tables travel whole. Leave lazy= out."
+            "cluster: with Local each trainer makes its own updates; tables travel whole. Leave lazy= out."
         )
     if not (isinstance(deadline, int | float) and deadline > 0):
         raise ArgumentError(f"cluster: deadline is {deadline!r}; expected seconds, more than 0.")
