@@ -74,7 +74,11 @@ def test_carried_state_goes_to_and_from_the_first_server(servers):
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", [ow.SGD(0.1), ow.Adam(lambda step: 0.1 / (step + 1))], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer",
+    [ow.SGD(0.1), ow.Adam(lambda step: 0.1 / (step + 1))],
+    ids=["sgd", "scheduled adam"],
+)
 def test_what_is_kept_takes_that_memory(servers, optimizer):
     cut = cut_of(servers, 2, optimizer=optimizer)
     told, hand = ow.plan(cut), ByHand(cut, PARAMS)

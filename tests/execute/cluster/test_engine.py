@@ -14,6 +14,7 @@ import pytest
 
 from onward.core import extras
 from onward.core.errors import ClusterError, MissingExtraError
+from onward.execute.cluster import engine as engines
 from onward.execute.cluster import ray_start
 from onward.execute.cluster.engine import Engine, is_reborn
 from onward.execute.cluster.link import Unreachable
@@ -381,5 +382,6 @@ ADDRESSES = {
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_an_address_where_no_cluster_is(monkeypatch, address):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(engines, "_home", engines._Home())
     with pytest.raises(ClusterError, match=ADDRESSES[address]), Engine(address):
         pass
