@@ -40,10 +40,11 @@ from benchmarks.harness import Row, compare, environment, table
 from benchmarks.models import Model
 from onward.core.extras import require
 from onward.execute.cluster.blueprint import Blueprint
+from onward.execute.cluster.desk import ServerSpec
 from onward.execute.cluster.engine import Engine
 from onward.execute.cluster.holding import Gradients
 from onward.execute.cluster.messages import Push, Reply, Sender, Word
-from onward.execute.cluster.server import ServerSpec, serve
+from onward.execute.cluster.server import serve
 
 _ME = Sender(0, 1)
 _RATE = 1e-3

@@ -17,12 +17,13 @@ from tests.execute.cluster.hosting import Threads
 import onward as ow
 from onward.core.errors import CheckpointError, ClusterError
 from onward.execute.cluster.blueprint import Blueprint
+from onward.execute.cluster.desk import ServerSpec
 from onward.execute.cluster.faults import EDGES
 from onward.execute.cluster.holding import Gradients
 from onward.execute.cluster.keeper import Durability
 from onward.execute.cluster.messages import Push, Sender, Word
 from onward.execute.cluster.modes import Async, Sync
-from onward.execute.cluster.server import ServerSpec, serve
+from onward.execute.cluster.server import serve
 
 MODES = {
     "sync": "sync",

@@ -32,6 +32,9 @@ class Async:
 class Bounded:
     """Each trainer at its own pace, but none begins a step over ``staleness`` steps ahead of the slowest.
 
+    >>> Bounded(staleness=4)
+    Bounded(staleness=4)
+
     Source: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, 2013,
     section 2.
     """

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any, Self
@@ -21,14 +18,13 @@ from onward.distribute.split.shards import Shard
 from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.cluster.blueprint import Blueprint
-from onward.execute.cluster.faults import Faults
-from onward.execute.cluster.keeper import Durability
+from onward.execute.cluster.desk import ServerSpec
 from onward.execute.cluster.link import Unreachable
 from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, TrainerStatus, Word
-from onward.execute.cluster.modes import Local, Mode, in_rounds
-from onward.execute.cluster.server import ServerSpec
-from onward.execute.cluster.supervisor import START, Supervisor
-from onward.execute.cluster.worker import TrainerSpec
+from onward.execute.cluster.modes import Local, in_rounds
+from onward.execute.cluster.servers import TrainerSpec
+from onward.execute.cluster.settings import Settings, check_same_training
+from onward.execute.cluster.supervisor import Supervisor
 from onward.execute.loop.history import History
 from onward.execute.loop.progress import Progress
 from onward.execute.model import Model
@@ -36,41 +32,6 @@ from onward.execute.model import Model
 _LOOK = 0.1  # seconds between two looks at servers and trainers
 _LOAD = 1.0  # seconds between two records of the servers' load
 _HOLD = 30.0  # seconds that a snapshot may hold up the next round
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a training on a cluster is set up; see ``train``."""
-
-    trainers: int
-    servers: int
-    mode: Mode
-    epochs: int = 1
-    sums: bool = False
-    lazy: tuple[str, ...] = ()
-    rows: bool = True
-    durability: Durability = field(default_factory=Durability)
-    folder: str | None = None
-    deadline: float = 60.0
-    restarts: int = 3
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    progress: bool | None = None
-    faults: Faults = field(default_factory=Faults)
-
-    @property
-    def merged(self) -> int:
-        """How many gradients one update merges."""
-        return self.trainers if in_rounds(self.mode) else 1
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a server is waited for: as many as it takes to miss it, and to start it again."""
-        return 2 * self.deadline + START
-
-    @property
-    def outer(self) -> Any:
-        """The optimizer of the servers, where trainers have their own."""
-        return self.mode.outer if isinstance(self.mode, Local) else None
 
 
 class Run:
@@ -185,7 +146,7 @@ class Run:
         """Where records are kept; a temporary folder is removed once nobody writes to it any more."""
         s = self.settings
         if s.folder is not None:
-            _check_same_training(Path(s.folder), self._told)
+            check_same_training(Path(s.folder), self._told)
         if s.folder is not None or s.durability.every is None:
             return s.folder
         if getattr(self.engine, "machines", 1) > 1:
@@ -369,26 +330,3 @@ class Run:
         s = self.settings
         how = "running" if self.is_running else "ended"
         return f"Run({s.trainers} trainers, {s.servers} servers, {s.mode}, {how}, {self.history})"
-
-
-def _check_same_training(folder: Path, told: dict[str, Any]) -> None:
-    """Write down what is trained here; refuse a folder where it was something else.
-
-    Raises:
-        ClusterError: a training of another graph, or of trainers that share the batches otherwise.
-    """
-    path = folder / "training.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        found = json.loads(path.read_text()) if path.exists() else None
-        if found is None:
-            path.write_text(json.dumps(told))
-    except (OSError, ValueError) as error:
-        raise ClusterError(f"The folder {folder} cannot be used for records: {error}") from error
-    if found is not None and found != told:
-        names = [name for name in told if found.get(name) != told[name]]
-        was, now = ({name: side.get(name) for name in names} for side in (found, told))
-        raise ClusterError(
-            f"The folder {folder} holds the records of another training: {was}, and this one has {now}. Give "
-            "another folder, or the same settings as before."
-        )

@@ -10,10 +10,12 @@ from time import monotonic, sleep
 from typing import Any
 
 from onward.core.errors import ClusterError
+from onward.execute.cluster.desk import ServerSpec
 from onward.execute.cluster.link import Link, Pending, Unreachable
 from onward.execute.cluster.messages import Row, ServerStatus, TrainerStatus
-from onward.execute.cluster.server import ServerSpec, serve
-from onward.execute.cluster.worker import Trainer, TrainerSpec
+from onward.execute.cluster.server import serve
+from onward.execute.cluster.servers import TrainerSpec
+from onward.execute.cluster.worker import Trainer
 
 _SOON = 5.0  # seconds that a server may take to answer at once
 _PAUSE = 0.2  # seconds until one that is away is asked again

@@ -19,7 +19,8 @@ from onward.distribute.merge import Average, Merge, Sum, is_count
 from onward.execute.cluster.engine import Engine
 from onward.execute.cluster.keeper import Durability
 from onward.execute.cluster.modes import Local, Mode, as_mode
-from onward.execute.cluster.run import Run, Settings
+from onward.execute.cluster.run import Run
+from onward.execute.cluster.settings import Settings
 from onward.execute.cluster.stream import Stream
 from onward.execute.initialize import is_declared
 from onward.execute.model import Model
@@ -38,6 +39,16 @@ def train(program: Program, reader: Any, **options: Any) -> Run:
         MissingExtraError: Ray is not installed.
         ClusterError: the training cannot begin, or cannot go on; nothing is left running.
         GraphError: the Program cannot be cut so.
+
+    Example:
+        >>> import numpy as np, onward as ow
+        >>> def loss(w, x):
+        ...     return ((x @ w) ** 2).mean()
+        >>> w, x = np.ones(3, "float32"), np.ones((8, 3), "float32")
+        >>> program = ow.SGD(0.1).minimize(loss, w, x)
+        >>> run = ow.cluster.train(program, [(x,)] * 4, parameters=w, trainers=2)
+        >>> run.versions, run.history["trainer"].sum(), run.model.parameters.shape
+        ((2,), np.float64(2.0), (3,))
     """
     return start(program, reader, **options).wait()
 
@@ -101,7 +112,7 @@ def start(
         hidden: ``settings``, what tests break.
 
     Returns:
-        The Run: ``run.wait()``, ``run.snapshot()``, ``run.history``, ``run.stop()``.
+        The Run: ``wait()``, ``snapshot()``, ``history``, ``stop()``. ``train`` has an example.
 
     Raises:
         ArgumentError: a number of trainers or servers below 1, an unknown mode, a reader that cannot be sent.

@@ -5,64 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from time import monotonic, perf_counter, sleep, time
+from time import perf_counter, sleep, time
 from typing import Any
 
-import numpy as np
-
-from onward.core.errors import ClusterError
-from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.compute import Compute, Gradient, LocalSteps, Prepared, Result
-from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.holding import Values
-from onward.execute.cluster.link import Link, Pending, Unreachable
-from onward.execute.cluster.messages import Push, Reply, Row, Sender, TrainerStatus, Welcome, Word
-from onward.execute.cluster.modes import Local, Mode, in_rounds
+from onward.execute.cluster.messages import Push, Reply, Row, TrainerStatus, Welcome, Word
+from onward.execute.cluster.modes import Local, in_rounds
+from onward.execute.cluster.servers import PAUSE, Again, Servers, TrainerSpec
 from onward.execute.cluster.stream import Stream
-
-_PAUSE = 0.1  # seconds between two calls of someone who does not answer
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    """What it takes to start a trainer.
-
-    Attributes:
-        blueprint: the graph.
-        trainer: its number.
-        incarnation: how often it was started, this time included.
-        trainers: how many there are.
-        mode: how they work together.
-        servers: the ways to the servers.
-        reader: what it reads.
-        epochs: how often.
-        given: values of the state that it keeps, by name.
-        deadline: seconds after which a server that does not answer is given up.
-        faults: what happens at the edges of the protocol.
-    """
-
-    blueprint: Blueprint
-    trainer: int
-    incarnation: int
-    trainers: int
-    mode: Mode
-    servers: tuple[Link, ...]
-    reader: Any
-    epochs: int
-    given: Mapping[str, np.ndarray] = field(default_factory=dict)
-    deadline: float = 60.0
-    faults: Faults = field(default_factory=Faults)
-
-
-class _Again(Exception):  # noqa: N818
-    """The servers went back to an older version: begin again where they stand."""
-
-    def __init__(self, stuck: int | None) -> None:
-        super().__init__()
-        self.stuck = stuck
 
 
 class Trainer:
@@ -96,9 +50,9 @@ class Trainer:
                 (_Rounds if in_rounds(self.spec.mode) else _Pace)(self).run()
                 self.finished = True
                 return
-            except _Again as again:
+            except Again as again:
                 self.stuck = again.stuck
-                sleep(_PAUSE)
+                sleep(PAUSE)
 
     async def status(self, seen: int) -> TrainerStatus:
         """How it is doing, and the steps that it made after so many."""
@@ -138,75 +92,6 @@ class Trainer:
         """Keep a row for the history."""
         with self._lock:
             self.rows.append(row)
-
-
-class Servers:
-    """The servers as one trainer sees them: calls that are repeated until they are answered."""
-
-    def __init__(self, spec: TrainerSpec) -> None:
-        self.spec = spec
-        self.name = f"trainer {spec.trainer}"
-        self.links = [spec.faults.link(self.name, link) for link in spec.servers]
-        self.sender = Sender(spec.trainer, spec.incarnation)
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.links)
-
-    def hello(self, fingerprint: str) -> list[Welcome]:
-        """Say hello to all."""
-        return self.all("hello", [(self.sender, fingerprint)] * self.count)
-
-    def all(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
-        """Call all servers from the first given on at once, each with its arguments."""
-        links = list(enumerate(self.links))[first:]
-        begun = [self._begin(i, method, given) for (i, _), given in zip(links, arguments, strict=True)]
-        return [
-            self._answer(i, method, given, pending)
-            for (i, _), given, pending in zip(links, arguments, begun, strict=True)
-        ]
-
-    def one(self, i: int, method: str, *arguments: Any) -> Any:
-        """Call one server."""
-        return self._answer(i, method, arguments, self._begin(i, method, arguments))
-
-    def _begin(self, i: int, method: str, arguments: tuple[Any, ...]) -> Pending | None:
-        sends = method in ("push", "exchange")
-        if sends:
-            self.spec.faults.reach(self.name, "before send")
-        try:
-            return self.links[i].call(method, *arguments)
-        except Unreachable:
-            return None
-        finally:
-            if sends:
-                self.spec.faults.reach(self.name, "after send")
-
-    def _answer(self, i: int, method: str, arguments: tuple[Any, ...], pending: Pending | None) -> Any:
-        """The answer; the call is repeated as long as nobody answers it."""
-        end = monotonic() + self.spec.deadline
-        while True:
-            try:
-                if pending is not None:
-                    reply = pending.result(max(0.1, end - monotonic()))
-                    return self._accepted(reply)
-            except (Unreachable, TimeoutError) as error:
-                if monotonic() > end:
-                    raise ClusterError(
-                        f"Server {i} did not answer trainer {self.spec.trainer} for {self.spec.deadline:g} s "
-                        f"({method}): {error}"
-                    ) from error
-            sleep(_PAUSE)
-            pending = self._begin(i, method, arguments)
-
-    def _accepted(self, reply: Any) -> Any:
-        if isinstance(reply, Reply):
-            if reply.word is Word.SUPERSEDED:
-                raise ClusterError(f"Another process has taken the place of trainer {self.spec.trainer}.")
-            if reply.word is Word.STALE:
-                raise _Again(None)
-        return reply
 
 
 @dataclass
@@ -292,7 +177,7 @@ class _Rounds(_Way):
                 return first.version + first.staged
             if attempt:
                 self.trainer.stuck = min(w.version for w in found)
-            sleep(_PAUSE)
+            sleep(PAUSE)
         raise AssertionError
 
     def values(
@@ -302,7 +187,7 @@ class _Rounds(_Way):
         wanted = self.wanted(prepared)
         staged = self.servers.all("push", [(p,) for p in pushes[1:]], first=1) if pushes else []
         if any(r.word is not Word.DONE for r in staged):
-            raise _Again(None)
+            raise Again(None)
         first = self.settled(0, version, wanted[0], pushes)
         if first.word is Word.OVER:
             self.end(first.version)
@@ -319,7 +204,7 @@ class _Rounds(_Way):
         """Have all other servers write this last version, which nobody could make again."""
         ended = self.servers.all("end", [(self.servers.sender, version)] * (self.servers.count - 1), first=1)
         if any(r.word is not Word.DONE for r in ended):
-            raise _Again(None)
+            raise Again(None)
 
     def settled(
         self, i: int, version: int, wanted: Any, pushes: Sequence[Push], reply: Reply | None = None
@@ -338,9 +223,9 @@ class _Rounds(_Way):
                 case Word.MISSING if pushes:
                     reply = None
                 case Word.MISSING:
-                    raise _Again(version - 1)
+                    raise Again(version - 1)
                 case _:
-                    raise _Again(None)
+                    raise Again(None)
 
     def ask(self, i: int, version: int, wanted: Any, pushes: Sequence[Push]) -> Reply:
         """Ask one server for a version, and send it the gradient of the one before, if there is one."""

@@ -1,0 +1,73 @@
+"""How a training on a cluster is set up, and the folder where its records are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onward.core.errors import ClusterError
+from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.keeper import Durability
+from onward.execute.cluster.modes import Local, Mode, in_rounds
+from onward.execute.cluster.supervisor import START
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a training on a cluster is set up; see ``train``."""
+
+    trainers: int
+    servers: int
+    mode: Mode
+    epochs: int = 1
+    sums: bool = False
+    lazy: tuple[str, ...] = ()
+    rows: bool = True
+    durability: Durability = field(default_factory=Durability)
+    folder: str | None = None
+    deadline: float = 60.0
+    restarts: int = 3
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    progress: bool | None = None
+    faults: Faults = field(default_factory=Faults)
+
+    @property
+    def merged(self) -> int:
+        """How many gradients one update merges."""
+        return self.trainers if in_rounds(self.mode) else 1
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a server is waited for: as many as it takes to miss it, and to start it again."""
+        return 2 * self.deadline + START
+
+    @property
+    def outer(self) -> Any:
+        """The optimizer of the servers, where trainers have their own."""
+        return self.mode.outer if isinstance(self.mode, Local) else None
+
+
+def check_same_training(folder: Path, told: dict[str, Any]) -> None:
+    """Write down what is trained here; refuse a folder where it was something else.
+
+    Raises:
+        ClusterError: a training of another graph, or of trainers that share the batches otherwise.
+    """
+    path = folder / "training.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = json.loads(path.read_text()) if path.exists() else None
+        if found is None:
+            path.write_text(json.dumps(told))
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"The folder {folder} cannot be used for records: {error}") from error
+    if found is not None and found != told:
+        names = [name for name in told if found.get(name) != told[name]]
+        was, now = ({name: side.get(name) for name in names} for side in (found, told))
+        raise ClusterError(
+            f"The folder {folder} holds the records of another training: {was}, and this one has {now}. Give "
+            "another folder, or the same settings as before."
+        )
