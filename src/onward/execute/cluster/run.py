@@ -66,6 +66,7 @@ class Run:
         self._stopping = threading.Event()
         self._reading, self._closed = threading.Lock(), False
         self._loads: dict[int, tuple[float, ServerStatus]] = {}
+        self._busy: dict[int, float] = {}
         self.blueprint = Blueprint.of(
             program, settings.servers, settings.merged, settings.lazy, settings.rows, settings.outer
         )
@@ -303,8 +304,15 @@ class Run:
             waited=row.waited,
             time=row.ended - self._begun,
         )
-        load = {"queue": sum(s.queue for s in self.servers)}
-        self.progress.advance(row.examples, **shown, staleness=row.staleness, **load)
+        busiest = max(self._busy.values(), default=0.0)
+        self.progress.advance(
+            row.examples,
+            **shown,
+            staleness=row.staleness,
+            bytes=row.sent + row.received,
+            queue=sum(s.queue for s in self.servers),
+            busy=busiest,
+        )
 
     def _note_load(self, always: bool = False) -> None:
         now = monotonic()
@@ -313,12 +321,14 @@ class Run:
             if not always and now - before < _LOAD and status.index in self._loads:
                 continue
             self._loads[status.index] = (now, status)
+            busy = max(0.0, status.busy - old.busy) / max(now - before, 1e-9)
+            self._busy[status.index] = busy
             self.load.record(
                 step=status.version,
                 epoch=0,
                 server=status.index,
                 queue=status.queue,
-                busy=max(0.0, status.busy - old.busy) / max(now - before, 1e-9),
+                busy=busy,
                 pushes=status.pushes,
                 duplicates=status.duplicates,
                 received=status.received,
