@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from onward.core.jaxprs import Type
 from onward.core.program import Program
@@ -48,12 +49,11 @@ class Blueprint:
         assert program.signature is not None
         data = tuple(s.unflatten(Type(v.shape, v.dtype) for v in s.variables) for s in program.signature.data)
         stripped = Recipe(recipe.origin, (), recipe.steps)
-        x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-        return cls(stripped, data, servers, count, tuple(lazy), rows, outer, x64)
+        return cls(stripped, data, servers, count, tuple(lazy), rows, outer, _has_x64())
 
     def program(self) -> Program:
         """The training Program."""
-        if jax.config.jax_enable_x64 != self.x64:  # type: ignore[attr-defined]
+        if _has_x64() != self.x64:
             jax.config.update("jax_enable_x64", self.x64)
         return self.recipe.replay(self.data)
 
@@ -62,3 +62,8 @@ class Blueprint:
         if self.outer is not None:
             return split_local(self.program(), self.servers, self.count, self.outer)
         return split(self.program(), self.servers, self.count, rows=self.rows, lazy=self.lazy)
+
+
+def _has_x64() -> bool:
+    """Whether JAX computes with 64 bits."""
+    return bool(jax.dtypes.canonicalize_dtype(np.float64) == np.float64)
