@@ -91,7 +91,13 @@ class Host:
         self.alive = False
         for result in list(self.open):
             self.fail(result)
-        self.loop.call_soon_threadsafe(stand_still)
+        self.loop.call_soon_threadsafe(self.stand_still)
+
+    def stand_still(self):
+        """The loop itself, which gives back its three files: a process has no more than so many."""
+        for part in (self.loop._selector, self.loop._ssock, self.loop._csock):
+            part.close()
+        stand_still()
 
 
 class Call:
