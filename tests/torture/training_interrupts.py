@@ -25,8 +25,8 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from select import select
-from typing import Any
+from selectors import EVENT_READ, DefaultSelector
+from typing import IO, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +125,13 @@ def child(kind: str, rounds: int, folder: str) -> None:
             say(verdict(training, store, between="interrupt" not in frames))
 
 
+def speaks(stream: IO[str], seconds: float) -> bool:
+    """Whether something comes in this time; a process with many files may wait so, too."""
+    with DefaultSelector() as selector:
+        selector.register(stream, EVENT_READ)
+        return bool(selector.select(seconds))
+
+
 def torture(kind: str, rounds: int, seed: int = 0) -> list[str]:
     """What the child says after each interrupt."""
     delays = random.Random(seed)
@@ -138,7 +145,7 @@ def torture(kind: str, rounds: int, seed: int = 0) -> list[str]:
                 time.sleep(delays.uniform(0, LONGEST))
                 presses = 1
                 process.send_signal(signal.SIGINT)
-                while not select([process.stdout], [], [], PATIENCE)[0]:
+                while not speaks(process.stdout, PATIENCE):
                     process.send_signal(signal.SIGINT)
                     presses += 1
                 verdicts.append(process.stdout.readline().strip() + " again" * (presses > 1))
