@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onward.core.errors import ClusterError
+from onward.core.errors import ArgumentError, ClusterError
+from onward.distribute.merge import is_count
 from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.keeper import Durability
 from onward.execute.cluster.modes import Local, Mode, in_rounds
@@ -33,6 +34,19 @@ class Settings:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     progress: bool | None = None
     faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        for what, count in (("trainers", self.trainers), ("servers", self.servers), ("epochs", self.epochs)):
+            if not is_count(count):
+                raise ArgumentError(f"cluster: {what} is {count!r}; expected how many, at least 1.")
+        if not (self.restarts == 0 or is_count(self.restarts)):
+            raise ArgumentError(f"cluster: restarts is {self.restarts!r}; expected how many, at least 0.")
+        if not (isinstance(self.deadline, int | float) and self.deadline > 0):
+            raise ArgumentError(f"cluster: deadline is {self.deadline!r}; expected seconds, more than 0.")
+        if self.lazy and isinstance(self.mode, Local):
+            raise ArgumentError(
+                "cluster: with Local a trainer makes its own updates; tables travel whole. Leave lazy= out."
+            )
 
     @property
     def merged(self) -> int:

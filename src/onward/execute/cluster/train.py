@@ -15,10 +15,10 @@ from onward.core.program import Program
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
 from onward.derive.seam import forward_pass
-from onward.distribute.merge import Average, Merge, Sum, is_count
+from onward.distribute.merge import Average, Merge, Sum
 from onward.execute.cluster.engine import Engine
 from onward.execute.cluster.keeper import Durability
-from onward.execute.cluster.modes import Local, Mode, as_mode
+from onward.execute.cluster.modes import Mode, as_mode
 from onward.execute.cluster.run import Run
 from onward.execute.cluster.settings import Settings
 from onward.execute.cluster.stream import Stream
@@ -124,23 +124,6 @@ def start(
         raise ArgumentError(
             f"cluster: {describe(program)} is no Program; make one: Adam(1e-3).minimize(loss, params, *data)."
         )
-    for what, count in (("trainers", trainers), ("servers", servers), ("epochs", epochs)):
-        if not is_count(count):
-            raise ArgumentError(f"cluster: {what} is {count!r}; expected how many, at least 1.")
-    if isinstance(reader, Iterator):
-        raise ArgumentError(
-            "The reader is an iterator, which cannot be sent to several trainers. Pass a function that makes "
-            "one: reader=lambda: read(files)."
-        )
-    Stream(reader, 0, trainers, epochs)  # raises what trainers would
-    if not (restarts == 0 or is_count(restarts)):
-        raise ArgumentError(f"cluster: restarts is {restarts!r}; expected how many, at least 0.")
-    if lazy and isinstance(as_mode(mode), Local):
-        raise ArgumentError(
-            "cluster: with Local each trainer makes its own updates; tables travel whole. Leave lazy= out."
-        )
-    if not (isinstance(deadline, int | float) and deadline > 0):
-        raise ArgumentError(f"cluster: deadline is {deadline!r}; expected seconds, more than 0.")
     settings = Settings(
         trainers=trainers,
         servers=servers,
@@ -156,6 +139,7 @@ def start(
         progress=progress,
         **hidden.pop("settings", {}),
     )
+    _expect_reader(reader, settings)
     if hidden:
         name, known = next(iter(hidden)), list(signature(start).parameters)[:-1]
         raise ArgumentError(f"cluster: there is no option {name!r}. {nearest(name, known)}")
@@ -186,6 +170,16 @@ def snapshot() -> Model:
             "cluster.start(...); run.snapshot()."
         )
     return running[0].snapshot()
+
+
+def _expect_reader(reader: Any, settings: Settings) -> None:
+    """Raise ``ArgumentError`` for a reader that trainers cannot read."""
+    if isinstance(reader, Iterator):
+        raise ArgumentError(
+            "The reader is an iterator, which cannot be sent to several trainers. Pass a function that makes "
+            "one: reader=lambda: read(files)."
+        )
+    Stream(reader, 0, settings.trainers, settings.epochs)  # raises what trainers would
 
 
 def _sums(merge: Merge | None) -> bool:
