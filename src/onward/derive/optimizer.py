@@ -104,6 +104,14 @@ class Optimizer:
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how to update a parameter")
 
+    def evaluated(self, parameter: Any, slots: Any, hyperparameters: SimpleNamespace) -> Any:
+        """The parameter to evaluate a model with, where it is not the one that is trained."""
+        return parameter
+
+    def route(self, parameter: Variable) -> Optimizer:
+        """The optimizer of one parameter, where a rule is not fit for all of them; this one by default."""
+        return self
+
     @property
     def name(self) -> str:
         """The type of its update ops: the class name in lower case."""

@@ -26,6 +26,7 @@ from onward.core.transform import transform
 from onward.core.walk import prune, substitute
 from onward.core.words import Kind, Pass, UpdateType
 from onward.define.trace import explaining
+from onward.derive.loss import Loss
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
@@ -82,11 +83,22 @@ class _Group:
     ) -> tuple[list[Any], list[Any], list[dict[str, Any]], SimpleNamespace]:
         """Parameters, gradients, slots and hyperparameters among the values of the inputs."""
         return (
-            [values[i] for i in self.parameters],
-            [_descent(values[i]) for i in self.gradients],
+            [widened(values[i]) for i in self.parameters],
+            [widened(_descent(values[i])) for i in self.gradients],
             [{name: values[i] for name, i in slots} for slots in self.slots],
-            SimpleNamespace(**{name: values[i] for name, i in self.hyperparameters}),
+            SimpleNamespace(**{name: self.number(values[i]) for name, i in self.hyperparameters}),
         )
+
+    def number(self, value: Any) -> Any:
+        """A hyperparameter as precise as the parameters; the step stays an integer."""
+        dtypes = [self.types[i][1] for i in self.parameters]
+        real = np.empty(0, jnp.result_type(np.float32, *dtypes)).real.dtype
+        return value.astype(real) if jnp.issubdtype(value.dtype, np.floating) else value
+
+
+def widened(value: Any) -> Any:
+    """A value in the dtype in which rules compute: its own, at least float32."""
+    return value.astype(jnp.promote_types(value.dtype, np.float32))
 
 
 def _descent(gradient: Any) -> Any:
@@ -168,7 +180,7 @@ class _Update:
 
     def slots(self, parameter: Variable) -> dict[str, Variable]:
         """The slots of a parameter: new state Variables, and the op that gives them their first values."""
-        like = Type(parameter.shape, parameter.dtype)
+        like = Type(parameter.shape, jnp.promote_types(parameter.dtype, np.float32))
         kinds = jax.eval_shape(lambda p: dict(self.optimizer.init(p)), like)
         made = {
             name: Variable(self.names.new(f"{parameter.name}/{name}"), kind.shape, kind.dtype, Kind.STATE)
@@ -178,8 +190,9 @@ class _Update:
             return made
         key = (parameter.shape, parameter.dtype)
         if key not in self.bodies:
+            own = Type(parameter.shape, parameter.dtype)
             self.bodies[key] = _tight(
-                body_of(lambda p: [self.optimizer.init(p)[name] for name in made], like)
+                body_of(lambda p: [self.optimizer.init(widened(p))[name] for name in made], own)
             )
         body, kept = self.bodies[key]
         self.state.extend(made.values())
@@ -247,15 +260,16 @@ class _LossFunction:
         self.run = lower(self.part, self.part.outputs)
         self.reads = (*self.part.state, *self.part.inputs)
 
-    def at(self, env: Mapping[Variable, Any]) -> Callable[..., Any]:
-        """``loss(*parameters)`` with everything else as it is in this step."""
+    def at(self, env: Mapping[Variable, Any]) -> Loss:
+        """The loss of the parameters with everything else as it is in this step."""
 
         def loss(*parameters: Any) -> Any:
-            values = {**env, **dict(zip(self.trained, parameters, strict=True))}
+            given = (x.astype(p.dtype) for p, x in zip(self.trained, parameters, strict=True))
+            values = {**env, **dict(zip(self.trained, given, strict=True))}
             state = [values[v] for v in self.part.state]
             return self.run(state, [values[v] for v in self.part.inputs])[0]
 
-        return loss
+        return Loss(loss)
 
 
 def _tight(body: Body) -> tuple[Body, tuple[int, ...]]:
