@@ -56,6 +56,6 @@ def test_folders_stand_in_alphabetical_order():
 
 
 def test_the_tests_above_find_what_they_look_for():
-    assert wrong_way("core", "from onward.derive.rules import Rule") == ["derive"]
+    assert wrong_way("core", "from onward.derive.differentiate import Rule") == ["derive"]
     assert wrong_way("derive", "import onward.core.check") == []
     assert imports_inside_functions("def f():\n    import os\n") == [2]

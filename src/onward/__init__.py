@@ -53,9 +53,30 @@ from onward.define.lazy import Lazy
 from onward.define.trace import trace
 from onward.derive.backward import append_backward, gradients
 from onward.derive.clip import clip_by_global_norm
+from onward.derive.for_evaluation import for_evaluation
 from onward.derive.for_test import for_test
-from onward.derive.optimizer import Hyperparameter, Optimizer, Schedule, Slots
+from onward.derive.groups import Group
+from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
+from onward.derive.plan import UpdatePlan
+from onward.derive.rule import GradientRule, Hyperparameter, ParameterRule, Schedule, Slots
+from onward.derive.rules import (
+    EMA,
+    L1,
+    L2,
+    SAM,
+    SWA,
+    AdaptiveClip,
+    Cautious,
+    Centralize,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    Lookahead,
+    Noise,
+    PolyakAverage,
+    WeightDecay,
+)
 from onward.derive.seam import forward_pass, update_pass
 from onward.derive.update import append_update
 from onward.distribute.compressed import LowPrecision, PowerSGD, TopK
@@ -86,17 +107,28 @@ from onward.execute.trainer import Trainer
 __version__ = version("onward")
 
 __all__ = [
+    "EMA",
+    "L1",
+    "L2",
+    "SAM",
     "SGD",
+    "SWA",
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdaptiveClip",
     "ArgumentError",
     "Average",
     "Batches",
     "Bucketed",
+    "Cautious",
+    "Centralize",
     "Checkpoint",
     "CheckpointError",
     "Checkpoints",
+    "ClipByGlobalNorm",
+    "ClipByNorm",
+    "ClipByValue",
     "ClusterError",
     "Deferred",
     "Devices",
@@ -106,28 +138,34 @@ __all__ = [
     "Event",
     "EventKind",
     "GradientMachine",
+    "GradientRule",
     "GraphError",
+    "Group",
     "History",
     "Hyperparameter",
     "HyperparameterError",
     "Kind",
     "Lazy",
     "LocalSGD",
+    "Lookahead",
     "LossError",
     "LowPrecision",
     "Merge",
     "MissingExtraError",
     "Model",
     "Momentum",
+    "Noise",
     "NonFiniteError",
     "OnwardError",
     "Op",
     "Optimizer",
     "Out",
+    "ParameterRule",
     "Pass",
     "PeerError",
     "Placement",
     "Plan",
+    "PolyakAverage",
     "PowerSGD",
     "Program",
     "RecipeError",
@@ -150,8 +188,10 @@ __all__ = [
     "Trainer",
     "UnknownNameError",
     "UnreachedWarning",
+    "UpdatePlan",
     "UpdateType",
     "Variable",
+    "WeightDecay",
     "ancestors",
     "append_backward",
     "append_update",
@@ -164,6 +204,7 @@ __all__ = [
     "consumers",
     "data",
     "descendants",
+    "for_evaluation",
     "for_test",
     "forward_pass",
     "gradients",

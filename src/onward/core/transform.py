@@ -63,6 +63,14 @@ class Recipe:
         """The recipe with one more transform, which made these ops."""
         return replace(self, steps=(*self.steps, step), ops=ops)
 
+    def steps_of(self, function: Callable[..., Program]) -> tuple[Step, ...]:
+        """Where this transform was applied."""
+        return tuple(step for step in self.steps if step.function is function)
+
+    def without(self, function: Callable[..., Program]) -> Recipe:
+        """The recipe without this transform."""
+        return replace(self, steps=tuple(step for step in self.steps if step.function is not function))
+
     def replay(self, data: tuple[Any, ...]) -> Program:
         """The Program for data of these types."""
         program = self.origin.trace(data)

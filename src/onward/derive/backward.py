@@ -27,7 +27,7 @@ from onward.core.source import user_level
 from onward.core.transform import remembered, transform
 from onward.core.walk import Where, ancestors, find, listed, select
 from onward.core.words import Kind, Pass
-from onward.derive.rules import Rule, flows, rule_for
+from onward.derive.differentiate import Rule, flows, rule_for
 
 
 @transform

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,9 @@ import jax
 from jax import lax
 
 from onward.core.jaxprs import current_axis
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.core.walk import prune
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Loss:
         return _mean(self.own(*parameters))
 
     def value_and_gradient(self, *parameters: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The loss and its gradients, each pointing uphill (of a complex parameter the conjugate of JAX's)."""
+        """The loss and its gradients, each pointing uphill (of a complex parameter JAX's conjugate)."""
         value, gradients = jax.value_and_grad(self.own, tuple(range(len(parameters))))(*parameters)
         return _mean(value), tuple(map(_uphill, map(_mean, gradients)))
 
@@ -45,6 +48,28 @@ class Loss:
             return jax.grad(self.own, tuple(range(len(at))))(*at)
 
         return tuple(map(_mean, jax.jvp(slope, tuple(parameters), tuple(vectors))[1]))
+
+
+class LossFunction:
+    """The forward pass as a function of some of the parameters."""
+
+    def __init__(self, program: Program, trained: Sequence[Variable]) -> None:
+        assert program.loss is not None
+        self.trained = tuple(trained)
+        self.part = prune(program, [program.loss])
+        self.run = lower(self.part, self.part.outputs)
+        self.reads = (*self.part.state, *self.part.inputs)
+
+    def at(self, env: Mapping[Variable, Any]) -> Loss:
+        """The loss of the parameters with everything else as it is in this step."""
+
+        def loss(*parameters: Any) -> Any:
+            given = (x.astype(p.dtype) for p, x in zip(self.trained, parameters, strict=True))
+            values = {**env, **dict(zip(self.trained, given, strict=True))}
+            state = [values[v] for v in self.part.state]
+            return self.run(state, [values[v] for v in self.part.inputs])[0]
+
+        return Loss(loss)
 
 
 def _mean(value: Any) -> Any:

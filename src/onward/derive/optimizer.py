@@ -3,96 +3,91 @@
 Nothing else is needed to write a new one:
 
 >>> import jax.numpy as jnp, onward as ow
->>> class SignSGD(ow.Optimizer):
+>>> class SignDescent(ow.Optimizer):
 ...     learning_rate: ow.Hyperparameter = 1e-3
 ...
 ...     def update(self, parameter, gradient, slots, hyperparameters):
 ...         return parameter - hyperparameters.learning_rate * jnp.sign(gradient), slots
->>> program = SignSGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+>>> program = SignDescent(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
 >>> [target.op.type for target in program.updates]
-['count', 'sign_sgd']
-
-A field annotated ``Hyperparameter`` becomes a float32 state Variable, or follows a schedule; a field of
-any other type, a plain ``float`` too, is fixed when the Program is derived.
+['count', 'sign_descent']
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import field
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self, cast, dataclass_transform
+from typing import Any, cast
 
-import jax
-
-from onward.core.errors import ArgumentError, HyperparameterError, nearest
+from onward.core.errors import ArgumentError, HyperparameterError
 from onward.core.program import Program, Variable
-from onward.core.walk import Where, listed
-from onward.core.words import UpdateType
+from onward.core.walk import Where, listed, select
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.backward import append_backward
+from onward.derive.groups import Group, Routing, shown_rules
+from onward.derive.plan import UpdatePlan, plan_update
+from onward.derive.precision import check_form
+from onward.derive.rule import Rule
 from onward.derive.update import append_update
 
-Schedule = Callable[[jax.Array], jax.Array]
-Hyperparameter = float | Schedule
-Slots = Mapping[str, jax.Array]
+_LOW_PRECISION = ("master", "stochastic", "nearest")
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=False)
-@dataclass(frozen=True)
-class Optimizer:
+class Optimizer(Rule):
     """The base of every optimizer: it derives the backward and the update operators of a Program.
 
-    A subclass is a frozen dataclass without being told so. ``type`` says how far its rule looks; with
-    ``ACROSS`` the rule takes tuples over all parameters in place of single arrays. A rule that sets
-    ``evaluates_loss`` is given one more argument: a function from parameters to the loss. The
-    hyperparameters named in ``below_one`` must be less than 1. The gradient of a complex parameter comes as
-    the direction of steepest ascent, the conjugate of what ``jax.grad`` returns.
+    The gradient of a complex parameter comes as the direction of steepest ascent, the conjugate of what
+    ``jax.grad`` returns.
+
+    Args:
+        rules: gradient rules and parameter rules (clipping, weight decay, averages...), in the order in which
+            they act; gradient rules come before the optimizer, parameter rules after it.
+        groups: parameters that are updated in a way of their own.
+        slot_dtype: how slots as large as their parameter are kept: ``"bfloat16"`` or ``"float16"`` (rounded
+            at random), ``"int8"`` (in blocks of 256 that share a scale), or None for what the rule asks for,
+            at least float32.
+        low_precision: how parameters below float32 keep what their dtype cannot hold: ``"master"`` in a
+            float32 slot ``rest`` (parameter + rest is the master weight), ``"stochastic"`` by rounding at
+            random, ``"nearest"`` not at all.
 
     Raises:
         HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> optimizer = ow.SGD(0.1, rules=[ow.ClipByGlobalNorm(1.0)], groups=[ow.Group("b", frozen=True)])
+        >>> params = {"w": jnp.ones(3), "b": jnp.ones(3)}
+        >>> program = optimizer.minimize(lambda p: jnp.sum(p["w"] * p["b"]), params)
+        >>> [target.op.type for target in program.updates]
+        ['count', 'clip_by_global_norm', 'sgd']
     """
 
-    type: ClassVar[UpdateType] = UpdateType.ELEMENTWISE
-    evaluates_loss: ClassVar[bool] = False
-    below_one: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        dataclass(frozen=True)(cls)
-        if "step" in cls.__dataclass_fields__:
-            raise HyperparameterError(
-                f"{cls.__name__} has a field named 'step', but hyperparameters.step is the number of updates "
-                "made before this one. Give the field another name."
-            )
-        if cls.evaluates_loss and cls.type is not UpdateType.ACROSS:
-            raise HyperparameterError(
-                f"{cls.__name__} evaluates the loss, which depends on all parameters: set type = "
-                "UpdateType.ACROSS and take tuples of parameters, gradients and slots."
-            )
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse a hyperparameter that does not exist, and offer the nearest."""
-        for name in options:
-            if name not in cls.__dataclass_fields__:
-                names = cls.__dataclass_fields__
-                raise HyperparameterError(
-                    f"{cls.__name__} has no hyperparameter {name!r}. {nearest(name, names)}"
-                )
-        return super().__new__(cls)
+    rules: Sequence[Rule] = field(default=(), kw_only=True)
+    groups: Sequence[Group] = field(default=(), kw_only=True)
+    slot_dtype: str | None = field(default=None, kw_only=True)
+    low_precision: str = field(default="master", kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, value in self.hyperparameters.items():
-            if not callable(value):
-                self.check_hyperparameter(name, value)
-
-    def init(self, parameter: jax.Array) -> Slots:
-        """The slots of one parameter before the first step, by name; none unless overridden."""
-        return {}
+        super().__post_init__()
+        groups = self.groups if isinstance(self.groups, list | tuple) else (self.groups,)
+        for group in groups:
+            if not isinstance(group, Group):
+                raise HyperparameterError(
+                    f"groups holds {group!r}; expected groups, such as [Group('*/b', learning_rate=0.1)]."
+                )
+        object.__setattr__(self, "rules", shown_rules(self.rules))
+        object.__setattr__(self, "groups", tuple(groups))
+        for group in groups:
+            group.of(self)  # refuses what the optimizer does not have
+        check_form(type(self).__name__, self.slot_dtype)
+        if self.low_precision not in _LOW_PRECISION:
+            raise HyperparameterError(
+                f"{type(self).__name__}: low_precision is {self.low_precision!r}; expected 'master', "
+                "'stochastic' or 'nearest'."
+            )
 
     def update(
         self, parameter: Any, gradient: Any, slots: Any, hyperparameters: SimpleNamespace
@@ -104,40 +99,9 @@ class Optimizer:
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how to update a parameter")
 
-    def evaluated(self, parameter: Any, slots: Any, hyperparameters: SimpleNamespace) -> Any:
-        """The parameter to evaluate a model with, where it is not the one that is trained."""
-        return parameter
-
     def route(self, parameter: Variable) -> Optimizer:
         """The optimizer of one parameter, where a rule is not fit for all of them; this one by default."""
         return self
-
-    @property
-    def name(self) -> str:
-        """The type of its update ops: the class name in lower case."""
-        words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", type(self).__name__)
-        return "_".join(words).lower() or type(self).__name__
-
-    @property
-    def hyperparameters(self) -> Mapping[str, Hyperparameter]:
-        """The fields that may change while training, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if _is_hyperparameter(f.type)}
-
-    @classmethod
-    def check_hyperparameter(cls, name: str, value: Any) -> None:
-        """Raise ``HyperparameterError`` unless this is a finite number that is not negative."""
-        try:
-            number = math.nan if isinstance(value, bool) else float(value + 0)
-        except (TypeError, ValueError):
-            raise HyperparameterError(
-                f"{cls.__name__}: {name} is {value!r}. Give a number, or a schedule: a function of the step."
-            ) from None
-        if not math.isfinite(number) or number < 0:
-            raise HyperparameterError(
-                f"{cls.__name__}: {name} is {number}. It must be a finite number of at least 0."
-            )
-        if name in cls.below_one and number >= 1:
-            raise HyperparameterError(f"{cls.__name__}: {name} is {number}. It must be less than 1.")
 
     def create_backward_pass(
         self,
@@ -146,11 +110,11 @@ class Optimizer:
         parameter_list: Iterable[Where] | None = None,
         no_grad_set: Iterable[Where] = (),
     ) -> Program:
-        """Add the gradient operators; see ``append_backward``."""
-        return append_backward(program, loss, parameter_list, no_grad_set)
+        """Add the gradient operators, those of frozen parameters left out; see ``append_backward``."""
+        return append_backward(program, loss, self._trained(program, parameter_list), no_grad_set)
 
     def create_optimization_pass(self, program: Program) -> Program:
-        """Add one update operator for each pair (parameter, gradient) of ``program.gradients``."""
+        """Add the update operators for each pair (parameter, gradient) of ``program.gradients``."""
         return append_update(program, self)
 
     def minimize(
@@ -206,9 +170,31 @@ class Optimizer:
         program = self.create_backward_pass(program, None, chosen, stopped)
         return self.create_optimization_pass(program)
 
+    def plan(self, program: Program) -> UpdatePlan:
+        """What this optimizer will do with each parameter of a Program, and in which order.
 
-def _is_hyperparameter(annotation: Any) -> bool:
-    """Whether a field is annotated ``Hyperparameter``, be it as a string (as dataclasses do for ClassVar)."""
-    if isinstance(annotation, str):
-        return annotation.rpartition(".")[2] == "Hyperparameter"
-    return bool(annotation == Hyperparameter)
+        Args:
+            program: a Program with or without backward and update pass.
+
+        Raises:
+            UnknownNameError: the pattern of a group or rule that no parameter matches.
+            HyperparameterError: two groups for one parameter.
+
+        Example:
+            >>> import jax.numpy as jnp, onward as ow
+            >>> forward = ow.trace(lambda w: jnp.sum(w), jnp.ones(100))
+            >>> plan = ow.Adam(1e-3, slot_dtype="bfloat16").plan(forward)
+            >>> plan["w"].by, plan["w"].slot_bytes
+            ('adam', 400)
+        """
+        return plan_update(program, self)
+
+    def _trained(self, program: Program, chosen: Iterable[Where] | None) -> Iterable[Where] | None:
+        """What is asked for, without what is frozen."""
+        routing = Routing.of(self, program.parameters)
+        if not any(route.frozen for route in routing):
+            return chosen
+        wanted = (
+            program.parameters if chosen is None else select(program.parameters, chosen, "parameter_list")
+        )
+        return [p for p in wanted if not routing[p].frozen]

@@ -1,4 +1,4 @@
-"""From forward + backward to the whole training Program: one update op for each gradient.
+"""From forward + backward to the whole training Program: gradient rules, update ops, parameter rules.
 
 The hyperparameters of the optimizer become float32 state Variables, its slots state Variables named
 ``parameter/slot``, its schedules ops that read the step counter. Whatever is shared (counter,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,20 +18,24 @@ import numpy as np
 
 from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs import Body, Type, body_of
-from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
-from onward.core.walk import prune, substitute
-from onward.core.words import Kind, Pass, UpdateType
+from onward.core.walk import substitute
+from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.define.trace import explaining
-from onward.derive.loss import Loss
+from onward.derive.act import Act, Slot
+from onward.derive.groups import Route, Routing, shared_fields
+from onward.derive.loss import LossFunction
+from onward.derive.precision import is_low, narrowed, rounded_at_random, slots_of, widened
+from onward.derive.rule import GradientRule, ParameterRule, Rule
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
 
 _STEP = "step"
+Pair = tuple[Variable, Variable]
 
 
 @transform
@@ -51,79 +55,137 @@ def append_update(program: Program, optimizer: Optimizer) -> Program:
     return with_update(program, optimizer)
 
 
-def with_update(program: Program, optimizer: Optimizer) -> Program:
-    """The Program with the update pass, neither checked nor remembered; see ``append_update``."""
+@dataclass(frozen=True)
+class StandIns:
+    """What an update works on in place of each parameter: a part of it, or a copy.
+
+    Attributes:
+        make: from the ops so far and the pairs of parameter and gradient to the ops that make the stand-ins,
+            and for each parameter what stands in for it and its gradient.
+        placement: where the slots lie.
+        parts: of how many parts laid end to end a slot consists that is sharded.
+        last: whether the stand-ins are made after the gradient rules, which then see whole parameters.
+    """
+
+    make: Callable[[Program], tuple[tuple[Op, ...], Mapping[Variable, Pair]]]
+    placement: Placement
+    parts: int = 1
+    last: bool = False
+
+
+def with_update(
+    program: Program, optimizer: Optimizer, routing: Routing | None = None, stand_ins: StandIns | None = None
+) -> Program:
+    """The Program with the update pass, neither checked nor remembered; see ``append_update``.
+
+    Args:
+        program: forward and backward pass.
+        optimizer: what updates.
+        routing: which optimizer updates which parameter, where that is known already.
+        stand_ins: what the update works on in place of the parameters; what replaces it is in ``next_state``.
+    """
+    return updated(program, optimizer, routing, stand_ins).program()
+
+
+def updated(
+    program: Program, optimizer: Optimizer, routing: Routing | None = None, stand_ins: StandIns | None = None
+) -> Update:
+    """The whole update pass, with what is known about it; see ``with_update``."""
     if not program.gradients:
         raise GraphError(
             f"Program {program.name!r} has no gradients to update with. Derive the backward pass first: "
             "append_backward(program), or call optimizer.minimize."
         )
-    pairs = [pair for pair in program.gradients if pair[0] not in program.next_state]
-    if len(pairs) < len(program.gradients):
+    if any(p in program.next_state for p, _ in program.gradients):
         raise GraphError(f"Program {program.name!r} updates its parameters already; minimize it only once.")
-    update = _Update(program, optimizer)
-    groups = [pairs] if optimizer.type is UpdateType.ACROSS else [[pair] for pair in pairs]
-    for group in groups:
-        update.append([p for p, _ in group], [g for _, g in group])
-    return update.program()
+    update = Update(program, optimizer, routing or Routing.of(optimizer, program.parameters))
+    if stand_ins and not stand_ins.last:
+        update.put(stand_ins)
+    for rule in update.routing.rules(GradientRule):
+        update.change_gradients(rule)
+    if stand_ins and stand_ins.last:
+        update.put(stand_ins)
+    update.widen()
+    for route in update.routing.routes:
+        update.update(route)
+    for rule in update.routing.rules(ParameterRule):
+        update.change_parameters(rule)
+    update.narrow()
+    return update
 
 
-@dataclass(frozen=True)
-class _Group:
-    """What one update op works on: positions in ``inputs``, so that equal groups share a body."""
+@dataclass(eq=False)
+class Trained:
+    """One parameter on its way through the update pass.
 
-    parameters: tuple[int, ...]
-    gradients: tuple[int, ...]
-    slots: tuple[tuple[tuple[str, int], ...], ...]
-    hyperparameters: tuple[tuple[str, int], ...]
-    types: tuple[tuple[tuple[int, ...], Any], ...]
+    Attributes:
+        parameter: the state Variable.
+        place: what is updated: the parameter, or what stands in for it.
+        value: the number before the step as rules read it.
+        gradient: its gradient as it is so far.
+        updated: what has become of the value so far.
+        ops: how many ops are still to make ``updated``; the last one makes the next value.
+    """
 
-    def read(
-        self, values: Sequence[Any]
-    ) -> tuple[list[Any], list[Any], list[dict[str, Any]], SimpleNamespace]:
-        """Parameters, gradients, slots and hyperparameters among the values of the inputs."""
-        return (
-            [widened(values[i]) for i in self.parameters],
-            [widened(_descent(values[i])) for i in self.gradients],
-            [{name: values[i] for name, i in slots} for slots in self.slots],
-            SimpleNamespace(**{name: self.number(values[i]) for name, i in self.hyperparameters}),
-        )
-
-    def number(self, value: Any) -> Any:
-        """A hyperparameter as precise as the parameters; the step stays an integer."""
-        dtypes = [self.types[i][1] for i in self.parameters]
-        real = np.empty(0, jnp.result_type(np.float32, *dtypes)).real.dtype
-        return value.astype(real) if jnp.issubdtype(value.dtype, np.floating) else value
+    parameter: Variable
+    place: Variable
+    value: Variable
+    gradient: Variable
+    updated: Variable
+    ops: int = 1
+    rest: Variable | None = None
 
 
-def widened(value: Any) -> Any:
-    """A value in the dtype in which rules compute: its own, at least float32."""
-    return value.astype(jnp.promote_types(value.dtype, np.float32))
-
-
-def _descent(gradient: Any) -> Any:
-    """The gradient as rules take it: of a complex parameter the conjugate of JAX's, which points uphill."""
-    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
-
-
-class _Update:
+class Update:
     """The update pass as it grows: ops, new state, and what replaces what."""
 
-    def __init__(self, program: Program, optimizer: Optimizer) -> None:
-        self.source, self.optimizer = program, optimizer
+    def __init__(self, program: Program, optimizer: Optimizer, routing: Routing) -> None:
+        self.source, self.optimizer, self.routing = program, optimizer, routing
         self.names = Names(v.name for v in (*program.inputs, *program.state, *program.constants))
         self.state: list[Variable] = []
         self.initializers: list[Op] = []
         self.next_state: dict[Variable, Variable] = {}
         self.ops: list[Op] = []
         self.bodies: dict[Any, tuple[Body, tuple[int, ...]]] = {}
-        self.loss = _LossFunction(program) if optimizer.evaluates_loss else None
-        fixed = {k: v for k, v in optimizer.hyperparameters.items() if not callable(v)}
-        self.hyperparameters = {k: self.number(k, v, np.float32) for k, v in fixed.items()}
-        self.values = {_STEP: self.count(), **self.hyperparameters}
-        for name, schedule in optimizer.hyperparameters.items():
-            if callable(schedule):
-                self.values[name] = self.scheduled(name, schedule, self.values[_STEP])
+        self.numbers: list[Variable] = []
+        self.placement, self.parts = Placement.REPLICATED, 1
+        self.trained = [Trained(p, p, p, g, p) for p, g in program.gradients if not routing[p].frozen]
+        self.rules: list[Rule] = [*routing.rules(GradientRule), *routing.rules(ParameterRule)]
+        self.values = self.hyperparameters()
+        self.evaluated: list[tuple[Trained, Any, dict[str, Slot], Mapping[str, Variable]]] = []
+
+    # What is shared: counter, hyperparameters, schedules.
+
+    def hyperparameters(self) -> dict[Any, dict[str, Variable]]:
+        """For each route and rule, by its number, the Variables of its hyperparameters by name."""
+        owners: list[tuple[Any, str, Rule, frozenset[str]]] = [
+            (route, route.name, route.optimizer, shared_fields(route)) for route in self.routing.routes
+        ]
+        owners += [(i, rule.name, rule, frozenset()) for i, rule in enumerate(self.rules)]
+        values: dict[Any, dict[str, Variable]] = {}
+        for key, prefix, rule, shared in owners:
+            fixed = {k: v for k, v in rule.hyperparameters.items() if not callable(v)}
+            values[key] = {
+                k: self.hyperparameter(f"{prefix}/{k}" if prefix else k, v)
+                for k, v in fixed.items()
+                if k not in shared
+            }
+        step = self.count()
+        for key, prefix, rule, shared in owners:
+            for name, schedule in rule.hyperparameters.items():
+                if callable(schedule) and name not in shared:
+                    full = f"{prefix}/{name}" if prefix else name
+                    values[key][name] = self.scheduled(full, schedule, step)
+            base = values.get(key.base, {}) if isinstance(key, Route) else {}
+            known = {_STEP: step, **{k: base[k] for k in shared}, **values[key]}
+            values[key] = {k: known[k] for k in (_STEP, *rule.hyperparameters)}
+        return values
+
+    def hyperparameter(self, name: str, value: Any) -> Variable:
+        """A float32 state Variable that people may change."""
+        v = self.number(name, value, np.float32)
+        self.numbers.append(v)
+        return v
 
     def number(self, name: str, value: float, dtype: Any) -> Variable:
         """A state Variable that begins with this number."""
@@ -154,81 +216,220 @@ class _Update:
         self.ops.append(_op("schedule", (step,), (value,), body, UpdateType.BOOKKEEPING))
         return value
 
-    def append(self, parameters: Sequence[Variable], gradients: Sequence[Variable]) -> None:
-        """One update op: of a single parameter, or of all for a rule across parameters."""
-        slots = [self.slots(p) for p in parameters]
-        flat = [v for group in slots for v in group.values()]
-        again = self.loss.reads if self.loss else ()
-        inputs = tuple(dict.fromkeys((*parameters, *gradients, *flat, *self.values.values(), *again)))
-        at = {v: i for i, v in enumerate(inputs)}
-        group = _Group(
-            parameters=tuple(at[v] for v in parameters),
-            gradients=tuple(at[v] for v in gradients),
-            slots=tuple(tuple((name, at[v]) for name, v in group.items()) for group in slots),
-            hyperparameters=tuple((name, at[v]) for name, v in self.values.items()),
-            types=tuple((v.shape, v.dtype) for v in inputs),
+    # What is done with each parameter, in this order.
+
+    def put(self, stand_ins: StandIns) -> None:
+        """Go on with what stands in for the parameters."""
+        so_far = replace(
+            self.source,
+            state=(*self.source.state, *self.state),
+            ops=(*self.source.ops, *self.ops),
+            gradients=tuple((t.parameter, t.gradient) for t in self.trained),
         )
-        if group not in self.bodies:
-            self.bodies[group] = self.body(group, inputs)
-        body, kept = self.bodies[group]
-        old = (*parameters, *flat)
-        new = tuple(Variable(self.names.new(f"next({v.name})"), v.shape, v.dtype) for v in old)
-        self.next_state.update(zip(old, new, strict=True))
-        self.ops.append(
-            _op(self.optimizer.name, tuple(inputs[i] for i in kept), new, body, self.optimizer.type)
-        )
+        ops, pairs = stand_ins.make(so_far)
+        self.ops.extend(ops)
+        self.placement, self.parts = stand_ins.placement, stand_ins.parts
+        for t in self.trained:
+            place, t.gradient = pairs[t.parameter]
+            t.place = t.value = t.updated = place
 
-    def slots(self, parameter: Variable) -> dict[str, Variable]:
-        """The slots of a parameter: new state Variables, and the op that gives them their first values."""
-        like = Type(parameter.shape, jnp.promote_types(parameter.dtype, np.float32))
-        kinds = jax.eval_shape(lambda p: dict(self.optimizer.init(p)), like)
-        made = {
-            name: Variable(self.names.new(f"{parameter.name}/{name}"), kind.shape, kind.dtype, Kind.STATE)
-            for name, kind in kinds.items()
-        }
-        if not made:
-            return made
-        key = (parameter.shape, parameter.dtype)
-        if key not in self.bodies:
-            own = Type(parameter.shape, parameter.dtype)
-            self.bodies[key] = _tight(
-                body_of(lambda p: [self.optimizer.init(widened(p))[name] for name in made], own)
-            )
-        body, kept = self.bodies[key]
-        self.state.extend(made.values())
-        self.initializers.append(_op("init", (parameter,) if kept else (), tuple(made.values()), body))
-        return made
+    def change_gradients(self, rule: Any) -> None:
+        """The ops of one gradient rule."""
+        chosen = [t for t in self.trained if self.routing.applies(rule, t.parameter)]
+        for members in _together(rule, chosen):
+            types = [
+                Variable(f"{rule.name}({t.gradient.name})", t.gradient.shape, t.gradient.dtype)
+                for t in members
+            ]
+            columns = {
+                "parameter": [t.value for t in members],
+                "gradient": [t.gradient for t in members],
+            }
+            made = self.act(rule, members, columns, types, Kind.GRADIENT)
+            for t, v in zip(members, made, strict=True):
+                t.gradient = v
 
-    def body(self, group: _Group, inputs: Sequence[Variable]) -> tuple[Body, tuple[int, ...]]:
-        """The optimizer's rule as the body of one op, and the positions of the inputs it reads."""
+    def widen(self) -> None:
+        """The float32 value of parameters of a lower dtype, and how many ops are still to come."""
+        rules = self.routing.rules(ParameterRule)
+        for t in self.trained:
+            t.ops = 1 + sum(self.routing.applies(rule, t.parameter) for rule in rules)
+            if not is_low(t.place.dtype):
+                continue
+            t.ops += 1
+            if self.routing[t.parameter].optimizer.low_precision == "master":
+                t.rest = self.rest_of(t)
+                t.value = t.updated = self.made(
+                    "widen", (t.place, t.rest), [(f"master({t.place.name})", t.rest)], _master
+                )[0]
 
-        def update(*values: Any) -> list[Any]:
-            parameters, gradients, slots, hyperparameters = group.read(values)
-            extra = (self.loss.at(dict(zip(inputs, values, strict=True))),) if self.loss else ()
-            if self.optimizer.type is UpdateType.ACROSS:
-                new, states = self.optimizer.update(
-                    tuple(parameters), tuple(gradients), tuple(slots), hyperparameters, *extra
+    def rest_of(self, t: Trained) -> Variable:
+        """The slot that holds what a low precision parameter cannot."""
+        like = Type(t.place.shape, np.dtype(np.float32))
+        return self.kept(t, "rest", {"rest": like}, lambda p: [jnp.zeros(p.shape, np.float32)])[0]
+
+    def update(self, route: Route) -> None:
+        """The update ops of one optimizer."""
+        mine = [t for t in self.trained if self.routing[t.parameter] is route]
+        for members in _together(route.optimizer, mine):
+            columns = {
+                "parameter": [t.value for t in members],
+                "gradient": [t.gradient for t in members],
+            }
+            self.follow(route.optimizer, members, columns)
+
+    def change_parameters(self, rule: Any) -> None:
+        """The ops of one parameter rule."""
+        chosen = [t for t in self.trained if self.routing.applies(rule, t.parameter)]
+        for members in _together(rule, chosen):
+            columns = {
+                "parameter": [t.value for t in members],
+                "updated": [t.updated for t in members],
+                "gradient": [t.gradient for t in members],
+            }
+            self.follow(rule, members, columns)
+
+    def follow(
+        self, rule: Any, members: Sequence[Trained], columns: Mapping[str, Sequence[Variable]]
+    ) -> None:
+        """An op that makes what becomes of parameters."""
+        types = []
+        for t in members:
+            t.ops -= 1
+            name = f"{rule.name}({t.place.name})" if t.ops else f"next({t.place.name})"
+            dtype = jnp.promote_types(t.value.dtype, np.float32) if t.ops else t.place.dtype
+            types.append(Variable(name, t.place.shape, np.dtype(dtype)))
+        for t, v in zip(members, self.act(rule, members, columns, types, Kind.ACTIVATION), strict=True):
+            t.updated = v
+            if not t.ops:
+                self.next_state[t.place] = v
+
+    def narrow(self) -> None:
+        """The next value of parameters of a lower dtype."""
+        for t in self.trained:
+            if not t.ops:
+                continue
+            following = (f"next({t.place.name})", t.place)
+            if t.rest is not None:
+                new, rest = self.made(
+                    "narrow",
+                    (t.updated,),
+                    [following, (f"next({t.rest.name})", t.rest)],
+                    lambda x, dtype=t.place.dtype: narrowed(x, dtype),
+                )
+                self.next_state[t.rest] = rest
+            elif self.routing[t.parameter].optimizer.low_precision == "stochastic":
+                step = self.values[self.routing[t.parameter]][_STEP]
+                (new,) = self.made(
+                    "round",
+                    (t.updated, step),
+                    [following],
+                    lambda x, n, dtype=t.place.dtype: [rounded_at_random(x, dtype, n)],
                 )
             else:
-                one, state = self.optimizer.update(
-                    parameters[0], gradients[0], slots[0], hyperparameters, *extra
+                (new,) = self.made(
+                    "narrow", (t.updated,), [following], lambda x, dtype=t.place.dtype: [x.astype(dtype)]
                 )
-                new, states = (one,), (state,)
-            flat = [(s[name], i) for s, names in zip(states, group.slots, strict=True) for name, i in names]
-            results = [*zip(new, group.parameters, strict=True), *flat]
-            return [self.as_before(value, inputs[i]) for value, i in results]
+            self.next_state[t.place] = new
 
-        types = [Type(shape, dtype) for shape, dtype in group.types]
-        return _tight(explaining(f"The update of {type(self.optimizer).__name__}", body_of, update, *types))
+    # How ops and slots are made.
 
-    def as_before(self, value: Any, old: Variable) -> Any:
-        """The new value of a state Variable in the dtype it has; its shape must be the same already."""
-        if jnp.shape(value) != old.shape:
-            raise GraphError(
-                f"{self.optimizer.name} returned shape {jnp.shape(value)} as the next value of {old.name!r}, "
-                f"which is {old.type}. An update keeps the shape."
+    def act(
+        self,
+        rule: Any,
+        members: Sequence[Trained],
+        columns: Mapping[str, Sequence[Variable]],
+        results: Sequence[Variable],
+        kind: Kind,
+    ) -> list[Variable]:
+        """One op of a rule; returns its results, named and typed as these are."""
+        number = self.number_of(rule)
+        values = self.values[number] if isinstance(number, Route) else self.values_for(number, rule, members)
+        slots = [self.slots(number, rule, t) for t in members]
+        if rule.has_evaluated:
+            self.evaluated += [(t, rule, own, values) for t, own in zip(members, slots, strict=True)]
+        loss = LossFunction(self.source, [t.parameter for t in members]) if rule.evaluates_loss else None
+        act = Act(rule, columns, slots, values, results, loss)
+        if act.key not in self.bodies:
+            self.bodies[act.key] = _tight(explaining(f"The update of {type(rule).__name__}", act.body))
+        body, taken = self.bodies[act.key]
+        old = [v for kept_slots in slots for slot in kept_slots.values() for v in slot.arrays]
+        made = [Variable(self.names.new(v.name), v.shape, v.dtype, kind) for v in results]
+        new = [Variable(self.names.new(f"next({v.name})"), v.shape, v.dtype) for v in old]
+        self.next_state.update(zip(old, new, strict=True))
+        inputs = tuple(act.inputs[i] for i in taken)
+        self.ops.append(_op(rule.name, inputs, (*made, *new), body, rule.type))
+        return made
+
+    def number_of(self, rule: Any) -> Any:
+        """The route of an optimizer, the number of a rule."""
+        for route in self.routing.routes:
+            if route.optimizer is rule:
+                return route
+        return next(i for i, other in enumerate(self.rules) if other == rule)
+
+    def values_for(self, number: int, rule: Rule, members: Sequence[Trained]) -> Mapping[str, Variable]:
+        """The hyperparameters that a rule sees: its own; unless it looks across, the optimizer's too."""
+        if rule.type is UpdateType.ACROSS:
+            return self.values[number]
+        return {**self.values[self.routing[members[0].parameter]], **self.values[number]}
+
+    def made(
+        self,
+        kind: str,
+        inputs: tuple[Variable, ...],
+        results: Sequence[tuple[str, Variable]],
+        function: Callable[..., Any],
+    ) -> list[Variable]:
+        """An op that is no rule's; the results are named so, and typed as these Variables are."""
+        key = (kind, tuple((v.shape, v.dtype) for v in (*inputs, *(like for _, like in results))))
+        if key not in self.bodies:
+            body = body_of(lambda *xs: list(function(*xs)), *(Type(v.shape, v.dtype) for v in inputs))
+            self.bodies[key] = (body, ())
+        outputs = [Variable(self.names.new(name), like.shape, like.dtype) for name, like in results]
+        op = _op(kind, inputs, tuple(outputs), self.bodies[key][0], UpdateType.ELEMENTWISE)
+        self.ops.append(op)
+        return outputs
+
+    def slots(self, number: Any, rule: Any, t: Trained) -> dict[str, Slot]:
+        """What a rule keeps for a parameter, by name."""
+        found = slots_of(rule, t.place, rule.slot_dtype if isinstance(number, Route) else None)
+        types = {f"{name}{end}": kind for name, how in found.items() for end, kind in how.types.items()}
+
+        def first(p: Any) -> list[Any]:
+            values = rule.init(p)
+            step = jnp.int32(0)
+            return [array for name, how in found.items() for array in how.write(values[name], step)]
+
+        supply = iter(self.kept(t, number, types, first))
+        return {name: Slot(how, tuple(next(supply) for _ in how.types)) for name, how in found.items()}
+
+    def kept(
+        self, t: Trained, owner: Any, types: Mapping[str, Type], first: Callable[[Any], list[Any]]
+    ) -> list[Variable]:
+        """State Variables that belong to a parameter, and the op that gives them their first values."""
+        sharded = self.placement is Placement.SHARDED
+        made = [
+            Variable(
+                self.names.new(f"{t.parameter.name}/{name}"),
+                kind.shape,
+                kind.dtype,
+                Kind.STATE,
+                Placement.REPLICATED if sharded and not kind.shape else self.placement,
             )
-        return jnp.asarray(value, old.dtype)
+            for name, kind in types.items()
+        ]
+        if not made:
+            return []
+        whole = Type(t.parameter.shape, t.parameter.dtype)
+        length = prod(t.place.shape) * self.parts if sharded else None
+        key = (owner, whole.shape, whole.dtype, length)
+        if key not in self.bodies:
+            self.bodies[key] = _tight(body_of(_begin(first, length), whole))
+        body, read = self.bodies[key]
+        self.state.extend(made)
+        self.initializers.append(_op("init", (t.parameter,) if read else (), tuple(made), body))
+        return made
 
     def program(self) -> Program:
         """The Program with the update pass at its end.
@@ -241,7 +442,7 @@ class _Update:
             ops=(*self.source.ops, *self.ops),
             next_state={**self.source.next_state, **self.next_state},
             initializers=(*self.source.initializers, *self.initializers),
-            hyperparameters=(*self.source.hyperparameters, *self.hyperparameters.values()),
+            hyperparameters=(*self.source.hyperparameters, *self.numbers),
         )
         mine = {v.name for v in (*self.state, *(v for op in self.ops for v in op.outputs))}
         names = Names(mine | self.source.variables.keys())
@@ -250,26 +451,26 @@ class _Update:
         return substitute(longer, given_way) if given_way else longer
 
 
-class _LossFunction:
-    """The forward pass as a function of the parameters, for rules that evaluate the loss again."""
+def _begin(first: Callable[[Any], list[Any]], length: int | None) -> Callable[[Any], list[Any]]:
+    """The first values from a parameter; of all parts of it end to end, where a length is given."""
 
-    def __init__(self, program: Program) -> None:
-        assert program.loss is not None
-        self.trained = tuple(p for p, _ in program.gradients)
-        self.part = prune(program, [program.loss])
-        self.run = lower(self.part, self.part.outputs)
-        self.reads = (*self.part.state, *self.part.inputs)
+    def begin(p: Any) -> list[Any]:
+        p = widened(p)
+        return first(p if length is None else jnp.pad(p.ravel(), (0, length - p.size)))
 
-    def at(self, env: Mapping[Variable, Any]) -> Loss:
-        """The loss of the parameters with everything else as it is in this step."""
+    return begin
 
-        def loss(*parameters: Any) -> Any:
-            given = (x.astype(p.dtype) for p, x in zip(self.trained, parameters, strict=True))
-            values = {**env, **dict(zip(self.trained, given, strict=True))}
-            state = [values[v] for v in self.part.state]
-            return self.run(state, [values[v] for v in self.part.inputs])[0]
 
-        return Loss(loss)
+def _together(rule: Any, trained: Sequence[Trained]) -> list[list[Trained]]:
+    """Which parameters a rule takes at once."""
+    if rule.type is UpdateType.ACROSS:
+        return [list(trained)] if trained else []
+    return [[t] for t in trained]
+
+
+def _master(parameter: Any, rest: Any) -> list[Any]:
+    """The master weight of a low precision parameter."""
+    return [widened(parameter) + rest]
 
 
 def _tight(body: Body) -> tuple[Body, tuple[int, ...]]:

@@ -23,9 +23,8 @@ from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Momentum
-from onward.derive.update import with_update
+from onward.derive.update import StandIns, with_update
 from onward.distribute.merge import Average, Devices, Merge, expect_way, is_count
-from onward.distribute.stand_in import update_stand_ins
 from onward.distribute.weave import Weave
 
 
@@ -85,7 +84,8 @@ class LocalSGD(Merge):
         """Each device's own update, and now and then the meeting."""
         local = local_copies(program)
         pairs = {p: (local[p], g) for p, g in program.gradients}
-        alone = update_stand_ins(program, optimizer, pairs, Placement.PER_REPLICA)
+        copies = StandIns(lambda _: ((), pairs), Placement.PER_REPLICA)
+        alone = with_update(program, optimizer, stand_ins=copies)
         added = alone.ops[len(program.ops) :]
         count = next(op for op in added if op.update is UpdateType.BOOKKEEPING and op.type == "count")
         following = [(v, alone.next_state[v]) for v in local.values()]

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import overload
 
+from onward.core.columns import columns
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Collective
 from onward.core.program import Op, Program, Replicas, Variable
@@ -97,7 +98,7 @@ class Plan:
         rows += [("all", "", sent, share), ("", "", "", "")]
         rows += [("keeps on each device", "", "", "")]
         rows += [(what, _PLACES[place], human_bytes(size), "") for what, place, size in self.kept]
-        return f"Plan of {self.name} on {on}: each sends {sent} {how}\n\n{_table(rows)}"
+        return f"Plan of {self.name} on {on}: each sends {sent} {how}\n\n{columns(rows, right=[2])}"
 
 
 @overload
@@ -187,12 +188,3 @@ def _rarely(every: int) -> str:
 def _name(op: Op) -> str:
     first, *others = (v.name for v in op.outputs)
     return f"{op.type}: {first} and {len(others)} more" if others else first
-
-
-def _table(rows: list[tuple[str, str, str, str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = (
-        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
-        for row in rows
-    )
-    return "\n".join(lines)

@@ -10,7 +10,7 @@ each example counts, devices count as much as their examples do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,15 +25,15 @@ from onward.core.jaxprs import Type, along, body_of
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.transform import Origin, recipe_of, transform
-from onward.core.walk import Where, select, substitute
+from onward.core.walk import Where, listed, select, substitute
 from onward.core.words import Pass, Placement
+from onward.derive.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
 from onward.derive.backward import append_backward
+from onward.derive.batch import WEIGHT, batch_names, data_types
 from onward.derive.update import append_update
 from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
 from onward.distribute.share import Share, weighed_by
 from onward.distribute.weave import Weave
-
-_WEIGHT = "example_weight"
 
 
 def replicate(
@@ -43,7 +43,7 @@ def replicate(
     axis_name: str = "replicas",
     sync_batch_norm: bool = True,
     whole: Iterable[Where] = (),
-    example_weight: str = _WEIGHT,
+    example_weight: str = WEIGHT,
 ) -> Program:
     """The Program for several devices at once, which share one set of parameters.
 
@@ -92,9 +92,15 @@ def replicate(
             "Program: replicate(for_test(program))."
         )
     count = jax.device_count() if devices is None else _checked(devices)
-    if example_weight != _WEIGHT:
+    if (how := accumulation_of(program)) is not None:
+        expect_devices(program, count, merge.is_sum)
+        kept = [*listed(whole), *(v.name for v in program.inputs if v.name not in how.split)]
+        named = example_weight if example_weight != WEIGHT or how.weight is None else how.weight
+        spread = replicate(unaccumulated(program), count, merge, axis_name, sync_batch_norm, kept, named)
+        return accumulated(spread, how.on_devices(spread))
+    if example_weight != WEIGHT:
         select(program.inputs, [example_weight], "example_weight")
-    split = _split(program, whole, example_weight, recipe.origin.fixed_data)
+    split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
     weight = example_weight if example_weight in split else None
     name = axis_name if program.replicas is None else program.replicas.name
     replicas = Replicas(count, name, sync_batch_norm, merge.period, weight)
@@ -107,7 +113,7 @@ def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[
     recipe = recipe_of(program, "at one device's part of the batch", "Trace it at that size")
     group = Devices(replicas.name, replicas.count)
     if recipe.origin.assumes_batch:
-        program = recipe.replay(_types(program, split, replicas.count))
+        program = recipe.replay(data_types(program, split, replicas.count))
     _expect_one_batch(program, [program[name] for name in split], replicas)
     with along(replicas):
         local, share = _forward(program, recipe.origin, group, split, replicas.weight)
@@ -129,7 +135,7 @@ def _forward(
 ) -> tuple[Program, Share | None]:
     """The forward pass of one device, traced at its part of the batch, and how much this part counts."""
     rows = -(-program[split[0]].shape[0] // devices.size) if split else 0
-    local = origin.trace(_types(program, split, rows))
+    local = origin.trace(data_types(program, split, rows))
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     own = _with_own_keys(substitute(local, placed), devices)
     if weight is None:
@@ -241,14 +247,6 @@ def _reduced(
     return weave.collective(how.name, inputs, [f"{how.name}({v.name})"], body)[0]
 
 
-def _split(program: Program, whole: Iterable[Where], weight: str, fixed: Collection[str]) -> tuple[str, ...]:
-    """The names of the data that is laid out over the devices: whatever is as long as the batch."""
-    kept = set(select(program.inputs, whole, "whole"))
-    arrays = [v for v in program.inputs if v.shape and v not in kept and v.name not in fixed]
-    leader = next((v for v in arrays if v.name == weight), arrays[0] if arrays else None)
-    return tuple(v.name for v in arrays if leader is not None and v.shape[0] == leader.shape[0])
-
-
 def _expect_one_batch(program: Program, split: Sequence[Variable], replicas: Replicas) -> None:
     """Raise ``ArgumentError`` for a batch that devices do not divide, or that is not one."""
     for v in split:
@@ -259,16 +257,6 @@ def _expect_one_batch(program: Program, split: Sequence[Variable], replicas: Rep
             )
         if replicas.weight is None:
             expect_divisible(program.name, v.shape[0], v.name, replicas.count)
-
-
-def _types(program: Program, split: tuple[str, ...], rows: int) -> tuple[Any, ...]:
-    """The data arguments of the traced function by their types, with so many rows of what is split."""
-    assert program.signature is not None
-
-    def kind(v: Variable) -> Type:
-        return Type((rows, *v.shape[1:]) if v.name in split else v.shape, v.dtype)
-
-    return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)
 
 
 def _grown(whole: Program, local: Program) -> set[str]:

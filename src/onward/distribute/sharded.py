@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,12 +13,13 @@ from jax import lax
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Type, body_of
 from onward.core.placement import equal_variables
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.transform import Step
 from onward.core.words import Placement, UpdateType
-from onward.derive.update import append_update
+from onward.derive.groups import Routing
+from onward.derive.rule import GradientRule, ParameterRule
+from onward.derive.update import Pair, StandIns, append_update, with_update
 from onward.distribute.merge import Average, Devices, Merge
-from onward.distribute.stand_in import update_stand_ins
 from onward.distribute.weave import Weave
 
 
@@ -38,27 +40,58 @@ class Sharded(Merge):
     """
 
     def apply(self, program: Program, devices: Devices, steps: Sequence[Step]) -> Program:
-        """Gradients are left as they are for the update; with rules in between they are averaged whole."""
+        """Gradients are left as they are for the update, unless a rule before it needs them whole."""
         following = [s.function for s in steps]
         between = following[: following.index(append_update)] if append_update in following else following
-        return Average().apply(program, devices, steps) if len(between) > 1 else program
+        whole = len(between) > 1 or any(
+            s.function is append_update and _sees_whole(s, program) for s in steps
+        )
+        return Average().apply(program, devices, steps) if whole else program
 
     def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:
         """The update pass on parts."""
-        if optimizer.type is not UpdateType.ELEMENTWISE:
-            raise GraphError(
-                f"Sharded cuts parameters into parts, and {type(optimizer).__name__} looks at them "
-                f"{optimizer.type}. Merge with Average() or Bucketed(), or take an elementwise optimizer."
-            )
-        weave = Weave.after(program)
-        equal = equal_variables(program)
-        parts = [
-            (_part(weave, p, devices), _scattered(weave, g, devices, g in equal))
-            for p, g in program.gradients
-        ]
-        pairs = {p: part for (p, _), part in zip(program.gradients, parts, strict=True)}
-        draft = update_stand_ins(weave.program(), optimizer, pairs, Placement.SHARDED)
-        return _gathered(draft, program, [part for part, _ in parts], devices)
+        routing = Routing.of(optimizer, program.parameters)
+        rules = [*(route.optimizer for route in routing.routes), *routing.rules(ParameterRule)]
+        for rule in rules:
+            if rule.type is not UpdateType.ELEMENTWISE:
+                raise GraphError(
+                    f"Sharded cuts parameters into parts, and {type(rule).__name__} looks at them "
+                    f"{rule.type}. Merge with Average() or Bucketed(), or take what works number by number."
+                )
+            if getattr(rule, "slot_dtype", None) == "int8":
+                raise GraphError(
+                    "Sharded cuts parameters into parts, and slots of int8 are kept in blocks of the whole. "
+                    "Merge "
+                    "with Average(), or keep slots as bfloat16."
+                )
+        last = _looks_further(routing)
+        draft = with_update(
+            program,
+            optimizer,
+            routing,
+            StandIns(partial(_parts, devices), Placement.SHARDED, devices.size, last),
+        )
+        return _gathered(draft, program, devices)
+
+
+def _sees_whole(step: Step, program: Program) -> bool:
+    """Whether rules before the update look at more than single numbers of a gradient."""
+    optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
+    return _looks_further(Routing.of(optimizer, program.parameters))
+
+
+def _looks_further(routing: Routing) -> bool:
+    return any(rule.type is not UpdateType.ELEMENTWISE for rule in routing.rules(GradientRule))
+
+
+def _parts(devices: Devices, program: Program) -> tuple[tuple[Op, ...], dict[Variable, Pair]]:
+    """The ops that cut parameters and gradients, and this device's part of each."""
+    weave = Weave(program)
+    equal = equal_variables(program)
+    pairs = {
+        p: (_part(weave, p, devices), _scattered(weave, g, devices, g in equal)) for p, g in program.gradients
+    }
+    return weave.ops, pairs
 
 
 def _part(weave: Weave, p: Variable, devices: Devices) -> Variable:
@@ -83,13 +116,14 @@ def _scattered(weave: Weave, g: Variable, devices: Devices, merged: bool) -> Var
     return weave.collective("scatter_mean", [g], [f"scatter_mean({g.name})"], body)[0]
 
 
-def _gathered(draft: Program, before: Program, parts: Sequence[Variable], devices: Devices) -> Program:
+def _gathered(draft: Program, before: Program, devices: Devices) -> Program:
     """The parameters, put together of their updated parts."""
     weave = Weave.after(draft)
+    parts = {op.outputs[0]: op.inputs[0] for op in draft.ops if op.type == "part"}
     following = dict(draft.next_state)
-    for part, (p, _) in zip(parts, before.gradients, strict=True):
-        new = following.pop(part)
-        following[p] = _whole(weave, new, p, devices)
+    for part, p in parts.items():
+        if part in following:
+            following[p] = _whole(weave, following.pop(part), p, devices)
     return replace(draft, ops=weave.ops, next_state=following, gradients=before.gradients)
 
 

@@ -33,10 +33,12 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
 
 
 def _everywhere(value: Any, v: Variable, program: Program) -> Any:
-    """The first value over all devices, each of which begins with the same."""
-    if v.placement is Placement.SHARDED and program.replicas is not None:
-        return jnp.concatenate([value] * program.replicas.count)
-    return jnp.broadcast_to(value, whole_shape(v, program.replicas))
+    """The first value over all devices: of all parts, or the same for each device."""
+    return (
+        value
+        if v.placement is Placement.SHARDED
+        else jnp.broadcast_to(value, whole_shape(v, program.replicas))
+    )
 
 
 def is_declared(program: Program) -> bool:

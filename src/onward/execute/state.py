@@ -188,6 +188,42 @@ class State:
                 values[place] = jnp.broadcast_to(values[i], (self.layout.replicas.count, *v.shape))  # type: ignore[union-attr]
         return State(self.layout, values)
 
+    def sweep(self, choices: Mapping[str, Sequence[Any]]) -> State:
+        """As many States in one as there are choices: every array has one more axis, the first.
+
+        ``jax.vmap`` runs a step over them in one compilation: a search for a learning rate costs one batched
+        step per step.
+
+        Raises:
+            UnknownNameError: a name that is no state Variable.
+            ArgumentError: choices of different lengths, or none.
+            HyperparameterError: a hyperparameter that is negative or not finite.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, onward as ow
+            >>> one = jnp.float32(1.0)
+            >>> step = ow.compile(ow.SGD(0.1).minimize(lambda w, x: w * x, one, one))
+            >>> states = step.init(one).sweep({"learning_rate": [0.25, 0.5]})
+            >>> states, out = jax.jit(jax.vmap(step, (0, None)))(states, one)
+            >>> states.parameters.tolist()
+            [0.75, 0.5]
+        """
+        counts = {len(values) for values in choices.values()}
+        if len(counts) != 1 or 0 in counts:
+            raise ArgumentError(
+                f"sweep was given {', '.join(f'{k}: {len(v)}' for k, v in choices.items()) or 'nothing'}; "
+                "expected "
+                "equally many choices for each name, such as {'learning_rate': [0.1, 0.01]}."
+            )
+        (count,) = counts
+        each = [self.replace({k: v[i] for k, v in choices.items()}) for i in range(count)]
+        names = {self._position(k) for k in choices}
+        values = [
+            jnp.stack([one.values[i] for one in each]) if i in names else _repeated(x, count)
+            for i, x in enumerate(self.values)
+        ]
+        return State(self.layout, values)
+
     def _position(self, name: str | Variable) -> int:
         name = name.name if isinstance(name, Variable) else name
         try:
@@ -229,6 +265,10 @@ SPENT = (
     "needs no second copy). Go on with the State that the step returned: state, out = step(state, ...). To "
     "keep old States readable, compile with donate=False."
 )
+
+
+def _repeated(value: Any, count: int) -> Any:
+    return jnp.broadcast_to(value, (count, *value.shape))
 
 
 def check_hyperparameter(name: str, value: Any) -> None:

@@ -1,14 +1,16 @@
-"""Optimizers with a step size of its own for every number."""
+"""Optimizers that divide the gradient of every number by the size its gradients have had."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from onward.derive.optimizer import Hyperparameter, Optimizer, Slots
-from onward.derive.optimizers.dtypes import accumulator
+from onward.derive.optimizer import Optimizer
+from onward.derive.optimizers.arithmetic import squared
+from onward.derive.rule import Hyperparameter, Slots
 
 
 class Adagrad(Optimizer):
@@ -33,107 +35,137 @@ class Adagrad(Optimizer):
     initial_accumulator: float = 0.0
 
     def init(self, parameter: Any) -> Slots:
-        dtype = accumulator(jnp.abs(parameter).dtype)
-        return {"sum": jnp.full(parameter.shape, self.initial_accumulator, dtype)}
+        return {"sum": jnp.full_like(jnp.abs(parameter), self.initial_accumulator)}
 
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
         h = hyperparameters
-        total = slots["sum"] + _square(gradient, slots["sum"].dtype)
+        total = slots["sum"] + squared(gradient)
         step = gradient / (jnp.sqrt(total) + h.epsilon)
         return parameter - h.learning_rate * step, {"sum": total}
 
 
-class Adam(Optimizer):
-    """Running means of the gradient and of its square, corrected for their start at zero.
+class DecayedAdagrad(Optimizer):
+    """Adagrad with a running mean of the squared gradients in place of their sum.
 
-    ``m <- beta1 m + (1 - beta1) g``; ``v <- beta2 v + (1 - beta2) g**2``;
-    ``w <- w - learning_rate * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + epsilon)``,
-    t counted from 1.
+    ``v <- decay * v + (1 - decay) * g**2``, then ``w <- w - learning_rate * g / (sqrt(v) + epsilon)``.
 
-    Source: Kingma and Ba, Adam, 2015, algorithm 1 (optax and torch add epsilon in the same place; the
-    "epsilon hat" form of TensorFlow and Keras does not).
-
-    Example:
-        >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.Adam(1e-3).minimize(lambda w: w**2, jnp.float32(1.0))
-        >>> [v.name for v in program.state if "/" in v.name]
-        ['w/mean', 'w/variance']
-    """
-
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
-
-    def init(self, parameter: Any) -> Slots:
-        return _moments(parameter)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        direction, slots = _adam(gradient, slots, hyperparameters)
-        return parameter - hyperparameters.learning_rate * direction, slots
-
-
-class AdamW(Optimizer):
-    """Adam with weight decay apart from the gradient.
-
-    As ``Adam``, and ``w <- w - learning_rate * weight_decay * w`` in the same update.
-
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, algorithm 2, with the
-    decay scaled by the learning rate as in torch, optax and Paddle. Its default, 1e-2, is that of torch
-    and Paddle (optax: 1e-4; Keras: 4e-3).
+    Source: the operator ``decayed_adagrad`` of Paddle, 2017, with its defaults (it has none for the learning
+    rate); the rule of Tieleman and Hinton, Neural Networks for Machine Learning, lecture 6.5, 2012. Unlike
+    in ``RMSProp``, epsilon stands outside of the root, where torch's RMSprop has it.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.AdamW(1e-3, weight_decay=0.1).minimize(lambda w: w**2, jnp.float32(1.0))
-        >>> [v.name for v in program.hyperparameters]
-        ['learning_rate', 'beta1', 'beta2', 'epsilon', 'weight_decay']
+        >>> program = ow.DecayedAdagrad(0.1).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> [v.name for v in program.state]
+        ['w', 'learning_rate', 'decay', 'epsilon', 'step', 'w/variance']
     """
 
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
-    weight_decay: Hyperparameter = 1e-2
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+    learning_rate: Hyperparameter = 1e-2
+    decay: Hyperparameter = 0.95
+    epsilon: Hyperparameter = 1e-6
+    below_one: ClassVar[tuple[str, ...]] = ("decay",)
 
     def init(self, parameter: Any) -> Slots:
-        return _moments(parameter)
+        return {"variance": jnp.zeros_like(jnp.abs(parameter))}
 
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
         h = hyperparameters
-        direction, slots = _adam(gradient, slots, h)
-        return parameter - h.learning_rate * (direction + h.weight_decay * parameter), slots
+        variance = h.decay * slots["variance"] + (1 - h.decay) * squared(gradient)
+        step = gradient / (jnp.sqrt(variance) + h.epsilon)
+        return parameter - h.learning_rate * step, {"variance": variance}
 
 
-def _moments(parameter: Any) -> Slots:
-    """Zeros for the running means of the gradient and of its square."""
-    kept = accumulator(parameter.dtype)
-    squared = accumulator(jnp.abs(parameter).dtype)
-    return {
-        "mean": jnp.zeros(parameter.shape, kept),
-        "variance": jnp.zeros(parameter.shape, squared),
-    }
+class Adadelta(Optimizer):
+    """Steps as large as earlier steps were, in proportion to the gradient: no learning rate is needed.
+
+    ``v <- rho * v + (1 - rho) * g**2``; ``d = g * sqrt(u + epsilon) / sqrt(v + epsilon)``;
+    ``u <- rho * u + (1 - rho) * d**2``; ``w <- w - learning_rate * d``.
+
+    Source: Zeiler, ADADELTA: An Adaptive Learning Rate Method, 2012, algorithm 1. ``rho`` and ``epsilon`` as
+    in its section 4 and in Paddle (torch and optax: rho 0.9; Keras: epsilon 1e-7); the paper has no learning
+    rate, which 1 stands for, as in torch (Keras and Paddle: 1e-3).
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.Adadelta().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> [v.name for v in program.state if "/" in v.name]
+        ['w/steps', 'w/variance']
+    """
+
+    learning_rate: Hyperparameter = 1.0
+    rho: Hyperparameter = 0.95
+    epsilon: Hyperparameter = 1e-6
+    below_one: ClassVar[tuple[str, ...]] = ("rho",)
+
+    def init(self, parameter: Any) -> Slots:
+        zeros = jnp.zeros_like(jnp.abs(parameter))
+        return {"variance": zeros, "steps": zeros}
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Slots]:
+        h = hyperparameters
+        variance = h.rho * slots["variance"] + (1 - h.rho) * squared(gradient)
+        step = gradient * jnp.sqrt(slots["steps"] + h.epsilon) / jnp.sqrt(variance + h.epsilon)
+        steps = h.rho * slots["steps"] + (1 - h.rho) * squared(step)
+        return parameter - h.learning_rate * step, {"variance": variance, "steps": steps}
 
 
-def _adam(gradient: Any, slots: Slots, h: SimpleNamespace) -> tuple[Any, Slots]:
-    """The direction of Adam, and the moments it leaves."""
-    mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
-    variance = h.beta2 * slots["variance"] + (1 - h.beta2) * _square(gradient, slots["variance"].dtype)
-    t = h.step + 1
-    unbiased = mean / (1 - h.beta1**t)
-    scale = jnp.sqrt(variance / (1 - h.beta2**t)) + h.epsilon
-    return unbiased / scale, {"mean": mean, "variance": variance}
+class RMSProp(Optimizer):
+    """The gradient divided by the root of a running mean of its square.
 
+    ``v <- decay * v + (1 - decay) * g**2``, then ``w <- w - learning_rate * g / sqrt(v + epsilon)``.
+    With ``centered``, ``m <- decay * m + (1 - decay) * g`` and ``v - m**2`` in place of ``v`` in the root.
+    With ``momentum``, ``u <- momentum * u + g / sqrt(...)`` and ``w <- w - learning_rate * u``.
 
-def _square(gradient: Any, dtype: Any) -> Any:
-    """The square of the absolute value, computed in the dtype it is accumulated in."""
-    if jnp.iscomplexobj(gradient):
-        return (jnp.real(gradient) ** 2 + jnp.imag(gradient) ** 2).astype(dtype)
-    return jnp.square(gradient.astype(dtype))
+    Source: Tieleman and Hinton, Neural Networks for Machine Learning, lecture 6.5, 2012; centered and with
+    momentum, Graves, Generating Sequences With Recurrent Neural Networks, 2013, equations 38 to 41. Epsilon
+    stands in the root as in Graves, optax, Keras and Paddle (torch: outside). ``decay`` is that of the
+    lecture, optax and Keras (torch: 0.99; Paddle: 0.95), epsilon that of optax (Keras: 1e-7; Paddle: 1e-6).
+    The learning rate multiplies the velocity as in torch (Graves, Keras and Paddle: the gradient).
+
+    A momentum of 0 keeps no velocity, and is then no hyperparameter that could be changed later.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.RMSProp(0.1, momentum=0.9, centered=True).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> [v.name for v in program.state if "/" in v.name]
+        ['w/mean', 'w/variance', 'w/velocity']
+    """
+
+    learning_rate: Hyperparameter = 1e-2
+    decay: Hyperparameter = 0.9
+    epsilon: Hyperparameter = 1e-8
+    momentum: Hyperparameter = 0.0
+    centered: bool = False
+    below_one: ClassVar[tuple[str, ...]] = ("decay",)
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Hyperparameter]:
+        return {k: v for k, v in super().hyperparameters.items() if k != "momentum" or callable(v) or v != 0}
+
+    def init(self, parameter: Any) -> Slots:
+        slots = {"variance": jnp.zeros_like(jnp.abs(parameter))}
+        if self.centered:
+            slots["mean"] = jnp.zeros_like(parameter)
+        if "momentum" in self.hyperparameters:
+            slots["velocity"] = jnp.zeros_like(parameter)
+        return slots
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Slots]:
+        h = hyperparameters
+        new = {"variance": h.decay * slots["variance"] + (1 - h.decay) * squared(gradient)}
+        spread = new["variance"]
+        if "mean" in slots:
+            new["mean"] = h.decay * slots["mean"] + (1 - h.decay) * gradient
+            spread = jnp.maximum(spread - squared(new["mean"]), 0)
+        step = gradient / jnp.sqrt(spread + h.epsilon)
+        if "velocity" in slots:
+            step = new["velocity"] = h.momentum * slots["velocity"] + step
+        return parameter - h.learning_rate * step, new

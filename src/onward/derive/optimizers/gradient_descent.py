@@ -1,4 +1,4 @@
-"""Gradient descent, plain and with momentum."""
+"""Gradient descent, plain, with momentum, and averaged."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from onward.derive.optimizer import Hyperparameter, Optimizer, Slots
-from onward.derive.optimizers.dtypes import accumulator
+from onward.derive.optimizer import Optimizer
+from onward.derive.rule import Hyperparameter, Slots
 
 
 class SGD(Optimizer):
@@ -55,7 +55,7 @@ class Momentum(Optimizer):
     nesterov: bool = False
 
     def init(self, parameter: Any) -> Slots:
-        return {"velocity": jnp.zeros(parameter.shape, accumulator(parameter.dtype))}
+        return {"velocity": jnp.zeros_like(parameter)}
 
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
@@ -64,3 +64,79 @@ class Momentum(Optimizer):
         velocity = h.momentum * slots["velocity"] + gradient
         direction = gradient + h.momentum * velocity if self.nesterov else velocity
         return parameter - h.learning_rate * direction, {"velocity": velocity}
+
+
+class Nesterov(Optimizer):
+    """Gradient descent with a velocity, whose gradient is taken where the velocity leads.
+
+    ``v <- momentum * v + g``, then ``w <- w - learning_rate * (g + momentum * v)``; as
+    ``Momentum(nesterov=True)``.
+
+    Source: Nesterov, A method of solving a convex programming problem with convergence rate O(1/k**2), 1983,
+    in the form of Sutskever et al., On the importance of initialization and momentum in deep learning, 2013,
+    section 2, written for the point ahead, as in torch, optax, Keras and Paddle: the parameters that are
+    kept are those that the gradient is taken at.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> step = ow.compile(ow.Nesterov(0.5, momentum=0.5).minimize(lambda w: w, jnp.float32(1.0)))
+        >>> state, out = step(step.init(jnp.float32(1.0)))
+        >>> float(state.parameters)
+        0.25
+    """
+
+    learning_rate: Hyperparameter = 1e-2
+    momentum: Hyperparameter = 0.9
+
+    def init(self, parameter: Any) -> Slots:
+        return {"velocity": jnp.zeros_like(parameter)}
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Slots]:
+        h = hyperparameters
+        velocity = h.momentum * slots["velocity"] + gradient
+        return parameter - h.learning_rate * (gradient + h.momentum * velocity), {"velocity": velocity}
+
+
+class ASGD(Optimizer):
+    """Gradient descent with steps that shrink, evaluated at the mean of the weights it passed through.
+
+    ``w <- w - learning_rate * (1 + decay * learning_rate * (t - 1))**-power * g``, t counted from 1;
+    ``average <- average + (w - average) / max(1, t - average_after)``.
+
+    Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992, section 2; the
+    shrinking steps as in Xu, Towards Optimal One Pass Large Scale Learning with Averaged Stochastic Gradient
+    Descent, 2011, section 3, with torch's constants. All weights count in the mean, as in the papers; in
+    torch ``average_after`` is called t0 and is 1e6, which most runs never reach, and ``decay``, called lambd,
+    makes the weights decay too. With ``decay=0`` the learning rate stays what it is.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> step = ow.compile(ow.ASGD(0.5, decay=0.0).minimize(lambda w: w, jnp.float32(0.0)))
+        >>> state = step.init(jnp.float32(0.0))
+        >>> for _ in range(3):
+        ...     state, out = step(state)
+        >>> float(state.parameters), float(state["w/average"])
+        (-1.5, -1.0)
+    """
+
+    learning_rate: Hyperparameter = 1e-2
+    decay: Hyperparameter = 1e-4
+    power: Hyperparameter = 0.75
+    average_after: Hyperparameter = 0
+
+    def init(self, parameter: Any) -> Slots:
+        return {"average": parameter}
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Slots]:
+        h = hyperparameters
+        rate = h.learning_rate / (1 + h.decay * h.learning_rate * h.step) ** h.power
+        parameter = parameter - rate * gradient
+        count = jnp.maximum(1, h.step + 1 - h.average_after)
+        return parameter, {"average": slots["average"] + (parameter - slots["average"]) / count}
+
+    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
+        return slots["average"]

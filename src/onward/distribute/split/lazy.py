@@ -101,7 +101,8 @@ def _row_update(
 def _rule_for_rows(table: Variable, few: Variable, optimizer: Optimizer) -> Callable[..., list[Any]]:
     """The body of an update op whose parameter is as long as the rows are many."""
     part = replace(table, shape=few.shape)
-    draft = with_update(Program("rows", (few,), (part,), gradients=((part, few),)), optimizer)
+    alone = replace(optimizer, rules=(), groups=())
+    draft = with_update(Program("rows", (few,), (part,), gradients=((part, few),)), alone)
     return next(op.body for op in draft.ops if part in op.inputs and op.update is optimizer.type)
 
 

@@ -17,6 +17,7 @@ from onward.core.jaxprs import Type, body_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
+from onward.derive.groups import Routing
 from onward.derive.optimizer import Optimizer
 from onward.derive.seam import forward_pass
 from onward.distribute.split.shards import balanced
@@ -33,13 +34,14 @@ def split_local(program: Program, servers: int, trainers: int, outer: Optimizer)
         outer: what servers update with.
     """
     base, local = _differences(program)
+    trained = [p for p, _ in base.gradients]
     return check_landing(
         Split(
             source=base,
             forward=base,
             base=base,
             optimizer=outer,
-            shards=balanced([p for p, _ in base.gradients], outer, servers),
+            shards=balanced(trained, Routing.of(outer, trained), servers),
             tables=(),
             lazy=frozenset(),
             count=trainers,

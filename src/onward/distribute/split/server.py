@@ -16,7 +16,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import prune, substitute
 from onward.core.words import Kind, Pass, UpdateType
-from onward.derive.optimizer import Optimizer
+from onward.derive.groups import Routing
 from onward.derive.update import with_update
 from onward.distribute.split.lazy import with_lazy
 from onward.distribute.split.shards import Shard
@@ -67,15 +67,16 @@ class Duties:
     lazy: frozenset[str] = frozenset()
 
 
-def server_part(base: Program, duties: Duties, optimizer: Optimizer, trainers: int) -> ServerPart:
+def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) -> ServerPart:
     """The Program of one server that merges the gradients of so many trainers at each update.
 
     Step, schedules and hyperparameters are named as on one device, whatever parameters this server has.
     """
     draft = _Draft(duties, trainers)
     reserved = _reserved(base, draft.program(f"{base.name}_server_{duties.index}"))
-    updated = replace(with_update(reserved, optimizer), constants={})
-    updated = draft.made_lazy(updated, optimizer)
+    own = routing.standing_for({str(s): s.parameter.name for s in (*duties.shards, *duties.tables)})
+    updated = replace(with_update(reserved, routing.optimizer, own), constants={})
+    updated = draft.made_lazy(updated, own)
     shared = _read(updated, _shared(updated))
     if duties.index:
         updated, shared = _fed_shared(updated, shared)
@@ -173,12 +174,12 @@ class _Draft:
         first = values[0] if shares is None else jnp.stack(values)[jnp.argmax(shares > 0)]
         return typed(first, v.dtype) if is_key(v) else first
 
-    def made_lazy(self, program: Program, optimizer: Optimizer) -> Program:
+    def made_lazy(self, program: Program, routing: Routing) -> Program:
         """The Program whose update of a lazy table reads and writes the rows that were sent, no others."""
         for k, (shard, table) in enumerate(zip(self.duties.tables, self.tables, strict=True)):
             if shard.parameter.name in self.duties.lazy:
                 sent = [trainer[k] for trainer in self.rows]
-                program = with_lazy(program, table, sent, self.shares, optimizer)
+                program = with_lazy(program, table, sent, self.shares, routing[table].optimizer)
         return program
 
 

@@ -2,7 +2,8 @@
 
 >>> import jax.numpy as jnp, onward as ow
 >>> program = ow.Adam(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(6), jnp.ones((8, 6)))
->>> [[str(shard) for shard in own] for own in balanced(program.parameters, ow.Adam(0.1), 2)]
+>>> routing = Routing.of(ow.Adam(0.1), program.parameters)
+>>> [[str(shard) for shard in own] for own in balanced(program.parameters, routing, 2)]
 [['w[0:3]'], ['w[3:6]']]
 """
 
@@ -13,14 +14,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import jax
-
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Type
 from onward.core.program import Variable
 from onward.core.show import nbytes
 from onward.core.words import UpdateType
-from onward.derive.optimizer import Optimizer
+from onward.derive.groups import Routing
 
 Shards = tuple[tuple["Shard", ...], ...]
 
@@ -64,36 +62,37 @@ class Shard:
         return name if self.is_whole else f"{name}[{self.begin}:{self.end}]"
 
 
-def balanced(parameters: Sequence[Variable], optimizer: Optimizer, servers: int) -> Shards:
+def balanced(parameters: Sequence[Variable], routing: Routing, servers: int) -> Shards:
     """Every row of every parameter on one server, so that all have about as many bytes, slots included.
 
     Raises:
         GraphError: fewer parameters (or rows, where the rule allows to cut) than servers.
     """
-    if optimizer.type is UpdateType.ELEMENTWISE:
-        return _cut_in_order(parameters, optimizer, servers)
+    wide = [rule for rule in routing.all_rules() if not is_by_number(rule)]
+    if not wide:
+        return _cut_in_order(parameters, routing, servers)
     if len(parameters) < servers:
         raise GraphError(
             f"There are {len(parameters)} parameters for {servers} servers, and "
-            f"{type(optimizer).__name__} looks at each as a whole. Take at most {len(parameters)} servers."
+            f"{type(wide[0]).__name__} looks at each as a whole. Take at most {len(parameters)} servers."
         )
     owned: list[list[Shard]] = [[] for _ in range(servers)]
     loads = [0] * servers
-    for p in sorted(parameters, key=lambda p: (-_weight(p, optimizer), p.name)):
+    for p in sorted(parameters, key=lambda p: (-_weight(p, routing), p.name)):
         least = loads.index(min(loads))
         owned[least].append(Shard.whole(p))
-        loads[least] += _weight(p, optimizer)
+        loads[least] += _weight(p, routing)
     return tuple(map(tuple, owned))
 
 
-def _cut_in_order(parameters: Sequence[Variable], optimizer: Optimizer, servers: int) -> Shards:
+def _cut_in_order(parameters: Sequence[Variable], routing: Routing, servers: int) -> Shards:
     """Server after server is filled up to its share; what does not fit goes on with the next row."""
-    left = float(sum(_weight(p, optimizer) for p in parameters))
+    left = float(sum(_weight(p, routing) for p in parameters))
     owned: list[list[Shard]] = [[]]
     room = left / servers
     for p in parameters:
         begin, rows = 0, rows_of(p)
-        per_row = _weight(p, optimizer) / rows
+        per_row = _weight(p, routing) / rows
         while begin < rows:
             if len(owned) < servers and (begin or room < per_row / 2):
                 owned.append([])
@@ -110,10 +109,15 @@ def _cut_in_order(parameters: Sequence[Variable], optimizer: Optimizer, servers:
     return tuple(map(tuple, owned))
 
 
-def _weight(p: Variable, optimizer: Optimizer) -> int:
+def is_by_number(rule: Any) -> bool:
+    """Whether a rule, and how its slots are kept, looks at each number by itself."""
+    return rule.type is UpdateType.ELEMENTWISE and getattr(rule, "slot_dtype", None) != "int8"
+
+
+def _weight(p: Variable, routing: Routing) -> int:
     """The bytes of a parameter and its slots."""
-    slots = jax.eval_shape(lambda x: dict(optimizer.init(x)), Type(p.shape, p.dtype))
-    return nbytes(p) + sum(int(prod(s.shape)) * int(s.dtype.itemsize) for s in slots.values())
+    kinds = routing.slots(p).values()
+    return nbytes(p) + sum(int(prod(kind.shape)) * int(kind.dtype.itemsize) for kind in kinds)
 
 
 def rows_of(p: Variable) -> int:

@@ -26,18 +26,20 @@ from typing import Any
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError, UnreachedWarning
 from onward.core.jaxprs import Type
 from onward.core.placement import expect_one_device
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.transform import Recipe, recipe_of
-from onward.core.walk import Where, listed, name_of, select
+from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
 from onward.derive.backward import append_backward
+from onward.derive.groups import Routing
 from onward.derive.optimizer import Optimizer
+from onward.derive.precision import is_low
 from onward.derive.update import append_update
 from onward.distribute.merge import is_count
 from onward.distribute.split.outline import outline
 from onward.distribute.split.rows import Table, by_rows, places_of, tables_in
 from onward.distribute.split.server import Duties, ServerPart, server_part, shared_part
-from onward.distribute.split.shards import Shards, balanced, rows_of
+from onward.distribute.split.shards import Shard, Shards, balanced, is_by_number, rows_of
 from onward.distribute.split.trainer import TrainerPart, carried_by, trainer_part
 
 
@@ -101,7 +103,12 @@ class Split:
             () if index else self.carried,
             self.lazy,
         )
-        return server_part(self.base, duties, self.optimizer, self.count)
+        return server_part(self.base, duties, self.routing, self.count)
+
+    @cached_property
+    def routing(self) -> Routing:
+        """Which optimizer updates which parameter."""
+        return Routing.of(self.optimizer, self.source.parameters)
 
     @cached_property
     def shared(self) -> Program | None:
@@ -176,22 +183,19 @@ def split(
     expect_one_device(program, "a cut into trainers and servers")
     recipe = recipe_of(program, "without its update", "Build it with optimizer.minimize")
     optimizer = _optimizer(program, recipe)
-    _check_rules(program, optimizer, recipe, servers, trainers)
+    routing = Routing.of(optimizer, program.parameters)
+    _check_rules(program, routing, recipe, servers, trainers)
     trained = [p.name for p, _ in program.gradients]
     forward, base, tables = _cut(program, recipe, _types(program), trained if rows else [])
     full = [program[p.name] for p, _ in base.gradients]
     chosen = _chosen(lazy, tables)
-    if chosen and optimizer.type is not UpdateType.ELEMENTWISE:
-        raise GraphError(
-            f"split: lazy updates look at single rows, and {type(optimizer).__name__} looks at each "
-            "parameter as a whole. Leave lazy= out, or take an optimizer that looks at each number by itself."
-        )
+    _check_lazy(chosen, routing)
     cut = Split(
         program,
         forward,
         base,
         optimizer,
-        balanced(full, optimizer, servers),
+        balanced(full, routing, servers),
         tables,
         frozenset(v.name for v in chosen),
         trainers,
@@ -211,6 +215,26 @@ def _chosen(lazy: Iterable[Where], tables: Sequence[Table]) -> tuple[Variable, .
     return select([t.parameter for t in tables], wanted, "split, lazy") if wanted else ()
 
 
+def _check_lazy(tables: Sequence[Variable], routing: Routing) -> None:
+    """Refuse lazy updates by what needs more than the rows that were sent."""
+    for table in tables:
+        optimizer = routing[table].optimizer
+        if not is_by_number(optimizer):
+            raise GraphError(
+                f"split: lazy updates look at single rows, and {type(optimizer).__name__} looks at each "
+                "parameter as a whole. Leave lazy= out, or take an optimizer that looks at each number by "
+                "itself."
+            )
+        acting = [r for r in optimizer.rules if routing.applies(r, table)]
+        if acting or is_low(table.dtype):
+            what = type(acting[0]).__name__ if acting else f"a parameter of {table.dtype}"
+            raise GraphError(
+                f"split: lazy updates of {table.name!r} are the optimizer's alone, and {what} needs more "
+                "than "
+                "the rows that were sent. Leave lazy= out, or keep the rule away from the table with where=."
+            )
+
+
 def check_landing(cut: Split) -> Split:
     """Return the Split if every row of every parameter is updated exactly once, by its rule, else raise.
 
@@ -218,7 +242,6 @@ def check_landing(cut: Split) -> Split:
         GraphError: a row without an owner or with two, an update op that is missing, double or of another
             type, or a counter or schedule outside the first server.
     """
-    rule = cut.optimizer.name
     for p, _ in cut.base.gradients:
         owned = sorted((s.begin, s.end) for own in cut.shards for s in own if s.parameter.name == p.name)
         ends = [0, *(end for _, end in owned)]
@@ -228,35 +251,49 @@ def check_landing(cut: Split) -> Split:
                 f"split: of {p.name!r} the servers own the rows {owned}; expected 0 to {rows}, once."
             )
     for program, own in zip(cut.servers, cut.shards, strict=True):
-        made = {v: op for op in program.ops for v in op.outputs}
-        following = {old.name: new for old, new in program.next_state.items()}
-        updates = [made.get(following[str(s)]) if str(s) in following else None for s in own]
-        found = [op for op in program.ops if op.update is cut.optimizer.type]
-        wrong = any(op is None or op.type != rule for op in updates)
-        together = cut.optimizer.type is UpdateType.ACROSS
-        if wrong or (not together and sorted(map(id, updates)) != sorted(map(id, found))):
-            raise GraphError(
-                f"split: {program.name} has {len(found)} update ops for {len(own)} parameters and parts "
-                f"of such; expected one {rule} for each."
-            )
+        _check_updates(program, own, cut.routing)
     for program in cut.servers[1:]:
         if counting := [op for op in program.ops if op.update is UpdateType.BOOKKEEPING]:
             raise GraphError(f"split: {program.name} has {counting[0]!r}, which belongs to the first server.")
     return cut
 
 
-def _check_rules(program: Program, optimizer: Optimizer, recipe: Recipe, servers: int, trainers: int) -> None:
+def _check_updates(program: Program, own: Sequence[Shard], routing: Routing) -> None:
+    """Raise ``GraphError`` unless each part of a parameter is updated by one op of its rule."""
+    following = {old.name: new for old, new in program.next_state.items()}
+    made = {op.type: [other for other in program.ops if other.type == op.type] for op in program.ops}
+    landed: dict[str, set[Op]] = {}
+    for shard in own:
+        rule = routing[shard.parameter].optimizer
+        before = ancestors(program, [following[str(shard)]]) if str(shard) in following else set()
+        ops = [op for op in made.get(rule.name, ()) if not before.isdisjoint(op.outputs)]
+        double = rule.type is not UpdateType.ACROSS and not landed.setdefault(rule.name, set()).isdisjoint(
+            ops
+        )
+        landed.setdefault(rule.name, set()).update(ops)
+        if len(ops) != 1 or double:
+            raise GraphError(
+                f"split: {program.name} updates {str(shard)!r} by {len(ops)} ops of type {rule.name}"
+                f"{', one of which updates another parameter too' if double else ''}; expected one for each."
+            )
+    for name, ops_landed in landed.items():
+        if len(ops_landed) < len(made[name]):
+            raise GraphError(f"split: {program.name} has a {name} that updates none of its parameters.")
+
+
+def _check_rules(program: Program, routing: Routing, recipe: Recipe, servers: int, trainers: int) -> None:
     """Refuse by name what would have to look across servers, or at what is merged only on them."""
-    if optimizer.type is UpdateType.ACROSS and servers > 1:
-        raise GraphError(
-            f"{type(optimizer).__name__} looks at all parameters at once, and {servers} servers have a part "
-            "of them each. Take one server, or an optimizer that looks at each parameter by itself."
-        )
-    if optimizer.evaluates_loss:
-        raise GraphError(
-            f"{type(optimizer).__name__} evaluates the loss in its update, and servers have no data. Take an "
-            "optimizer that needs the gradient alone, or replicate(program, devices)."
-        )
+    for rule in routing.all_rules():
+        if rule.evaluates_loss:
+            raise GraphError(
+                f"{type(rule).__name__} evaluates the loss in its update, and servers have no data. Take one "
+                "that needs the gradient alone, or replicate(program, devices)."
+            )
+        if rule.type is UpdateType.ACROSS and servers > 1:
+            raise GraphError(
+                f"{type(rule).__name__} looks at all parameters at once, and {servers} servers have a part "
+                "of them each. Take one server, or one that looks at each parameter by itself."
+            )
     names = [step.function.__name__ for step in recipe.steps]
     between = names[_place_of_backward(recipe) + 1 : -1]
     if between and trainers > 1:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from onward.core.columns import columns
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Variable
 from onward.core.show import human_bytes, nbytes
@@ -164,7 +165,9 @@ class Traffic:
         parameters = sum(s.parameters for s in self.servers)
         sizes = (self.kept, parameters, self.kept - parameters, self.pushed, self.pulled)
         rows.append(["all", *map(human_bytes, sizes)])
-        return f"{_table(rows)}  the largest keeps {self.balance:.2f} of the mean"
+        return (
+            f"{columns(rows, right=range(1, len(rows[0])))}  the largest keeps {self.balance:.2f} of the mean"
+        )
 
 
 def traffic(cut: Split) -> Traffic:
@@ -228,19 +231,7 @@ def _of_tables(tables: Sequence[tuple[RowTraffic, int]]) -> str:
     rows += [
         (r.shard, str(i), f"{r.rows:,}", human_bytes(r.pushed), human_bytes(r.pulled)) for r, i in tables
     ]
-    return _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            (f"{row[0]:<{widths[0]}}", *(f"{x:>{w}}" for x, w in zip(row[1:], widths[1:], strict=True)))
-        )
-        for row in rows
-    )
-    return "\n".join(lines)
+    return columns(rows, right=range(1, len(rows[0])))
 
 
 def _count(n: int, noun: str) -> str:

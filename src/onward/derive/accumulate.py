@@ -1,0 +1,189 @@
+"""A big batch as micro-batches one after the other: the memory of one, the gradient of all.
+
+    accumulate(program, steps=8)
+
+Forward and backward pass run in a loop with one buffer for each gradient. What merges gradients, what changes
+them and what updates runs once, after the loop, on the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from onward.core.errors import ArgumentError, GraphError
+from onward.core.program import Program
+from onward.core.transform import Recipe, recipe_of, remembered
+from onward.core.walk import Where, select
+from onward.core.words import Placement
+from onward.derive.batch import WEIGHT, batch_names, data_types
+from onward.derive.micro_batches import Accumulation, with_loop
+
+_PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
+
+
+def accumulate(
+    program: Program,
+    steps: int,
+    whole: Iterable[Where] = (),
+    example_weight: str = WEIGHT,
+    is_sum: bool = False,
+) -> Program:
+    """The Program that takes its batch in micro-batches, one after the other, and updates once.
+
+    The batch is cut along the first axis. A result that is a float is averaged over the micro-batches, an
+    integer is summed; an array over examples is joined. What the forward pass carries (statistics, random
+    keys, counters) goes from one micro-batch to the next. For a loss that is a mean over examples the step
+    is that of the big batch. If the function takes ``example_weight``, an array [batch] or [batch, ...],
+    results and gradients are means weighted by it, and a batch that does not divide is filled up with
+    examples of weight 0. What normalizes by the batch sees one micro-batch at a time.
+
+    Only what the loop hands out can be fetched: gradients, the loss, the outputs. The Program that it runs
+    is ``op.subprograms["micro_batch"]`` of the op ``accumulate``.
+
+    Args:
+        program: a Program with a backward pass, with or without its update, replicated or not.
+        steps: how many micro-batches.
+        whole: data that every micro-batch gets whole, by name, pattern or predicate, though it may happen to
+            be as long as the batch. What has another length than the first array, or is declared with a
+            length of its own in place of None, is never cut.
+        example_weight: the name of the data that says how much each example counts.
+        is_sum: the loss is a sum over examples, not a mean, and so are its gradients.
+
+    Raises:
+        ArgumentError: ``steps`` is no number of at least 1, or does not divide the batch.
+        GraphError: there are no gradients, it is accumulated already, an update evaluates the loss again, or
+            a value cannot be put together from those of micro-batches.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+
+    Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
+    update).
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
+        >>> [op.type for op in accumulate(program, 4).ops]
+        ['accumulate', 'count', 'sgd']
+    """
+    recipe = recipe_of(program, *_PURPOSE)
+    _expect_fit(program, recipe, steps)
+    if example_weight != WEIGHT:
+        select(program.inputs, [example_weight], "example_weight")
+    split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
+    weight = example_weight if example_weight in split else None
+    how = Accumulation(int(steps), split, weight, is_sum or _is_merged_by_sum(recipe))
+    if any(v.placement is Placement.SHARDED for v in program.inputs):
+        kept = select(program.inputs, whole, "whole")
+        names = tuple(v.name for v in program.inputs if v not in kept)
+        how = replace(how, split=names).on_devices(program)
+    if not how.split:
+        raise ArgumentError(
+            f"accumulate: {program.name!r} takes no data with a batch as its first axis, so there is nothing "
+            "to cut into micro-batches."
+        )
+    return accumulated(program, how)
+
+
+def accumulated(program: Program, how: Accumulation) -> Program:
+    """The Program that takes its batch in these micro-batches."""
+    recipe = recipe_of(program, *_PURPOSE)
+    count = 1 if program.replicas is None else program.replicas.count
+    before = program
+    if recipe.origin.assumes_batch:
+        program = recipe.replay(data_types(program, how.split, count * how.steps))
+    expect_rows(program, how, count)
+    if how.steps > 1 and how.rows(program) > 1:
+        rows = -(-how.rows(program) // how.steps)
+        micro = recipe.replay(data_types(program, how.split, count * rows))
+        program = with_loop(program, micro, how)
+    return remembered(before, program, accumulated, (how,), {})
+
+
+def accumulation_of(program: Program) -> Accumulation | None:
+    """How a Program accumulates; None if it does not."""
+    steps = () if program.recipe is None else program.recipe.steps_of(accumulated)
+    return steps[0].arguments[0] if steps else None
+
+
+def unaccumulated(program: Program) -> Program:
+    """The Program as it was before ``accumulate``, with the transforms that came after it.
+
+    Raises:
+        RecipeError: the ops of the Program were changed by hand.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+        >>> str(unaccumulated(accumulate(program, 3))) == str(program)
+        True
+    """
+    how = accumulation_of(program)
+    if how is None:
+        return program
+    recipe = recipe_of(program, "as one batch", "Take the Program that was given to accumulate")
+    data = data_types(program, how.split, how.whole_rows(program))
+    return recipe.without(accumulated).replay(data)
+
+
+def expect_devices(program: Program, devices: int, is_sum: bool) -> None:
+    """Raise ``ArgumentError`` unless devices can each take their part of the batch in micro-batches.
+
+    ``is_sum``: whether they merge gradients as of a loss that is a sum over examples.
+    """
+    how, words = accumulation_of(program), {True: "a sum", False: "a mean"}
+    assert how is not None
+    assert program.recipe is not None
+    if is_sum != how.is_sum:
+        raise ArgumentError(
+            f"replicate: the merge strategy is for a loss that is {words[is_sum]} over examples, and "
+            f"accumulate took it for {words[how.is_sum]}. Write accumulate(..., is_sum={is_sum}), or take "
+            f"the strategy {'Sum()' if how.is_sum else 'Average()'}."
+        )
+    if not program.recipe.origin.assumes_batch:
+        expect_rows(program, how, devices)
+
+
+def expect_rows(program: Program, how: Accumulation, devices: int) -> None:
+    """Raise ``ArgumentError`` for data that is not one batch, or that the steps do not divide."""
+    lengths = {v.name: v.shape[0] for v in program.inputs if v.name in how.split}
+    (leader, rows), *others = lengths.items()
+    for name, length in others:
+        if length != rows:
+            raise ArgumentError(
+                f"{program.name}: {name!r} has {length} rows, {leader!r} {rows}; both are cut into "
+                "micro-batches. What each is to get whole: accumulate(..., whole=[name])."
+            )
+    size, unit = how.whole_rows(program), devices * how.steps
+    if how.weight is None and size % unit:
+        on = f" on each of {devices} devices" if devices > 1 else ""
+        below = size // unit * unit
+        sizes = f"{below} or {below + unit}" if below else f"{unit}"
+        raise ArgumentError(
+            f"{program.name}: the batch has {size} rows ({leader!r}), which {how.steps} micro-batches{on} do "
+            f"not divide. Feed {sizes}; or let the loss take example_weight, an array [batch] that weighs "
+            "its mean, and batches are filled up with examples of weight 0."
+        )
+
+
+def _expect_fit(program: Program, recipe: Recipe, steps: Any) -> None:
+    """Raise unless this Program can be accumulated over so many steps."""
+    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 1:
+        raise ArgumentError(f"accumulate: steps is {steps!r}; expected how many micro-batches, at least 1.")
+    if (how := accumulation_of(program)) is not None:
+        raise GraphError(
+            f"Program {program.name!r} is accumulated already, over {how.steps} micro-batches. Accumulate "
+            "once, over the product of both numbers."
+        )
+    if not program.gradients:
+        raise GraphError(
+            f"Program {program.name!r} has no gradients to accumulate. Derive the backward pass first: "
+            "accumulate(optimizer.minimize(loss, ...), steps)."
+        )
+
+
+def _is_merged_by_sum(recipe: Recipe) -> bool:
+    """Whether a strategy that merges gradients takes the loss for a sum over examples."""
+    return any(getattr(argument, "is_sum", False) for step in recipe.steps for argument in step.arguments)

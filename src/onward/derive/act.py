@@ -1,0 +1,138 @@
+"""One update op: what a rule does with parameters, gradients, slots and hyperparameters, as a body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import GraphError
+from onward.core.jaxprs import Body, Type, body_of
+from onward.core.program import Variable
+from onward.core.words import UpdateType
+from onward.derive.loss import LossFunction
+from onward.derive.precision import Kept, widened
+from onward.derive.rule import GradientRule
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A slot of one parameter: how it is kept, and the state Variables that hold it."""
+
+    how: Kept
+    arrays: tuple[Variable, ...]
+
+    def read(self, env: Mapping[Variable, Any]) -> Any:
+        """The slot as the rule takes it."""
+        return self.how.read([env[v] for v in self.arrays])
+
+
+@dataclass(frozen=True, eq=False)
+class Act:
+    """A rule at work on one parameter, or on several at once.
+
+    Attributes:
+        rule: the optimizer, gradient rule or parameter rule.
+        columns: what it takes, by the names of its arguments, parameter for parameter.
+        slots: for each parameter its slots by name.
+        values: the hyperparameters by name, ``step`` among them.
+        results: what it makes of each parameter, by name and type.
+        loss: for a rule that evaluates the loss again.
+    """
+
+    rule: Any
+    columns: Mapping[str, Sequence[Variable]]
+    slots: Sequence[Mapping[str, Slot]]
+    values: Mapping[str, Variable]
+    results: Sequence[Variable]
+    loss: LossFunction | None
+
+    @cached_property
+    def inputs(self) -> tuple[Variable, ...]:
+        """All that the op may read, each once."""
+        given = [v for column in self.columns.values() for v in column]
+        given += [v for slots in self.slots for slot in slots.values() for v in slot.arrays]
+        again = self.loss.reads if self.loss else ()
+        return tuple(dict.fromkeys((*given, *self.values.values(), *again)))
+
+    @cached_property
+    def key(self) -> Any:
+        """Equal for acts that have equal bodies."""
+        at = {v: i for i, v in enumerate(self.inputs)}
+        columns = tuple((name, tuple(at[v] for v in column)) for name, column in self.columns.items())
+        slots = tuple(
+            (name, slot.how.form, tuple(at[v] for v in slot.arrays))
+            for slots in self.slots
+            for name, slot in slots.items()
+        )
+        values = tuple((name, at[v]) for name, v in self.values.items())
+        types = tuple((v.shape, v.dtype) for v in (*self.inputs, *self.results))
+        return id(self.rule), columns, slots, values, types
+
+    def body(self) -> Body:
+        """The rule as a function of the inputs: the results, then what the slots become."""
+        return body_of(self._run, *(Type(v.shape, v.dtype) for v in self.inputs))
+
+    def _run(self, *inputs: Any) -> list[Any]:
+        env = dict(zip(self.inputs, inputs, strict=True))
+        columns = [self._column(name, column, env) for name, column in self.columns.items()]
+        slots = [{name: slot.read(env) for name, slot in own.items()} for own in self.slots]
+        numbers = numbers_of(self.values, env, self.columns["parameter"])
+        extra = (self.loss.at(env),) if self.loss else ()
+        if self.rule.type is UpdateType.ACROSS:
+            made, following = self.rule.update(*map(tuple, columns), tuple(slots), numbers, *extra)
+        else:
+            one, kept = self.rule.update(*(column[0] for column in columns), slots[0], numbers)
+            made, following = (one,), (kept,)
+        results = [self._result(x, v) for x, v in zip(made, self.results, strict=True)]
+        return results + [
+            array
+            for own, new in zip(self.slots, following, strict=True)
+            for name, slot in own.items()
+            for array in slot.how.write(self._fitting(new[name], slot), env[self.values["step"]])
+        ]
+
+    def _column(self, name: str, column: Sequence[Variable], env: Mapping[Variable, Any]) -> list[Any]:
+        """What the rule takes under this name; a gradient points uphill."""
+        found = [widened(env[v]) for v in column]
+        return list(map(_turned, found)) if name == "gradient" else found
+
+    def _result(self, value: Any, v: Variable) -> Any:
+        """What the rule returned, in the dtype it has to have; its shape must be the right one already."""
+        _expect_shape(self.rule, value, v.shape, v.name)
+        if isinstance(self.rule, GradientRule):
+            value = _turned(value)
+        return jnp.asarray(value, v.dtype)
+
+    def _fitting(self, value: Any, slot: Slot) -> Any:
+        _expect_shape(self.rule, value, slot.how.used.shape, slot.arrays[0].name)
+        return jnp.asarray(value, slot.how.used.dtype)
+
+
+def numbers_of(
+    values: Mapping[str, Variable], env: Mapping[Variable, Any], parameters: Sequence[Variable]
+) -> SimpleNamespace:
+    """The hyperparameters, as precise as the parameters; the step stays an integer."""
+    real = np.empty(0, jnp.result_type(np.float32, *(v.dtype for v in parameters))).real.dtype
+    given = {name: env[v] for name, v in values.items()}
+    return SimpleNamespace(
+        **{k: x.astype(real) if jnp.issubdtype(x.dtype, np.floating) else x for k, x in given.items()}
+    )
+
+
+def _expect_shape(rule: Any, value: Any, shape: tuple[int, ...], name: str) -> None:
+    if jnp.shape(value) != shape:
+        raise GraphError(
+            f"{rule.name} returned shape {jnp.shape(value)} as the next value of {name!r}, which is "
+            f"{list(shape)}. An update keeps the shape."
+        )
+
+
+def _turned(gradient: Any) -> Any:
+    """A complex gradient of JAX as the direction uphill, and back."""
+    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient

@@ -1,0 +1,45 @@
+"""Which data is as long as the batch, and the types of all data for a batch of another length."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from onward.core.jaxprs import Type
+from onward.core.program import Program, Variable
+from onward.core.walk import Where, select
+
+WEIGHT = "example_weight"
+"""The data that says how much each example counts, unless another name is given."""
+
+
+def batch_names(
+    program: Program, whole: Iterable[Where], weight: str, fixed: Collection[str]
+) -> tuple[str, ...]:
+    """The names of the data that is cut with the batch: whatever is as long as the first array of it.
+
+    ``whole`` and what is declared with a length of its own (``fixed``) are not; if there is a ``weight``,
+    its length is that of the batch.
+    """
+    kept = set(select(program.inputs, whole, "whole"))
+    arrays = [v for v in program.inputs if v.shape and v not in kept and v.name not in fixed]
+    leader = next((v for v in arrays if v.name == weight), arrays[0] if arrays else None)
+    return tuple(v.name for v in arrays if leader is not None and v.shape[0] == leader.shape[0])
+
+
+def data_types(program: Program, split: Collection[str], rows: int) -> tuple[Any, ...]:
+    """The data arguments of the traced function by their types, with so many rows of what is split.
+
+    What a pruned Program reads no more follows the batch if it is as long.
+    """
+    assert program.signature is not None
+    read = set(program.inputs)
+    lengths = {v.shape[0] for v in program.inputs if v.name in split}
+
+    def follows(v: Variable) -> bool:
+        return v.name in split or (v not in read and bool(v.shape) and v.shape[0] in lengths)
+
+    def kind(v: Variable) -> Type:
+        return Type((rows, *v.shape[1:]) if follows(v) else v.shape, v.dtype)
+
+    return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)

@@ -1,0 +1,308 @@
+"""Which optimizer, with which hyperparameters and rules, updates which parameter.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> params = {"body": {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, "head": jnp.ones(2)}
+>>> optimizer = ow.AdamW(1e-3, groups=[ow.Group("*/b", weight_decay=0.0), ow.Group("head", ow.SGD(0.1))])
+>>> program = optimizer.minimize(lambda p: jnp.sum(p["body"]["w"] @ p["body"]["b"] * p["head"]), params)
+>>> [v.name for v in program.hyperparameters if "/" in v.name]
+['b/weight_decay', 'head/learning_rate']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onward.core.errors import HyperparameterError, UnknownNameError, nearest
+from onward.core.jaxprs import Type
+from onward.core.names import Names
+from onward.core.program import Variable
+from onward.core.structure import describe
+from onward.core.walk import Where, name_of, select
+from onward.derive.precision import is_low, slots_of
+from onward.derive.rule import GradientRule, ParameterRule, Rule
+
+if TYPE_CHECKING:
+    from onward.derive.optimizer import Optimizer
+
+
+class Group:
+    """Parameters that are updated in a way of their own.
+
+    Args:
+        where: the parameters, by name, pattern (``"layers/*/b"``) or predicate of a Variable.
+        optimizer: what updates them, in place of the optimizer that the group is given to.
+        name: what the names of its hyperparameters begin with; the pattern without wildcards unless given.
+        frozen: leave the parameters as they are; no gradient of them is computed.
+        changes: other values for fields of the optimizer, such as ``learning_rate=1e-4`` or ``rules=()``.
+
+    Raises:
+        HyperparameterError: a field that the optimizer does not have, or a value out of its range.
+
+    Example:
+        >>> import onward as ow
+        >>> ow.Group("encoder/*", learning_rate=1e-5)
+        Group('encoder/*', learning_rate=1e-05)
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        optimizer: Optimizer | None = None,
+        *,
+        name: str | None = None,
+        frozen: bool = False,
+        **changes: Any,
+    ) -> None:
+        if "groups" in changes or (frozen and (optimizer or changes)) or (optimizer and changes):
+            raise HyperparameterError(
+                f"Group {where!r} was given more than one of: an optimizer, other values for fields of the "
+                "optimizer, frozen=True. Give one of them, and no groups inside a group."
+            )
+        if optimizer is not None and not hasattr(optimizer, "minimize"):
+            raise HyperparameterError(
+                f"Group {where!r} was given {describe(optimizer)}; expected an optimizer, such as SGD(0.1)."
+            )
+        self.where, self.optimizer, self.frozen, self.changes = where, optimizer, frozen, changes
+        self.name = name or _plain(where)
+
+    def of(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer of these parameters, where that of all the others is given."""
+        return self.optimizer or replace(optimizer, groups=(), **self.changes)
+
+    def picks(self, parameter: Variable) -> bool:
+        """Whether it is about this parameter."""
+        name = name_of(self.where)
+        if name is None:
+            return callable(self.where) and bool(self.where(parameter))
+        return parameter.name == name or fnmatchcase(parameter.name, name)
+
+    def __repr__(self) -> str:
+        parts = [repr(name_of(self.where) or self.where)]
+        parts += [repr(self.optimizer)] if self.optimizer else []
+        parts += ["frozen=True"] if self.frozen else []
+        return f"Group({', '.join([*parts, *(f'{k}={v!r}' for k, v in self.changes.items())])})"
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One optimizer on the way to a parameter.
+
+    Attributes:
+        name: what the names of its hyperparameters begin with; empty for the optimizer that minimizes.
+        optimizer: what updates; its own ``groups`` are of no account.
+        base: the route whose hyperparameters it shares where the values are the same.
+        frozen: whether the parameters stay as they are.
+    """
+
+    name: str
+    optimizer: Optimizer
+    base: Route | None = None
+    frozen: bool = False
+
+
+class Routing:
+    """For each parameter, by name, its route; and where the rules apply.
+
+    ``names`` says for what stands in for a parameter (rows of it, say) which parameter that is.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        routes: Mapping[str, Route],
+        chosen: Sequence[tuple[Rule, frozenset[str]]],
+        names: Mapping[str, str],
+    ) -> None:
+        self.optimizer = optimizer
+        self._routes, self._chosen, self._names = routes, chosen, names
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, parameters: Sequence[Variable]) -> Routing:
+        """The routes of these parameters, all that there are.
+
+        Raises:
+            UnknownNameError: the pattern of a group or rule that no parameter matches.
+            HyperparameterError: two groups for one parameter.
+        """
+        routes: dict[str, Route] = {}
+        by_key: dict[Any, Route] = {}
+        main = Route("", optimizer)
+        grouped = _grouped(optimizer.groups, parameters)
+        ways = {
+            g: Route(g.name, g.of(optimizer), None if g.optimizer else main, g.frozen)
+            for g in optimizer.groups
+        }
+        for p in parameters:
+            first = ways[grouped[p.name]] if p.name in grouped else main
+            routes[p.name] = _onward(first, p, by_key)
+        used = dict.fromkeys(routes.values())
+        rules = _distinct([rule for route in used for rule in route.optimizer.rules])
+        chosen = [(rule, _names_where(rule, parameters)) for rule in rules]
+        return cls(optimizer, routes, chosen, {})
+
+    def standing_for(self, names: Mapping[str, str]) -> Routing:
+        """The same, that knows which parameter is meant by other names."""
+        return Routing(self.optimizer, self._routes, self._chosen, names)
+
+    def __getitem__(self, parameter: Variable) -> Route:
+        """The route of a parameter, or of what stands in for one."""
+        return self._routes[self._names.get(parameter.name, parameter.name)]
+
+    def __iter__(self) -> Iterator[Route]:
+        """Every route once."""
+        return iter(dict.fromkeys(self._routes.values()))
+
+    def all_rules(self) -> list[Any]:
+        """Everything that acts in an update: optimizers and rules."""
+        optimizers = [route.optimizer for route in self.routes]
+        return [*self.rules(GradientRule), *optimizers, *self.rules(ParameterRule)]
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes of parameters that are updated."""
+        return [route for route in self if not route.frozen]
+
+    def applies(self, rule: Rule, parameter: Variable) -> bool:
+        """Whether a rule is about this parameter."""
+        name = self._names.get(parameter.name, parameter.name)
+        if not any(rule == other for other in self._routes[name].optimizer.rules):
+            return False
+        return any(rule == other and name in names for other, names in self._chosen)
+
+    def slots(self, parameter: Variable) -> dict[str, Type]:
+        """What is kept for a parameter between steps, by name."""
+        optimizer = self[parameter].optimizer
+        applied = [r for r in self.all_rules() if not hasattr(r, "minimize") and self.applies(r, parameter)]
+        kept = [
+            slots_of(optimizer, parameter, optimizer.slot_dtype),
+            *(slots_of(r, parameter, None) for r in applied),
+        ]
+        names = Names()
+        found = {
+            names.new(f"{parameter.name}/{name}{end}"): kind
+            for own in kept
+            for name, how in own.items()
+            for end, kind in how.types.items()
+        }
+        if is_low(parameter.dtype) and optimizer.low_precision == "master":
+            found[names.new(f"{parameter.name}/rest")] = Type(parameter.shape, np.dtype(np.float32))
+        return found
+
+    def rules(self, kind: type[Rule]) -> list[Any]:
+        """The gradient rules or the parameter rules of all routes, each once, in an order that suits all."""
+        return _in_order([[r for r in route.optimizer.rules if isinstance(r, kind)] for route in self.routes])
+
+
+def shown_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules as an optimizer keeps them.
+
+    Raises:
+        HyperparameterError: something that is no rule, or the same one twice.
+    """
+    found = tuple(rules) if isinstance(rules, list | tuple) else (rules,)
+    for i, rule in enumerate(found):
+        if not isinstance(rule, GradientRule | ParameterRule):
+            made = rule.__name__ + ", a class" if isinstance(rule, type) else describe(rule)
+            raise HyperparameterError(
+                f"rules holds {made}; expected gradient rules and parameter rules, such as "
+                "[ClipByGlobalNorm(1.0), WeightDecay(0.01)]."
+            )
+        if any(rule == other for other in found[:i]):
+            raise HyperparameterError(f"rules holds {rule!r} twice. Give each rule once, or other values.")
+    return found
+
+
+def _grouped(groups: Sequence[Group], parameters: Sequence[Variable]) -> dict[str, Group]:
+    """The group of each parameter that is in one."""
+    found: dict[str, Group] = {}
+    for group in groups:
+        picked = [p for p in parameters if group.picks(p)]
+        if not picked:
+            names = [p.name for p in parameters]
+            name = name_of(group.where)
+            hint = nearest(name, names) if name else f"The names are {', '.join(map(repr, names[:8]))}."
+            raise UnknownNameError(f"{group!r} matches no parameter. {hint}")
+        for p in picked:
+            if p.name in found:
+                raise HyperparameterError(
+                    f"The parameter {p.name!r} is in two groups: {found[p.name]!r} and {group!r}. Narrow one "
+                    "of "
+                    "the patterns, or give a predicate."
+                )
+            found[p.name] = group
+    return found
+
+
+def _onward(route: Route, parameter: Variable, known: dict[Any, Route]) -> Route:
+    """Where an optimizer sends a parameter on to, such as Muon a vector."""
+    mine = route.optimizer
+    other = mine.route(parameter)
+    if other is mine or route.frozen:
+        return route
+    key = (route, id(other))
+    if key not in known:
+        name = f"{route.name}/{other.name}" if route.name else other.name
+        sent_on = replace(
+            other,
+            rules=(*mine.rules, *other.rules),
+            slot_dtype=other.slot_dtype or mine.slot_dtype,
+            low_precision=mine.low_precision,
+        )
+        known[key] = Route(name, sent_on)
+    return known[key]
+
+
+def _names_where(rule: Any, parameters: Sequence[Variable]) -> frozenset[str]:
+    if rule.where is None:
+        return frozenset(p.name for p in parameters)
+    return frozenset(p.name for p in select(parameters, rule.where, type(rule).__name__))
+
+
+def _distinct(rules: Sequence[Rule]) -> list[Rule]:
+    """Rules, each once; compared, for they need not be hashable."""
+    found: list[Rule] = []
+    for rule in rules:
+        if not any(rule == other for other in found):
+            found.append(rule)
+    return found
+
+
+def _in_order(lists: Sequence[Sequence[Rule]]) -> list[Rule]:
+    """One order of the rules of all lists that is the order in each of them.
+
+    Raises:
+        HyperparameterError: two lists contradict each other.
+    """
+    left = [list(rules) for rules in lists if rules]
+    found: list[Rule] = []
+    while left:
+        heads = [rules[0] for rules in left]
+        free = [head for head in heads if not any(head == later for rules in left for later in rules[1:])]
+        if not free:
+            raise HyperparameterError(
+                f"Two groups have the rules {heads[0]!r} and {heads[1]!r} in different orders. Use one order."
+            )
+        found.append(free[0])
+        left = [[r for r in rules if r != free[0]] for rules in left]
+        left = [rules for rules in left if rules]
+    return found
+
+
+def _plain(where: Where) -> str:
+    """A name for a group, from the pattern that picks it."""
+    name = name_of(where) or getattr(where, "__name__", "group").strip("<>")
+    words = [word.strip("*?[]") for word in name.split("/")]
+    return "/".join(word for word in words if word) or "group"
+
+
+def shared_fields(route: Route) -> frozenset[str]:
+    """The hyperparameters that a route has in common with its base."""
+    if route.base is None:
+        return frozenset()
+    mine, theirs = route.optimizer.hyperparameters, route.base.optimizer.hyperparameters
+    return frozenset(name for name, value in mine.items() if theirs.get(name) == value)

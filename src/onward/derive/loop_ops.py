@@ -1,0 +1,115 @@
+"""Which ops of a Program go into the loop over micro-batches, and what is read of them outside of it."""
+
+from __future__ import annotations
+
+from onward.core.errors import GraphError, RecipeError
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import ancestors
+from onward.core.words import Pass
+
+
+class Cut:
+    """The ops of a Program that go into the loop, those it needs before, and those that come after it.
+
+    Into the loop go forward and backward ops, and of the collectives what these need, what makes the state
+    that the forward pass carries, and what reads how much a device's part of a micro-batch counts.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.late = _late(program)
+        self.threaded = self._threaded()
+        inside = self._inside()
+        self.loop = tuple(op for op in program.ops if op in inside)
+        self.made = {v for op in self.loop for v in op.outputs}
+        self.read = {v for op in self.loop for v in op.inputs}
+        needed = ancestors(program, self.read)
+        self.outside = [op for op in program.ops if op not in inside]
+        self.before = [op for op in self.outside if not needed.isdisjoint(op.outputs)]
+        self.after = [op for op in self.outside if needed.isdisjoint(op.outputs)]
+        for op in self.before:
+            if not self.made.isdisjoint(op.inputs):
+                raise GraphError(
+                    f"{program.name}: {op!r} stands between two parts of the forward and backward pass, and "
+                    "accumulate runs both in one loop and updates after it. Add what updates last."
+                )
+
+    def _threaded(self) -> dict[Variable, Variable]:
+        """The state that the forward pass carries from batch to batch, and what replaces it."""
+        makers = (Pass.FORWARD, Pass.COLLECTIVE)
+        made = {v for op in self.program.ops if op.made_by in makers for v in op.outputs} - self.late
+        found: dict[Variable, Variable] = {}
+        known: set[Variable] = set()
+        while True:  # what replaces one state Variable may be another one that is carried
+            following = self.program.next_state.items()
+            found = {old: new for old, new in following if new in made or (new in known and new is not old)}
+            if known == found.keys():
+                return found
+            known = set(found)
+
+    def _inside(self) -> set[Op]:
+        ops = self.program.ops
+        core = {op for op in ops if op.made_by in (Pass.FORWARD, Pass.BACKWARD)}
+        read = {v for op in core for v in op.inputs}
+        needed = ancestors(self.program, read | set(self.threaded.values()))
+        told: set[Variable] = set()  # by a collective about the micro-batch
+        for op in ops:
+            if op.made_by is not Pass.COLLECTIVE:
+                continue
+            if not needed.isdisjoint(op.outputs) or not told.isdisjoint(op.inputs):
+                core.add(op)
+                told.update(v for v in op.outputs if v not in self.late)
+        return core
+
+    @property
+    def ports(self) -> list[Variable]:
+        """What is read of the Program outside of the loop, in an order that another size does not change."""
+        program = self.program
+        read = [v for op in self.outside for v in op.inputs]
+        following = [program.next_state[v] for v in program.state if v in program.next_state]
+        loss = [] if program.loss is None else [program.loss]
+        return [*read, *program.outputs, *following, *(g for _, g in program.gradients), *loss]
+
+    @property
+    def of_loss(self) -> set[Variable]:
+        """What the loop makes that the loss is merged from."""
+        needed = {self.program.loss}
+        for op in reversed(self.outside):
+            if not needed.isdisjoint(op.outputs):
+                needed.update(op.inputs)
+        return {v for v in needed if v in self.made}
+
+
+def _late(program: Program) -> set[Variable]:
+    """What the backward pass makes, and all that depends on it."""
+    found: set[Variable] = set()
+    for op in program.ops:
+        if op.made_by is Pass.BACKWARD or not found.isdisjoint(op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def expect_same_graph(whole: Cut, part: Cut) -> None:
+    """Raise ``RecipeError`` unless both Programs are the same but for the length of the batch."""
+    ports = list(zip(whole.ports, part.ports, strict=False))
+    same = [op.type for op in whole.outside] == [op.type for op in part.outside]
+    same &= len(whole.ports) == len(part.ports) and len(whole.before) == len(part.before)
+    same &= {v.name for v in whole.threaded} == {v.name for v in part.threaded}
+    if not same or any((v in whole.made) != (p in part.made) for v, p in ports):
+        raise RecipeError(
+            f"{whole.program.name}: for the rows of a micro-batch the function builds another graph than for "
+            "those of the batch, so accumulate cannot tell what belongs together. Let it branch on no length "
+            "of its data."
+        )
+
+
+def expect_no_data_in_updates(cut: Cut) -> None:
+    """Raise ``GraphError`` for an update that evaluates the loss again, on the batch itself."""
+    data = set(cut.program.inputs)
+    for op in cut.outside:
+        if op.made_by is Pass.UPDATE and (read := [v for v in op.inputs if v in data]):
+            raise GraphError(
+                f"{cut.program.name}: the update {op.type!r} reads {read[0].name!r}, for it evaluates the "
+                "loss again on the batch, and accumulate runs the loss on micro-batches alone. Take an "
+                "optimizer that needs the gradient only, or leave accumulate out."
+            )

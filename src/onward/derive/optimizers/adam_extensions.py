@@ -1,0 +1,158 @@
+"""Adam with one memory more: of how the gradient changes, or of gradients long past."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from onward.core.words import UpdateType
+from onward.derive.optimizer import Optimizer
+from onward.derive.optimizers.adam import adam, averaged, moments
+from onward.derive.optimizers.arithmetic import bias_correction, squared
+from onward.derive.optimizers.norms import norm
+from onward.derive.rule import Hyperparameter, Slots
+
+
+class Adan(Optimizer):
+    """Adam with Nesterov's momentum, from a running mean of the differences of successive gradients.
+
+    With ``d = g - previous g``, 0 in the first step: ``m <- beta1 m + (1 - beta1) g``;
+    ``u <- beta2 u + (1 - beta2) d``; ``v <- beta3 v + (1 - beta3) (g + beta2 d)**2``;
+    ``w <- w - learning_rate * (m' + beta2 u') / (sqrt(v') + epsilon)``, where m', u' and v' are corrected for
+    their start at zero as in ``Adam``; then ``w <- w / (1 + learning_rate * weight_decay)``.
+
+    Source: Xie et al., Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models, 2022,
+    algorithm 1, whose betas are 1 minus these; corrected for the start as in the authors' code and in optax,
+    whose betas these are. No restarts. optax adds 1e-8 in the root too, and decays as ``AdamW``.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.Adan().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> [v.name for v in program.state if "/" in v.name]
+        ['w/difference', 'w/gradient', 'w/mean', 'w/variance']
+    """
+
+    learning_rate: Hyperparameter = 1e-3
+    beta1: Hyperparameter = 0.98
+    beta2: Hyperparameter = 0.92
+    beta3: Hyperparameter = 0.99
+    epsilon: Hyperparameter = 1e-8
+    weight_decay: Hyperparameter = 0.0
+    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "beta3")
+
+    def init(self, parameter: Any) -> Slots:
+        zeros = jnp.zeros_like(parameter)
+        return {**moments(parameter), "difference": zeros, "gradient": zeros}
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Slots]:
+        h, t = hyperparameters, hyperparameters.step + 1
+        change = _change(gradient, slots, h)
+        mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
+        difference = h.beta2 * slots["difference"] + (1 - h.beta2) * change
+        variance = h.beta3 * slots["variance"] + (1 - h.beta3) * squared(gradient + h.beta2 * change)
+        ahead = mean / bias_correction(h.beta1, t) + h.beta2 * difference / bias_correction(h.beta2, t)
+        scale = jnp.sqrt(variance / bias_correction(h.beta3, t)) + h.epsilon
+        new = (parameter - h.learning_rate * ahead / scale) / (1 + h.learning_rate * h.weight_decay)
+        return new, {"mean": mean, "variance": variance, "difference": difference, "gradient": gradient}
+
+
+class AdEMAMix(Optimizer):
+    """Adam with a second mean of the gradients, which forgets very slowly.
+
+    m and v as in ``Adam``; ``s <- b s + (1 - b) g``;
+    ``w <- w - learning_rate * ((m' + a s) / (sqrt(v') + epsilon) + weight_decay * w)``, where m' and v' are
+    corrected for their start at zero, and s is not. a is alpha and b is beta3; over the first ``warmup``
+    steps a grows linearly from 0, and the half-life of b from that of beta1.
+
+    Source: Pagliardini, Ablin and Grangier, The AdEMAMix Optimizer: Better, Faster, Older, 2024, algorithm 1
+    and section 3. Defaults as in the authors' code and optax (the paper: alpha from 4 to 10), which leave
+    the warmup out too; the paper warms up over all steps of a run, and diverges without for large alpha.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.AdEMAMix(warmup=1000).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> [v.name for v in program.state if "/" in v.name]
+        ['w/mean', 'w/slow', 'w/variance']
+    """
+
+    learning_rate: Hyperparameter = 1e-3
+    beta1: Hyperparameter = 0.9
+    beta2: Hyperparameter = 0.999
+    beta3: Hyperparameter = 0.9999
+    alpha: Hyperparameter = 5.0
+    epsilon: Hyperparameter = 1e-8
+    weight_decay: Hyperparameter = 0.0
+    warmup: Hyperparameter = 0
+    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "beta3")
+
+    def init(self, parameter: Any) -> Slots:
+        return {**moments(parameter), "slow": jnp.zeros_like(parameter)}
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Slots]:
+        h, t = hyperparameters, hyperparameters.step + 1
+        done = jnp.minimum(t / jnp.maximum(h.warmup, 1), 1)
+        beta3, rest = _between(h.beta1, h.beta3, done)
+        slow = beta3 * slots["slow"] + rest * gradient
+        mean, variance = averaged(gradient, slots, h)
+        scale = jnp.sqrt(variance / bias_correction(h.beta2, t)) + h.epsilon
+        direction = (mean / bias_correction(h.beta1, t) + done * h.alpha * slow) / scale
+        new = parameter - h.learning_rate * (direction + h.weight_decay * parameter)
+        return new, {"mean": mean, "variance": variance, "slow": slow}
+
+
+class MARS(Optimizer):
+    """AdamW on gradients with less variance: each is carried on in the direction in which it changed.
+
+    ``c = g + gamma * beta1 / (1 - beta1) * (g - previous g)``, the difference 0 in the first step;
+    ``c <- c / max(1, |c|)``, the norm over the parameter as a whole, of whatever shape; then ``AdamW`` on c.
+
+    Source: Yuan et al., MARS: Unleashing the Power of Variance Reduction for Training Large Models, 2024,
+    algorithm 2 (MARS-AdamW) in its approximate form, MARS-approx: the previous gradient is the one of the
+    previous batch, not the gradient of this batch at the previous parameters, which would have to be computed
+    beside. Defaults as in the authors' code, which leaves vectors to AdamW.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.MARS().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> [v.name for v in program.state if "/" in v.name]
+        ['w/gradient', 'w/mean', 'w/variance']
+    """
+
+    type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
+    learning_rate: Hyperparameter = 3e-3
+    beta1: Hyperparameter = 0.95
+    beta2: Hyperparameter = 0.99
+    epsilon: Hyperparameter = 1e-8
+    gamma: Hyperparameter = 0.025
+    weight_decay: Hyperparameter = 0.0
+    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+
+    def init(self, parameter: Any) -> Slots:
+        return {**moments(parameter), "gradient": jnp.zeros_like(parameter)}
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Slots]:
+        h = hyperparameters
+        reduced = gradient + h.gamma * h.beta1 / (1 - h.beta1) * _change(gradient, slots, h)
+        reduced = reduced / jnp.maximum(1, norm(reduced))
+        direction, new = adam(reduced, slots, h)
+        parameter = parameter - h.learning_rate * (direction + h.weight_decay * parameter)
+        return parameter, {**new, "gradient": gradient}
+
+
+def _change(gradient: Any, slots: Slots, h: SimpleNamespace) -> Any:
+    """How the gradient differs from the one before; not at all in the first step."""
+    return jnp.where(h.step == 0, 0, gradient - slots["gradient"])
+
+
+def _between(start: Any, end: Any, done: Any) -> tuple[Any, Any]:
+    """The beta whose half-life is that part of the way between those of two others; and 1 minus it."""
+    inverse = (1 - done) / jnp.log1p(start - 1) + done / jnp.log1p(end - 1)
+    return jnp.exp(1 / inverse), -jnp.expm1(1 / inverse)

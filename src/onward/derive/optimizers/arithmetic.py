@@ -1,0 +1,44 @@
+"""What the rules of several optimizers compute alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from onward.core.errors import HyperparameterError
+
+
+def squared(x: Any) -> Any:
+    """The square of the absolute value: ``|x|**2``, a real number also where x is complex.
+
+    >>> squared(jnp.array([3 + 4j, 1j])).tolist()
+    [25.0, 1.0]
+    """
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
+
+
+def bias_correction(beta: Any, t: Any) -> Any:
+    """How much a running mean that began at zero weighs after t terms: ``1 - beta**t``.
+
+    Computed so that no digits cancel: with beta = 0.9999 and t = 2 the plain formula is wrong by 3e-4
+    in float32.
+
+    >>> bias_correction(jnp.float32(0.5), 2)
+    Array(0.75, dtype=float32)
+    """
+    return -jnp.expm1(t * jnp.log1p(beta - 1))
+
+
+def expect_real(optimizer: Any, parameter: Any, instead: str) -> None:
+    """Refuse a complex parameter, for a rule that follows signs.
+
+    Raises:
+        HyperparameterError: the parameter is complex.
+    """
+    if jnp.iscomplexobj(parameter):
+        raise HyperparameterError(
+            f"{type(optimizer).__name__} follows the sign of every number, and a parameter of dtype "
+            f"{parameter.dtype} has none. Use {instead} for it, or keep its real and imaginary parts as two "
+            "parameters."
+        )

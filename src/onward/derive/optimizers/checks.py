@@ -1,0 +1,24 @@
+"""What several optimizers ask of the fields that are fixed when a Program is derived."""
+
+from __future__ import annotations
+
+from onward.core.errors import HyperparameterError
+from onward.derive.optimizer import Optimizer
+
+
+def check_counts(optimizer: Optimizer, *names: str) -> None:
+    """Raise ``HyperparameterError`` unless each of these fields is a whole number of at least 1."""
+    for name in names:
+        value = getattr(optimizer, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise HyperparameterError(
+                f"{type(optimizer).__name__}: {name} is {value!r}. It must be a whole number of at least 1."
+            )
+
+
+def check_choice(optimizer: Optimizer, name: str, choices: tuple[str, ...]) -> None:
+    """Raise ``HyperparameterError`` unless this field is one of the choices."""
+    value = getattr(optimizer, name)
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise HyperparameterError(f"{type(optimizer).__name__}: {name} is {value!r}. Write one of {listed}.")

@@ -1,0 +1,168 @@
+"""How slots and low precision parameters are kept between steps: exactly, rounded at random, or in 8 bits.
+
+Rules compute in float32 or wider. What does not fit the dtype it is kept in must not be lost: a bfloat16
+number of 1.0 does not change when 0.001 is added to it, however often.
+
+>>> import jax.numpy as jnp
+>>> w, rest = jnp.bfloat16(1.0), jnp.float32(0.0)
+>>> for _ in range(100):
+...     w, rest = narrowed(widened(w) + rest + 0.001, jnp.bfloat16)
+>>> float(w), round(float(w) + float(rest), 4)
+(1.1015625, 1.1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from onward.core.errors import HyperparameterError
+from onward.core.jaxprs import Type
+
+_FORMS = ("float32", "bfloat16", "float16", "int8")
+_BLOCK = 256
+_SMALL = 4096  # numbers; what is smaller is not worth 8 bits
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A slot as it is kept: the arrays that hold it, by what is added to its name."""
+
+    used: Type
+    form: str | None = None
+
+    @property
+    def types(self) -> dict[str, Type]:
+        """The arrays, by the ending of their names."""
+        if self.form != "int8":
+            return {"": Type(self.used.shape, np.dtype(self.form or self.used.dtype))}
+        blocks = -(-prod(self.used.shape) // _BLOCK)
+        return {
+            "": Type((blocks, _BLOCK), np.dtype(np.uint8)),
+            "/scale": Type((blocks,), np.dtype(np.float32)),
+        }
+
+    def read(self, arrays: Sequence[Any]) -> Any:
+        """The slot as the rule takes it."""
+        if self.form == "int8":
+            codes, scale = arrays
+            numbers = _codebook()[codes] * scale[:, None]
+            return numbers.ravel()[: prod(self.used.shape)].reshape(self.used.shape).astype(self.used.dtype)
+        return arrays[0].astype(self.used.dtype)
+
+    def write(self, value: Any, step: Any) -> list[Any]:
+        """The arrays that hold the next value."""
+        if self.form == "int8":
+            return _in_blocks(value)
+        (kind,) = self.types.values()
+        if kind.dtype.itemsize < np.dtype(self.used.dtype).itemsize:
+            return [rounded_at_random(value, kind.dtype, step)]
+        return [jnp.asarray(value, kind.dtype)]
+
+
+def kept(slot: Any, parameter: Any, form: str | None) -> Kept:
+    """How a slot is kept where ``form`` is asked for: only floats as many as those of their parameter."""
+    used = Type(slot.shape, slot.dtype)
+    fits = slot.shape == parameter.shape and slot.dtype == np.float32
+    if form is None or not fits or (form == "int8" and prod(slot.shape) < _SMALL):
+        return Kept(used)
+    return Kept(used, form)
+
+
+def slots_of(rule: Any, parameter: Any, form: str | None) -> dict[str, Kept]:
+    """What a rule keeps for a parameter of this shape and dtype, by name."""
+    like = Type(parameter.shape, jnp.promote_types(parameter.dtype, np.float32))
+    types = jax.eval_shape(lambda p: dict(rule.init(p)), like)
+    return {name: kept(used, like, form) for name, used in types.items()}
+
+
+def check_form(what: str, form: object) -> None:
+    """Raise ``HyperparameterError`` unless this says how slots are kept."""
+    if form is not None and form not in _FORMS:
+        raise HyperparameterError(
+            f"{what}: slot_dtype is {form!r}; expected {', '.join(map(repr, _FORMS))}, or None for what the "
+            "rule asks for."
+        )
+
+
+def is_low(dtype: Any) -> bool:
+    """Whether a dtype of floats is narrower than float32."""
+    return bool(jnp.issubdtype(dtype, np.floating)) and np.dtype(dtype).itemsize < 4
+
+
+def widened(value: Any) -> Any:
+    """A value in the dtype in which rules compute: its own, at least float32."""
+    return value.astype(jnp.promote_types(value.dtype, np.float32))
+
+
+def narrowed(value: Any, dtype: Any) -> tuple[Any, Any]:
+    """A value in a lower dtype, and what that leaves out; together they are the value again."""
+    near = value.astype(dtype)
+    rest = value - near.astype(value.dtype)
+    return near, jnp.where(jnp.isfinite(rest), rest, 0)
+
+
+def rounded_at_random(value: Any, dtype: Any, step: Any) -> Any:
+    """A value rounded up or down, each as often as it is near, so that the mean over many steps is exact.
+
+    What decides is a hash of the number and the step, so that equal runs are equal, on any number of devices.
+
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015, section 3.
+    """
+    value = value.astype(np.float32)
+    bits = lax.bitcast_convert_type(value, np.uint32)
+    chance = (_hashed(bits ^ (step.astype(np.uint32) * np.uint32(0x9E3779B9))) >> 8).astype(
+        np.float32
+    ) / 2**24
+    near = value.astype(dtype)
+    error = value - near.astype(np.float32)
+    other = _neighbour(near, error > 0)
+    gap = jnp.abs(other.astype(np.float32) - near.astype(np.float32))
+    turned = jnp.isfinite(gap) & (chance * gap < jnp.abs(error))
+    return jnp.where(turned, other, near)
+
+
+def _neighbour(value: Any, above: Any) -> Any:
+    """The next number of a 16 bit dtype, above or below."""
+    bits = lax.bitcast_convert_type(value, np.uint16)
+    away = jnp.where(above == (value > 0), bits + np.uint16(1), bits - np.uint16(1))
+    sign = jnp.where(above, np.uint16(0), np.uint16(0x8000))
+    return lax.bitcast_convert_type(jnp.where(value == 0, sign | np.uint16(1), away), value.dtype)
+
+
+def _hashed(bits: Any) -> Any:
+    """Well mixed bits: the finalizer of MurmurHash3 (Appleby, 2008)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * np.uint32(factor)
+    return bits ^ (bits >> 16)
+
+
+def _in_blocks(value: Any) -> list[Any]:
+    """Codes and scales, block by block of 256 numbers.
+
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022, sections 2.1 and 3.
+    """
+    flat = jnp.pad(value.ravel().astype(np.float32), (0, -value.size % _BLOCK)).reshape(-1, _BLOCK)
+    scale = jnp.max(jnp.abs(flat), axis=1)
+    unit = flat / jnp.where(scale == 0, 1, scale)[:, None]
+    middles = (_codebook()[1:] + _codebook()[:-1]) / 2
+    return [jnp.searchsorted(middles, unit).astype(np.uint8), scale]
+
+
+@cache
+def _codebook() -> np.ndarray[Any, Any]:
+    """256 numbers from -1 to 1, the denser the nearer to zero: the signed dynamic tree."""
+    numbers = [0.0, 1.0]
+    for exponent in range(7):
+        ends = np.linspace(0.1, 1.0, 2**exponent + 1)
+        middles = (ends[1:] + ends[:-1]) / 2
+        numbers += [sign * m * 10.0 ** (exponent - 6) for m in middles for sign in (1, -1)]
+    return np.sort(np.asarray(numbers, np.float32))

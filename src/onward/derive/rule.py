@@ -1,0 +1,164 @@
+"""What every rule of an update is: a frozen dataclass with hyperparameters, an ``init`` and an ``update``.
+
+Three kinds are built on it: an ``Optimizer`` updates parameters, a ``GradientRule`` changes gradients before
+that, a ``ParameterRule`` changes what the optimizer made of the parameters.
+
+    gradient -> gradient rules, in order -> optimizer -> parameter rules, in order -> next parameter
+
+>>> import jax.numpy as jnp, onward as ow
+>>> class Halve(ow.GradientRule):
+...     def update(self, parameter, gradient, slots, hyperparameters):
+...         return gradient / 2, slots
+>>> program = ow.SGD(0.1, rules=[Halve()]).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+>>> [target.op.type for target in program.updates]
+['count', 'halve', 'sgd']
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self, dataclass_transform
+
+import jax
+
+from onward.core.errors import HyperparameterError, nearest
+from onward.core.walk import Where
+from onward.core.words import UpdateType
+
+Schedule = Callable[[jax.Array], jax.Array]
+Hyperparameter = float | Schedule
+Slots = Mapping[str, jax.Array]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(field,))
+@dataclass(frozen=True)
+class Rule:
+    """The base of optimizers, gradient rules and parameter rules.
+
+    A subclass is a frozen dataclass without being told so. A field annotated ``Hyperparameter`` becomes a
+    float32 state Variable, or follows a schedule; a field of any other type is fixed when the Program is
+    derived. ``type`` says how far the rule looks; with ``ACROSS`` it takes tuples over all parameters in
+    place of single arrays. A rule that sets ``evaluates_loss`` is given one more argument, a ``Loss``. The
+    hyperparameters named in ``below_one`` must be less than 1. Rules compute in float32, or in what is wider.
+
+    Raises:
+        HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.
+    """
+
+    type: ClassVar[UpdateType] = UpdateType.ELEMENTWISE
+    evaluates_loss: ClassVar[bool] = False
+    below_one: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dataclass(frozen=True)(cls)
+        if "step" in cls.__dataclass_fields__:
+            raise HyperparameterError(
+                f"{cls.__name__} has a field named 'step', but hyperparameters.step is the number of updates "
+                "made before this one. Give the field another name."
+            )
+        if cls.evaluates_loss and cls.type is not UpdateType.ACROSS:
+            raise HyperparameterError(
+                f"{cls.__name__} evaluates the loss, which depends on all parameters: set type = "
+                "UpdateType.ACROSS and take tuples of parameters, gradients and slots."
+            )
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse a hyperparameter that does not exist, and offer the nearest."""
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                names = cls.__dataclass_fields__
+                raise HyperparameterError(
+                    f"{cls.__name__} has no hyperparameter {name!r}. {nearest(name, names)}"
+                )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, value in self.hyperparameters.items():
+            if not callable(value):
+                self.check_hyperparameter(name, value)
+
+    def init(self, parameter: jax.Array) -> Slots:
+        """The slots of one parameter before the first step, by name; none unless overridden."""
+        return {}
+
+    def evaluated(self, parameter: Any, slots: Any, hyperparameters: SimpleNamespace) -> Any:
+        """The parameter to evaluate a model with, where it is not the one that is trained."""
+        return parameter
+
+    @property
+    def name(self) -> str:
+        """The type of its ops: the class name in lower case."""
+        words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", type(self).__name__)
+        return "_".join(words).lower() or type(self).__name__
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Hyperparameter]:
+        """The fields that may change while training, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if _is_hyperparameter(f.type)}
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether it has other parameters to evaluate a model with than those it trains."""
+        return type(self).evaluated is not Rule.evaluated
+
+    @classmethod
+    def check_hyperparameter(cls, name: str, value: Any) -> None:
+        """Raise ``HyperparameterError`` unless this is a finite number that is not negative."""
+        try:
+            number = math.nan if isinstance(value, bool) else float(value + 0)
+        except (TypeError, ValueError):
+            raise HyperparameterError(
+                f"{cls.__name__}: {name} is {value!r}. Give a number, or a schedule: a function of the step."
+            ) from None
+        if not math.isfinite(number) or number < 0:
+            raise HyperparameterError(
+                f"{cls.__name__}: {name} is {number}. It must be a finite number of at least 0."
+            )
+        if name in cls.below_one and number >= 1:
+            raise HyperparameterError(f"{cls.__name__}: {name} is {number}. It must be less than 1.")
+
+
+class GradientRule(Rule):
+    """The base of rules that change gradients before the optimizer sees them.
+
+    ``where`` picks the parameters by name, pattern or predicate whose gradients it changes; all unless given.
+    """
+
+    where: Where | Iterable[Where] | None = field(default=None, kw_only=True)
+
+    def update(
+        self, parameter: Any, gradient: Any, slots: Any, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Any]:
+        """The gradient as the optimizer shall see it, and the next slots.
+
+        ``hyperparameters`` has the rule's own by their names, and ``step``; unless the rule looks across
+        parameters also those of the optimizer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how to change a gradient")
+
+
+class ParameterRule(Rule):
+    """The base of rules that change what the optimizer made of the parameters.
+
+    ``where`` picks the parameters by name, pattern or predicate; all unless given.
+    """
+
+    where: Where | Iterable[Where] | None = field(default=None, kw_only=True)
+
+    def update(
+        self, parameter: Any, updated: Any, gradient: Any, slots: Any, hyperparameters: SimpleNamespace
+    ) -> tuple[Any, Any]:
+        """The next parameter, from the one before the step and what became of it so far; and the slots."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to change a parameter")
+
+
+def _is_hyperparameter(annotation: Any) -> bool:
+    """Whether a field is annotated ``Hyperparameter``, be it as a string (as dataclasses do for ClassVar)."""
+    if isinstance(annotation, str):
+        return annotation.rpartition(".")[2] == "Hyperparameter"
+    return bool(annotation == Hyperparameter)

@@ -1,0 +1,53 @@
+"""Schedules: hyperparameters as pure functions of the step; the first update uses ``schedule(0)``.
+
+    compose    constant  piecewise  join  warmup
+    decay      linear  polynomial  cosine  wsd
+    fading     exponential  natural_exp  inverse_time  noam
+    cycles     restarts  one_cycle  cyclic
+    plateau    plateau, which looks at a metric and not at the step: a callback, not a Schedule
+
+One vocabulary. Values: ``begin`` is the value at step 0, ``peak`` the one after the warm-up, ``end`` the one
+that stays. Counts of steps: ``steps`` is the whole way to ``end``, ``warmup`` the first part of it, ``decay``
+the last; ``every`` is the distance between things that repeat. ``rate`` is how fast it fades, ``power`` an
+exponent, ``shape`` the form of a curve.
+
+Any hyperparameter of any optimizer can follow one, or any other function of the step that JAX can trace.
+What is made here is frozen, compares by value, computes on whole arrays of steps, and can be scaled:
+
+>>> import numpy as np
+>>> from onward.derive import schedules as schedule
+>>> rate = schedule.cosine(1e-3, steps=1000, warmup=100)
+>>> rate, rate == schedule.cosine(1e-3, steps=1000, warmup=100)
+(cosine(0.001, steps=1000, warmup=100), True)
+>>> rate(np.array([0, 50, 100, 1000, 5000])).tolist()
+[0.0, 0.0005000000237487257, 0.0010000000474974513, 0.0, 0.0]
+>>> float((2 * rate)(100))
+0.0020000000949949026
+"""
+
+from onward.derive.schedules.base import Schedule
+from onward.derive.schedules.compose import constant, join, piecewise, warmup
+from onward.derive.schedules.cycles import cyclic, one_cycle, restarts
+from onward.derive.schedules.decay import cosine, linear, polynomial, wsd
+from onward.derive.schedules.fading import exponential, inverse_time, natural_exp, noam
+from onward.derive.schedules.plateau import plateau
+
+__all__ = [
+    "Schedule",
+    "constant",
+    "cosine",
+    "cyclic",
+    "exponential",
+    "inverse_time",
+    "join",
+    "linear",
+    "natural_exp",
+    "noam",
+    "one_cycle",
+    "piecewise",
+    "plateau",
+    "polynomial",
+    "restarts",
+    "warmup",
+    "wsd",
+]

@@ -1,0 +1,219 @@
+"""Every first-order optimizer against the equations of its paper, against optax, and at the edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import papers
+import pytest
+from reference import FAST, assert_as_in_the_paper, by_the_paper, given, run
+
+import onward as ow
+
+CASES = {
+    "SGD": (ow.SGD(0.1), papers.sgd),
+    "Momentum": (ow.Momentum(0.1), papers.momentum),
+    "Momentum, nesterov": (ow.Momentum(0.1, nesterov=True), papers.nesterov),
+    "Nesterov": (ow.Nesterov(0.1, 0.8), papers.nesterov),
+    "ASGD": (ow.ASGD(0.1, decay=0.5), papers.asgd),
+    "SignSGD": (ow.SignSGD(0.1), papers.sign_sgd),
+    "Signum": (ow.Signum(0.1), papers.signum),
+    "Lion": (ow.Lion(0.1, weight_decay=0.2), papers.lion),
+    "Rprop": (ow.Rprop(0.1, largest=0.2), papers.rprop),
+    "Adagrad": (ow.Adagrad(0.1, 1e-6, initial_accumulator=0.5), papers.adagrad),
+    "DecayedAdagrad": (ow.DecayedAdagrad(0.1), papers.decayed_adagrad),
+    "Adadelta": (ow.Adadelta(), papers.adadelta),
+    "RMSProp": (ow.RMSProp(0.1), papers.rmsprop),
+    "RMSProp, centered, momentum": (ow.RMSProp(0.1, momentum=0.8, centered=True), papers.graves),
+    "Adam": (ow.Adam(0.1, 0.9, 0.99, 1e-6), papers.adam),
+    "AdamW": (ow.AdamW(0.1, weight_decay=0.2), papers.adamw),
+    "LazyAdam": (ow.LazyAdam(0.1), papers.lazy_adam),
+    "AMSGrad": (ow.AMSGrad(0.1, beta2=0.9), papers.amsgrad),
+    "Adamax": (ow.Adamax(0.1), papers.adamax),
+    "NAdam": (ow.NAdam(0.1, momentum_decay=0.1), papers.nadam),
+    "RAdam": (ow.RAdam(0.1), papers.radam),
+    "Yogi": (ow.Yogi(0.1), papers.yogi),
+    "AdaBelief": (ow.AdaBelief(0.1), papers.adabelief),
+    "ADOPT": (ow.ADOPT(0.1), papers.adopt),
+    "Adan": (ow.Adan(0.1, weight_decay=0.2), papers.adan),
+    "AdEMAMix": (ow.AdEMAMix(0.1, weight_decay=0.2, warmup=60), papers.ademamix),
+    "MARS": (ow.MARS(0.1, weight_decay=0.2, gamma=0.1), papers.mars),
+}
+SIGNS = {"SignSGD": "SGD", "Signum": "Momentum", "Lion": "AdamW", "Rprop": "Adam"}
+PEERS = {
+    "SGD": optax.sgd(0.1),
+    "Momentum": optax.sgd(0.1, 0.9),
+    "Nesterov": optax.sgd(0.1, 0.8, nesterov=True),
+    "SignSGD": optax.sign_sgd(0.1),
+    "Signum": optax.chain(optax.ema(0.9, debias=False), optax.sign_sgd(0.1)),
+    "Lion": optax.lion(0.1, weight_decay=0.2),
+    "DecayedAdagrad": optax.rmsprop(0.1, 0.95, 1e-6, eps_in_sqrt=False),
+    "Adadelta": optax.adadelta(1.0, rho=0.95),
+    "RMSProp": optax.rmsprop(0.1),
+    "RMSProp, centered, momentum": optax.rmsprop(0.1, momentum=0.8, centered=True),
+    "Adam": optax.adam(0.1, 0.9, 0.99, 1e-6),
+    "AdamW": optax.adamw(0.1, weight_decay=0.2),
+    "Adamax": optax.adamax(0.1),
+    "RAdam": optax.radam(0.1),
+    "AdaBelief": optax.adabelief(0.1),
+    "ADOPT": optax.contrib.adopt(0.1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hundred_steps_of_the_papers_equations_with_two_learning_rates_at_once(name):
+    optimizer, rule = CASES[name]
+    tree = given("float32")
+    rates = np.array([0.1, 0.3], np.float32)
+    swept = jax.vmap(lambda rate: run(optimizer, *tree, learning_rate=rate))(rates)
+    for i, rate in enumerate(rates):
+        expected = by_the_paper(rule, optimizer, *tree, learning_rate=rate)
+        assert_as_in_the_paper({k: v[i] for k, v in swept.items()}, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hundred_steps_in_double_precision_and_of_complex_numbers(name):
+    optimizer, rule = CASES[name]
+    parameters, gradients = given("float64", shapes={"scalar": (), "matrix": (3, 2)})
+    if name not in SIGNS:
+        more = given("complex128", shapes={"complex": (4,)})
+        parameters, gradients = parameters | more[0], gradients | more[1]
+    with jax.enable_x64(True):
+        actual = run(optimizer, parameters, gradients)
+    assert {k: v.dtype for k, v in actual.items()} == {k: v.dtype for k, v in parameters.items()}
+    expected = by_the_paper(rule, optimizer, parameters, gradients)
+    assert_as_in_the_paper(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_the_same_as_optax(name):
+    optimizer, peer = CASES[name][0], PEERS[name]
+    w, gradients = given("float32", steps=10, shapes={"matrix": (3, 4)})
+
+    def advance(carry, gradient):
+        w, slots = carry
+        updates, slots = peer.update(gradient, slots, w)
+        w = optax.apply_updates(w, updates)
+        return (w, slots), w
+
+    expected = jax.jit(lambda w, g: jax.lax.scan(advance, (w, peer.init(w)), g)[1], compiler_options=FAST)
+    assert_as_in_the_paper(run(optimizer, w, gradients), expected(w, gradients), 1e-4)
+
+
+SHAPES_AND_DTYPES = {
+    "scalar": jnp.ones((), jnp.bfloat16),
+    "kernel": jnp.ones((2, 2, 1, 2), jnp.float16),
+    "empty": jnp.ones((0, 3), jnp.float32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_zero_gradients_move_nothing_whatever_the_shape_and_dtype(name):
+    """Beside them one parameter of which the gradient is not zero, as the paper says."""
+    optimizer, rule = CASES[name]
+    params = SHAPES_AND_DTYPES | {"moved": jnp.linspace(-1.0, 2.0, 4)}
+
+    def loss(params, zero):
+        moved = jnp.sum(jnp.cos(3 * params["moved"]))
+        return moved + sum(jnp.sum(p.astype(jnp.float32)) * zero for p in params.values())
+
+    step = ow.compile(optimizer.minimize(loss, params, 0.0), fetch=["grad(moved)"])
+    state, gradients = step.init(params), []
+    for _ in range(5):
+        state, out = step(state, 0.0)
+        gradients.append(out["grad(moved)"])
+    after = {k: np.asarray(v) for k, v in state.parameters.items()}
+    expected = by_the_paper(
+        rule, optimizer, {"moved": np.asarray(params["moved"])}, {"moved": np.stack(gradients)}
+    )
+    assert_as_in_the_paper({"moved": after["moved"]}, {"moved": expected["moved"][-1]}, 1e-5)
+    for k, before in SHAPES_AND_DTYPES.items():
+        assert after[k].dtype == before.dtype
+        if "weight_decay" in optimizer.hyperparameters:
+            assert np.all(after[k] > 0)
+            assert np.all(after[k] <= 1)
+        else:
+            np.testing.assert_array_equal(after[k], before)
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_complex_parameters_have_no_sign(name):
+    with pytest.raises(ow.HyperparameterError, match=f"{name}.*complex64.*Use {SIGNS[name]} "):
+        CASES[name][0].minimize(lambda z: jnp.abs(z) ** 2, jnp.complex64(1j))
+
+
+def test_gradients_of_complex_parameters_point_uphill():
+    step = ow.compile(ow.NAdam(0.1).minimize(lambda z: jnp.abs(z - 1j) ** 2, jnp.complex64(1)))
+    state = step.init(jnp.complex64(1))
+    for _ in range(60):
+        state, _ = step(state)
+    assert abs(complex(state.parameters) - 1j) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(type(o), n) for o in {type(o): o for o, _ in CASES.values()}.values() for n in o.below_one],
+)
+def test_a_mean_that_would_never_forget_or_grow_is_refused(kind, name):
+    with pytest.raises(ow.HyperparameterError, match=f"{kind.__name__}: {name} is 1.0.*less than 1"):
+        kind(**{name: 1.0})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_negative_hyperparameters_are_refused(name):
+    kind = type(CASES[name][0])
+    for field in kind().hyperparameters:
+        with pytest.raises(ow.HyperparameterError, match=f"{kind.__name__}: {field} is -1.0.*at least 0"):
+            kind(**{field: -1.0})
+
+
+def test_steps_of_rprop_that_never_grow_are_refused():
+    with pytest.raises(ow.HyperparameterError, match=r"Rprop: eta_plus is 0.9. It must be at least 1"):
+        ow.Rprop(eta_plus=0.9)
+
+
+@pytest.mark.parametrize("after", [0, 7])
+def test_asgd_is_evaluated_at_the_mean_of_its_weights(after):
+    optimizer = ow.ASGD(0.1, average_after=after)
+    step = ow.compile(optimizer.minimize(lambda w: (w - 1) ** 2, jnp.float32(3.0)))
+    state, weights = step.init(jnp.float32(3.0)), []
+    for _ in range(20):
+        state, _ = step(state)
+        weights.append(float(state.parameters))
+    average = optimizer.evaluated(state.parameters, {"average": state["w/average"]}, None)
+    np.testing.assert_allclose(average, np.mean(weights[after:]), rtol=1e-5)
+
+
+def test_lazy_adam_leaves_the_slots_of_untouched_rows():
+    optimizer, table = ow.LazyAdam(0.1), jnp.ones((3, 2))
+    step = ow.compile(optimizer.minimize(lambda t, rows: jnp.sum(t[rows] ** 2), table, jnp.array([0])))
+    state, _ = step(step.init(table), jnp.array([1]))
+    before = {n: np.asarray(state[n]) for n in ("t", "t/mean", "t/variance")}
+    state, _ = step(state, jnp.array([2]))
+    for name, value in before.items():
+        changed = np.any(np.asarray(state[name]) != value, axis=1)
+        assert changed.tolist() == [False, False, True], name
+
+
+def test_a_momentum_of_zero_keeps_no_velocity_that_could_be_turned_on():
+    plain, heavy = ow.RMSProp(), ow.RMSProp(momentum=0.5)
+    program = plain.minimize(lambda w: w**2, jnp.float32(1.0))
+    assert {v.name for v in program.state} == {"w", "w/variance", "step", *plain.hyperparameters}
+    assert "momentum" not in plain.hyperparameters
+    assert "momentum" in heavy.hyperparameters
+    assert "momentum" in ow.RMSProp(momentum=lambda step: 0.0).hyperparameters
+
+
+def test_ademamix_without_warmup_is_that_after_the_warmup():
+    tree = given("float32", steps=6, shapes={"vector": (5,)})
+    never, done, long = (run(ow.AdEMAMix(0.1, beta3=0.99, warmup=w), *tree)["vector"] for w in (0, 1, 1e4))
+    np.testing.assert_array_equal(never, done)
+    adam = run(ow.Adam(0.1), *tree)["vector"]
+    np.testing.assert_allclose(long, adam, atol=1e-3)
+    assert not np.allclose(never, adam, atol=1e-2)
+
+
+def test_the_names_of_update_ops():
+    names = {ow.AMSGrad: "ams_grad", ow.ADOPT: "adopt", ow.RMSProp: "rms_prop", ow.SignSGD: "sign_sgd"}
+    assert {kind: kind().name for kind in names} == names

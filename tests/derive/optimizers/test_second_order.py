@@ -1,0 +1,347 @@
+"""Sophia and L-BFGS against closed forms, NumPy and scipy; and how fast rules for matrices converge."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.optimize
+from tests.derive.optimizers import reference_c as reference
+
+import onward as ow
+from onward.derive.loss import Loss
+from onward.derive.optimizers.kron import PSGDKron
+from onward.derive.optimizers.lbfgs import LBFGS, two_loop
+from onward.derive.optimizers.line_search import Point, strong_wolfe
+from onward.derive.optimizers.muon import Muon
+from onward.derive.optimizers.shampoo import Shampoo
+from onward.derive.optimizers.soap import SOAP
+from onward.derive.optimizers.sophia import Sophia, hutchinson
+
+SOPHIA = {"beta1": 0.9, "beta2": 0.8, "gamma": 0.05, "epsilon": 1e-8, "weight_decay": 0.1}
+
+
+def coupled(params, a, b):
+    """Of all parameters laid end to end: gradient ``A w + w**3 + b``, Hessian ``A + 3 diag(w**2)``."""
+    w = jnp.concatenate([p.ravel() for p in params.values()])
+    return 0.5 * w @ a @ w + 0.25 * jnp.sum(w**4) + b @ w
+
+
+def probes(shapes, steps, dtype):
+    def drawn(step):
+        key = jax.random.fold_in(jax.random.key(0), step)
+        each = [jax.random.normal(jax.random.fold_in(key, i), s, dtype) for i, s in enumerate(shapes)]
+        return jnp.concatenate([u.ravel() for u in each])
+
+    return np.float64(jax.jit(jax.vmap(drawn))(jnp.arange(steps)))
+
+
+def sophia(w, a, bs, shapes, dtype, every):
+    h = {k: reference.f32(v) for k, v in SOPHIA.items()}
+    us = probes(shapes, len(bs), dtype)
+    mean, curvature, rate = np.zeros_like(w), np.zeros_like(w), reference.f32(0.01)
+    for t, b in enumerate(bs):
+        gradient = a @ w + w**3 + b
+        mean = h["beta1"] * mean + (1 - h["beta1"]) * gradient
+        if t % every == 0:
+            estimate = us[t] * (a @ us[t] + 3 * w**2 * us[t])
+            curvature = h["beta2"] * curvature + (1 - h["beta2"]) * estimate
+        w = w - rate * h["weight_decay"] * w
+        w = w - rate * np.clip(mean / np.maximum(h["gamma"] * curvature, h["epsilon"]), -1, 1)
+    return w
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
+def test_a_hundred_steps_of_sophias_equations(dtype, tolerance):
+    """The gradients are far from zero, or else its sign, which float32 does not know, would decide."""
+    draw = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params, _ = reference.tree(dtype)
+        params = dict(sorted(params.items()))
+        shapes = [p.shape for p in params.values()]
+        w = np.concatenate([np.float64(p).ravel() for p in params.values()])
+        a = draw.normal(size=(w.size, w.size)).astype(np.float32)
+        a = ((a + a.T) / 2).astype(dtype)
+        bs = np.float32(5 * draw.normal(size=w.size) + draw.normal(size=(100, w.size))).astype(dtype)
+        program = Sophia(0.01, **SOPHIA, every=4).minimize(coupled, params, a, bs[0])
+        step = ow.compile(program)
+        state = step.init(params)
+        for b in bs:
+            state, _ = step(state, a, b)
+        ours = np.concatenate([np.float64(p).ravel() for p in state.parameters.values()])
+        expected = sophia(w, np.float64(a), bs, shapes, dtype, 4)
+    np.testing.assert_allclose(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_hutchinsons_estimate_is_right_on_average():
+    a = jnp.array([[2.0, 1.0], [1.0, -3.0]])
+    loss = Loss(lambda w, v: 0.5 * w @ a @ w + 4 * v**2)
+    at = (jnp.ones(2), jnp.float32(1.0))
+    found = jax.jit(jax.vmap(lambda t: hutchinson(loss, at, 0, t)))(jnp.arange(4000))
+    np.testing.assert_allclose(np.mean(found[0], axis=0), [2, -3], atol=0.2)
+    np.testing.assert_allclose(np.mean(found[1]), 8, atol=0.5)
+
+
+def test_sophia_looks_at_the_hessian_at_every_kth_step_only():
+    w = jnp.ones(3)
+    step = ow.compile(Sophia(0.01, every=3).minimize(lambda w: jnp.sum(w**4), w))
+    state, seen = step.init(w), []
+    for _ in range(7):
+        state, _ = step(state)
+        seen.append(np.asarray(state["w/curvature"]))
+    changed = [not np.array_equal(a, b) for a, b in zip([np.zeros(3), *seen], seen, strict=False)]
+    assert changed == [True, False, False, True, False, False, True]
+
+
+def dense(gradient, steps, changes):
+    """The BFGS formula for the inverse Hessian as whole matrices, oldest pair first."""
+    n = gradient.size
+    h = np.eye(n) * (steps[-1] @ changes[-1]) / (changes[-1] @ changes[-1])
+    for s, y in zip(steps, changes, strict=True):
+        rho = 1 / (s @ y)
+        h = (np.eye(n) - rho * np.outer(s, y)) @ h @ (np.eye(n) - rho * np.outer(y, s)) + rho * np.outer(s, s)
+    return h @ gradient
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_the_two_loops_are_the_bfgs_formula(count):
+    draw = np.random.default_rng(count)
+    root = draw.normal(size=(6, 6))
+    steps = draw.normal(size=(count, 6))
+    changes, gradient = steps @ (root @ root.T + np.eye(6)), draw.normal(size=6)
+    with jax.enable_x64(True):
+        s, y = (np.zeros((5, 6)) for _ in range(2))
+        places = (np.arange(count) + 3) % 5
+        s[places], y[places] = steps, changes
+        newest_first = jnp.asarray((places[-1] - np.arange(5)) % 5)
+        split = [
+            (jnp.asarray(x[..., :2]), jnp.asarray(x[..., 2:]).reshape(*x.shape[:-1], 2, 2))
+            for x in (gradient, s, y)
+        ]
+        found = jax.jit(two_loop)(*split, newest_first)
+    found = np.concatenate([np.ravel(x) for x in found])
+    np.testing.assert_allclose(found, dense(gradient, steps, changes), rtol=1e-12, atol=1e-12)
+
+
+LINES = {
+    "parabola": lambda a: (a - 3) ** 2,
+    "far": lambda a: (a - 300) ** 2,
+    "near": lambda a: (a - 0.001) ** 2,
+    "waves": lambda a: jnp.cos(3 * a) + 0.1 * (a - 4) ** 2 - 0.3 * a,
+    "cliff": lambda a: jnp.where(a < 0.3, (a - 0.2) ** 2, jnp.nan),
+    "log": lambda a: a - 2 * jnp.log(a + 0.1),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("first", [0.01, 1.0, 30.0])
+def test_a_line_search_ends_where_the_strong_wolfe_conditions_hold(name, first):
+    f = LINES[name]
+
+    def evaluate(a):
+        return Point(a, *jax.value_and_grad(f)(a)), a
+
+    @jax.jit
+    def search(first):
+        start, extra = evaluate(jnp.zeros_like(first))
+        return start, strong_wolfe(evaluate, start, extra, first, 1e-4, 0.1, 30)
+
+    with jax.enable_x64(True):
+        start, (end, extra) = jax.tree.map(float, search(jnp.float64(first)))
+    assert extra == end.step > 0
+    assert end.value <= start.value + 1e-4 * end.step * start.slope
+    assert abs(end.slope) <= 0.1 * abs(start.slope)
+
+
+def test_a_line_search_that_finds_nothing_stays():
+    def evaluate(a):
+        return Point(a, jnp.where(a > 0, jnp.nan, 1.0), jnp.float32(-1.0)), ()
+
+    end, _ = strong_wolfe(evaluate, evaluate(jnp.float32(0))[0], (), jnp.float32(1.0))
+    assert end.step == 0
+
+
+@pytest.mark.parametrize("start", [(-1.2, 1.0), (-1.0, 2.0)])
+def test_lbfgs_takes_as_many_steps_as_scipy_and_optax(start):
+    f, value_and_gradient = reference.rosenbrock, jax.value_and_grad(reference.rosenbrock)
+    with jax.enable_x64(True):
+        w = jnp.array(start)
+        _, _, losses = jax.jit(lambda w: reference.descended(LBFGS(), f, w, 60))(w)
+        both = jax.jit(value_and_gradient)
+        peer = scipy.optimize.minimize(
+            lambda x: tuple(map(np.asarray, both(jnp.asarray(x)))),
+            np.array(start),
+            jac=True,
+            method="L-BFGS-B",
+            options={"ftol": 0, "gtol": 1e-10},
+        )
+        other = optax.lbfgs()
+
+        def one(carry, _):
+            w, state = carry
+            value, gradient = value_and_gradient(w)
+            updates, state = other.update(gradient, state, w, value=value, grad=gradient, value_fn=f)
+            return (optax.apply_updates(w, updates), state), value
+
+        theirs = jax.jit(lambda w: jax.lax.scan(one, (w, other.init(w)), None, 60)[1])(w)
+    steps, optax_steps = (int(np.argmax(np.asarray(x) < 1e-20)) for x in (losses, theirs))
+    assert peer.fun < 1e-20
+    assert 0 < steps <= 1.2 * max(peer.nit, optax_steps)
+    assert np.all(np.diff(losses) <= 0)
+
+
+def test_lbfgs_sees_all_parameters_as_one_vector():
+    """On a quadratic of n numbers in several parameters: as when they are one, and done in about n steps."""
+    draw = np.random.default_rng(0)
+    root = draw.normal(size=(7, 7))
+    a, b = root @ root.T + np.eye(7), draw.normal(size=7)
+
+    def flat(w):
+        return 0.5 * w @ a @ w - b @ w
+
+    def split(p):
+        return flat(jnp.concatenate([p["s"][None], p["m"].ravel(), p["v"]]))
+
+    with jax.enable_x64(True):
+        whole, parts = jnp.zeros(7), {"m": jnp.zeros((2, 2)), "s": jnp.zeros(()), "v": jnp.zeros(2)}
+        steps = [ow.compile(LBFGS(curvature=0.1).minimize(*x)) for x in ((flat, whole), (split, parts))]
+        states = [step.init(w) for step, w in zip(steps, (whole, parts), strict=True)]
+        for _ in range(20):
+            states = [step(state)[0] for step, state in zip(steps, states, strict=True)]
+        p = states[1].parameters
+        found = np.concatenate([p["s"][None], p["m"].ravel(), p["v"]])
+    np.testing.assert_allclose(found, np.linalg.solve(a, b), rtol=1e-8)
+    np.testing.assert_allclose(found, states[0].parameters, rtol=1e-8)
+
+
+def test_lbfgs_forgets_when_a_step_finds_nothing_better():
+    """The slots of a step that is not taken are zeros, which count as no pair."""
+    loss = Loss(lambda w: jnp.where(w[0] > 0.99, jnp.sum(w), jnp.nan))
+    optimizer, w = LBFGS(memory=2, evaluations=3), jnp.ones(1)
+    ones = {name: jnp.ones((2, 1)) for name in ("steps", "changes")}
+    h = SimpleNamespace(learning_rate=jnp.float32(1), step=jnp.int32(5))
+    (after,), (slots,) = optimizer.update((w,), (jnp.ones(1),), (ones,), h, loss)
+    assert after.tolist() == [1.0]
+    assert slots["steps"].tolist() == slots["changes"].tolist() == [[1.0], [0.0]]
+
+
+def test_lbfgs_goes_downhill_where_a_rule_turned_the_gradient_around():
+    optimizer, w = LBFGS(), jnp.ones(2)
+    h = SimpleNamespace(learning_rate=jnp.float32(1), step=jnp.int32(0))
+    loss = Loss(lambda w: jnp.sum(w**2))
+    (after,), _ = optimizer.update((w,), (-jnp.ones(2),), (optimizer.init(w),), h, loss)
+    assert float(loss(after)) < 2
+
+
+def test_lbfgs_takes_complex_parameters():
+    w = jnp.array([1 + 2j, -1j, 3], jnp.complex64)
+    after, _, losses = jax.jit(lambda w: reference.descended(LBFGS(), reference.parabola, w, 12))(w)
+    assert after.dtype == jnp.complex64
+    assert losses[-1] < 1e-6 * losses[0]
+
+
+def test_sophia_refuses_complex_parameters():
+    with pytest.raises(ow.HyperparameterError, match=r"Sophia .* complex64.* Use AdamW"):
+        Sophia().minimize(lambda w: jnp.abs(w) ** 2, jnp.complex64(1))
+
+
+def network(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+@pytest.mark.parametrize("optimizer", [Sophia(0.1, every=2), LBFGS()], ids=lambda o: type(o).__name__)
+def test_several_devices_do_what_one_does(optimizer):
+    draw = np.random.default_rng(0)
+    params = {"a": np.float32(draw.normal(size=(3, 4))), "b": np.float32(draw.normal(size=(4, 1)))}
+    x, y = np.float32(draw.normal(size=(8, 3))), np.float32(draw.normal(size=(8, 1)))
+    program = optimizer.minimize(network, params, x, y)
+    results = []
+    for each in (program, ow.replicate(program, 2)):
+        step = ow.compile(each)
+        state = step.init(params)
+        for _ in range(4):
+            state, _ = step(state, x, y)
+        results.append(state.parameters)
+    for k, w in results[0].items():
+        np.testing.assert_allclose(results[1][k], w, rtol=1e-3, atol=1e-4)
+
+
+def falling(rate, steps):
+    """A learning rate that falls to zero in a straight line, without which steps of fixed length circle."""
+    return lambda t: rate * jnp.maximum(1 - t / steps, 0)
+
+
+PARABOLA = [
+    (Muon(falling(0.2, 200), momentum=0.8), 60),
+    (Shampoo(0.3, momentum=0.5), 40),
+    (Shampoo(1.0, momentum=0.0, every=1, grafting="none"), 30),
+    (SOAP(0.05), 80),
+    (PSGDKron(falling(0.1, 100)), 60),
+    (Sophia(0.1, weight_decay=0.0), 20),
+    (LBFGS(), 10),
+]
+ROSENBROCK = [
+    (Muon(falling(0.05, 2000)), 120),
+    (Shampoo(0.2, every=1, grafting="none"), 500),
+    (SOAP(0.02), 400),
+    (PSGDKron(falling(0.02, 2000)), 300),
+    (Sophia(0.01, weight_decay=0.0), 450),
+    (LBFGS(), 35),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "start", "optimizer", "steps"),
+    [(reference.parabola, np.ones((3, 4)), *row) for row in PARABOLA]
+    + [(reference.rosenbrock, [-1.2, 1.0], *row) for row in ROSENBROCK],
+    ids=lambda x: type(x).__name__ if isinstance(x, ow.Optimizer) else getattr(x, "__name__", None),
+)
+def test_convergence_within_a_thousandth_of_the_start(loss, start, optimizer, steps):
+    run = jax.jit(lambda w: reference.descended(optimizer, loss, w, steps)[2])
+    losses = run(jnp.asarray(start, jnp.float32))
+    assert np.min(losses) < 1e-3 * losses[0]
+
+
+EVERY = [Muon(), Shampoo(), SOAP(every=2), PSGDKron(), Sophia(every=2), LBFGS()]
+
+
+@pytest.mark.parametrize("optimizer", EVERY, ids=lambda o: type(o).__name__)
+def test_several_learning_rates_at_once_are_each_as_alone(optimizer):
+    w, rates = jnp.ones((2, 2)), jnp.array([0.01, 0.1])
+
+    def run(rate):
+        return reference.descended(optimizer, reference.parabola, w, 4, learning_rate=rate)[0]
+
+    alone = jax.jit(lambda rates: jax.lax.map(run, rates))(rates)
+    together = jax.jit(jax.vmap(run))(rates)
+    np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(together[0], together[1])
+
+
+@pytest.mark.parametrize("optimizer", [Sophia(), LBFGS()], ids=lambda o: type(o).__name__)
+def test_a_loss_without_slope_leaves_parameters_of_any_shape(optimizer):
+    params = tuple(jnp.ones(s) for s in [(), (3,), (2, 3), (1, 2, 2, 2), (0, 3)])
+    fixed = {"weight_decay": 0.0} if isinstance(optimizer, Sophia) else {}
+    h = SimpleNamespace(step=jnp.int32(0), **reference.numbers(optimizer, jnp.float32, **fixed))
+    zeros = tuple(map(jnp.zeros_like, params))
+    loss = Loss(lambda *ws: sum(0 * jnp.sum(w) for w in ws) + 1)
+    slots = tuple(map(optimizer.init, params))
+    after, states = jax.jit(lambda p, s: optimizer.update(p, zeros, s, h, loss))(params, slots)
+    for a, b in zip(after, params, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(states))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sophia(every=0), "every is 0. It must be a whole number of at least 1"),
+        (lambda: LBFGS(memory=0), "memory is 0. It must be a whole number of at least 1"),
+        (lambda: LBFGS(decrease=0.5, curvature=0.4), "decrease is 0.5 and curvature 0.4"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ow.HyperparameterError, match=message):
+        make()
