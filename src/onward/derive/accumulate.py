@@ -124,8 +124,9 @@ def unaccumulated(program: Program) -> Program:
     if how is None:
         return program
     recipe = recipe_of(program, "as one batch", "Take the Program that was given to accumulate")
-    data = data_types(program, how.split, how.whole_rows(program))
-    return recipe.without(accumulated).replay(data)
+    once = recipe.without(accumulated).replay(data_types(program, how.split, how.whole_rows(program)))
+    assert once.recipe is not None
+    return replace(once, recipe=replace(once.recipe, origin=recipe.origin))
 
 
 def expect_devices(program: Program, devices: int, is_sum: bool) -> None:

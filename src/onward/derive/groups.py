@@ -10,20 +10,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.core.errors import HyperparameterError, UnknownNameError, nearest
+from onward.core.errors import HyperparameterError, UnknownNameError
 from onward.core.jaxprs import Type
 from onward.core.names import Names
 from onward.core.program import Variable
 from onward.core.structure import describe
-from onward.core.walk import Where, name_of, select
-from onward.derive.precision import is_low, slots_of
+from onward.core.walk import Where, listed, name_of, select
+from onward.derive.precision import Kept, is_low, slots_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Group:
     """Parameters that are updated in a way of their own.
 
     Args:
-        where: the parameters, by name, pattern (``"layers/*/b"``) or predicate of a Variable.
+        where: the parameters, by name, pattern (``"layers/*/b"``) or predicate of a Variable; or several.
         optimizer: what updates them, in place of the optimizer that the group is given to.
         name: what the names of its hyperparameters begin with; the pattern without wildcards unless given.
         frozen: leave the parameters as they are; no gradient of them is computed.
@@ -51,7 +50,7 @@ class Group:
 
     def __init__(
         self,
-        where: Where,
+        where: Where | Iterable[Where],
         optimizer: Optimizer | None = None,
         *,
         name: str | None = None,
@@ -67,22 +66,21 @@ class Group:
             raise HyperparameterError(
                 f"Group {where!r} was given {describe(optimizer)}; expected an optimizer, such as SGD(0.1)."
             )
-        self.where, self.optimizer, self.frozen, self.changes = where, optimizer, frozen, changes
-        self.name = name or _plain(where)
+        if optimizer is not None and optimizer.groups:
+            raise HyperparameterError(
+                f"Group {where!r} was given an optimizer with groups of its own. Give all groups to the one "
+                "optimizer that minimizes."
+            )
+        self.where, self.optimizer, self.frozen, self.changes = _choices("A group", where), optimizer, frozen, changes
+        self.name = name or _plain(self.where[0])
 
     def of(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer of these parameters, where that of all the others is given."""
         return self.optimizer or replace(optimizer, groups=(), **self.changes)
 
-    def picks(self, parameter: Variable) -> bool:
-        """Whether it is about this parameter."""
-        name = name_of(self.where)
-        if name is None:
-            return callable(self.where) and bool(self.where(parameter))
-        return parameter.name == name or fnmatchcase(parameter.name, name)
-
     def __repr__(self) -> str:
-        parts = [repr(name_of(self.where) or self.where)]
+        words = [name_of(choice) or getattr(choice, "__name__", choice) for choice in self.where]
+        parts = [repr(words[0] if len(words) == 1 else words)]
         parts += [repr(self.optimizer)] if self.optimizer else []
         parts += ["frozen=True"] if self.frozen else []
         return f"Group({', '.join([*parts, *(f'{k}={v!r}' for k, v in self.changes.items())])})"
@@ -143,7 +141,14 @@ class Routing:
         used = dict.fromkeys(routes.values())
         rules = _distinct([rule for route in used for rule in route.optimizer.rules])
         chosen = [(rule, _names_where(rule, parameters)) for rule in rules]
-        return cls(optimizer, routes, chosen, {})
+        routing = cls(optimizer, routes, chosen, {})
+        for rule, names in chosen:
+            if not any(routing.applies(rule, p) for p in parameters):
+                raise UnknownNameError(
+                    f"{rule!r} picks {', '.join(map(repr, sorted(names)[:5]))}, which the optimizer or group "
+                    "that it is given to does not update. Give it to the one that does."
+                )
+        return routing
 
     def standing_for(self, names: Mapping[str, str]) -> Routing:
         """The same, that knows which parameter is meant by other names."""
@@ -177,21 +182,22 @@ class Routing:
     def slots(self, parameter: Variable) -> dict[str, Type]:
         """What is kept for a parameter between steps, by name."""
         optimizer = self[parameter].optimizer
-        applied = [r for r in self.all_rules() if not hasattr(r, "minimize") and self.applies(r, parameter)]
-        kept = [
-            slots_of(optimizer, parameter, optimizer.slot_dtype),
-            *(slots_of(r, parameter, None) for r in applied),
-        ]
+        kept = [slots_of(r, parameter, None) for r in self._applied(GradientRule, parameter)]
+        if is_low(parameter.dtype) and optimizer.low_precision == "master":
+            kept.append({"rest": Kept(Type(parameter.shape, np.dtype(np.float32)))})
+        kept.append(slots_of(optimizer, parameter, optimizer.slot_dtype))
+        kept += [slots_of(r, parameter, None) for r in self._applied(ParameterRule, parameter)]
         names = Names()
-        found = {
+        return {
             names.new(f"{parameter.name}/{name}{end}"): kind
             for own in kept
             for name, how in own.items()
             for end, kind in how.types.items()
         }
-        if is_low(parameter.dtype) and optimizer.low_precision == "master":
-            found[names.new(f"{parameter.name}/rest")] = Type(parameter.shape, np.dtype(np.float32))
-        return found
+
+    def _applied(self, kind: type[Rule], parameter: Variable) -> list[Any]:
+        """The rules of this kind that are about a parameter, in order."""
+        return [rule for rule in self.rules(kind) if self.applies(rule, parameter)]
 
     def rules(self, kind: type[Rule]) -> list[Any]:
         """The gradient rules or the parameter rules of all routes, each once, in an order that suits all."""
@@ -212,6 +218,8 @@ def shown_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
                 f"rules holds {made}; expected gradient rules and parameter rules, such as "
                 "[ClipByGlobalNorm(1.0), WeightDecay(0.01)]."
             )
+        if rule.where is not None:
+            _choices(type(rule).__name__, rule.where)
         if any(rule == other for other in found[:i]):
             raise HyperparameterError(f"rules holds {rule!r} twice. Give each rule once, or other values.")
     return found
@@ -221,18 +229,11 @@ def _grouped(groups: Sequence[Group], parameters: Sequence[Variable]) -> dict[st
     """The group of each parameter that is in one."""
     found: dict[str, Group] = {}
     for group in groups:
-        picked = [p for p in parameters if group.picks(p)]
-        if not picked:
-            names = [p.name for p in parameters]
-            name = name_of(group.where)
-            hint = nearest(name, names) if name else f"The names are {', '.join(map(repr, names[:8]))}."
-            raise UnknownNameError(f"{group!r} matches no parameter. {hint}")
-        for p in picked:
+        for p in select(parameters, group.where, repr(group)):
             if p.name in found:
                 raise HyperparameterError(
                     f"The parameter {p.name!r} is in two groups: {found[p.name]!r} and {group!r}. Narrow one "
-                    "of "
-                    "the patterns, or give a predicate."
+                    "of the patterns, or give a predicate."
                 )
             found[p.name] = group
     return found
@@ -249,7 +250,7 @@ def _onward(route: Route, parameter: Variable, known: dict[Any, Route]) -> Route
         name = f"{route.name}/{other.name}" if route.name else other.name
         sent_on = replace(
             other,
-            rules=(*mine.rules, *other.rules),
+            rules=tuple(_distinct((*mine.rules, *other.rules))),
             slot_dtype=other.slot_dtype or mine.slot_dtype,
             low_precision=mine.low_precision,
         )
@@ -293,6 +294,22 @@ def _in_order(lists: Sequence[Sequence[Rule]]) -> list[Rule]:
     return found
 
 
+def _choices(what: str, where: Any) -> tuple[Where, ...]:
+    """The names, patterns and predicates that pick parameters.
+
+    Raises:
+        HyperparameterError: none at all, or something that is neither.
+    """
+    found = tuple(listed(where)) if isinstance(where, Iterable) else (where,)
+    wrong = [choice for choice in found if name_of(choice) is None and not callable(choice)]
+    if wrong or not found:
+        raise HyperparameterError(
+            f"{what} was given {wrong[0] if wrong else where!r} to pick its parameters with; expected a name, "
+            "a pattern such as 'layers/*/b', or a predicate of a Variable."
+        )
+    return found
+
+
 def _plain(where: Where) -> str:
     """A name for a group, from the pattern that picks it."""
     name = name_of(where) or getattr(where, "__name__", "group").strip("<>")
@@ -300,7 +317,21 @@ def _plain(where: Where) -> str:
     return "/".join(word for word in words if word) or "group"
 
 
-def shared_fields(route: Route) -> frozenset[str]:
+def own_fields(routes: Sequence[Route]) -> dict[Route, frozenset[str]]:
+    """For each route the hyperparameters that are its own, not those of its base; a base before what shares.
+
+    A base that updates nothing itself has those that others share.
+    """
+    shared = {route: _shared_fields(route) for route in routes}
+    found: dict[Route, frozenset[str]] = {}
+    for base in dict.fromkeys(route.base for route in routes if route.base is not None):
+        found[base] = frozenset().union(*(shared[route] for route in routes if route.base is base))
+    for route in routes:
+        found[route] = frozenset(route.optimizer.hyperparameters) - shared[route]
+    return found
+
+
+def _shared_fields(route: Route) -> frozenset[str]:
     """The hyperparameters that a route has in common with its base."""
     if route.base is None:
         return frozenset()

@@ -54,14 +54,14 @@ class Kept:
         """The slot as the rule takes it."""
         if self.form == "int8":
             codes, scale = arrays
-            numbers = _codebook()[codes] * scale[:, None]
+            numbers = jnp.asarray(_codebook())[codes] * scale[:, None]
             return numbers.ravel()[: prod(self.used.shape)].reshape(self.used.shape).astype(self.used.dtype)
         return arrays[0].astype(self.used.dtype)
 
     def write(self, value: Any, step: Any) -> list[Any]:
         """The arrays that hold the next value."""
         if self.form == "int8":
-            return _in_blocks(value)
+            return _in_blocks(value, step)
         (kind,) = self.types.values()
         if kind.dtype.itemsize < np.dtype(self.used.dtype).itemsize:
             return [rounded_at_random(value, kind.dtype, step)]
@@ -105,9 +105,15 @@ def widened(value: Any) -> Any:
 
 def narrowed(value: Any, dtype: Any) -> tuple[Any, Any]:
     """A value in a lower dtype, and what that leaves out; together they are the value again."""
-    near = value.astype(dtype)
+    near = _rounded(value, dtype)
     rest = value - near.astype(value.dtype)
     return near, jnp.where(jnp.isfinite(rest), rest, 0)
+
+
+def master(parameter: Any, rest: Any) -> list[Any]:
+    """The value of a low precision parameter and what it leaves out; alone, if another one was put there."""
+    value = widened(parameter) + rest
+    return [jnp.where(_rounded(value, parameter.dtype) == parameter, value, widened(parameter))]
 
 
 def rounded_at_random(value: Any, dtype: Any, step: Any) -> Any:
@@ -118,16 +124,24 @@ def rounded_at_random(value: Any, dtype: Any, step: Any) -> Any:
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015, section 3.
     """
     value = value.astype(np.float32)
-    bits = lax.bitcast_convert_type(value, np.uint32)
-    chance = (_hashed(bits ^ (step.astype(np.uint32) * np.uint32(0x9E3779B9))) >> 8).astype(
-        np.float32
-    ) / 2**24
-    near = value.astype(dtype)
+    near = _rounded(value, dtype)
     error = value - near.astype(np.float32)
     other = _neighbour(near, error > 0)
     gap = jnp.abs(other.astype(np.float32) - near.astype(np.float32))
-    turned = jnp.isfinite(gap) & (chance * gap < jnp.abs(error))
+    turned = jnp.isfinite(gap) & (_chance(value, step) * gap < jnp.abs(error))
     return jnp.where(turned, other, near)
+
+
+def _rounded(value: Any, dtype: Any) -> Any:
+    """The nearest number of a lower dtype, behind a barrier: XLA takes there and back again for nothing."""
+    return lax.optimization_barrier(value.astype(dtype))
+
+
+def _chance(value: Any, step: Any) -> Any:
+    """A number from 0 to 1 that looks random, by the bits of a float32 and the step."""
+    bits = lax.bitcast_convert_type(value, np.uint32)
+    hashed = _hashed(bits ^ (step.astype(np.uint32) * np.uint32(0x9E3779B9)))
+    return (hashed >> 8).astype(np.float32) / 2**24
 
 
 def _neighbour(value: Any, above: Any) -> Any:
@@ -145,16 +159,25 @@ def _hashed(bits: Any) -> Any:
     return bits ^ (bits >> 16)
 
 
-def _in_blocks(value: Any) -> list[Any]:
-    """Codes and scales, block by block of 256 numbers.
+def _in_blocks(value: Any, step: Any) -> list[Any]:
+    """Codes and scales, block by block of 256 numbers; rounded at random, and to zero only what is zero.
 
-    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022, sections 2.1 and 3.
+    A mean that is rounded to the nearest code would never move by the small steps of a decay near 1, and a
+    variance of zero would divide.
+
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022, sections 2.1 and 3, but for
+    the rounding, which is that of Gupta et al., Deep Learning with Limited Numerical Precision, 2015.
     """
     flat = jnp.pad(value.ravel().astype(np.float32), (0, -value.size % _BLOCK)).reshape(-1, _BLOCK)
     scale = jnp.max(jnp.abs(flat), axis=1)
     unit = flat / jnp.where(scale == 0, 1, scale)[:, None]
-    middles = (_codebook()[1:] + _codebook()[:-1]) / 2
-    return [jnp.searchsorted(middles, unit).astype(np.uint8), scale]
+    book = jnp.asarray(_codebook())
+    below = jnp.clip(jnp.searchsorted(book, unit, side="right") - 1, 0, book.size - 2)
+    share = (unit - book[below]) / (book[below + 1] - book[below])
+    code = below + (_chance(flat, step) < share)
+    vanished = (book[code] == 0) & (unit != 0)
+    code = jnp.where(vanished, code + jnp.where(unit > 0, 1, -1), code)
+    return [code.astype(np.uint8), scale]
 
 
 @cache

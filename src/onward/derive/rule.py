@@ -93,7 +93,7 @@ class Rule:
     @property
     def name(self) -> str:
         """The type of its ops: the class name in lower case."""
-        words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", type(self).__name__)
+        words = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z][a-z0-9]*", type(self).__name__)
         return "_".join(words).lower() or type(self).__name__
 
     @property

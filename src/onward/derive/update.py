@@ -26,9 +26,9 @@ from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.define.trace import explaining
 from onward.derive.act import Act, Slot
-from onward.derive.groups import Route, Routing, shared_fields
+from onward.derive.groups import Route, Routing, own_fields
 from onward.derive.loss import LossFunction
-from onward.derive.precision import is_low, narrowed, rounded_at_random, slots_of, widened
+from onward.derive.precision import is_low, master, narrowed, rounded_at_random, slots_of, widened
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 
 if TYPE_CHECKING:
@@ -158,27 +158,24 @@ class Update:
 
     def hyperparameters(self) -> dict[Any, dict[str, Variable]]:
         """For each route and rule, by its number, the Variables of its hyperparameters by name."""
-        owners: list[tuple[Any, str, Rule, frozenset[str]]] = [
-            (route, route.name, route.optimizer, shared_fields(route)) for route in self.routing.routes
-        ]
-        owners += [(i, rule.name, rule, frozenset()) for i, rule in enumerate(self.rules)]
+        owners = [(key, key.name, key.optimizer, own) for key, own in own_fields(self.routing.routes).items()]
+        owners += [(i, rule.name, rule, frozenset(rule.hyperparameters)) for i, rule in enumerate(self.rules)]
         values: dict[Any, dict[str, Variable]] = {}
-        for key, prefix, rule, shared in owners:
-            fixed = {k: v for k, v in rule.hyperparameters.items() if not callable(v)}
+        for key, prefix, rule, own in owners:
             values[key] = {
                 k: self.hyperparameter(f"{prefix}/{k}" if prefix else k, v)
-                for k, v in fixed.items()
-                if k not in shared
+                for k, v in rule.hyperparameters.items()
+                if k in own and not callable(v)
             }
         step = self.count()
-        for key, prefix, rule, shared in owners:
+        for key, prefix, rule, own in owners:
             for name, schedule in rule.hyperparameters.items():
-                if callable(schedule) and name not in shared:
+                if callable(schedule) and name in own:
                     full = f"{prefix}/{name}" if prefix else name
                     values[key][name] = self.scheduled(full, schedule, step)
             base = values.get(key.base, {}) if isinstance(key, Route) else {}
-            known = {_STEP: step, **{k: base[k] for k in shared}, **values[key]}
-            values[key] = {k: known[k] for k in (_STEP, *rule.hyperparameters)}
+            known = {**base, **values[key], _STEP: step}
+            values[key] = {k: known[k] for k in (_STEP, *rule.hyperparameters) if k in known}
         return values
 
     def hyperparameter(self, name: str, value: Any) -> Variable:
@@ -245,7 +242,7 @@ class Update:
                 "parameter": [t.value for t in members],
                 "gradient": [t.gradient for t in members],
             }
-            made = self.act(rule, members, columns, types, Kind.GRADIENT)
+            made = self.act(self.number_of(rule), rule, members, columns, types, Kind.GRADIENT)
             for t, v in zip(members, made, strict=True):
                 t.gradient = v
 
@@ -260,7 +257,7 @@ class Update:
             if self.routing[t.parameter].optimizer.low_precision == "master":
                 t.rest = self.rest_of(t)
                 t.value = t.updated = self.made(
-                    "widen", (t.place, t.rest), [(f"master({t.place.name})", t.rest)], _master
+                    "widen", (t.place, t.rest), [(f"master({t.place.name})", t.rest)], master
                 )[0]
 
     def rest_of(self, t: Trained) -> Variable:
@@ -276,7 +273,7 @@ class Update:
                 "parameter": [t.value for t in members],
                 "gradient": [t.gradient for t in members],
             }
-            self.follow(route.optimizer, members, columns)
+            self.follow(route, route.optimizer, members, columns)
 
     def change_parameters(self, rule: Any) -> None:
         """The ops of one parameter rule."""
@@ -287,10 +284,14 @@ class Update:
                 "updated": [t.updated for t in members],
                 "gradient": [t.gradient for t in members],
             }
-            self.follow(rule, members, columns)
+            self.follow(self.number_of(rule), rule, members, columns)
 
     def follow(
-        self, rule: Any, members: Sequence[Trained], columns: Mapping[str, Sequence[Variable]]
+        self,
+        number: Any,
+        rule: Any,
+        members: Sequence[Trained],
+        columns: Mapping[str, Sequence[Variable]],
     ) -> None:
         """An op that makes what becomes of parameters."""
         types = []
@@ -299,7 +300,7 @@ class Update:
             name = f"{rule.name}({t.place.name})" if t.ops else f"next({t.place.name})"
             dtype = jnp.promote_types(t.value.dtype, np.float32) if t.ops else t.place.dtype
             types.append(Variable(name, t.place.shape, np.dtype(dtype)))
-        for t, v in zip(members, self.act(rule, members, columns, types, Kind.ACTIVATION), strict=True):
+        for t, v in zip(members, self.act(number, rule, members, columns, types, Kind.ACTIVATION), strict=True):
             t.updated = v
             if not t.ops:
                 self.next_state[t.place] = v
@@ -336,6 +337,7 @@ class Update:
 
     def act(
         self,
+        number: Any,
         rule: Any,
         members: Sequence[Trained],
         columns: Mapping[str, Sequence[Variable]],
@@ -343,7 +345,11 @@ class Update:
         kind: Kind,
     ) -> list[Variable]:
         """One op of a rule; returns its results, named and typed as these are."""
-        number = self.number_of(rule)
+        if rule.evaluates_loss and self.placement is Placement.PER_REPLICA:
+            raise GraphError(
+                f"{type(rule).__name__} evaluates the loss of all devices together, and here every device trains "
+                "parameters of its own. Merge the gradients: replicate(program, devices, merge=Average())."
+            )
         values = self.values[number] if isinstance(number, Route) else self.values_for(number, rule, members)
         slots = [self.slots(number, rule, t) for t in members]
         if rule.has_evaluated:
@@ -361,11 +367,8 @@ class Update:
         self.ops.append(_op(rule.name, inputs, (*made, *new), body, rule.type))
         return made
 
-    def number_of(self, rule: Any) -> Any:
-        """The route of an optimizer, the number of a rule."""
-        for route in self.routing.routes:
-            if route.optimizer is rule:
-                return route
+    def number_of(self, rule: Rule) -> int:
+        """The number of a rule."""
         return next(i for i, other in enumerate(self.rules) if other == rule)
 
     def values_for(self, number: int, rule: Rule, members: Sequence[Trained]) -> Mapping[str, Variable]:
@@ -466,11 +469,6 @@ def _together(rule: Any, trained: Sequence[Trained]) -> list[list[Trained]]:
     if rule.type is UpdateType.ACROSS:
         return [list(trained)] if trained else []
     return [[t] for t in trained]
-
-
-def _master(parameter: Any, rest: Any) -> list[Any]:
-    """The master weight of a low precision parameter."""
-    return [widened(parameter) + rest]
 
 
 def _tight(body: Body) -> tuple[Body, tuple[int, ...]]:

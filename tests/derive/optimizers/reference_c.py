@@ -6,6 +6,7 @@ the parameter after each.
 """
 
 import string
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +15,9 @@ import numpy as np
 
 import onward as ow
 from onward.derive.loss import Loss
+
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+"""What runs for a moment only is compiled in half the time."""
 
 SHAPES = {"scalar": (), "vector": (4,), "matrix": (3, 4), "kernel": (2, 3, 2, 3)}
 

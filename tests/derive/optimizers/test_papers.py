@@ -10,6 +10,7 @@ import pytest
 from reference import FAST, assert_as_in_the_paper, by_the_paper, given, run
 
 import onward as ow
+from onward.derive.optimizers.arithmetic import bias_correction
 
 CASES = {
     "SGD": (ow.SGD(0.1), papers.sgd),
@@ -75,7 +76,7 @@ def test_a_hundred_steps_of_the_papers_equations_with_two_learning_rates_at_once
 @pytest.mark.parametrize("name", CASES)
 def test_a_hundred_steps_in_double_precision_and_of_complex_numbers(name):
     optimizer, rule = CASES[name]
-    parameters, gradients = given("float64", shapes={"scalar": (), "matrix": (3, 2)})
+    parameters, gradients = given("float64", shapes={"matrix": (3, 2)})
     if name not in SIGNS:
         more = given("complex128", shapes={"complex": (4,)})
         parameters, gradients = parameters | more[0], gradients | more[1]
@@ -217,3 +218,9 @@ def test_ademamix_without_warmup_is_that_after_the_warmup():
 def test_the_names_of_update_ops():
     names = {ow.AMSGrad: "ams_grad", ow.ADOPT: "adopt", ow.RMSProp: "rms_prop", ow.SignSGD: "sign_sgd"}
     assert {kind: kind().name for kind in names} == names
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.9, 0.9999])
+def test_the_bias_correction_keeps_its_digits(beta):
+    t, exact = np.arange(1, 2000, dtype=np.int32), np.float64(np.float32(beta))
+    np.testing.assert_allclose(bias_correction(jnp.float32(beta), t), 1 - exact**t, rtol=1e-6)

