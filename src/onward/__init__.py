@@ -51,13 +51,40 @@ from onward.define.declare import assign, data, is_training, key, parameter, sta
 from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
 from onward.define.trace import trace
+from onward.derive import schedules as schedule
 from onward.derive.backward import append_backward, gradients
 from onward.derive.clip import clip_by_global_norm
 from onward.derive.for_evaluation import for_evaluation
 from onward.derive.for_test import for_test
 from onward.derive.groups import Group
 from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
+from onward.derive.optimizers import (
+    ADOPT,
+    ASGD,
+    MARS,
+    SGD,
+    AdaBelief,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Adan,
+    AdEMAMix,
+    AMSGrad,
+    DecayedAdagrad,
+    LazyAdam,
+    Lion,
+    Momentum,
+    NAdam,
+    Nesterov,
+    RAdam,
+    RMSProp,
+    Rprop,
+    SignSGD,
+    Signum,
+    Yogi,
+)
 from onward.derive.plan import UpdatePlan
 from onward.derive.rule import GradientRule, Hyperparameter, ParameterRule, Schedule, Slots
 from onward.derive.rules import (
@@ -107,15 +134,24 @@ from onward.execute.trainer import Trainer
 __version__ = version("onward")
 
 __all__ = [
+    "ADOPT",
+    "ASGD",
     "EMA",
     "L1",
     "L2",
+    "MARS",
     "SAM",
     "SGD",
     "SWA",
+    "AMSGrad",
+    "AdEMAMix",
+    "AdaBelief",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
+    "Adan",
     "AdaptiveClip",
     "ArgumentError",
     "Average",
@@ -130,6 +166,7 @@ __all__ = [
     "ClipByNorm",
     "ClipByValue",
     "ClusterError",
+    "DecayedAdagrad",
     "Deferred",
     "Devices",
     "DiLoCo",
@@ -146,6 +183,8 @@ __all__ = [
     "HyperparameterError",
     "Kind",
     "Lazy",
+    "LazyAdam",
+    "Lion",
     "LocalSGD",
     "Lookahead",
     "LossError",
@@ -154,6 +193,8 @@ __all__ = [
     "MissingExtraError",
     "Model",
     "Momentum",
+    "NAdam",
+    "Nesterov",
     "Noise",
     "NonFiniteError",
     "OnwardError",
@@ -168,13 +209,18 @@ __all__ = [
     "PolyakAverage",
     "PowerSGD",
     "Program",
+    "RAdam",
+    "RMSProp",
     "RecipeError",
     "Restored",
+    "Rprop",
     "Schedule",
     "Scope",
     "Session",
     "Shard",
     "Sharded",
+    "SignSGD",
+    "Signum",
     "Slots",
     "Split",
     "State",
@@ -192,6 +238,7 @@ __all__ = [
     "UpdateType",
     "Variable",
     "WeightDecay",
+    "Yogi",
     "ancestors",
     "append_backward",
     "append_update",
@@ -219,6 +266,7 @@ __all__ = [
     "producers",
     "prune",
     "replicate",
+    "schedule",
     "show",
     "split",
     "state",

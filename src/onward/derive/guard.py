@@ -1,0 +1,273 @@
+"""Steps whose loss or gradients are not finite: leave them out, or stop.
+
+Beside the update pass stands one op that looks at the loss and all gradients, and for each state Variable one
+that keeps its old value where that found NaN or infinity. All of it is part of the step: nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from onward.core.errors import ArgumentError, GraphError
+from onward.core.jaxprs import Body, Type, body_of, current_axis
+from onward.core.names import Names
+from onward.core.placement import equal_variables
+from onward.core.program import Op, Program, Variable
+from onward.core.transform import transform
+from onward.core.walk import producers, substitute
+from onward.core.words import Kind, Pass, UpdateType
+
+_FINITE, _STOP = "finite", "stop"
+UNSCALE = "unscale"  # the type of the ops that give a scaled gradient its size, which is no rule
+
+
+@transform
+def guard(program: Program, action: str = "skip") -> Program:
+    """Change nothing in a step whose loss or gradients are not finite.
+
+    Adds ops, changes none. With ``"skip"`` such a step is left out, and the state Variable ``skipped`` counts
+    these; only random keys move on. With ``"stop"`` all state stays as it was before the first such step, be
+    there more steps or not: ``stopped`` is then True, and who runs the steps raises ``NonFiniteError``.
+
+    The gradients are looked at as the backward pass and the merge of many devices give them, and once more as
+    the update reads them, where rules such as clipping stand in between.
+
+    Args:
+        program: a training Program, replicated or not.
+        action: ``"skip"`` or ``"stop"``.
+
+    Raises:
+        ArgumentError: another word.
+        GraphError: there is no update to leave out yet, or it is guarded already.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2, which skips such steps.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
+        >>> step = ow.compile(guard(program))
+        >>> state, out = step(step.init(jnp.ones(2)), jnp.array([1.0, jnp.inf]))
+        >>> state.parameters.tolist(), int(state["skipped"]), int(state["step"])
+        ([1.0, 1.0], 1, 0)
+    """
+    if action not in ("skip", "stop"):
+        raise ArgumentError(f"guard: action is {action!r}; expected 'skip' or 'stop'.")
+    return _stopping(program) if action == "stop" else skipping(program)[0]
+
+
+def skipping(program: Program) -> tuple[Program, Variable]:
+    """The Program that leaves out steps which are not finite, and the Variable that tells whether one is."""
+    guarded = _Guard(program)
+    finite = guarded.look(guarded.watched(), jnp.all, ())
+    skipped = guarded.number("skipped", (), np.int32)
+    guarded.count("count_skipped", (skipped, finite), (skipped,), lambda n, ok: [n + ~ok])
+    guarded.keep(finite, lambda v: not _is_key(v))
+    return guarded.program(), finite
+
+
+def _stopping(program: Program) -> Program:
+    """The Program whose state stays the same from the first step on that is not finite."""
+    guarded = _Guard(program)
+    watched = guarded.watched()
+    finite = guarded.look(watched, jnp.asarray, (len(watched),))
+    stopped = guarded.number("stopped", (), np.bool_)
+    culprits = guarded.number("culprits", (len(watched),), np.bool_)
+    goes_on = Variable(guarded.names.new("goes_on"), (), np.dtype(np.bool_))
+
+    def stop(stopped: Any, culprits: Any, finite: Any) -> list[Any]:
+        now = stopped | ~jnp.all(finite)
+        return [now, jnp.where(stopped, culprits, ~finite), ~now]
+
+    guarded.count(_STOP, (stopped, culprits, finite), (stopped, culprits), stop, (goes_on,))
+    guarded.keep(goes_on, lambda v: True)
+    return guarded.program()
+
+
+class Stop(NamedTuple):
+    """What of a Program with ``guard(program, "stop")`` tells whether and why it stopped.
+
+    ``stopped`` and ``culprits`` are state Variables, the latter one bool for each of ``watched``: the loss
+    and the gradients, with the ops that make them. ``step`` counts the updates.
+    """
+
+    stopped: Variable
+    culprits: Variable
+    step: Variable | None
+    watched: tuple[tuple[Variable, Op | None], ...]
+
+    def message(self, culprits: Sequence[bool], step: int | None) -> str:
+        """What was not finite, in which step, and what to do about it."""
+        guilty = [pair for pair, is_culprit in zip(self.watched, culprits, strict=True) if is_culprit]
+        first = [(v, op) for v, op in guilty if op is None or op.made_by is not Pass.UPDATE]
+        found = [f"{v.name!r}{_place(op)}" for v, op in first or guilty]
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        when = "" if step is None else f" in the step after {step} updates"
+        return (
+            f"{', '.join(found[:3])}{more} held NaN or infinity{when}, and training stopped: the state is "
+            "the one before that step. Look at the data of that step and at the learning rate. To go on from "
+            f"this state: state.replace({{{self.stopped.name!r}: False}})."
+        )
+
+
+def stop_of(program: Program) -> Stop | None:
+    """What tells whether a Program has stopped; None if it never does so."""
+    made = {op.type: op for op in program.ops if op.made_by is Pass.UPDATE}
+    if _STOP not in made:
+        return None
+    by_maker = producers(program)
+    stopped, culprits, _ = made[_STOP].inputs
+    step = made["count"].inputs[0] if "count" in made else None
+    return Stop(stopped, culprits, step, tuple((v, by_maker.get(v)) for v in made[_FINITE].inputs))
+
+
+def _place(op: Op | None) -> str:
+    """The user's line behind an op, in brackets."""
+    return (
+        f" ({op.type} at {op.source})" if op is not None and op.source is not None and op.source.file else ""
+    )
+
+
+@dataclass
+class _Guard:
+    """The guard as it grows: ops, new state, and what replaces what."""
+
+    source: Program
+
+    def __post_init__(self) -> None:
+        pairs = self.source.gradients
+        if not any(p in self.source.next_state for p, _ in pairs):
+            raise GraphError(
+                f"Program {self.source.name!r} has no update to leave out. Minimize first: "
+                "guard(optimizer.minimize(loss, ...))."
+            )
+        if is_guarded(self.source):
+            raise GraphError(
+                f"Program {self.source.name!r} is guarded already: guard it once, with 'skip' or 'stop'. "
+                "Mixed precision in float16 leaves out the steps that overflow by itself."
+            )
+        self.names = Names(self.source.variables)
+        self.ops: list[Op] = []
+        self.state: list[Variable] = []
+        self.initializers: list[Op] = []
+        self.renamed: dict[Variable, Variable] = {}
+        self.next_state: dict[Variable, Variable] = {}
+
+    def watched(self) -> tuple[Variable, ...]:
+        """The loss, the gradients as they are derived and merged, and as the update reads them."""
+        made = producers(self.source)
+        read = [g for _, g in self.source.gradients]
+        derived = [raw for g in read for raw in _derived(g, made)]
+        loss = [self.source.loss] if self.source.loss is not None else []
+        return tuple(dict.fromkeys((*loss, *derived, *read)))
+
+    def look(
+        self, watched: Sequence[Variable], combine: Callable[[Any], Any], shape: tuple[int, ...]
+    ) -> Variable:
+        """The op that tells whether each of these is finite; on all devices the same."""
+        body = body_of(lambda *xs: [combine(jnp.stack(list(map(_all_finite, xs))))], *map(_type, watched))
+        finite = Variable(self.names.new(_FINITE), shape, np.dtype(np.bool_))
+        self.ops.append(Op(_FINITE, tuple(watched), (finite,), body, Pass.UPDATE, update=UpdateType.ACROSS))
+        if equal_variables(self.source).issuperset(watched):
+            return finite
+        axis = current_axis()
+        assert axis is not None, "what differs from device to device runs on several"
+        everywhere = Variable(self.names.new(f"all_min({finite.name})"), shape, finite.dtype)
+        least = body_of(lambda x: [lax.pmin(x.astype(jnp.int32), axis.name) > 0], _type(finite))
+        self.ops.append(Op("all_min", (finite,), (everywhere,), least, Pass.COLLECTIVE))
+        return everywhere
+
+    def number(self, name: str, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Variable:
+        """A state Variable that begins with this number everywhere."""
+        v = Variable(self.names.new(name), shape, np.dtype(dtype), Kind.STATE)
+        self.state.append(v)
+        body = body_of(lambda: [jnp.full(shape, value, dtype)])
+        self.initializers.append(Op("constant", (), (v,), body, Pass.UPDATE))
+        return v
+
+    def count(
+        self,
+        kind: str,
+        inputs: Sequence[Variable],
+        replaced: Sequence[Variable],
+        function: Callable[..., list[Any]],
+        others: tuple[Variable, ...] = (),
+    ) -> None:
+        """An op that gives state Variables their next values, and others after these."""
+        following = tuple(Variable(self.names.new(f"next({v.name})"), v.shape, v.dtype) for v in replaced)
+        body = body_of(function, *map(_type, inputs))
+        outputs = (*following, *others)
+        self.ops.append(Op(kind, tuple(inputs), outputs, body, Pass.UPDATE, update=UpdateType.BOOKKEEPING))
+        self.next_state.update(zip(replaced, following, strict=True))
+
+    def keep(self, goes_on: Variable, chosen: Callable[[Variable], bool]) -> None:
+        """For each state Variable of the Program, the op that keeps its old value unless the step counts."""
+        made = producers(self.source)
+        for old, new in self.source.next_state.items():
+            if chosen(old) and new is not old:
+                name = f"next({old.name})"
+                if new.name == name:
+                    self.renamed[new] = replace(new, name=self.names.new(f"proposed({old.name})"))
+                kept = Variable(name if new.name == name else self.names.new(name), old.shape, old.dtype)
+                inputs = goes_on, self.renamed.get(new, new), old
+                body = _choice(old.shape, old.dtype)
+                how = _type_of_update(made.get(new))
+                self.ops.append(Op("keep", inputs, (kept,), body, Pass.UPDATE, update=how))
+                self.next_state[old] = kept
+
+    def program(self) -> Program:
+        """The Program with the guard at its end."""
+        base = substitute(self.source, self.renamed)
+        return replace(
+            base,
+            state=(*base.state, *self.state),
+            ops=(*base.ops, *self.ops),
+            next_state={**base.next_state, **self.next_state},
+            initializers=(*base.initializers, *self.initializers),
+        )
+
+
+def is_guarded(program: Program) -> bool:
+    """Whether steps that are not finite change nothing."""
+    return any(op.type == _FINITE and op.made_by is Pass.UPDATE for op in program.ops)
+
+
+def _derived(gradient: Variable, made: Mapping[Variable, Op]) -> Iterable[Variable]:
+    """The gradients, not made by a rule, from which rules made this one."""
+    maker = made.get(gradient)
+    if maker is None or maker.made_by is not Pass.UPDATE or maker.type == UNSCALE:
+        return [gradient]
+    return [raw for v in maker.inputs if v.kind is Kind.GRADIENT for raw in _derived(v, made)]
+
+
+def _type_of_update(maker: Op | None) -> UpdateType:
+    """How far an op looks that passes on what this one made: what moves along by itself still does."""
+    if maker is None or maker.made_by is Pass.FORWARD:
+        return UpdateType.BOOKKEEPING
+    return maker.update or UpdateType.ELEMENTWISE
+
+
+def _all_finite(x: Any) -> Any:
+    """NaN and infinity times 0 are NaN: a sum, which is faster than to ask each number."""
+    return jnp.sum(x * 0) == 0
+
+
+@lru_cache(maxsize=1024)
+def _choice(shape: tuple[int, ...], dtype: Any) -> Body:
+    kind = Type(shape, dtype)
+    return body_of(lambda ok, new, old: [jnp.where(ok, new, old)], Type((), np.bool_), kind, kind)
+
+
+def _is_key(v: Variable) -> bool:
+    return bool(jnp.issubdtype(v.dtype, jax.dtypes.prng_key))
+
+
+def _type(v: Variable) -> Type:
+    return Type(v.shape, v.dtype)

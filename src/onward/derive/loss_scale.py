@@ -1,0 +1,132 @@
+"""Dynamic loss scaling: small gradients stay above zero in float16, large ones are noticed.
+
+The backward pass begins with the state Variable ``loss_scale`` in place of 1, and so all gradients come out
+that much larger; they are divided by it in float32 before anything else reads them. A step in which one of
+them overflows is left out, and the scale shrinks; after many good steps in a row it grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import GraphError
+from onward.core.jaxprs import Body, Type, body_of
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable
+from onward.core.transform import transform
+from onward.core.walk import ancestors, substitute
+from onward.core.words import Kind, Pass, UpdateType
+from onward.derive.guard import UNSCALE, skipping
+
+_SCALE = "scale_loss"
+_LEAST = 1.0
+
+
+@transform
+def scale_loss(program: Program, scale: float) -> Program:
+    """Begin the backward pass with ``loss_scale`` in place of 1, and divide the gradients by it.
+
+    The loss itself stays as it is. What was the gradient of ``w`` is named ``scaled(grad(w))``.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
+    """
+    names = Names(program.variables)
+    loss_scale = Variable(names.new("loss_scale"), (), np.dtype(np.float32), Kind.STATE)
+    seed = _seed(program)
+    ops = tuple(_begun_with(loss_scale, op) if op is seed else op for op in program.ops)
+    gradients = dict.fromkeys(g for _, g in program.gradients)
+    scaled = {g: replace(g, name=names.new(f"scaled({g.name})")) for g in gradients}
+    base = substitute(replace(program, ops=ops), scaled)
+    unscaled = (
+        Op(
+            UNSCALE,
+            (s, loss_scale),
+            (g,),
+            _quotient(g.shape, g.dtype),
+            Pass.UPDATE,
+            update=UpdateType.ELEMENTWISE,
+        )
+        for g, s in scaled.items()
+    )
+    return replace(
+        base,
+        ops=(*base.ops, *unscaled),
+        state=(*base.state, loss_scale),
+        initializers=(*base.initializers, _initially(loss_scale, scale)),
+        gradients=program.gradients,
+    )
+
+
+@transform
+def adjust_scale(program: Program, growth_every: int, factor: float) -> Program:
+    """Leave out steps that overflow; shrink the loss scale after each, let it grow after many good ones.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2; the factor of 2 and the 2000
+    good steps are those of its authors' libraries.
+    """
+    scale = next(op.inputs[0] for op in program.ops if op.type == _SCALE)
+    guarded, finite = skipping(program)
+    names = Names(guarded.variables)
+    good = Variable(names.new("good_steps"), (), np.dtype(np.int32), Kind.STATE)
+    following = tuple(
+        replace(v, name=names.new(f"next({v.name})"), kind=Kind.ACTIVATION) for v in (scale, good)
+    )
+    body = body_of(_adjusting(growth_every, factor), *map(_type, (scale, good, finite)))
+    op = Op(
+        "adjust_scale", (scale, good, finite), following, body, Pass.UPDATE, update=UpdateType.BOOKKEEPING
+    )
+    return replace(
+        guarded,
+        ops=(*guarded.ops, op),
+        state=(*guarded.state, good),
+        initializers=(*guarded.initializers, _initially(good, 0)),
+        next_state={**guarded.next_state, **dict(zip((scale, good), following, strict=True))},
+    )
+
+
+def _adjusting(growth_every: int, factor: float) -> Callable[..., list[Any]]:
+    """The next scale and the number of good steps in a row, from these and whether all is finite."""
+
+    def adjusted(scale: Any, good: Any, finite: Any) -> list[Any]:
+        good = jnp.where(finite, good + 1, 0)
+        grows = good >= growth_every
+        larger = jnp.where(jnp.isfinite(scale * factor), scale * factor, scale)
+        smaller = jnp.maximum(scale / factor, jnp.minimum(scale, _LEAST))
+        return [jnp.where(finite, jnp.where(grows, larger, scale), smaller), jnp.where(grows, 0, good)]
+
+    return adjusted
+
+
+def _seed(program: Program) -> Op:
+    """The op that the backward pass of the loss begins with: the ones that reach the gradients, made last."""
+    reaching = ancestors(program, [g for _, g in program.gradients])
+    seeds = [op for op in program.ops if op.type == "ones" and op.made_by is Pass.BACKWARD]
+    found = [op for op in seeds if not reaching.isdisjoint(op.outputs)]
+    if not found:
+        raise GraphError(f"Program {program.name!r} has no backward pass whose loss could be scaled.")
+    return found[-1]
+
+
+def _begun_with(loss_scale: Variable, seed: Op) -> Op:
+    (v,) = seed.outputs
+    body = body_of(lambda scale: [scale.astype(v.dtype)], _type(loss_scale))
+    return replace(seed, type=_SCALE, inputs=(loss_scale,), body=body)
+
+
+def _initially(v: Variable, value: float) -> Op:
+    return Op("constant", (), (v,), body_of(lambda: [jnp.asarray(value, v.dtype)]), Pass.UPDATE)
+
+
+@lru_cache(maxsize=1024)
+def _quotient(shape: tuple[int, ...], dtype: Any) -> Body:
+    return body_of(lambda g, scale: [(g / scale).astype(dtype)], Type(shape, dtype), Type((), np.float32))
+
+
+def _type(v: Variable) -> Type:
+    return Type(v.shape, v.dtype)

@@ -1,0 +1,166 @@
+"""Compute in 16 bits, keep in 32: the dtype of each op of the forward pass by its role.
+
+    mixed_precision(optimizer.minimize(loss, ...), "bfloat16")
+
+Parameters, slots and what the function returns keep their dtypes; where an op computes in another one, a
+``cast`` stands before it. The backward pass is derived of that, so it computes in the same dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import ArgumentError, GraphError, HyperparameterError
+from onward.core.jaxprs import Type
+from onward.core.placement import whole_shape
+from onward.core.program import Program
+from onward.core.transform import Recipe, Step, recipe_of, transform
+from onward.core.walk import Where, listed
+from onward.derive.backward import append_backward
+from onward.derive.guard import guard
+from onward.derive.loss_scale import adjust_scale, scale_loss
+from onward.derive.roles import Lowering, kept_ops
+from onward.derive.update import append_update
+
+_DTYPES = ("bfloat16", "float16")
+
+
+def mixed_precision(
+    program: Program,
+    dtype: str = "bfloat16",
+    *,
+    keep: Where | Iterable[Where] = (),
+    scale: float | None = None,
+    growth_every: int = 2000,
+    factor: float = 2.0,
+) -> Program:
+    """Compute most of the forward and backward pass in 16 bits; parameters and slots stay float32.
+
+    Matrix products and convolutions take and give 16 bits (hardware adds up in float32). Elementwise ops,
+    ops of shape and maxima follow what they read, parameters and numbers beside it included; next to a
+    float32 activation they compute in float32. All else, such as exponentials, sums, norms' statistics,
+    softmax, losses, control flow and functions with a gradient rule of their own (but for relu), computes in
+    float32, and so does what only such ops read. A Variable is cast once, however often it is read. The
+    Program is traced and derived again; ``for_test`` of it computes in the same dtypes.
+
+    In float16 small gradients would be 0, so the backward pass begins with ``loss_scale`` in place of 1:
+    gradients are divided by it before anything reads them, a step in which they overflow is left out and
+    counted in ``skipped``, as ``guard`` does, and the scale shrinks; it grows after many good steps in a row.
+
+    Args:
+        program: a Program that was traced, at any stage, replicated or not. For float16 it is minimized.
+        dtype: ``"bfloat16"`` or ``"float16"``.
+        keep: what stays in float32: names, patterns (``"head/*"``), Variables or predicates of activations,
+            for the ops that compute them, or of parameters, for the ops that read them.
+        scale: the first ``loss_scale``; 2**15 unless given. Given for bfloat16, it is scaled as well.
+        growth_every: after how many good steps in a row the scale grows.
+        factor: by how much it grows and shrinks, above 1.
+
+    Raises:
+        ArgumentError: another dtype.
+        HyperparameterError: a scale or factor out of range.
+        GraphError: it is in mixed precision already, or in float16 and not minimized, or guarded.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+        UnknownNameError: ``keep`` names nothing.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, sections 3.1 to 3.3.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> def loss(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"])
+        >>> w = {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}
+        >>> program = mixed_precision(ow.Adam(1e-3).minimize(loss, w, jnp.ones((8, 3))), "bfloat16")
+        >>> program["bfloat16(a)"].type, program["tanh"].type, program["grad(a)"].type, program.loss.type
+        ('bfloat16[3,4]', 'bfloat16[8,4]', 'float32[3,4]', 'float32[]')
+    """
+    if dtype not in _DTYPES:
+        raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16' or 'float16'.")
+    recipe = recipe_of(program, f"in {dtype}", "Compute in that dtype yourself")
+    if any(step.function is lowered for step in recipe.steps):
+        raise GraphError(
+            f"Program {program.name!r} is in mixed precision already; it is asked for only once."
+        )
+    scaling = _scaling(dtype, scale, growth_every, factor)
+    if scaling is not None:
+        _expect_updates(program, recipe)
+    first = Step(lowered, (dtype, tuple(listed(keep))), {})
+    steps = (first, *(step for old in recipe.steps for step in (old, *_after(old, scaling))))
+    return replace(recipe, steps=steps).replay(_types(program))
+
+
+@transform
+def lowered(program: Program, dtype: str, keep: tuple[Where, ...]) -> Program:
+    """The forward pass, each op in the dtype of its role; see ``mixed_precision``."""
+    is_test = program.recipe is not None and not program.recipe.origin.training
+    kept = kept_ops(program, keep, strict=not is_test)
+    return Lowering(program, np.dtype(jnp.dtype(dtype)), kept).program()
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """The options of loss scaling."""
+
+    scale: float
+    growth_every: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("scale", self.scale, 0), ("factor", self.factor, 1)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value <= least:
+                raise HyperparameterError(
+                    f"mixed_precision: {name} is {value!r}; expected a number above {least}."
+                )
+        if not isinstance(self.growth_every, int) or self.growth_every < 1:
+            raise HyperparameterError(
+                f"mixed_precision: growth_every is {self.growth_every!r}; expected a number of steps, "
+                "at least 1."
+            )
+
+
+def _scaling(dtype: str, scale: float | None, growth_every: int, factor: float) -> _Scaling | None:
+    """How the loss is scaled; None where it is not."""
+    found = _Scaling(2.0**15 if scale is None else scale, growth_every, factor)
+    return found if dtype == "float16" or scale is not None else None
+
+
+def _after(step: Step, scaling: _Scaling | None) -> tuple[Step, ...]:
+    """What loss scaling adds after a transform of the recipe."""
+    if scaling is not None and step.function is append_backward:
+        return (Step(scale_loss, (scaling.scale,), {}),)
+    if scaling is not None and step.function is append_update:
+        return (Step(adjust_scale, (scaling.growth_every, scaling.factor), {}),)
+    return ()
+
+
+def _expect_updates(program: Program, recipe: Recipe) -> None:
+    """Raise ``GraphError`` unless the loss of a Program can be scaled: to train it has to be minimized."""
+    made = [step.function for step in recipe.steps]
+    if recipe.origin.training and not {append_backward, append_update}.issubset(made):
+        raise GraphError(
+            f"Program {program.name!r} is not minimized, and in float16 its gradients would be 0 where they "
+            'are small. Minimize first: mixed_precision(optimizer.minimize(loss, ...), "float16"); or take '
+            '"bfloat16", or a Program for tests: for_test(program).'
+        )
+    if guard in made:
+        raise GraphError(
+            f"Program {program.name!r} is guarded, and mixed precision in float16 leaves out steps that "
+            "overflow by itself. Leave guard away."
+        )
+
+
+def _types(program: Program) -> tuple[Any, ...]:
+    """The data of the traced function by its types, over all devices together."""
+    assert program.signature is not None
+
+    def kind(v: Any) -> Type:
+        return Type(whole_shape(v, program.replicas), v.dtype)
+
+    return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)

@@ -1,0 +1,194 @@
+"""In which dtype each op of a forward pass computes, by its role, and the casts that this takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from onward.core.errors import UnknownNameError
+from onward.core.jaxprs import Body, Type, body_of
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import Where, consumers, producers, select
+from onward.core.words import Kind, Pass
+
+_LOW = frozenset({"dot_general", "conv_general_dilated"})
+_LAYOUT = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "name", "reshape", "rev", "slice"}
+    | {"squeeze", "stop_gradient", "transpose"}
+)
+_FOLLOWING = _LAYOUT | {
+    *("abs", "add", "clamp", "concatenate", "div", "dynamic_slice", "dynamic_update_slice", "gather"),
+    *("integer_pow", "logistic", "max", "min", "mul", "neg", "pad", "reduce_max", "reduce_min"),
+    *("reduce_window_max", "select_n", "sign", "split", "square", "sub", "tanh"),
+}
+_OUT_OF_RANGE = frozenset({"div", "integer_pow", "square"})  # of float16, by numbers that are not large
+_ACTIVATIONS = frozenset(
+    {"relu"}
+)  # with a rule of their own, whose results are no larger than what they read
+
+_FULL = np.dtype(np.float32)
+
+
+class Lowering:
+    """One walk over the ops: ``low`` and ``full`` hold each float32 Variable as it was asked for so far."""
+
+    def __init__(self, program: Program, dtype: np.dtype[Any], kept: set[Op]) -> None:
+        self.source, self.dtype, self.kept = program, dtype, kept
+        self.names = Names(program.variables)
+        self.returned = {*program.outputs, *program.next_state.values()}
+        self.made = producers(program)
+        self.low: dict[Variable, Variable] = {}
+        self.full: dict[Variable, Variable] = {}
+        self.computed_low: set[Variable] = set()
+        self.bodies: dict[Any, Body | None] = {}
+        self.ops: list[Op] = []
+        self.wide = self.only_read_wide()
+
+    def program(self) -> Program:
+        """The Program with every op in the dtype of its role."""
+        for op in self.source.ops:
+            if self.is_low(op):
+                self.append_low(op)
+            else:
+                self.append_full(op)
+        return replace(self.source, ops=tuple(self.ops))
+
+    def only_read_wide(self) -> set[Op]:
+        """The ops that follow what they read, and whose results only ops read that compute in float32."""
+        readers = consumers(self.source)
+        wide: set[Op] = set()
+        for op in reversed(self.source.ops):
+            after = [reader for v in op.outputs for reader in readers.get(v, ())]
+            if op.type not in _LOW and all(r in wide or not self.may_be_low(r) for r in after):
+                wide.add(op)
+        return wide
+
+    def may_be_low(self, op: Op) -> bool:
+        """Whether the role of an op lets it compute in the low dtype."""
+        if op in self.kept or op.made_by is not Pass.FORWARD or not _is_real(op):
+            return False
+        if op.type in _ACTIVATIONS:
+            return op.body.has_custom_rule
+        if op.type in _OUT_OF_RANGE and self.dtype == np.float16:
+            return False
+        return (op.type in _LOW or op.type in _FOLLOWING) and self.body(op) is not None
+
+    def is_low(self, op: Op) -> bool:
+        """Whether an op computes in the low dtype here."""
+        if op in self.wide or not self.may_be_low(op):
+            return False
+        read = [v for v in op.inputs if v.dtype == _FULL]
+        if op.type in _LOW:
+            return bool(read)
+        others = [v for v in read if v not in self.computed_low]
+        return len(others) < len(read) and all(map(self.is_pliant, others))
+
+    def is_pliant(self, v: Variable) -> bool:
+        """Whether a value gives way to those beside it: a parameter or a number, however it is laid out."""
+        op = self.made.get(v)
+        if op is None:
+            return v.kind is Kind.PARAMETER
+        return op.type in _LAYOUT and self.body(op) is not None and all(map(self.is_pliant, op.inputs))
+
+    def body(self, op: Op) -> Body | None:
+        """What an op computes in the low dtype; None if it cannot."""
+        key = op.body.signature
+        if key not in self.bodies:
+            self.bodies[key] = op.body.at(self.dtype)
+        return self.bodies[key]
+
+    def append_full(self, op: Op) -> None:
+        """Add an op as it is, what it reads cast up."""
+        read = tuple(self.as_full(v, op) for v in op.inputs)
+        self.ops.append(op if read == op.inputs else replace(op, inputs=read))
+
+    def append_low(self, op: Op) -> None:
+        """Add an op that reads and gives the low dtype; what is returned of that is cast up."""
+        if op.type in _ACTIVATIONS:
+            self.append_cast_back(op)
+            return
+        body = self.body(op)
+        assert body is not None
+        outputs = tuple(self.lowered(v) for v in op.outputs)
+        inputs = tuple(self.as_low(v, op) for v in op.inputs)
+        self.ops.append(replace(op, inputs=inputs, outputs=outputs, body=body))
+        self.return_full(op)
+
+    def append_cast_back(self, op: Op) -> None:
+        """Add an op that computes in float32 between two casts."""
+        wide = {v: replace(v, name=self.names.new(f"{_FULL}({v.name})")) for v in op.outputs}
+        inputs = tuple(self.as_full(v, op) for v in op.inputs)
+        self.ops.append(replace(op, inputs=inputs, outputs=tuple(wide.values())))
+        for v, found in wide.items():
+            self.cast(found, self.lowered(v), op)
+        self.return_full(op)
+
+    def lowered(self, v: Variable) -> Variable:
+        """The Variable of the low dtype that an op gives in place of this one, under its name if it can."""
+        if v.dtype != _FULL:
+            return v
+        name = self.names.new(f"{self.dtype}({v.name})") if v in self.returned else v.name
+        self.low[v] = replace(v, name=name, dtype=self.dtype)
+        self.computed_low.add(v)
+        return self.low[v]
+
+    def return_full(self, op: Op) -> None:
+        """Cast up what of an op's results the Program returns or carries on."""
+        for v in op.outputs:
+            if v in self.returned and v in self.low:
+                self.full[v] = self.cast(self.low[v], v, op)
+
+    def as_low(self, v: Variable, reader: Op) -> Variable:
+        """A Variable as an op of the low dtype reads it."""
+        if v.dtype != _FULL:
+            return v
+        if v not in self.low:
+            new = Variable(self.names.new(f"{self.dtype}({v.name})"), v.shape, self.dtype)
+            self.low[v] = self.cast(v, new, reader)
+        return self.low[v]
+
+    def as_full(self, v: Variable, reader: Op) -> Variable:
+        """A Variable as an op of float32 reads it."""
+        if v not in self.computed_low:
+            return v
+        if v not in self.full:
+            new = Variable(self.names.new(f"{_FULL}({v.name})"), v.shape, _FULL)
+            self.full[v] = self.cast(self.low[v], new, reader)
+        return self.full[v]
+
+    def cast(self, old: Variable, new: Variable, beside: Op) -> Variable:
+        """Add the op that makes one Variable of another, in the scope of the op that it is for."""
+        body = _cast(old.shape, old.dtype, new.dtype)
+        self.ops.append(Op("cast", (old,), (new,), body, scope=beside.scope, source=beside.source))
+        return new
+
+
+def kept_ops(program: Program, keep: Iterable[Where], strict: bool) -> set[Op]:
+    """The ops that compute the chosen activations or read the chosen parameters.
+
+    Unless ``strict``, a choice may pick nothing: a test Program lacks some of what is trained.
+    """
+    chosen: set[Variable] = set()
+    for choice in keep:
+        try:
+            chosen.update(select(tuple(program.variables.values()), [choice], "mixed_precision, keep"))
+        except UnknownNameError:
+            if strict:
+                raise
+    given = chosen.intersection(program.state)
+    return {op for op in program.ops if not chosen.isdisjoint(op.outputs) or not given.isdisjoint(op.inputs)}
+
+
+def _is_real(op: Op) -> bool:
+    """Whether all floating point numbers that an op reads and gives are float32."""
+    return all(v.dtype == _FULL or v.dtype.kind in "biu" for v in (*op.inputs, *op.outputs))
+
+
+@lru_cache(maxsize=1024)
+def _cast(shape: tuple[int, ...], old: Any, new: Any) -> Body:
+    return body_of(lambda x: [x.astype(new)], Type(shape, old))
