@@ -70,8 +70,13 @@ def first_step(program, params, data, names=()):
 
 @pytest.mark.parametrize(
     ("network", "dtype"),
-    [("MLP", "bfloat16"), ("MLP", "float16"), ("convolutions", "bfloat16"), ("transformer", "float16")]
-    + [("equinox", "bfloat16")],
+    [
+        ("MLP", "bfloat16"),
+        ("MLP", "float16"),
+        ("convolutions", "bfloat16"),
+        ("transformer", "float16"),
+        ("equinox", "bfloat16"),
+    ],
 )
 def test_loss_and_gradients_are_those_of_float32_but_for_rounding(network, dtype):
     _, params, data = NETWORKS[network]

@@ -22,3 +22,16 @@ def check_choice(optimizer: Optimizer, name: str, choices: tuple[str, ...]) -> N
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise HyperparameterError(f"{type(optimizer).__name__}: {name} is {value!r}. Write one of {listed}.")
+
+
+def check_positive(optimizer: Optimizer, name: str) -> None:
+    """Raise ``HyperparameterError`` unless this number, which can only grow, begins above 0."""
+    value = getattr(optimizer, name)
+    if callable(value):
+        return
+    optimizer.check_hyperparameter(name, value)
+    if value == 0:
+        raise HyperparameterError(
+            f"{type(optimizer).__name__}: {name} is 0, from which nothing moves. It must be greater than 0, "
+            "and small, for it only grows."
+        )

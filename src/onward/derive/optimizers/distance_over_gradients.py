@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.arithmetic import squared
-from onward.derive.optimizers.learning_rate_free import check_positive
+from onward.derive.optimizers.checks import check_positive
 from onward.derive.optimizers.norms import quotient
 from onward.derive.rule import Hyperparameter, Slots
 
@@ -33,8 +33,7 @@ class DoG(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.distance_over_gradients import DoG
-        >>> program = DoG().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.DoG().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/average', 'w/distance', 'w/first', 'w/squares']
     """
@@ -78,8 +77,7 @@ class LDoG(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.distance_over_gradients import LDoG
-        >>> program = LDoG(averaging=None).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.LDoG(averaging=None).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/distance', 'w/first', 'w/squares']
     """

@@ -32,8 +32,7 @@ class SM3(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.factored import SM3
-        >>> program = SM3(0.1, momentum=0.0).minimize(lambda w: jnp.sum(w**2), jnp.ones((3, 2)))
+        >>> program = ow.SM3(0.1, momentum=0.0).minimize(lambda w: jnp.sum(w**2), jnp.ones((3, 2)))
         >>> [(v.name, v.shape) for v in program.state if "/" in v.name]
         [('w/axis0', (3,)), ('w/axis1', (2,))]
     """
@@ -101,8 +100,7 @@ class Adafactor(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.factored import Adafactor
-        >>> program = Adafactor().minimize(lambda w: jnp.sum(w**2), jnp.ones((3, 2)))
+        >>> program = ow.Adafactor().minimize(lambda w: jnp.sum(w**2), jnp.ones((3, 2)))
         >>> [(v.name, v.shape) for v in program.state if "/" in v.name]
         [('w/columns', (2,)), ('w/rows', (3,))]
     """

@@ -31,9 +31,8 @@ class LARS(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.layerwise import LARS
         >>> w = jnp.array([3.0, 4.0])
-        >>> program = LARS(1.0, trust_coefficient=0.1, weight_decay=0.0).minimize(lambda w: w @ w, w)
+        >>> program = ow.LARS(1.0, trust_coefficient=0.1, weight_decay=0.0).minimize(lambda w: w @ w, w)
         >>> step = ow.compile(program)
         >>> state, out = step(step.init(w))
         >>> [round(x, 5) for x in state.parameters.tolist()]
@@ -73,9 +72,8 @@ class LAMB(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.layerwise import LAMB
         >>> w = jnp.array([3.0, 4.0])
-        >>> step = ow.compile(LAMB(0.1).minimize(lambda w: w @ w, w))
+        >>> step = ow.compile(ow.LAMB(0.1).minimize(lambda w: w @ w, w))
         >>> state, out = step(step.init(w))
         >>> round(float(jnp.linalg.norm(state.parameters - w)), 5)
         0.5
@@ -117,8 +115,7 @@ class NovoGrad(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.layerwise import NovoGrad
-        >>> program = NovoGrad(0.1).minimize(lambda w: w @ w, jnp.ones(3))
+        >>> program = ow.NovoGrad(0.1).minimize(lambda w: w @ w, jnp.ones(3))
         >>> [(v.name, v.shape) for v in program.state if "/" in v.name]
         [('w/mean', (3,)), ('w/variance', ())]
     """

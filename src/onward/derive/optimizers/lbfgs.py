@@ -43,11 +43,10 @@ class LBFGS(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.lbfgs import LBFGS
         >>> def rosenbrock(w):
         ...     return (1 - w[0]) ** 2 + 100 * (w[1] - w[0] ** 2) ** 2
         >>> w = jnp.array([-1.2, 1.0])
-        >>> step = ow.compile(LBFGS().minimize(rosenbrock, w))
+        >>> step = ow.compile(ow.LBFGS().minimize(rosenbrock, w))
         >>> state = step.init(w)
         >>> for _ in range(40):
         ...     state, out = step(state)

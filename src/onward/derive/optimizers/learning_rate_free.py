@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from onward.core.errors import HyperparameterError
 from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.arithmetic import squared
+from onward.derive.optimizers.checks import check_positive
 from onward.derive.optimizers.norms import inner, quotient
 from onward.derive.rule import Hyperparameter, Slots
 
@@ -39,8 +39,7 @@ class DAdaptSGD(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.learning_rate_free import DAdaptSGD
-        >>> program = DAdaptSGD().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.DAdaptSGD().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/estimate', 'w/first', 'w/product', 'w/squares', 'w/sum']
     """
@@ -105,8 +104,7 @@ class DAdaptAdam(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.learning_rate_free import DAdaptAdam
-        >>> program = DAdaptAdam().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.DAdaptAdam().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/estimate', 'w/mean', 'w/product', 'w/sum', 'w/variance']
     """
@@ -171,8 +169,7 @@ class Prodigy(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.learning_rate_free import Prodigy
-        >>> program = Prodigy().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.Prodigy().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/estimate', 'w/first', 'w/mean', 'w/product', 'w/sum', 'w/variance']
     """
@@ -230,16 +227,3 @@ def _moments(parameter: Any, estimate: float) -> dict[str, Any]:
         "product": zero,
         "estimate": zero + estimate,
     }
-
-
-def check_positive(optimizer: Optimizer, name: str) -> None:
-    """Raise ``HyperparameterError`` unless this number, which can only grow, begins above 0."""
-    value = getattr(optimizer, name)
-    if callable(value):
-        return
-    optimizer.check_hyperparameter(name, value)
-    if value == 0:
-        raise HyperparameterError(
-            f"{type(optimizer).__name__}: {name} is 0, from which nothing moves. It must be greater than 0, "
-            "and small, for it only grows."
-        )

@@ -43,10 +43,9 @@ class Muon(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.muon import Muon
         >>> params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
         >>> program = ow.trace(lambda p: jnp.sum(p["w"] * p["b"]), params)
-        >>> [Muon().route(p).name for p in program.parameters]
+        >>> [ow.Muon().route(p).name for p in program.parameters]
         ['adam_w', 'muon']
     """
 

@@ -28,9 +28,8 @@ class ProximalGD(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.proximal import ProximalGD
         >>> w = jnp.array([0.25, -1.0])
-        >>> step = ow.compile(ProximalGD(0.5, l1=1.0).minimize(lambda w: jnp.sum(0 * w), w))
+        >>> step = ow.compile(ow.ProximalGD(0.5, l1=1.0).minimize(lambda w: jnp.sum(0 * w), w))
         >>> state, out = step(step.init(w))
         >>> state.parameters.tolist()
         [0.0, -0.5]
@@ -62,9 +61,8 @@ class ProximalAdagrad(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.proximal import ProximalAdagrad
         >>> w = jnp.array([0.125, 1.0])
-        >>> step = ow.compile(ProximalAdagrad(0.25, l1=1.0).minimize(lambda w: w[1], w))
+        >>> step = ow.compile(ow.ProximalAdagrad(0.25, l1=1.0).minimize(lambda w: w[1], w))
         >>> state, out = step(step.init(w))
         >>> state.parameters.tolist()
         [0.0, 0.5]
@@ -110,9 +108,8 @@ class FTRL(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.proximal import FTRL
-        >>> w = jnp.array([0.0, 0.0])
-        >>> step = ow.compile(FTRL(0.5, beta=0.0, l1=1.0).minimize(lambda w: w @ jnp.array([0.5, -2.0]), w))
+        >>> w, g = jnp.array([0.0, 0.0]), jnp.array([0.5, -2.0])
+        >>> step = ow.compile(ow.FTRL(0.5, beta=0.0, l1=1.0).minimize(lambda w: w @ g, w))
         >>> state, out = step(step.init(w))
         >>> state.parameters.tolist()
         [0.0, 0.25]

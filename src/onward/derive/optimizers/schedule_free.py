@@ -37,8 +37,7 @@ class ScheduleFreeSGD(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.schedule_free import ScheduleFreeSGD
-        >>> program = ScheduleFreeSGD(0.1).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.ScheduleFreeSGD(0.1).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/base', 'w/weights']
     """
@@ -78,9 +77,8 @@ class ScheduleFreeAdamW(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.schedule_free import ScheduleFreeAdamW
         >>> warm = lambda step: 1e-2 * jnp.minimum(1, (step + 1) / 100)
-        >>> program = ScheduleFreeAdamW(warm).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.ScheduleFreeAdamW(warm).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/base', 'w/variance', 'w/weights']
     """

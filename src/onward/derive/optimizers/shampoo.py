@@ -40,8 +40,7 @@ class Shampoo(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.shampoo import Shampoo
-        >>> program = Shampoo(0.1).minimize(lambda w: jnp.sum(w**2), jnp.ones((2, 3)))
+        >>> program = ow.Shampoo(0.1).minimize(lambda w: jnp.sum(w**2), jnp.ones((2, 3)))
         >>> [f"{v.name} {v.shape}" for v in program.state if "/statistics" in v.name]
         ['w/statistics_0 (2, 2)', 'w/statistics_1 (3, 3)']
     """

@@ -40,8 +40,7 @@ class SOAP(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.optimizers.soap import SOAP
-        >>> program = SOAP(3e-3).minimize(lambda w: jnp.sum(w**2), jnp.ones((2, 3)))
+        >>> program = ow.SOAP(3e-3).minimize(lambda w: jnp.sum(w**2), jnp.ones((2, 3)))
         >>> [v.name for v in program.state if "basis" in v.name]
         ['w/basis_0', 'w/basis_1']
     """

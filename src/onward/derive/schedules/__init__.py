@@ -15,9 +15,9 @@ Any hyperparameter of any optimizer can follow one, or any other function of the
 What is made here is frozen, compares by value, computes on whole arrays of steps, and can be scaled:
 
 >>> import numpy as np
->>> from onward.derive import schedules as schedule
->>> rate = schedule.cosine(1e-3, steps=1000, warmup=100)
->>> rate, rate == schedule.cosine(1e-3, steps=1000, warmup=100)
+>>> import onward as ow
+>>> rate = ow.schedule.cosine(1e-3, steps=1000, warmup=100)
+>>> rate, rate == ow.schedule.cosine(1e-3, steps=1000, warmup=100)
 (cosine(0.001, steps=1000, warmup=100), True)
 >>> rate(np.array([0, 50, 100, 1000, 5000])).tolist()
 [0.0, 0.0005000000237487257, 0.0010000000474974513, 0.0, 0.0]

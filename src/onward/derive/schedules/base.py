@@ -1,7 +1,7 @@
 """What a schedule is: a frozen dataclass that computes a float32 from an int32 step.
 
->>> from onward.derive import schedules as schedule
->>> decay = schedule.linear(1.0, 0.0, steps=4)
+>>> import onward as ow
+>>> decay = ow.schedule.linear(1.0, 0.0, steps=4)
 >>> decay(1), decay([0, 1, 2, 3, 4, 5]).tolist()
 (Array(0.75, dtype=float32), [1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
 """
@@ -33,8 +33,8 @@ class Schedule:
     ``checks``), what must hold between them by ``_check``; ``_at`` computes.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> isinstance(schedule.constant(0.1), Schedule), 0.5 * schedule.constant(0.1)
+        >>> import onward as ow
+        >>> isinstance(ow.schedule.constant(0.1), Schedule), 0.5 * ow.schedule.constant(0.1)
         (True, 0.5 * constant(0.1))
 
     Raises:

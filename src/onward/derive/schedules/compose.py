@@ -33,8 +33,8 @@ class constant(Schedule):
         HyperparameterError: the value is negative or not finite.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.constant(0.1)([0, 7]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.constant(0.1)([0, 7]).tolist()
         [0.10000000149011612, 0.10000000149011612]
     """
 
@@ -63,8 +63,8 @@ class piecewise(Schedule):
             a value that is negative or not finite.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.piecewise([1.0, 0.5, 0.25], boundaries=[2, 3])([0, 1, 2, 3, 4]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.piecewise([1.0, 0.5, 0.25], boundaries=[2, 3])([0, 1, 2, 3, 4]).tolist()
         [1.0, 1.0, 0.5, 0.25, 0.25]
     """
 
@@ -103,8 +103,8 @@ class join(Schedule):
             increase.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> slowly = schedule.join([schedule.linear(0.0, 1.0, steps=2), 0.5], boundaries=[2])
+        >>> import onward as ow
+        >>> slowly = ow.schedule.join([ow.schedule.linear(0.0, 1.0, steps=2), 0.5], boundaries=[2])
         >>> slowly, slowly([0, 1, 2, 3]).tolist()
         (join((linear(0.0, 1.0, steps=2), constant(0.5)), boundaries=(2,)), [0.0, 0.5, 0.5, 0.5])
     """
@@ -147,8 +147,8 @@ class warmup(Schedule):
         HyperparameterError: a number that is negative or not finite, or a schedule that is none.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.warmup(schedule.exponential(1.0, rate=0.5), steps=2)([0, 1, 2, 3, 4]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.warmup(ow.schedule.exponential(1.0, rate=0.5), steps=2)([0, 1, 2, 3, 4]).tolist()
         [0.0, 0.5, 1.0, 0.5, 0.25]
     """
 

@@ -42,8 +42,8 @@ class restarts(Schedule):
             1.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.restarts(1.0, every=2, growth=2, rate=0.5)([0, 1, 2, 4, 6, 10, 14]).round(4).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.restarts(1.0, every=2, growth=2, rate=0.5)([0, 1, 2, 4, 6, 10, 14]).round(4).tolist()
         [1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
     """
 
@@ -110,8 +110,8 @@ class one_cycle(Schedule):
             shorter than the whole, or an unknown shape.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> cycle = schedule.one_cycle(1.0, steps=10, warmup=4, begin=0.5, end=0.0, shape="linear")
+        >>> import onward as ow
+        >>> cycle = ow.schedule.one_cycle(1.0, steps=10, warmup=4, begin=0.5, end=0.0, shape="linear")
         >>> cycle([0, 2, 4, 7, 10]).tolist()
         [0.5, 0.75, 1.0, 0.5, 0.0]
     """
@@ -170,8 +170,8 @@ class cyclic(Schedule):
             with another mode, or a ``warmup`` that is not shorter than ``every``.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.cyclic(0.0, 1.0, every=4, mode="triangular2")([0, 1, 2, 3, 4, 6, 8]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.cyclic(0.0, 1.0, every=4, mode="triangular2")([0, 1, 2, 3, 4, 6, 8]).tolist()
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.5, 0.0]
     """
 

@@ -33,8 +33,8 @@ class linear(Schedule):
         HyperparameterError: a number that is negative or not finite.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.linear(1.0, 0.5, steps=2)([0, 1, 2, 3]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.linear(1.0, 0.5, steps=2)([0, 1, 2, 3]).tolist()
         [1.0, 0.75, 0.5, 0.5]
     """
 
@@ -69,8 +69,8 @@ class polynomial(Schedule):
         HyperparameterError: a number that is negative or not finite, or a ``power`` of 0.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.polynomial(1.0, steps=4, power=2)([0, 1, 2, 3, 4, 5]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.polynomial(1.0, steps=4, power=2)([0, 1, 2, 3, 4, 5]).tolist()
         [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
     """
 
@@ -119,8 +119,8 @@ class cosine(Schedule):
             the whole.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.cosine(1.0, steps=6, warmup=2)([0, 1, 2, 4, 6, 7]).round(3).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.cosine(1.0, steps=6, warmup=2)([0, 1, 2, 4, 6, 7]).round(3).tolist()
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
 
@@ -167,8 +167,8 @@ class wsd(Schedule):
             than the whole, or an unknown shape.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.wsd(1.0, steps=10, warmup=2, decay=4)([0, 1, 2, 6, 8, 10, 11]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.wsd(1.0, steps=10, warmup=2, decay=4)([0, 1, 2, 6, 8, 10, 11]).tolist()
         [0.0, 0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
 

@@ -41,10 +41,10 @@ class exponential(Schedule):
             ``begin``, or a ``rate`` above 1 without an ``end``.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.exponential(1.0, rate=0.25, every=2, end=0.125)([0, 1, 2, 4]).round(4).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.exponential(1.0, rate=0.25, every=2, end=0.125)([0, 1, 2, 4]).round(4).tolist()
         [1.0, 0.5, 0.25, 0.125]
-        >>> schedule.exponential(1.0, rate=0.25, every=2, staircase=True)([0, 1, 2, 3]).round(4).tolist()
+        >>> ow.schedule.exponential(1.0, rate=0.25, every=2, staircase=True)([0, 1, 2, 3]).round(4).tolist()
         [1.0, 1.0, 0.25, 0.25]
     """
 
@@ -87,8 +87,8 @@ class natural_exp(Schedule):
         HyperparameterError: a number that is negative or not finite, or an ``end`` above ``begin``.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> [f"{x:.4f}" for x in schedule.natural_exp(1.0, rate=0.5)([0, 1, 2])]
+        >>> import onward as ow
+        >>> [f"{x:.4f}" for x in ow.schedule.natural_exp(1.0, rate=0.5)([0, 1, 2])]
         ['1.0000', '0.6065', '0.3679']
     """
 
@@ -125,8 +125,8 @@ class inverse_time(Schedule):
         HyperparameterError: a number that is negative or not finite, or an ``end`` above ``begin``.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.inverse_time(1.0, rate=0.5, every=10)([0, 20, 60]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.inverse_time(1.0, rate=0.5, every=10)([0, 20, 60]).tolist()
         [1.0, 0.5, 0.25]
     """
 
@@ -162,8 +162,8 @@ class noam(Schedule):
         HyperparameterError: a ``d_model`` or a ``warmup`` that is no whole number of at least 1.
 
     Example:
-        >>> from onward.derive import schedules as schedule
-        >>> schedule.noam(4, warmup=4, scale=4.0)([0, 1, 3, 15, 63]).tolist()
+        >>> import onward as ow
+        >>> ow.schedule.noam(4, warmup=4, scale=4.0)([0, 1, 3, 15, 63]).tolist()
         [0.25, 0.5, 1.0, 0.5, 0.25]
     """
 

@@ -76,9 +76,8 @@ class plateau:
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive import schedules as schedule
         >>> step = ow.compile(ow.SGD(0.5).minimize(lambda w: w**2, jnp.float32(1.0)))
-        >>> state, lower = step.init(jnp.float32(1.0)), schedule.plateau(rate=0.5, patience=2)
+        >>> state, lower = step.init(jnp.float32(1.0)), ow.schedule.plateau(rate=0.5, patience=2)
         >>> for loss in [1.0, 0.9, 0.95, 0.9, 0.9, 0.9]:
         ...     state = lower.update(state, loss)
         ...     print(loss, float(state["learning_rate"]))
