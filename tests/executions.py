@@ -70,7 +70,9 @@ def by_servers(program):
         if "Take one server" not in str(error):
             raise
         cut = ow.split(program, servers=1, trainers=2)
-    hand = ByHand(cut, params)
+    hand = ByHand(
+        cut.at([jax.ShapeDtypeStruct((len(x) // 2, *x.shape[1:]), x.dtype) for x in batches[0]]), params
+    )
     for batch in batches:
         hand.step([dict(zip(("x", "y"), part, strict=True)) for part in parts_of(batch, 2)])
     return hand.parameters()

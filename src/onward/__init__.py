@@ -58,6 +58,9 @@ from onward.derive.clip import clip_by_global_norm
 from onward.derive.for_evaluation import for_evaluation
 from onward.derive.for_test import for_test
 from onward.derive.groups import Group
+from onward.derive.guard import guard
+from onward.derive.loss import Loss
+from onward.derive.mixed_precision import mixed_precision
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import (
     ADOPT,
@@ -220,6 +223,7 @@ __all__ = [
     "Lion",
     "LocalSGD",
     "Lookahead",
+    "Loss",
     "LossError",
     "LowPrecision",
     "Merge",
@@ -299,11 +303,13 @@ __all__ = [
     "for_test",
     "forward_pass",
     "gradients",
+    "guard",
     "initializer",
     "is_training",
     "key",
     "layer",
     "liveness",
+    "mixed_precision",
     "optimize",
     "parameter",
     "plan",

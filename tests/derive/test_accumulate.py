@@ -1,5 +1,6 @@
 """Micro-batches against the big batch, against NumPy, and against a loop over single micro-batches."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -181,6 +182,22 @@ def test_a_bfloat16_gradient_is_added_up_in_float32():
     step = ow.compile(accumulate(program, 256, is_sum=True), fetch=["grad(w)"])
     _, out = step(step.init(jnp.zeros(1, jnp.bfloat16)), x)
     assert float(out["grad(w)"][0]) == 2.0  # 1 + 255 / 256, of which the small ones are lost one by one
+
+
+def test_a_gradient_that_an_output_holds_is_that_of_the_big_batch():
+    @ow.transform
+    def returning(program, name):
+        return replace(program, outputs=(*program.outputs, program[name]))
+
+    w, x = jnp.ones(3, jnp.bfloat16), jnp.arange(24, dtype=jnp.bfloat16).reshape(8, 3)
+    program = ow.append_backward(ow.trace(lambda w, x: jnp.mean(jnp.square(x * w)), w, x))
+    program = returning(program, "grad(mul)")
+    found = []
+    for p in (program, accumulate(program, 4)):
+        step = ow.compile(p, fetch=["grad(mul)"])
+        found.append(step(step.init(w), x)[1]["grad(mul)"])
+    assert found[0].shape == (8, 3)
+    np.testing.assert_array_equal(*found)
 
 
 # ---------------------------------------------------------------- what data is cut

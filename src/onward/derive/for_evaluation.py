@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from onward.core.check import check
+from onward.core.errors import GraphError
 from onward.core.jaxprs import Type, body_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
-from onward.core.transform import recipe_of
-from onward.core.words import Pass
+from onward.core.transform import recipe_of, transform
+from onward.core.walk import substitute
+from onward.core.words import Pass, Placement
 from onward.derive.act import Slot, numbers_of
 from onward.derive.for_test import for_test
 from onward.derive.precision import widened
-from onward.derive.update import Trained, append_update, updated
+from onward.derive.update import Update, append_update, updated
 
 
 def for_evaluation(program: Program) -> Program:
@@ -27,6 +28,7 @@ def for_evaluation(program: Program) -> Program:
 
     Raises:
         RecipeError: the Program was not traced, or its ops were changed by hand.
+        GraphError: it is replicated, and each device keeps a part of the averages, or its own.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -41,44 +43,88 @@ def for_evaluation(program: Program) -> Program:
     for step in recipe.steps:
         if step.function is append_update:
             optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
-            update = updated(trained, optimizer)
-            return _with_evaluated(test, update.program(), update.evaluated) if update.evaluated else test
+            averages = Averages.of(updated(trained, optimizer))
+            _expect_whole(program, averages)
+            return read_averages(test, averages) if averages.evaluated else test
         trained = step.function(trained, *step.arguments, **step.options)
     return test
 
 
-def _with_evaluated(
-    test: Program,
-    training: Program,
-    evaluated: Sequence[tuple[Trained, Any, Mapping[str, Slot], Mapping[str, Variable]]],
-) -> Program:
-    """The test Program behind ops that compute what it shall read in place of parameters."""
-    names = Names(test.variables)
-    own = {v.name: v for v in test.state}
-    mine = {v: own[v.name] for v in training.state if v.name in own}
+@dataclass(frozen=True, eq=False)
+class Averages:
+    """What a training Program keeps to evaluate with; the same for batches of every length.
+
+    Attributes:
+        evaluated: parameter by parameter the rule that has another one to evaluate with, its slots, and its
+            hyperparameters by name.
+        state: the state Variables.
+        schedules: the ops that compute hyperparameters.
+        initializers: the ops that give slots and hyperparameters their first values.
+    """
+
+    evaluated: Sequence[tuple[Variable, Any, Mapping[str, Slot], Mapping[str, Variable]]]
+    state: tuple[Variable, ...]
+    schedules: tuple[Op, ...]
+    initializers: tuple[Op, ...]
+
+    @classmethod
+    def of(cls, update: Update) -> Averages:
+        """What an update pass keeps."""
+        return cls(
+            [(t.parameter, rule, slots, values) for t, rule, slots, values in update.evaluated],
+            tuple(update.state),
+            tuple(op for op in update.ops if op.type == "schedule"),
+            tuple(update.initializers),
+        )
+
+
+@transform
+def read_averages(program: Program, averages: Averages) -> Program:
+    """The Program behind ops that compute what it shall read in place of parameters."""
+    own = {v.name: v for v in program.state}
+    program = _given_way(program, averages)
+    names = Names(program.variables)
     ops: list[Op] = []
     instead: dict[Variable, Variable] = {}
-    for t, rule, slots, values in evaluated:
-        if (p := mine.get(t.parameter)) is not None:
+    for parameter, rule, slots, values in averages.evaluated:
+        if (p := own.get(parameter.name)) is not None:
             ops.append(_evaluated(rule, p, instead.get(p, p), slots, values, names))
             instead[p] = ops[-1].outputs[0]
     read = {v for op in ops for v in op.inputs}
-    schedules = [op for op in training.ops if op.type == "schedule" and not read.isdisjoint(op.outputs)]
+    schedules = [op for op in averages.schedules if not read.isdisjoint(op.outputs)]
     read |= {v for op in schedules for v in op.inputs}
-    added = [v for v in training.state if v in read and v not in mine]
-    made = [op for op in training.initializers if not set(added).isdisjoint(op.outputs)]
-    added += [v for op in made for v in op.outputs if v not in added]
-    made = [replace(op, inputs=tuple(mine.get(v, v) for v in op.inputs)) for op in made]
-    forward = [replace(op, inputs=tuple(instead.get(v, v) for v in op.inputs)) for op in test.ops]
-    return check(
-        replace(
-            test,
-            state=(*test.state, *added),
-            ops=(*schedules, *ops, *forward),
-            outputs=tuple(instead.get(v, v) for v in test.outputs),
-            initializers=(*test.initializers, *made),
-        )
+    made = [op for op in averages.initializers if not read.isdisjoint(op.outputs)]
+    kept = {v for op in made for v in op.outputs}
+    made = [replace(op, inputs=tuple(own.get(v.name, v) for v in op.inputs)) for op in made]
+    forward = [replace(op, inputs=tuple(instead.get(v, v) for v in op.inputs)) for op in program.ops]
+    return replace(
+        program,
+        state=(*program.state, *(v for v in averages.state if v in kept)),
+        ops=(*schedules, *ops, *forward),
+        outputs=tuple(instead.get(v, v) for v in program.outputs),
+        initializers=(*program.initializers, *made),
     )
+
+
+def _given_way(program: Program, averages: Averages) -> Program:
+    """The Program, in which no activation bears the name of a slot."""
+    taken = {v.name for v in averages.state} | {v.name for op in averages.schedules for v in op.outputs}
+    names = Names(taken | program.variables.keys())
+    computed = (v for op in program.ops for v in op.outputs)
+    return substitute(program, {v: replace(v, name=names.new(v.name)) for v in computed if v.name in taken})
+
+
+def _expect_whole(program: Program, averages: Averages) -> None:
+    """Refuse averages of which every device keeps a part, or its own."""
+    places = {v.name: v.placement for v in program.state}
+    for _, rule, slots, _ in averages.evaluated:
+        for v in (v for slot in slots.values() for v in slot.arrays):
+            if places.get(v.name, Placement.REPLICATED) is not Placement.REPLICATED:
+                raise GraphError(
+                    f"Program {program.name!r} keeps {v.name!r} of {type(rule).__name__} "
+                    f"{places[v.name].replace('_', ' ')}, which a Program for one device cannot read. Merge with "
+                    "Average(), or evaluate the parameters themselves: for_test(program)."
+                )
 
 
 def _evaluated(

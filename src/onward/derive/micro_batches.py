@@ -125,7 +125,8 @@ class _Result:
         assert self.axis is not None
         laid = jnp.moveaxis(parts, 0, self.axis)
         shape = (*self.part.shape[: self.axis], -1, *self.part.shape[self.axis + 1 :])
-        return lax.slice_in_dim(laid.reshape(shape), 0, self.whole.shape[self.axis], axis=self.axis)
+        whole = lax.slice_in_dim(laid.reshape(shape), 0, self.whole.shape[self.axis], axis=self.axis)
+        return whole.astype(self.whole.dtype) if self.is_weighed else whole
 
 
 class _Plan:

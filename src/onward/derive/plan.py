@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onward.core.columns import columns
+from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.core.show import human_bytes, nbytes, short_type
 from onward.derive.groups import Route, Routing
@@ -87,8 +88,15 @@ class UpdatePlan:
     order: tuple[tuple[Rule, tuple[str, ...]], ...]
 
     def __getitem__(self, name: str) -> Destination:
-        """What becomes of the parameter of this name."""
-        return next(d for d in self.destinations if d.parameter.name == name)
+        """What becomes of the parameter of this name.
+
+        Raises:
+            UnknownNameError: no parameter bears this name.
+        """
+        found = {d.parameter.name: d for d in self.destinations}
+        if name not in found:
+            raise UnknownNameError(f"The plan has no parameter named {name!r}. {nearest(name, found)}")
+        return found[name]
 
     def __str__(self) -> str:
         size = sum(nbytes(d.parameter) for d in self.destinations)

@@ -23,6 +23,7 @@ from onward.execute.out import Out
 from onward.execute.portions import Filling, Portions
 from onward.execute.spread import By
 from onward.execute.state import SPENT, Layout, State
+from onward.execute.stopped import Stopped
 
 _DEADLINE = 300.0  # seconds
 
@@ -58,6 +59,7 @@ class Step:
         self._bounded = check_feeds and bool(program.bounds)
         self._lock = RLock()
         self.feeds = Feeds(program)
+        self._stopped = Stopped.of(program, self.layout)
         self._foreign: dict[Layout, tuple[int, ...]] = {}
         self._executable = partial(
             Executable, fetch=self.fetch, donate=self._donate, by=_by(by), deadline=_deadline(deadline)
@@ -113,8 +115,11 @@ class Step:
         Raises:
             ArgumentError: data of the wrong number, structure, shape or dtype.
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
+            NonFiniteError: with ``guard(program, "stop")``, an earlier step was not finite.
         """
         own = self._own(state)
+        if self._stopped is not None:
+            self._stopped.look(own)
         executable, values, filling = self._find(self.feeds.named(data, feed) if feed else data)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
@@ -142,6 +147,11 @@ class Step:
             return self._next(state, changed), Out(executable.results, executable.emptied(results, filling))
 
         return pure
+
+    def expect_going(self, state: State) -> None:
+        """Wait for a State, and raise ``NonFiniteError`` if ``guard(program, "stop")`` stopped there."""
+        if self._stopped is not None:
+            self._stopped.look(self._own(state), wait=True)
 
     def _donated(self, donate: bool | Iterable[Where]) -> frozenset[str]:
         """The names of the Variables whose buffers a step may reuse."""

@@ -120,6 +120,10 @@ class Trainer:
         self.step += 1
         return out
 
+    def expect_going(self) -> None:
+        """Raise ``NonFiniteError`` if ``guard(program, "stop")`` stopped the training."""
+        self._step.expect_going(self.joined())
+
     def train(
         self,
         reader: Any,

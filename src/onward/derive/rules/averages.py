@@ -29,8 +29,7 @@ class EMA(ParameterRule):
     ``(1 + t) / (10 + t)``, so that early steps are soon forgotten (as in TensorFlow).
 
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992, with weights
-        that
-    fall off, as in Tarvainen and Valpola, Mean Teachers, 2017, section 2.
+    that fall off, as in Tarvainen and Valpola, Mean Teachers, 2017, section 2.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -104,8 +103,8 @@ class SWA(ParameterRule):
     """Stochastic weight averaging: the mean of the parameters at every ``every``-th step from ``begin`` on.
 
     Before ``begin``, the average is what the parameters are. Let the learning rate be high, or cyclic with
-    the period ``every``, from ``begin`` on (``schedule.swa``-like shapes: ``schedule.cyclic``). Statistics of
-    batch normalization belong to the trained parameters: run some batches in training mode before evaluating.
+    the period ``every``, from ``begin`` on. Statistics of batch normalization belong to the trained
+    parameters: run some batches in training mode before evaluating.
 
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018,
     algorithm 1.

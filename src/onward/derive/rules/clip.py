@@ -103,19 +103,20 @@ class AdaptiveClip(GradientRule):
     """The gradient of each output unit is shortened to a part of the norm of its weights.
 
     For each unit i ``g_i <- g_i min(1, ratio max(|w_i|, epsilon) / |g_i|)``, where a unit is a slice along
-    the last axis (the outputs of ``x @ w`` and of HWIO convolutions); of vectors and numbers, every element.
-    Heads are left out in the paper: ``where=``.
+    the last axis (the outputs of ``x @ w`` and of HWIO convolutions); a vector is one unit. Heads are left
+    out in the paper: ``where=``.
 
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, 2021,
-    section 4.1 (units as in optax; Keras has no such clip).
+    section 4.1, with a vector as one unit as in the authors' code and optax (which of three axes sums over the
+    first alone; Keras has no such clip).
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> optimizer = ow.SGD(1.0, rules=[ow.AdaptiveClip(0.1)])
         >>> step = ow.compile(optimizer.minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2)))
-        >>> state, out = step(step.init(jnp.ones(2)), jnp.array([3.0, 0.05]))
+        >>> state, out = step(step.init(jnp.array([3.0, 4.0])), jnp.array([10.0, 0.0]))
         >>> [round(x, 3) for x in state.parameters.tolist()]
-        [0.9, 0.95]
+        [2.5, 4.0]
     """
 
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
@@ -137,8 +138,8 @@ def _norm(arrays: Sequence[Any]) -> Any:
 
 
 def _unit_norms(x: Any) -> Any:
-    """The norm of each slice along the last axis, to be multiplied with the array."""
-    axes = tuple(range(x.ndim - 1)) if x.ndim > 1 else ()
+    """The norm of each slice along the last axis, to be multiplied with the array; of a vector the whole."""
+    axes = tuple(range(x.ndim - 1)) if x.ndim > 1 else None
     return jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x)), axis=axes, keepdims=True))
 
 

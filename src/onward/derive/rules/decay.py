@@ -100,11 +100,11 @@ class WeightDecay(ParameterRule):
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """An ``L2`` for the mode of that name."""
-        mode = args[1] if len(args) > 1 else options.get("mode", "decoupled")
-        if mode != "l2":
-            return super().__new__(cls, *args, **options)
-        rate = args[0] if args else options.get("rate", 1e-2)
-        return L2(rate, where=options.get("where"))
+        made = super().__new__(cls, *args, **options)
+        given = dict(zip(("rate", "mode"), args, strict=False)) | options
+        if given.pop("mode", "decoupled") != "l2":
+            return made
+        return L2(**{"rate": cls.rate, **given})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,4 +121,9 @@ class WeightDecay(ParameterRule):
         h = hyperparameters
         if self.mode == "independent":
             return updated - h.rate * parameter, slots
+        if not hasattr(h, "learning_rate"):
+            raise HyperparameterError(
+                "WeightDecay is decoupled and multiplied with the learning rate, and the optimizer has none. "
+                "Write WeightDecay(rate, 'independent')."
+            )
         return updated - h.learning_rate * h.rate * parameter, slots

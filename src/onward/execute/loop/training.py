@@ -15,6 +15,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
 from onward.core.structure import describe
+from onward.derive.guard import is_guarded
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
 from onward.execute.loop.events import Event, EventKind, StopTraining
 from onward.execute.loop.interrupt import Interruptible
@@ -56,6 +57,7 @@ class Training:
     ) -> None:
         self.trainer, self.reading, self.test = trainer, Reading(reader), test
         self.callbacks, self.prefetch, self.check = tuple(callbacks), prefetch, check
+        self.guarded = is_guarded(trainer.program)
         if not isinstance(epochs, int) or epochs < 0:
             raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
         self.saved = trainer.step if trainer.resumed else -1
@@ -182,9 +184,11 @@ class Training:
 
     def look_for_nan(self, leave: int) -> None:
         """Raise ``NonFiniteError`` if a loss was no finite number; the newest ones may still be computing."""
+        if self.guarded and not leave:
+            self.trainer.expect_going()
         while len(self._recent) > leave:
             step, epoch, batch, loss = self._recent.popleft()
-            if self.check and not np.isfinite(loss):
+            if self.check and not self.guarded and not np.isfinite(loss):
                 raise NonFiniteError(
                     f"The loss was {float(loss)} at step {step}: batch {batch} of epoch {epoch} (counted "
                     "from 0). The parameters are not to be trusted since then. Restore a checkpoint "
