@@ -5,15 +5,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from benchmarks import derive_time, multi_device, parameter_server, step_time, threads
+from benchmarks import (
+    accumulate_time,
+    derive_time,
+    multi_device,
+    parameter_server,
+    step_time,
+    threads,
+    update_time,
+)
 from benchmarks.harness import Row, environment, table, write_json
 
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
+    "accumulate_time": accumulate_time.run,
     "derive_time": derive_time.run,
     "multi_device": multi_device.run,
     "parameter_server": parameter_server.run,
     "step_time": step_time.run,
     "threads": threads.run,
+    "update_time": update_time.run,
 }
 
 

@@ -107,10 +107,11 @@ for i in range(40):
 swept = np.asarray(out.loss)
 
 # %% [markdown]
-# ## Nine ways down a valley
+# ## Eight ways down a valley
 #
-# Rosenbrock's function from (-1.2, 1): the minimum is at the star. Below, the schedules by their names; right, what the
-# sweep found.
+# Rosenbrock's function from (-1.2, 1): the minimum is at the star, a dot is a step. Below, the schedules by their
+# names; right, what the sweep found.
+
 
 # %%
 def valley(w):
@@ -137,7 +138,6 @@ ways = {
     "AdaBelief": (ow.AdaBelief(0.03), 400),
     "Adan": (ow.Adan(0.03), 400),
     "Shampoo": (ow.Shampoo(0.03), 400),
-    "Prodigy": (ow.Prodigy(), 400),
     "L-BFGS": (ow.LBFGS(), 40),
 }
 schedules = {
@@ -152,15 +152,16 @@ schedules = {
 }
 
 figure = plt.figure(figsize=(11, 8), layout="constrained")
-top, bottom = figure.subfigures(2, 1, height_ratios=[1.6, 1])
-axis = top.subplots()
+top, bottom = figure.subfigures(2, 1, height_ratios=[1.7, 1])
 x, y = np.meshgrid(np.linspace(-1.6, 1.4, 200), np.linspace(-0.6, 1.6, 200))
-axis.contourf(x, y, np.log10(valley([x, y]) + 1e-3), 24, cmap="bone", alpha=0.6)
-for name, (rule, steps) in ways.items():
-    axis.plot(*way(rule, steps).T, lw=1.3, label=f"{name}, {steps} steps")
-axis.plot(1, 1, "*", color="gold", ms=16)
-axis.set(xlim=(-1.6, 1.4), ylim=(-0.6, 1.6))
-axis.legend(loc="lower left", fontsize=8)
+height = np.log10(valley([x, y]) + 1e-3)
+for axis, (name, (rule, steps)) in zip(top.subplots(2, 4).flat, ways.items(), strict=True):
+    path = way(rule, steps)
+    axis.contourf(x, y, height, 24, cmap="bone", alpha=0.6)
+    axis.plot(*path.T, ".-", color="C3", lw=0.8, ms=2.5)
+    axis.plot(1, 1, "*", color="gold", ms=13)
+    axis.set(xlim=(-1.6, 1.4), ylim=(-0.6, 1.6), xticks=[], yticks=[])
+    axis.set_title(f"{name}: {valley(path[-1]):.0e} after {steps} steps", fontsize=9)
 left, right = bottom.subplots(1, 2, width_ratios=[1.6, 1])
 for name, schedule in schedules.items():
     left.plot(schedule(np.arange(300)), label=name)

@@ -14,6 +14,7 @@ from benchmarks.__main__ import BENCHMARKS, main
 
 ROOT = Path(__file__).parents[1]
 CASES = {
+    "accumulate_time": ["MLP, 16 rows", "transformer, 1 text"],
     "derive_time": ["derive, 1 layers", "and lower, 1 layers"],
     "step_time": [
         "MLP, Adam",
@@ -22,6 +23,14 @@ CASES = {
         "LSTM, Adagrad",
         "dispatch, SGD",
         "dispatch, Adam",
+    ],
+    "update_time": [
+        "one leaf, Adam",
+        "one leaf, clip + AdamW",
+        "many leaves, Adam",
+        "many leaves, clip + AdamW",
+        "transformer, Adam",
+        "transformer, clip + AdamW",
     ],
 }
 
@@ -65,7 +74,7 @@ def test_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["speed"])
     assert (
-        "no benchmark is named speed; there are derive_time, multi_device, parameter_server, step_time"
+        "no benchmark is named speed; there are accumulate_time, derive_time, multi_device, parameter_server, step_time"
         in capsys.readouterr().err
     )
 

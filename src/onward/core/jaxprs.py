@@ -584,6 +584,8 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
         return set.intersection(*same)
     if eqn.primitive.name == "scan" and eqn.params["length"]:
         return _same_of_scan(eqn, told)
+    if eqn.primitive.name == "while":
+        return _same_of_while(eqn, told)
     if eqn.primitive.name in _INLINED:
         return Body(_jaxprs_in(tuple(eqn.params.values()))[0]).same_everywhere(_true(told))
     return range(len(eqn.outvars)) if all(told) and not _tells_devices_apart(eqn) else ()
@@ -602,6 +604,21 @@ def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
             equal -= lost
         else:
             return after
+
+
+def _same_of_while(eqn: Any, told: Sequence[bool]) -> set[int]:
+    """What is equal of a loop's results, if all devices leave it at the same turn."""
+    condition, body = (Body(_jaxprs_in(eqn.params[name])[0]) for name in ("cond_jaxpr", "body_jaxpr"))
+    asked, begin = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    fixed, known = told[:asked], [*told[asked:]]
+    while True:
+        after = body.same_everywhere(_true(known))
+        if lost := {i for i in range(len(known) - begin) if known[begin + i] and i not in after}:
+            known = [same and i - begin not in lost for i, same in enumerate(known)]
+        elif condition.same_everywhere(_true([*fixed, *known[begin:]])):
+            return set(_true(known[begin:]))
+        else:
+            return set()
 
 
 def _of_equal_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.transform import transform
+from onward.core.words import Pass
 
 
 class Named(Protocol):
@@ -88,7 +89,8 @@ def prune(program: Program, targets: str | Variable | Target | Sequence[str | Va
     initializers = _initializers(program, used)
     used.update(v for op in initializers for v in (*op.inputs, *op.outputs))
     computed = {v for op in ops for v in op.outputs}
-    aimed = {v for op in ops if not set(op.outputs).isdisjoint(outputs) for v in op.outputs} | set(outputs)
+    makers = (op for op in ops if op.made_by is not Pass.BACKWARD)
+    aimed = {v for op in makers if not set(op.outputs).isdisjoint(outputs) for v in op.outputs} | set(outputs)
     return replace(
         program,
         inputs=tuple(v for v in program.inputs if v in used),

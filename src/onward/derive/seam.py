@@ -14,9 +14,9 @@ from onward.core.structure import Signature, Structure
 from onward.core.transform import transform
 from onward.core.walk import prune
 from onward.core.words import Kind, Pass
+from onward.derive.accumulate import unaccumulated
 
 
-@transform
 def forward_pass(program: Program) -> Program:
     """The forward pass alone: what the function returned, and the state that it replaces itself.
 
@@ -26,6 +26,11 @@ def forward_pass(program: Program) -> Program:
         >>> [op.type for op in ow.forward_pass(program).ops]
         ['mul', 'reduce_sum']
     """
+    return _forward_pass(unaccumulated(program))
+
+
+@transform
+def _forward_pass(program: Program) -> Program:
     if not any(op.made_by is not Pass.FORWARD for op in program.ops):
         return program
     forward = {v for op in program.ops if op.made_by is Pass.FORWARD for v in op.outputs}

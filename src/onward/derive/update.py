@@ -25,6 +25,7 @@ from onward.core.transform import transform
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.define.trace import explaining
+from onward.derive.accumulate import accumulation_of
 from onward.derive.act import Act, Slot
 from onward.derive.groups import Route, Routing, own_fields
 from onward.derive.loss import LossFunction
@@ -99,6 +100,8 @@ def updated(
     if any(p in program.next_state for p, _ in program.gradients):
         raise GraphError(f"Program {program.name!r} updates its parameters already; minimize it only once.")
     update = Update(program, optimizer, routing or Routing.of(optimizer, program.parameters))
+    if accumulation_of(program) is not None:
+        _expect_gradients_only(update.routing.all_rules())
     if stand_ins and not stand_ins.last:
         update.put(stand_ins)
     for rule in update.routing.rules(GradientRule):
@@ -462,6 +465,16 @@ def _begin(first: Callable[[Any], list[Any]], length: int | None) -> Callable[[A
         return first(p if length is None else jnp.pad(p.ravel(), (0, length - p.size)))
 
     return begin
+
+
+def _expect_gradients_only(rules: Sequence[Rule]) -> None:
+    """Refuse rules that evaluate the loss where gradients are accumulated over micro-batches."""
+    for rule in rules:
+        if rule.evaluates_loss:
+            raise GraphError(
+                f"{type(rule).__name__} evaluates the loss again on the batch, and accumulate runs the loss on "
+                "micro-batches alone. Take one that needs the gradient only, or leave accumulate out."
+            )
 
 
 def _together(rule: Any, trained: Sequence[Trained]) -> list[list[Trained]]:

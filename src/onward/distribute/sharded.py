@@ -16,6 +16,7 @@ from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import Step
 from onward.core.words import Placement, UpdateType
+from onward.derive.backward import append_backward
 from onward.derive.groups import Routing
 from onward.derive.rule import GradientRule, ParameterRule
 from onward.derive.update import Pair, StandIns, append_update, with_update
@@ -41,11 +42,10 @@ class Sharded(Merge):
 
     def apply(self, program: Program, devices: Devices, steps: Sequence[Step]) -> Program:
         """Gradients are left as they are for the update, unless a rule before it needs them whole."""
-        following = [s.function for s in steps]
-        between = following[: following.index(append_update)] if append_update in following else following
-        whole = len(between) > 1 or any(
-            s.function is append_update and _sees_whole(s, program) for s in steps
-        )
+        functions = [s.function for s in steps]
+        begin = functions.index(append_backward) + 1 if append_backward in functions else 0
+        end = functions.index(append_update) if append_update in functions else len(steps)
+        whole = begin < end or any(s.function is append_update and _sees_whole(s, program) for s in steps)
         return Average().apply(program, devices, steps) if whole else program
 
     def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:

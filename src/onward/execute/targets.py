@@ -133,5 +133,5 @@ def _goes_along(
     return (
         trains
         and maker is not None
-        and (maker.update is UpdateType.BOOKKEEPING or maker.made_by is Pass.FORWARD)
+        and (maker.update is UpdateType.BOOKKEEPING or maker.made_by in (Pass.FORWARD, Pass.BACKWARD))
     )

@@ -257,12 +257,7 @@ def network(params, x, y):
     "optimizer",
     [
         Sophia(0.1, every=2),
-        pytest.param(
-            LBFGS(),
-            marks=pytest.mark.xfail(
-                raises=ow.GraphError, strict=True, reason="placements are not followed through while loops"
-            ),
-        ),
+        LBFGS(),
     ],
     ids=lambda o: type(o).__name__,
 )

@@ -15,7 +15,8 @@ from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.arithmetic import bias_correction
 from onward.derive.optimizers.checks import check_counts
-from onward.derive.optimizers.matrices import HIGHEST, along, fold, gram, norm, unfold
+from onward.derive.optimizers.matrices import HIGHEST, along, fold, gram, unfold
+from onward.derive.optimizers.norms import norm
 from onward.derive.rule import Hyperparameter, Slots
 
 

@@ -75,13 +75,6 @@ def inverse_root(factor: Any, order: int, floor: Any) -> Any:
     return jnp.matmul(vectors * powers, vectors.conj().T, precision=HIGHEST)
 
 
-def norm(array: Any) -> Any:
-    """The square root of the sum of all squares; exact for very large and very small numbers too."""
-    largest = jnp.max(jnp.abs(array), initial=0)
-    scale = jnp.where(largest > 0, largest, 1)
-    return scale * jnp.sqrt(jnp.sum(jnp.abs(array / scale) ** 2))
-
-
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     """The matrix that an array stands for: its last axis as columns, everything else as rows.
 

@@ -16,7 +16,8 @@ from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.adam import AdamW
 from onward.derive.optimizers.checks import check_choice, check_counts
-from onward.derive.optimizers.matrices import norm, rows_and_columns
+from onward.derive.optimizers.matrices import rows_and_columns
+from onward.derive.optimizers.norms import norm
 from onward.derive.rule import Hyperparameter, Slots
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

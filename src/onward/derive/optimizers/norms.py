@@ -19,12 +19,14 @@ def inner(x: Any, y: Any) -> Any:
 
 
 def norm(x: Any) -> Any:
-    """The Euclidean norm of all numbers of an array.
+    """The Euclidean norm of all numbers of an array; of very large and very small ones, too.
 
-    >>> float(norm(jnp.array([[3.0], [4.0]])))
-    5.0
+    >>> float(norm(jnp.array([[3.0], [4.0]]))), float(norm(jnp.array([3e-30, 4e-30]))) > 4e-30
+    (5.0, True)
     """
-    return jnp.sqrt(jnp.sum(squared(x)))
+    largest = jnp.max(jnp.abs(x), initial=0)
+    scale = jnp.where(largest > 0, largest, 1)
+    return scale * jnp.sqrt(jnp.sum(squared(x / scale)))
 
 
 def root_mean_square(x: Any) -> Any:

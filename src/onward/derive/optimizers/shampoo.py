@@ -13,7 +13,8 @@ from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.arithmetic import squared
 from onward.derive.optimizers.checks import check_choice, check_counts
-from onward.derive.optimizers.matrices import along, gram, inverse_root, norm
+from onward.derive.optimizers.matrices import along, gram, inverse_root
+from onward.derive.optimizers.norms import norm
 from onward.derive.rule import Hyperparameter, Slots
 
 

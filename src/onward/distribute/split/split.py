@@ -30,7 +30,9 @@ from onward.core.program import Op, Program, Variable
 from onward.core.transform import Recipe, recipe_of
 from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
+from onward.derive.accumulate import accumulated, accumulation_of
 from onward.derive.backward import append_backward
+from onward.derive.micro_batches import Accumulation
 from onward.derive.groups import Routing
 from onward.derive.optimizer import Optimizer
 from onward.derive.precision import is_low
@@ -70,6 +72,7 @@ class Split:
     count: int
     recipe: Recipe | None
     local: Mapping[str, str] = field(default_factory=dict)
+    accumulation: Accumulation | None = None
 
     @property
     def trainer(self) -> Program:
@@ -131,7 +134,7 @@ class Split:
         if self.recipe is None:
             return self
         by_row = [t.parameter.name for t in self.tables]
-        forward, base, tables = _cut(self.source, self.recipe, tuple(data), by_row, always=True)
+        forward, base, tables = _cut(self.source, self.recipe, tuple(data), by_row, always=True, how=self.accumulation)
         return replace(self, forward=forward, base=base, tables=tables)
 
     @cached_property
@@ -181,12 +184,13 @@ def split(
         if not is_count(count):
             raise ArgumentError(f"split: {what} is {count!r}; expected how many, at least 1.")
     expect_one_device(program, "a cut into trainers and servers")
-    recipe = recipe_of(program, "without its update", "Build it with optimizer.minimize")
+    how = accumulation_of(program)
+    recipe = recipe_of(program, "without its update", "Build it with optimizer.minimize").without(accumulated)
     optimizer = _optimizer(program, recipe)
     routing = Routing.of(optimizer, program.parameters)
     _check_rules(program, routing, recipe, servers, trainers)
     trained = [p.name for p, _ in program.gradients]
-    forward, base, tables = _cut(program, recipe, _types(program), trained if rows else [])
+    forward, base, tables = _cut(program, recipe, _types(program), trained if rows and how is None else [], how=how)
     full = [program[p.name] for p, _ in base.gradients]
     chosen = _chosen(lazy, tables)
     _check_lazy(chosen, routing)
@@ -200,6 +204,7 @@ def split(
         frozenset(v.name for v in chosen),
         trainers,
         recipe,
+        accumulation=how,
     )
     return check_landing(cut)
 
@@ -331,7 +336,7 @@ def _types(program: Program) -> tuple[Any, ...]:
 
 
 def _cut(
-    source: Program, recipe: Recipe, data: tuple[Any, ...], candidates: Sequence[str], always: bool = False
+    source: Program, recipe: Recipe, data: tuple[Any, ...], candidates: Sequence[str], always: bool = False, how: Accumulation | None = None
 ) -> tuple[Program, Program, tuple[Table, ...]]:
     """The forward pass, forward and backward pass as a trainer runs them, and the tables of the source."""
     forward = recipe.origin.trace(data)
@@ -341,4 +346,5 @@ def _cut(
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
         for step in recipe.steps[:-1]:
             base = step.function(base, *step.arguments, **step.options)
+        base = base if how is None else accumulated(base, how)
     return forward, base, tuple(replace(t, parameter=source[t.parameter.name]) for t in tables)
