@@ -51,8 +51,8 @@ class EMA(ParameterRule):
     ) -> tuple[Any, Slots]:
         """The parameter as it is, and the next average."""
         h = hyperparameters
-        decay = jnp.minimum(h.decay, (1 + h.step) / (10 + h.step)) if self.ramp else h.decay
-        decay = decay.astype(h.decay.dtype)
+        step = h.step.astype(h.decay.dtype)
+        decay = jnp.minimum(h.decay, (1 + step) / (10 + step)) if self.ramp else h.decay
         return updated, {"average": slots["average"] + (1 - decay) * (updated - slots["average"])}
 
     def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:

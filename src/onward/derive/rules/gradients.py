@@ -19,7 +19,8 @@ class Centralize(GradientRule):
     ``g_i <- g_i - mean(g_i)``, where i counts along the last axis (the outputs of ``x @ w`` and of HWIO
     convolutions).
 
-    Source: Yong et al., Gradient Centralization, 2020, equation 1.
+    Source: Yong et al., Gradient Centralization, 2020, equation 1 (optax counts i along the first axis, where
+    torch has the outputs).
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
