@@ -55,6 +55,7 @@ from onward.derive import schedules as schedule
 from onward.derive.accumulate import accumulate
 from onward.derive.backward import append_backward, gradients
 from onward.derive.clip import clip_by_global_norm
+from onward.derive.error_clip import error_clip
 from onward.derive.for_evaluation import for_evaluation
 from onward.derive.for_test import for_test
 from onward.derive.groups import Group
@@ -299,6 +300,7 @@ __all__ = [
     "consumers",
     "data",
     "descendants",
+    "error_clip",
     "for_evaluation",
     "for_test",
     "forward_pass",

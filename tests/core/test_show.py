@@ -80,4 +80,14 @@ def test_literals_and_attributes_are_shown():
 def test_types_are_short_and_repeated_ones_counted():
     text = str(ow.Adam(0.1).minimize(lambda w: jnp.sum(w), jnp.ones((2, 3), jnp.bfloat16)))
     assert "float" not in text.partition("forward")[0]
-    assert "bf16[2,3] f32[2,3] x2" in text
+    assert "f32[2,3] x3 " in text
+    assert "bf16[2,3] f32[2,3] " in text
+
+
+def test_an_op_of_many_parameters_stays_readable():
+    params = [jnp.ones(2)] * 30
+    program = ow.SGD(0.1, rules=[ow.ClipByGlobalNorm(1.0)]).minimize(lambda p: sum(map(jnp.sum, p)), params)
+    clip = next(target.op for target in program.updates if target.op.type == "clip_by_global_norm")
+    assert "(p/0" in f"({clip.outputs[0].name.removeprefix('clip_by_global_norm(grad(')}"
+    assert str(clip).count("more)") == 2
+    assert "... (16 more) = clip_by_global_norm(" in str(clip)

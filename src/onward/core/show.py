@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _TYPE_WIDTH = 24
 _RULE_WIDTH = 70
 _LARGE = 200
+_MANY = 16
 _QUIET = {
     "accuracy",
     "dtype",
@@ -184,8 +185,15 @@ def _op_line(op: Op) -> _Line:
 
 def sentence(op: Op) -> str:
     """An op as an assignment: ``y = dot_general(x, w)``."""
-    names = ", ".join(v.name for v in op.outputs)
+    names = ", ".join(_few([v.name for v in op.outputs]))
     return f"{names} = {_call(op)}" if names else _call(op)
+
+
+def _few(names: list[str]) -> list[str]:
+    """The first of many names, and how many more there are."""
+    if len(names) <= _MANY:
+        return names
+    return [*names[: _MANY - 2], f"... ({len(names) - _MANY + 2} more)"]
 
 
 def _types(variables: Iterable[Variable]) -> str:
@@ -199,7 +207,7 @@ def _call(op: Op) -> str:
     body = op.primal or op.body
     operands = [op.inputs[o].name if isinstance(o, int) else o for o in body.operands]
     attributes = [f"{key}={value}" for key, value in body.attributes.items() if _is_telling(key, value)]
-    return f"{op.type}({', '.join([*operands, *attributes])})"
+    return f"{op.type}({', '.join([*_few(operands), *attributes])})"
 
 
 def _is_telling(key: str, value: str) -> bool:

@@ -89,7 +89,8 @@ class Act:
         else:
             one, kept = self.rule.update(*(column[0] for column in columns), slots[0], numbers)
             made, following = (one,), (kept,)
-        results = [self._result(x, v) for x, v in zip(made, self.results, strict=True)]
+        named = zip(made, self.results, self.columns["parameter"], strict=True)
+        results = [self._result(x, v, p.name) for x, v, p in named]
         return results + [
             array
             for own, new in zip(self.slots, following, strict=True)
@@ -102,15 +103,15 @@ class Act:
         found = [widened(env[v]) for v in column]
         return list(map(_turned, found)) if name == "gradient" else found
 
-    def _result(self, value: Any, v: Variable) -> Any:
+    def _result(self, value: Any, v: Variable, parameter: str) -> Any:
         """What the rule returned, in the dtype it has to have; its shape must be the right one already."""
-        _expect_shape(self.rule, value, v.shape, v.name)
-        if isinstance(self.rule, GradientRule):
-            value = _turned(value)
-        return jnp.asarray(value, v.dtype)
+        is_gradient = isinstance(self.rule, GradientRule)
+        what = "the gradient" if is_gradient else "the next value"
+        _expect_shape(self.rule, value, v.shape, f"{what} of {parameter!r}")
+        return jnp.asarray(_turned(value) if is_gradient else value, v.dtype)
 
     def _fitting(self, value: Any, slot: Slot) -> Any:
-        _expect_shape(self.rule, value, slot.how.used.shape, slot.arrays[0].name)
+        _expect_shape(self.rule, value, slot.how.used.shape, f"the next value of {slot.arrays[0].name!r}")
         return jnp.asarray(value, slot.how.used.dtype)
 
 
@@ -125,11 +126,11 @@ def numbers_of(
     )
 
 
-def _expect_shape(rule: Any, value: Any, shape: tuple[int, ...], name: str) -> None:
+def _expect_shape(rule: Any, value: Any, shape: tuple[int, ...], what: str) -> None:
     if jnp.shape(value) != shape:
         raise GraphError(
-            f"{rule.name} returned shape {jnp.shape(value)} as the next value of {name!r}, which is "
-            f"{list(shape)}. An update keeps the shape."
+            f"{rule.name} returned shape {jnp.shape(value)} as {what}, which is {list(shape)}. An update "
+            "keeps the shape."
         )
 
 

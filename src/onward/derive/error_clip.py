@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError, HyperparameterError
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs import Type, body_of
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
-from onward.core.walk import Where, select
+from onward.core.walk import Where, listed, select
 from onward.core.words import Pass
 from onward.define.layer.base import layer
 
@@ -102,24 +101,26 @@ def error_clip(program: Program, where: Where | Iterable[Where], max_value: floa
     if program.recipe is not None and not program.recipe.origin.training:
         return program
     made = [v for op in program.ops for v in op.outputs if jnp.issubdtype(v.dtype, np.inexact)]
-    picked = set(select(made, where if isinstance(where, Iterable) else [where], "error_clip"))
-    if program.loss in picked:
-        raise GraphError(f"error_clip picks {program.loss.name!r}, the loss, whose gradient is 1. Leave it out.")  # type: ignore[union-attr]
+    picked = select(made, listed(where), "error_clip")
+    if program.loss is not None and program.loss in picked:
+        raise GraphError(
+            f"error_clip picks {program.loss.name!r}, the loss, whose gradient is 1. Leave it out."
+        )
+    return replace(program, ops=_behind(program, set(picked), limit))
+
+
+def _behind(program: Program, picked: set[Variable], limit: float) -> tuple[Op, ...]:
+    """The ops of a Program, with one behind each activation that is picked."""
     names = Names(program.variables)
     instead: dict[Variable, Variable] = {}
-    bodies: dict[Any, Body] = {}
     ops: list[Op] = []
     for op in program.ops:
         ops.append(replace(op, inputs=tuple(instead.get(v, v) for v in op.inputs)))
         for v in (v for v in op.outputs if v in picked):
             instead[v] = replace(v, name=names.new(f"error_clip({v.name})"))
-            key = (v.shape, v.dtype)
-            if key not in bodies:
-                bodies[key] = body_of(lambda x: [_clipped(x, limit)], Type(*key))
-            ops.append(
-                Op("error_clip", (v,), (instead[v],), bodies[key], Pass.FORWARD, op.scope, op.source)
-            )
-    return replace(program, ops=tuple(ops))
+            body = body_of(lambda x: [_clipped(x, limit)], Type(v.shape, v.dtype))
+            ops.append(Op("error_clip", (v,), (instead[v],), body, scope=op.scope, source=op.source))
+    return tuple(ops)
 
 
 def _checked(max_value: Any) -> float:
@@ -132,8 +133,7 @@ def _checked(max_value: Any) -> float:
     return float(max_value)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _clipped(x: Any, max_value: float) -> Any:
+def _same(x: Any, max_value: float) -> Any:
     return x
 
 
@@ -148,5 +148,6 @@ def _backward(max_value: float, _: None, gradient: Any) -> tuple[Any]:
     return (jnp.clip(gradient, -max_value, max_value),)
 
 
+_same.__name__ = "error_clip"  # the type of its op in a traced network
+_clipped = jax.custom_vjp(_same, nondiff_argnums=(1,))
 _clipped.defvjp(_forward, _backward)
-_clipped.__name__ = "error_clip"

@@ -122,8 +122,8 @@ def _expect_whole(program: Program, averages: Averages) -> None:
             if places.get(v.name, Placement.REPLICATED) is not Placement.REPLICATED:
                 raise GraphError(
                     f"Program {program.name!r} keeps {v.name!r} of {type(rule).__name__} "
-                    f"{places[v.name].replace('_', ' ')}, which a Program for one device cannot read. Merge with "
-                    "Average(), or evaluate the parameters themselves: for_test(program)."
+                    f"{places[v.name].replace('_', ' ')}, which a Program for one device cannot read. Merge "
+                    "with Average(), or evaluate the parameters themselves: for_test(program)."
                 )
 
 

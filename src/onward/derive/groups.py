@@ -21,9 +21,10 @@ from onward.core.jaxprs import Type
 from onward.core.names import Names
 from onward.core.program import Variable
 from onward.core.structure import describe
-from onward.core.walk import Where, listed, name_of, select
+from onward.core.walk import Where, name_of, select
 from onward.derive.precision import Kept, is_low, slots_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule
+from onward.derive.rule_lists import choices, distinct, in_order
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
@@ -62,16 +63,22 @@ class Group:
                 f"Group {where!r} was given more than one of: an optimizer, other values for fields of the "
                 "optimizer, frozen=True. Give one of them, and no groups inside a group."
             )
-        if optimizer is not None and not hasattr(optimizer, "minimize"):
+        if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "minimize")):
+            found = f"{optimizer.__name__}, a class" if isinstance(optimizer, type) else describe(optimizer)
             raise HyperparameterError(
-                f"Group {where!r} was given {describe(optimizer)}; expected an optimizer, such as SGD(0.1)."
+                f"Group {where!r} was given {found}; expected an optimizer, such as SGD(0.1)."
             )
         if optimizer is not None and optimizer.groups:
             raise HyperparameterError(
                 f"Group {where!r} was given an optimizer with groups of its own. Give all groups to the one "
                 "optimizer that minimizes."
             )
-        self.where, self.optimizer, self.frozen, self.changes = _choices("A group", where), optimizer, frozen, changes
+        self.where, self.optimizer, self.frozen, self.changes = (
+            choices("A group", where),
+            optimizer,
+            frozen,
+            changes,
+        )
         self.name = name or _plain(self.where[0])
 
     def of(self, optimizer: Optimizer) -> Optimizer:
@@ -139,7 +146,7 @@ class Routing:
             first = ways[grouped[p.name]] if p.name in grouped else main
             routes[p.name] = _onward(first, p, by_key)
         used = dict.fromkeys(routes.values())
-        rules = _distinct([rule for route in used for rule in route.optimizer.rules])
+        rules = distinct([rule for route in used for rule in route.optimizer.rules])
         chosen = [(rule, _names_where(rule, parameters)) for rule in rules]
         routing = cls(optimizer, routes, chosen, {})
         for rule, names in chosen:
@@ -201,28 +208,7 @@ class Routing:
 
     def rules(self, kind: type[Rule]) -> list[Any]:
         """The gradient rules or the parameter rules of all routes, each once, in an order that suits all."""
-        return _in_order([[r for r in route.optimizer.rules if isinstance(r, kind)] for route in self.routes])
-
-
-def shown_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules as an optimizer keeps them.
-
-    Raises:
-        HyperparameterError: something that is no rule, or the same one twice.
-    """
-    found = tuple(rules) if isinstance(rules, list | tuple) else (rules,)
-    for i, rule in enumerate(found):
-        if not isinstance(rule, GradientRule | ParameterRule):
-            made = rule.__name__ + ", a class" if isinstance(rule, type) else describe(rule)
-            raise HyperparameterError(
-                f"rules holds {made}; expected gradient rules and parameter rules, such as "
-                "[ClipByGlobalNorm(1.0), WeightDecay(0.01)]."
-            )
-        if rule.where is not None:
-            _choices(type(rule).__name__, rule.where)
-        if any(rule == other for other in found[:i]):
-            raise HyperparameterError(f"rules holds {rule!r} twice. Give each rule once, or other values.")
-    return found
+        return in_order([[r for r in route.optimizer.rules if isinstance(r, kind)] for route in self.routes])
 
 
 def _grouped(groups: Sequence[Group], parameters: Sequence[Variable]) -> dict[str, Group]:
@@ -250,7 +236,7 @@ def _onward(route: Route, parameter: Variable, known: dict[Any, Route]) -> Route
         name = f"{route.name}/{other.name}" if route.name else other.name
         sent_on = replace(
             other,
-            rules=tuple(_distinct((*mine.rules, *other.rules))),
+            rules=tuple(distinct((*mine.rules, *other.rules))),
             slot_dtype=other.slot_dtype or mine.slot_dtype,
             low_precision=mine.low_precision,
         )
@@ -262,52 +248,6 @@ def _names_where(rule: Any, parameters: Sequence[Variable]) -> frozenset[str]:
     if rule.where is None:
         return frozenset(p.name for p in parameters)
     return frozenset(p.name for p in select(parameters, rule.where, type(rule).__name__))
-
-
-def _distinct(rules: Sequence[Rule]) -> list[Rule]:
-    """Rules, each once; compared, for they need not be hashable."""
-    found: list[Rule] = []
-    for rule in rules:
-        if not any(rule == other for other in found):
-            found.append(rule)
-    return found
-
-
-def _in_order(lists: Sequence[Sequence[Rule]]) -> list[Rule]:
-    """One order of the rules of all lists that is the order in each of them.
-
-    Raises:
-        HyperparameterError: two lists contradict each other.
-    """
-    left = [list(rules) for rules in lists if rules]
-    found: list[Rule] = []
-    while left:
-        heads = [rules[0] for rules in left]
-        free = [head for head in heads if not any(head == later for rules in left for later in rules[1:])]
-        if not free:
-            raise HyperparameterError(
-                f"Two groups have the rules {heads[0]!r} and {heads[1]!r} in different orders. Use one order."
-            )
-        found.append(free[0])
-        left = [[r for r in rules if r != free[0]] for rules in left]
-        left = [rules for rules in left if rules]
-    return found
-
-
-def _choices(what: str, where: Any) -> tuple[Where, ...]:
-    """The names, patterns and predicates that pick parameters.
-
-    Raises:
-        HyperparameterError: none at all, or something that is neither.
-    """
-    found = tuple(listed(where)) if isinstance(where, Iterable) else (where,)
-    wrong = [choice for choice in found if name_of(choice) is None and not callable(choice)]
-    if wrong or not found:
-        raise HyperparameterError(
-            f"{what} was given {wrong[0] if wrong else where!r} to pick its parameters with; expected a name, "
-            "a pattern such as 'layers/*/b', or a predicate of a Variable."
-        )
-    return found
 
 
 def _plain(where: Where) -> str:

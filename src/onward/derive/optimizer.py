@@ -27,10 +27,11 @@ from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.backward import append_backward
-from onward.derive.groups import Group, Routing, shown_rules
+from onward.derive.groups import Group, Routing
 from onward.derive.plan import UpdatePlan, plan_update
 from onward.derive.precision import check_form
 from onward.derive.rule import Rule
+from onward.derive.rule_lists import shown_rules
 from onward.derive.update import append_update
 
 _LOW_PRECISION = ("master", "stochastic", "nearest")
@@ -47,8 +48,8 @@ class Optimizer(Rule):
             they act; gradient rules come before the optimizer, parameter rules after it.
         groups: parameters that are updated in a way of their own.
         slot_dtype: how slots as large as their parameter are kept: ``"bfloat16"`` or ``"float16"`` (rounded
-            at random), ``"int8"`` (in blocks of 256 that share a scale), or None for what the rule asks for,
-            at least float32.
+            at random; the square of 2e-4 is the least that float16 holds), ``"int8"`` (in blocks of 256 that
+            share a scale), or None for what the rule asks for, at least float32.
         low_precision: how parameters below float32 keep what their dtype cannot hold: ``"master"`` in a
             float32 slot ``rest`` (parameter + rest is the master weight), ``"stochastic"`` by rounding at
             random, ``"nearest"`` not at all.

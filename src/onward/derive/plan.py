@@ -13,7 +13,7 @@ w          f32[64,32]  adam  0.001          0.01 decoupled  mean f32, variance f
 <BLANKLINE>
 1. clip_by_global_norm  max_norm=1.0, across parameters on all 2
 2. adam                 learning_rate=0.001, beta1=0.9, beta2=0.999, epsilon=1e-08, elementwise on all 2
-3. weight_decay         rate=0.01, mode='decoupled', elementwise on 1
+3. weight_decay         rate=0.01, mode='decoupled', elementwise on w
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.core.show import human_bytes, nbytes, short_type
 from onward.derive.groups import Route, Routing
+from onward.derive.precision import is_low
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 from onward.derive.rules.decay import L1, L2, WeightDecay
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
 
+_ROUNDING = {"stochastic": "rounded at random", "nearest": "rounded to the nearest"}
 _AROUND = ("rules", "groups", "slot_dtype", "low_precision", "where")
 
 
@@ -48,6 +50,7 @@ class Destination:
         learning_rate: a number, or the schedule; None where the optimizer has none.
         decay: the weight decay and penalties that apply, in words.
         slots: what is kept for it, by name.
+        rounding: how its next value is rounded, where it is of low precision and nothing keeps the rest.
     """
 
     parameter: Variable
@@ -55,6 +58,7 @@ class Destination:
     learning_rate: Any
     decay: str
     slots: dict[str, Variable]
+    rounding: str = ""
 
     @property
     def slot_bytes(self) -> int:
@@ -66,8 +70,9 @@ class Destination:
         """Its row in the printout."""
         p, kept = self.parameter, self.slots.items()
         rate = "" if self.learning_rate is None else _word(self.learning_rate)
-        slots = ", ".join(f"{name.removeprefix(p.name + '/')} {_form(v, p)}" for name, v in kept)
-        return (p.name, short_type(p), self.by, rate, self.decay, slots, human_bytes(self.slot_bytes))
+        slots = [f"{name.removeprefix(p.name + '/')} {_form(v, p)}" for name, v in kept]
+        keeps = ", ".join([*slots, self.rounding] if self.rounding else slots)
+        return (p.name, short_type(p), self.by, rate, self.decay, keeps, human_bytes(self.slot_bytes))
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,8 @@ class UpdatePlan:
         return f"{head}\n\n{table}\n\n{columns(order)}"
 
     def _share(self, names: tuple[str, ...]) -> str:
+        if len(names) == 1:
+            return names[0]
         return f"all {len(names)}" if len(names) == len(self.destinations) else f"{len(names)}"
 
 
@@ -138,7 +145,8 @@ def _destination(p: Variable, routing: Routing, trained: bool) -> Destination:
     }
     by = f"{route.optimizer.name} ({route.name})" if route.name else route.optimizer.name
     rate = route.optimizer.hyperparameters.get("learning_rate")
-    return Destination(p, by, rate, _decay(p, route, routing), slots)
+    rounding = _ROUNDING.get(route.optimizer.low_precision, "") if is_low(p.dtype) else ""
+    return Destination(p, by, rate, _decay(p, route, routing), slots, rounding)
 
 
 def _decay(p: Variable, route: Route, routing: Routing) -> str:
@@ -174,7 +182,9 @@ def _values(rule: Rule) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    """A value in few words; a function by its name."""
+    """A value in few words; a function and an optimizer by its name."""
+    if hasattr(value, "minimize"):
+        return type(value).__name__
     if callable(value) and not hasattr(value, "__dataclass_fields__"):
-        return str(getattr(value, "__name__", type(value).__name__))
+        return str(getattr(value, "__name__", type(value).__name__)).strip("<>")
     return str(value) if isinstance(value, float | int) else repr(value)

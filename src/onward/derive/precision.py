@@ -64,7 +64,7 @@ class Kept:
             return _in_blocks(value, step)
         (kind,) = self.types.values()
         if kind.dtype.itemsize < np.dtype(self.used.dtype).itemsize:
-            return [rounded_at_random(value, kind.dtype, step)]
+            return [_not_vanished(value, rounded_at_random(value, kind.dtype, step))]
         return [jnp.asarray(value, kind.dtype)]
 
 
@@ -130,6 +130,11 @@ def rounded_at_random(value: Any, dtype: Any, step: Any) -> Any:
     gap = jnp.abs(other.astype(np.float32) - near.astype(np.float32))
     turned = jnp.isfinite(gap) & (_chance(value, step) * gap < jnp.abs(error))
     return jnp.where(turned, other, near)
+
+
+def _not_vanished(value: Any, near: Any) -> Any:
+    """What is near a value, the smallest number of its dtype in place of a zero: zeros are divided by."""
+    return jnp.where((near == 0) & (value != 0), _neighbour(jnp.zeros_like(near), value > 0), near)
 
 
 def _rounded(value: Any, dtype: Any) -> Any:

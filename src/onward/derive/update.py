@@ -161,7 +161,9 @@ class Update:
 
     def hyperparameters(self) -> dict[Any, dict[str, Variable]]:
         """For each route and rule, by its number, the Variables of its hyperparameters by name."""
-        owners = [(key, key.name, key.optimizer, own) for key, own in own_fields(self.routing.routes).items()]
+        owners: list[tuple[Any, str, Rule, frozenset[str]]] = [
+            (key, key.name, key.optimizer, own) for key, own in own_fields(self.routing.routes).items()
+        ]
         owners += [(i, rule.name, rule, frozenset(rule.hyperparameters)) for i, rule in enumerate(self.rules)]
         values: dict[Any, dict[str, Variable]] = {}
         for key, prefix, rule, own in owners:
@@ -303,7 +305,9 @@ class Update:
             name = f"{rule.name}({t.place.name})" if t.ops else f"next({t.place.name})"
             dtype = jnp.promote_types(t.value.dtype, np.float32) if t.ops else t.place.dtype
             types.append(Variable(name, t.place.shape, np.dtype(dtype)))
-        for t, v in zip(members, self.act(number, rule, members, columns, types, Kind.ACTIVATION), strict=True):
+        for t, v in zip(
+            members, self.act(number, rule, members, columns, types, Kind.ACTIVATION), strict=True
+        ):
             t.updated = v
             if not t.ops:
                 self.next_state[t.place] = v
@@ -350,8 +354,8 @@ class Update:
         """One op of a rule; returns its results, named and typed as these are."""
         if rule.evaluates_loss and self.placement is Placement.PER_REPLICA:
             raise GraphError(
-                f"{type(rule).__name__} evaluates the loss of all devices together, and here every device trains "
-                "parameters of its own. Merge the gradients: replicate(program, devices, merge=Average())."
+                f"{type(rule).__name__} evaluates the loss of all devices together, and here every device "
+                "trains parameters of its own. Merge the gradients: replicate(program, devices, Average())."
             )
         values = self.values[number] if isinstance(number, Route) else self.values_for(number, rule, members)
         slots = [self.slots(number, rule, t) for t in members]

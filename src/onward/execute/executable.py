@@ -165,6 +165,8 @@ class Executable:
         return changed, results
 
 
-def _lies(value: Any, home: Sharding) -> bool:
-    """Whether an array lies where it is to lie; what is no array yet may be taken from anywhere."""
-    return not isinstance(value, jax.Array) or value.sharding.is_equivalent_to(home, value.ndim)
+def _lies(value: Any, home: Sharding | None) -> bool:
+    """Whether an array lies where it is to lie; what is not read, or no array yet, may lie anywhere."""
+    if home is None or not isinstance(value, jax.Array):
+        return True
+    return value.sharding.is_equivalent_to(home, value.ndim)

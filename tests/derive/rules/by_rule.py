@@ -1,7 +1,6 @@
 """The rules in NumPy, written from the papers alone; see ``around`` for the contract."""
 
 import numpy as np
-
 from tests.derive.rules.around import float32
 
 

@@ -24,7 +24,13 @@ CASES = {
     "Lookahead": (ow.Lookahead(0.3, every=6), by_rule.lookahead(0.3, 6)),
     "Cautious": (ow.Cautious(0.25), by_rule.cautious(0.25)),
 }
-KEPT = {"EMA": "/average", "EMA, ramp": "/average", "PolyakAverage": "/average", "SWA": "/average", "Lookahead": "/slow"}
+KEPT = {
+    "EMA": "/average",
+    "EMA, ramp": "/average",
+    "PolyakAverage": "/average",
+    "SWA": "/average",
+    "Lookahead": "/slow",
+}
 
 
 @pytest.mark.parametrize("dtype", RTOL)

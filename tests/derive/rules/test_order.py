@@ -30,7 +30,9 @@ ORDERS = {
 @pytest.fixture(scope="module")
 def in_order():
     return {
-        name: compare([CASES[n][0] for n in rules], [CASES[n][1] for n in rules], "float64", ("/average", "/slow"))
+        name: compare(
+            [CASES[n][0] for n in rules], [CASES[n][1] for n in rules], "float64", ("/average", "/slow")
+        )
         for name, rules in ORDERS.items()
     }
 

@@ -53,7 +53,10 @@ def test_centralize_is_that_of_optax_whose_outputs_are_first():
     """Optax has the layout of torch."""
     params, gradients = given("float32", 20)
     peer = optax.chain(optax.centralize(), optax.sgd(0.1))
-    turned = ({k: last_first(x, 0) for k, x in params.items()}, {k: last_first(x, 1) for k, x in gradients.items()})
+    turned = (
+        {k: last_first(x, 0) for k, x in params.items()},
+        {k: last_first(x, 1) for k, x in gradients.items()},
+    )
     expected = {k: np.moveaxis(x, 1, -1) if x.ndim > 2 else x for k, x in peers(peer, *turned).items()}
     assert_close(run(ow.SGD(0.1, rules=[ow.Centralize()]), params, gradients), expected, 1e-5)
 

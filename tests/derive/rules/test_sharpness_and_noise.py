@@ -42,7 +42,9 @@ def test_sam_follows_the_gradients_of_the_perturbed_parameters(dtype, adaptive):
 
 def test_sam_is_that_of_optax():
     w, x = jnp.array([1.0, -2.0, 0.5]), jnp.array([0.5, 2.0, 1.0])
-    peer = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=True)
+    peer = optax.contrib.sam(
+        optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+    )
 
     def loss(w, x):
         return jnp.sum(x * w**4)
@@ -75,7 +77,11 @@ def noise(rule, params, steps):
 
 @pytest.fixture(scope="module")
 def drawn():
-    params = {"a": np.zeros(20_000, np.float32), "b": np.zeros(20_000, np.float32), "z": np.zeros(20_000, np.complex64)}
+    params = {
+        "a": np.zeros(20_000, np.float32),
+        "b": np.zeros(20_000, np.float32),
+        "z": np.zeros(20_000, np.complex64),
+    }
     return noise(ow.Noise(0.04, decay=0.5), params, 10)
 
 

@@ -107,8 +107,8 @@ class AdaptiveClip(GradientRule):
     out in the paper: ``where=``.
 
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, 2021,
-    section 4.1, with a vector as one unit as in the authors' code and optax (which of three axes sums over the
-    first alone; Keras has no such clip).
+    section 4.1, with a vector as one unit as in the authors' code and optax (which of three axes sums over
+    the first alone; Keras has no such clip).
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -1,0 +1,94 @@
+"""Rules at the edges: empty arrays, numbers, gradients of zero, and optimizers that lack what they need."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.derive.rules.around import dot
+
+import onward as ow
+
+RULES = {
+    "ClipByValue": ow.ClipByValue(0.5),
+    "ClipByNorm": ow.ClipByNorm(0.5),
+    "ClipByGlobalNorm": ow.ClipByGlobalNorm(0.5),
+    "AdaptiveClip": ow.AdaptiveClip(0.5),
+    "L1": ow.L1(0.0),
+    "L2": ow.L2(0.0),
+    "Centralize": ow.Centralize(),
+    "Noise": ow.Noise(0.0),
+    "SAM": ow.SAM(0.5),
+    "WeightDecay": ow.WeightDecay(0.0),
+    "EMA": ow.EMA(0.5),
+    "PolyakAverage": ow.PolyakAverage(),
+    "SWA": ow.SWA(every=2),
+    "Lookahead": ow.Lookahead(0.5, every=2),
+    "Cautious": ow.Cautious(),
+}
+PARAMS = {
+    "empty": jnp.ones((0, 3)),
+    "none": jnp.ones(0),
+    "number": jnp.float32(2),
+    "one": jnp.ones((1, 1)),
+    "complex": jnp.ones(2, jnp.complex64),
+    "low": jnp.ones(2, jnp.bfloat16),
+}
+ZEROS = {k: jnp.zeros_like(p) for k, p in PARAMS.items()}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_of_zero_move_nothing_whatever_the_shape(name):
+    step = ow.compile(ow.Momentum(0.5, rules=[RULES[name]]).minimize(dot, PARAMS, ZEROS))
+    state = step.init(PARAMS)
+    for _ in range(2):
+        state, _ = step(state, ZEROS)
+    for k, p in PARAMS.items():
+        assert state[k].dtype == p.dtype
+        np.testing.assert_array_equal(state[k], p)
+    for k in state:
+        assert np.all(np.isfinite(np.asarray(state[k], np.complex64))), k
+
+
+def test_limits_of_zero_let_nothing_through():
+    for rule in (ow.ClipByValue(0.0), ow.ClipByNorm(0.0), ow.ClipByGlobalNorm(0.0), ow.AdaptiveClip(0.0)):
+        step = ow.compile(ow.SGD(1.0, rules=[rule]).minimize(dot, PARAMS, PARAMS))
+        state, _ = step(step.init(PARAMS), PARAMS)
+        for k, p in PARAMS.items():
+            np.testing.assert_array_equal(state[k], p)
+
+
+def test_long_and_short_gradients_are_clipped_without_overflow_of_the_factor():
+    w, g = {"w": jnp.zeros(2)}, {"w": jnp.array([3e18, 4e18])}
+    step = ow.compile(ow.SGD(1.0, rules=[ow.ClipByNorm(1.0)]).minimize(dot, w, g), donate=False)
+    np.testing.assert_allclose(step(step.init(w), g)[0]["w"], [-0.6, -0.8], rtol=1e-6)
+    tiny = {"w": jnp.array([3e-18, 4e-18])}
+    np.testing.assert_allclose(step(step.init(w), tiny)[0]["w"], [-3e-18, -4e-18], rtol=1e-6)
+
+
+def test_a_decay_that_follows_the_learning_rate_needs_one():
+    class Plain(ow.Optimizer):
+        """Steps as long as the gradient."""
+
+        def update(self, parameter, gradient, slots, hyperparameters):
+            return parameter - gradient, slots
+
+    w = {"w": jnp.ones(2)}
+    with pytest.raises(
+        ow.HyperparameterError, match=r"learning rate, and the optimizer has none.*independent"
+    ):
+        Plain(rules=[ow.WeightDecay(0.1)]).minimize(dot, w, w)
+    step = ow.compile(Plain(rules=[ow.WeightDecay(0.25, "independent")]).minimize(dot, w, w))
+    np.testing.assert_allclose(step(step.init(w), w)[0]["w"], -0.25)
+
+
+def test_names_of_ops_and_hyperparameters():
+    rules = [*RULES.values(), ow.EMA(0.75)]
+    assert [r.name for r in rules] == [
+        *("clip_by_value", "clip_by_norm", "clip_by_global_norm", "adaptive_clip", "l1", "l2", "centralize"),
+        *("noise", "sam", "weight_decay", "ema", "polyak_average", "swa", "lookahead", "cautious", "ema"),
+    ]
+    program = ow.SGD(0.5, rules=[ow.L1(0.1), ow.L2(0.1), ow.EMA(0.5), ow.EMA(0.75)]).minimize(
+        dot, PARAMS, ZEROS
+    )
+    names = [v.name for v in program.hyperparameters]
+    assert names[:4] == ["learning_rate", "l1/rate", "l2/rate", "ema/decay"]
+    assert len(set(names)) == 5

@@ -1,0 +1,296 @@
+"""Parameters and slots of few bits: nothing small is lost, nothing becomes NaN, no dtype ever changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.derive.precision import Kept, Type, narrowed, rounded_at_random
+
+LOW = ("bfloat16", "float16")
+ELEMENTWISE = {"SGD": ow.SGD, "Momentum": ow.Momentum, "Adam": ow.Adam, "Adagrad": ow.Adagrad}
+
+
+def dot(p, g):
+    return sum(jnp.sum(p[k] * g[k]) for k in p).astype(jnp.float32)
+
+
+def trained(optimizer, params, gradients, loss=dot, keep=()):
+    """The State after these gradients, by one scan, and what is kept of each step."""
+    step = ow.compile(optimizer.minimize(loss, params, jax.tree.map(lambda x: x[0], gradients)), donate=False)
+
+    def advance(state, g):
+        state, _ = step(state, g)
+        return state, {name: state[name] for name in keep}
+
+    return jax.jit(lambda s, g: jax.lax.scan(advance, s, g))(step.init(params), gradients)
+
+
+@pytest.mark.parametrize("how", ["master", "stochastic"])
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_hundred_small_steps_are_not_lost(dtype, how):
+    """In bfloat16, 1.0 + 0.001 is 1.0; from 1.1 up to 1.3 it is."""
+    w = {"w": (1 + jnp.arange(4096) * 2.0**-16).astype(dtype)}
+    g = {"w": jnp.full((100, 4096), -1.0, dtype)}
+    state, _ = trained(ow.SGD(1e-3, low_precision=how), w, g)
+    way = np.asarray(state["w"], np.float64) - np.asarray(w["w"], np.float64)
+    assert state["w"].dtype == dtype
+    if how == "master":
+        whole = np.asarray(state["w"], np.float32) + np.asarray(state["w/rest"])
+        np.testing.assert_allclose(whole - np.asarray(w["w"], np.float32), 0.1, rtol=1e-4)
+        np.testing.assert_allclose(way, 0.1, atol=0.004)
+    else:
+        np.testing.assert_allclose(way.mean(), 0.1, atol=0.02)
+        assert not any(name.endswith("rest") for name in state)
+
+
+def test_rounded_to_the_nearest_small_steps_are_lost():
+    w = {"w": jnp.ones(4, jnp.bfloat16)}
+    state, _ = trained(
+        ow.SGD(1e-3, low_precision="nearest"), w, {"w": jnp.full((100, 4), -1.0, jnp.bfloat16)}
+    )
+    np.testing.assert_array_equal(state["w"], w["w"])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("dtype", LOW)
+def test_parameter_and_rest_are_the_float32_run_bit_for_bit(dtype, name):
+    random = np.random.default_rng(0)
+    w = jnp.asarray(random.normal(size=500), dtype)
+    g = jnp.asarray(random.normal(size=(50, 500)), dtype)
+    low, path = trained(ELEMENTWISE[name](0.01), {"w": w}, {"w": g}, keep=("w", "w/rest"))
+    wide, expected = trained(
+        ELEMENTWISE[name](0.01), {"w": w.astype(jnp.float32)}, {"w": g.astype(jnp.float32)}, keep=("w",)
+    )
+    whole = np.asarray(path["w"], np.float32) + np.asarray(path["w/rest"])
+    np.testing.assert_array_equal(whole, expected["w"])
+    np.testing.assert_array_equal(path["w"], expected["w"].astype(dtype))
+    for slot in wide:
+        if slot.startswith("w/"):
+            np.testing.assert_array_equal(low[slot], wide[slot])
+
+
+RULES = [
+    ow.ClipByGlobalNorm(1.0),
+    ow.L2(0.1),
+    ow.WeightDecay(0.1),
+    ow.EMA(0.9),
+    ow.Cautious(),
+    ow.Lookahead(every=2),
+]
+
+
+@pytest.mark.parametrize("how", ["master", "stochastic", "nearest"])
+@pytest.mark.parametrize("rules", [[], RULES], ids=["alone", "with rules"])
+def test_a_gradient_of_zero_makes_no_nan_and_no_dtype_changes(how, rules):
+    params = {
+        "h": jnp.ones(3, jnp.float16),
+        "b": jnp.ones((2, 2), jnp.bfloat16),
+        "f": jnp.float32(1),
+        "e": jnp.ones((0, 3)),
+    }
+    zeros = jax.tree.map(lambda p: jnp.zeros((5, *p.shape), p.dtype), params)
+    state, _ = trained(ow.Adam(0.1, rules=rules, low_precision=how), params, zeros)
+    for name, p in params.items():
+        assert state[name].dtype == p.dtype
+        assert state[f"{name}/mean"].dtype == state[f"{name}/variance"].dtype == jnp.float32
+        assert np.all(np.isfinite(np.asarray(state[name], np.float32)))
+        if not rules:
+            np.testing.assert_array_equal(state[name], p)
+
+
+@pytest.mark.parametrize("how", ["master", "stochastic", "nearest"])
+def test_rules_see_what_is_trained_in_float32(how):
+    seen = []
+
+    class Watch(ow.ParameterRule):
+        def update(self, parameter, updated, gradient, slots, h):
+            seen.extend([parameter.dtype, updated.dtype, gradient.dtype, h.learning_rate.dtype])
+            return updated, slots
+
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    ow.SGD(0.1, rules=[Watch()], low_precision=how).minimize(dot, params, params)
+    assert set(seen) == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_parameter_that_is_put_in_place_counts_without_the_old_rest(dtype):
+    w, g = {"w": jnp.full(3, 100.0, dtype)}, {"w": jnp.full(3, 0.01, dtype)}
+    step = ow.compile(ow.SGD(1.0).minimize(dot, w, g))
+    state, _ = step(step.init(w), g)
+    assert abs(float(state["w/rest"][0])) > 0.009
+    state, _ = step(state.replace({"w": jnp.full(3, 0.001, dtype)}), {"w": jnp.zeros(3, dtype)})
+    np.testing.assert_array_equal(state["w"], jnp.full(3, 0.001, dtype))
+    np.testing.assert_allclose(state["w/rest"], 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_rounding_at_random_is_right_on_average(dtype):
+    random = np.random.default_rng(1)
+    x = np.float32(random.normal(size=2000) * 10.0 ** random.uniform(-4, 3, 2000))
+    x[:6] = [0.0, -0.0, 1.0, np.inf, -np.inf, 3e-8]
+    rounded = jax.jit(jax.vmap(lambda step: rounded_at_random(x, dtype, step)))(jnp.arange(500))
+    found = np.asarray(rounded, np.float64)
+    finite = np.isfinite(x)
+    gap = np.float64(
+        np.maximum(np.spacing(np.abs(x[finite])) * {"bfloat16": 2**16, "float16": 2**13}[dtype], 6e-8)
+    )
+    assert np.all(np.abs(found[:, finite] - x[finite]) <= gap)
+    assert np.all(np.abs(found[:, finite].mean(0) - x[finite]) < 0.12 * gap)
+    for exact in range(5):
+        assert np.all(found[:, exact] == x[exact])
+    assert np.all(
+        np.isnan(np.asarray(rounded_at_random(jnp.float32(jnp.nan), dtype, jnp.int32(0)), np.float32))
+    )
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_what_is_left_out_of_any_number_is_kept(dtype):
+    random = np.random.default_rng(2)
+    x = np.float32(random.normal(size=5000) * 10.0 ** random.uniform(-30, 4, 5000))
+    near, rest = jax.jit(lambda v: narrowed(v, dtype))(x)
+    np.testing.assert_array_equal(np.asarray(near, np.float32) + np.asarray(rest), x)
+
+
+def test_eight_bits_keep_numbers_of_all_sizes():
+    kept = Kept(Type((3000,), np.dtype(np.float32)), "int8")
+    assert {k: (v.shape, v.dtype) for k, v in kept.types.items()} == {
+        "": ((12, 256), np.uint8),
+        "/scale": ((12,), np.float32),
+    }
+    random = np.random.default_rng(3)
+    x = np.float32(random.choice([-1, 1], 3000) * 10.0 ** random.uniform(-5, 0, 3000))
+    x[256:512] = 0
+    found = np.asarray(jax.jit(jax.vmap(lambda step: kept.read(kept.write(x, step))))(jnp.arange(200)))
+    assert np.all(found[:, 256:512] == 0)
+    large = np.abs(x) > 0.1
+    assert np.all(np.abs(found / np.where(x == 0, 1, x) - 1)[:, large] < 0.15)
+    np.testing.assert_allclose(found.mean(0)[large], x[large], rtol=0.02)
+    assert np.all(np.sign(found) == np.sign(x))
+
+
+def least_squares(p, x):
+    return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - jnp.tanh(x[:, 0] - x[:, 1])) ** 2)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    random = np.random.default_rng(4)
+    params = {"w": jnp.asarray(random.normal(size=(8, 512)) / 3, jnp.float32), "v": jnp.zeros(512)}
+    return params, jnp.asarray(random.normal(size=(200, 64, 8)), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def final_loss(problem):
+    params, batches = problem
+
+    def run(**options):
+        state, _ = trained(ow.Adam(3e-3, **options), params, batches, least_squares)
+        return state, float(np.mean([least_squares(state.parameters, x) for x in batches[:20]]))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def in_float32(final_loss):
+    return final_loss()[1]
+
+
+@pytest.mark.parametrize(("form", "tolerance"), [("bfloat16", 0.05), ("float16", 0.5), ("int8", 0.1)])
+def test_adam_with_small_slots_gets_as_far(problem, final_loss, in_float32, form, tolerance):
+    """To a loss near that with float32 slots, which is a hundredth of the first one."""
+    params, batches = problem
+    state, loss = final_loss(slot_dtype=form)
+    begin = float(np.mean([least_squares(params, x) for x in batches[:20]]))
+    assert in_float32 < begin / 100
+    assert abs(loss / in_float32 - 1) < tolerance
+    plan = ow.Adam(3e-3, slot_dtype=form).plan(ow.trace(least_squares, params, batches[0]))
+    assert {name: v.dtype for d in plan.destinations for name, v in d.slots.items()} == {
+        name: state[name].dtype for name in state if name.startswith(("w/", "v/"))
+    }
+    assert sum(d.slot_bytes for d in plan.destinations) == sum(
+        state[name].nbytes for name in state if name.startswith(("w/", "v/"))
+    )
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_a_variance_with_a_slow_decay_does_not_stand_still(form):
+    """From 1 it decays to 0.999**1000 of that, with gradients of 0; rounded to the nearest it would stay."""
+    w = {"w": jnp.zeros((64, 64))}
+    step = ow.compile(ow.Adam(0.0, beta2=0.999, slot_dtype=form).minimize(dot, w, w), donate=False)
+    state, _ = step(step.init(w), {"w": jnp.linspace(0.5, 1.0, 4096).reshape(64, 64)})
+    zeros = {"w": jnp.zeros((64, 64))}
+    final = jax.jit(lambda s: jax.lax.fori_loop(0, 1000, lambda _, s: step(s, zeros)[0], s))(state)
+    kept = Kept(Type((64, 64), np.dtype(np.float32)), form)
+
+    def variance(s):
+        return np.asarray(kept.read([s[n] for n in s if n.startswith("w/variance")]))
+
+    np.testing.assert_allclose(variance(final).mean() / variance(state).mean(), 0.999**1000, rtol=0.03)
+
+
+def test_small_slots_stay_exact_and_slots_of_other_shapes_too():
+    plan = ow.Adam(1e-3, slot_dtype="int8").plan(
+        ow.trace(
+            lambda p: jnp.sum(p["big"]) + jnp.sum(p["small"]),
+            {"big": jnp.ones(4096), "small": jnp.ones(4095)},
+        )
+    )
+    assert plan["small"].slot_bytes == 2 * 4 * 4095
+    assert plan["big"].slot_bytes == 2 * (4096 + 4 * 16)
+
+
+def test_words_that_are_no_form():
+    with pytest.raises(ow.HyperparameterError, match=r"slot_dtype is 'int4'; expected 'float32', .*'int8'"):
+        ow.Adam(1e-3, slot_dtype="int4")
+    with pytest.raises(
+        ow.HyperparameterError, match=r"low_precision is 'exact'; expected 'master', 'stochastic'"
+    ):
+        ow.Adam(1e-3, low_precision="exact")
+
+
+def test_slots_that_are_complex_stay_so_whatever_the_form():
+    plan = ow.Adam(1e-3, slot_dtype="bfloat16").plan(
+        ow.trace(lambda z: jnp.abs(z.sum()), jnp.ones(4, jnp.complex64))
+    )
+    assert {k: str(v.dtype) for k, v in plan["z"].slots.items()} == {
+        "z/mean": "complex64",
+        "z/variance": "bfloat16",
+    }
+
+
+def test_integer_parameters_are_not_trained():
+    params = {"w": jnp.ones(3), "n": jnp.arange(3)}
+    program = ow.Adam(0.1).minimize(lambda p: jnp.sum(p["w"] * p["n"]), params)
+    assert [v.name for v in program.parameters] == ["w"]
+    step = ow.compile(program)
+    state, _ = step(step.init(params))
+    np.testing.assert_array_equal(state["n"], params["n"])
+
+
+def test_learning_rates_are_swept_in_one_compilation():
+    w, g = {"w": jnp.ones(3, jnp.bfloat16)}, {"w": jnp.ones(3, jnp.bfloat16)}
+    traces = []
+
+    def loss(p, g):
+        traces.append(1)
+        return dot(p, g)
+
+    step = ow.compile(
+        ow.Adam(0.1, rules=[ow.EMA(0.5)], slot_dtype="bfloat16").minimize(loss, w, g), donate=False
+    )
+    traces.clear()
+    rates = [0.1, 0.01, 0.0]
+    states = step.init(w).sweep({"learning_rate": rates})
+    swept, _ = jax.jit(jax.vmap(step, (0, None)))(states, g)
+    assert not traces
+    for i, rate in enumerate(rates):
+        one, _ = step(step.init(w).replace({"learning_rate": rate}), g)
+        for name in one:
+            np.testing.assert_allclose(
+                np.asarray(swept[name][i], np.float32),
+                np.asarray(one[name], np.float32),
+                rtol=1e-2,
+                err_msg=name,
+            )

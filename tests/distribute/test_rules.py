@@ -1,0 +1,138 @@
+"""Rules around an optimizer on one device, on two, and cut for two servers: equal, or refused by name."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.distribute.split.by_hand import ByHand
+
+import onward as ow
+
+PARAMS = {
+    "w": jnp.array(np.random.default_rng(0).normal(size=(6, 4)), jnp.float32),
+    "b": jnp.ones(4),
+    "s": jnp.float32(2),
+}
+X = jnp.array(np.random.default_rng(1).normal(size=(8, 6)), jnp.float32)
+RULES = {
+    "ClipByValue": ow.ClipByValue(0.02),
+    "ClipByNorm": ow.ClipByNorm(0.1),
+    "ClipByGlobalNorm": ow.ClipByGlobalNorm(0.1),
+    "AdaptiveClip": ow.AdaptiveClip(0.1),
+    "L2": ow.L2(0.1),
+    "Centralize": ow.Centralize(),
+    "Noise": ow.Noise(0.01),
+    "SAM": ow.SAM(0.1),
+    "WeightDecay": ow.WeightDecay(0.1, where=["w", "b"]),
+    "EMA": ow.EMA(0.5),
+    "Lookahead": ow.Lookahead(0.5, every=2),
+    "Cautious": ow.Cautious(),
+}
+WHOLE = {"Cautious"}  # after the update, and further than number by number
+
+
+def loss(p, x):
+    return jnp.mean(jnp.tanh(x @ p["w"] + p["b"]) ** 2) * p["s"]
+
+
+def trained(program):
+    step = ow.compile(program, donate=False)
+    state = step.init(PARAMS)
+    for _ in range(3):
+        state, _ = step(state, X)
+    return state
+
+
+def program_of(name):
+    return ow.Momentum(0.5, rules=[RULES[name]]).minimize(loss, PARAMS, X)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    found = {}
+
+    def of(name):
+        if name not in found:
+            found[name] = trained(program_of(name))
+        return found[name]
+
+    return of
+
+
+def equal(state, expected):
+    for name in PARAMS:
+        np.testing.assert_allclose(state[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_two_devices_are_as_one(alone, name):
+    state = trained(ow.replicate(program_of(name), 2))
+    equal(state, alone(name))
+    for slot in alone(name):
+        np.testing.assert_allclose(state[slot], alone(name)[slot], rtol=1e-4, atol=1e-5, err_msg=slot)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_two_devices_that_update_a_half_each_are_as_one(alone, name):
+    if name in WHOLE:
+        with pytest.raises(ow.GraphError, match=f"{name} looks at them per matrix"):
+            ow.replicate(program_of(name), 2, ow.Sharded())
+        return
+    equal(trained(ow.replicate(program_of(name), 2, ow.Sharded())), alone(name))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_local_updates_follow_the_rules_on_each_device(name):
+    """Of two devices with the same half of a batch, each one's own way is that of one device."""
+    program = ow.replicate(program_of(name), 2, ow.LocalSGD(every=3)) if name != "SAM" else None
+    if program is None:
+        with pytest.raises(ow.GraphError, match=r"SAM evaluates the loss .*every device trains parameters"):
+            ow.replicate(program_of(name), 2, ow.LocalSGD(every=3))
+        return
+    half = jnp.concatenate([X[:4], X[:4]])
+    one, two = ow.compile(program_of(name), donate=False), ow.compile(program, donate=False)
+    state, expected = two.init(PARAMS), one.init(PARAMS)
+    for _ in range(3):
+        state, _ = two(state, half)
+        expected, _ = one(expected, X[:4])
+    equal(state, expected)
+
+
+REFUSED = {
+    "ClipByGlobalNorm": "ClipByGlobalNorm looks at all parameters at once, and 2 servers",
+    "Noise": "Noise looks at all parameters at once, and 2 servers",
+    "SAM": "SAM evaluates the loss in its update, and servers have no data",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_two_servers_are_as_one_device(alone, name):
+    if name in REFUSED:
+        with pytest.raises(ow.GraphError, match=REFUSED[name]):
+            ow.split(program_of(name), 2)
+        return
+    servers = ByHand(ow.split(program_of(name), 2), PARAMS)
+    for _ in range(3):
+        servers.step([{"x": X}])
+    equal(servers.parameters(), alone(name))
+
+
+@pytest.mark.parametrize("merge", [ow.Average(), ow.Sharded()], ids=["average", "sharded"])
+def test_master_weights_on_two_devices_are_as_on_one(merge):
+    def wide(w, x):
+        return jnp.mean((x @ w.astype(jnp.float32)) ** 2)
+
+    w = jnp.linspace(1, 2, 6).astype(jnp.bfloat16)
+    program = ow.Adam(0.01, rules=[ow.L2(0.1), ow.EMA(0.5)]).minimize(wide, w, X)
+    found = []
+    for one in (program, ow.replicate(program, 2, merge)):
+        step = ow.compile(one)
+        state = step.init(w)
+        for _ in range(5):
+            state, _ = step(state, X)
+        found.append(
+            {name: np.asarray(state[name], np.float32).ravel()[:6] for name in ("w", "w/rest", "w/average")}
+        )
+    for whole in found:
+        whole["master"] = whole["w"] + whole["w/rest"]
+    for name in ("master", "w/average"):
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=1e-4)
