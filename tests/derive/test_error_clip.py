@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.derive.error_clip import clip_error, error_clip
+from onward.derive.error_clip import error_clip
 
 PARAMS = {"v": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "w": jnp.array([4.0, -0.1])}
 X = jnp.array([[0.3, -0.2], [0.1, 0.4], [-0.5, 0.2]])
@@ -60,7 +60,7 @@ def test_what_a_test_program_does_not_have_may_be_clipped():
 
 def test_inside_of_a_network_it_is_a_function():
     def clipped(p, x):
-        hidden = clip_error(jnp.tanh(x @ p["v"]), 0.95)
+        hidden = ow.layer.clip_error(jnp.tanh(x @ p["v"]), 0.95)
         return jnp.sum(hidden * p["w"]) + jnp.sum(hidden)
 
     np.testing.assert_allclose(jax.grad(clipped)(PARAMS, X)["v"], by_hand(0.95)[1], rtol=1e-5)
@@ -71,16 +71,16 @@ def test_inside_of_a_network_it_is_a_function():
 
 
 def test_as_a_layer_it_takes_lazy_values():
-    hidden = clip_error(ow.layer.fc(ow.data("x", (None, 4)), 3), 0.5, name="clipped")
+    hidden = ow.layer.clip_error(ow.layer.fc(ow.data("x", (None, 4)), 3), 0.5, name="clipped")
     assert ow.trace(hidden).outputs[0].name == "clipped"
 
 
 def test_complex_and_low_precision_gradients():
     z = jnp.array([1.0 + 1j, 1e-3j], jnp.complex64)
     given = jnp.array([3.0 - 4j, 0.1 + 0j], jnp.complex64)
-    (found,) = jax.vjp(lambda z: clip_error(z, 0.5), z)[1](given)
+    (found,) = jax.vjp(lambda z: ow.layer.clip_error(z, 0.5), z)[1](given)
     np.testing.assert_allclose(found, [0.3 - 0.4j, 0.1], rtol=1e-6)
-    half = jax.grad(lambda x: jnp.sum(clip_error(x, 0.5) * 3))(jnp.ones(2, jnp.bfloat16))
+    half = jax.grad(lambda x: jnp.sum(ow.layer.clip_error(x, 0.5) * 3))(jnp.ones(2, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     np.testing.assert_array_equal(half, jnp.full(2, 0.5, jnp.bfloat16))
 

@@ -1,25 +1,18 @@
 """Gradients of activations that are kept in range on their way back, one activation at a time.
 
-``clip_error`` stands in a network; ``error_clip`` puts it behind activations of a Program by their names.
+``layer.clip_error`` stands in a network; ``error_clip`` puts it behind activations of a Program by name.
 What changes gradients of parameters after the backward pass are gradient rules, such as ``ClipByValue``.
-
->>> import jax, jax.numpy as jnp
->>> jax.grad(lambda x: jnp.sum(clip_error(x, 0.5) * jnp.array([3.0, 0.1])))(jnp.ones(2)).tolist()
-[0.5, 0.10000000149011612]
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.errors import GraphError, HyperparameterError
+from onward.core.errors import GraphError
 from onward.core.jaxprs import Type, body_of
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
@@ -27,37 +20,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, select
 from onward.core.words import Pass
-from onward.define.layer.base import layer
-
-
-@layer
-def clip_error(x: Any, max_value: float, *, name: str | None = None) -> Any:
-    """The array as it is; on the way back its gradient is moved into ``[-max_value, max_value]``.
-
-    A complex gradient is shortened. The gradient of a mean over a batch is the smaller the longer the batch:
-    so is what one device of several, or one of several micro-batches, finds larger.
-
-    Source: Graves, Generating Sequences With Recurrent Neural Networks, 2013, section 2.1.
-
-    Args:
-        x: an array of floats of any shape.
-        max_value: a number, at least 0.
-        name: as for every layer.
-
-    Returns:
-        An array of the shape and dtype of x.
-
-    Raises:
-        HyperparameterError: ``max_value`` is negative or not finite.
-
-    Example:
-        >>> import jax.numpy as jnp, onward as ow
-        >>> step = ow.compile(ow.SGD(1.0).minimize(lambda w: 3 * clip_error(w, 0.5), jnp.float32(1)))
-        >>> state, out = step(step.init(jnp.float32(1)))
-        >>> float(out.loss), float(state.parameters)
-        (3.0, 0.5)
-    """
-    return _clipped(jnp.asarray(x), _checked(max_value))
+from onward.define.layer.error import back_in_range, checked_bound
 
 
 @transform
@@ -91,7 +54,7 @@ def error_clip(program: Program, where: Where | Iterable[Where], max_value: floa
         >>> step(step.init(jnp.ones(2)), jnp.ones(2))[1]["grad(tanh)"].tolist()
         [0.5, 0.5]
     """
-    limit = _checked(max_value)
+    limit = checked_bound(max_value)
     expect_one_device(program, "an error clip")
     if any(op.made_by is not Pass.FORWARD for op in program.ops):
         raise GraphError(
@@ -118,36 +81,6 @@ def _behind(program: Program, picked: set[Variable], limit: float) -> tuple[Op, 
         ops.append(replace(op, inputs=tuple(instead.get(v, v) for v in op.inputs)))
         for v in (v for v in op.outputs if v in picked):
             instead[v] = replace(v, name=names.new(f"error_clip({v.name})"))
-            body = body_of(lambda x: [_clipped(x, limit)], Type(v.shape, v.dtype))
+            body = body_of(lambda x: [back_in_range(x, limit)], Type(v.shape, v.dtype))
             ops.append(Op("error_clip", (v,), (instead[v],), body, scope=op.scope, source=op.source))
     return tuple(ops)
-
-
-def _checked(max_value: Any) -> float:
-    """The bound as a number that is known while tracing."""
-    is_number = isinstance(max_value, int | float | np.number) and not isinstance(max_value, bool)
-    if not is_number or not math.isfinite(max_value) or max_value < 0:
-        raise HyperparameterError(
-            f"error_clip: max_value is {max_value!r}; expected a finite number of at least 0."
-        )
-    return float(max_value)
-
-
-def _same(x: Any, max_value: float) -> Any:
-    return x
-
-
-def _forward(x: Any, max_value: float) -> tuple[Any, None]:
-    return x, None
-
-
-def _backward(max_value: float, _: None, gradient: Any) -> tuple[Any]:
-    if jnp.iscomplexobj(gradient):
-        size = jnp.abs(gradient)
-        return (gradient * jnp.minimum(1, max_value / jnp.maximum(size, np.finfo(size.dtype).tiny)),)
-    return (jnp.clip(gradient, -max_value, max_value),)
-
-
-_same.__name__ = "error_clip"  # the type of its op in a traced network
-_clipped = jax.custom_vjp(_same, nondiff_argnums=(1,))
-_clipped.defvjp(_forward, _backward)

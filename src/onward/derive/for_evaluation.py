@@ -14,6 +14,7 @@ from onward.core.transform import recipe_of, transform
 from onward.core.walk import substitute
 from onward.core.words import Pass, Placement
 from onward.derive.act import Slot, numbers_of
+from onward.derive.batch import data_types
 from onward.derive.for_test import for_test
 from onward.derive.precision import widened
 from onward.derive.update import Update, append_update, updated
@@ -39,7 +40,7 @@ def for_evaluation(program: Program) -> Program:
     """
     test = for_test(program)
     recipe = recipe_of(program, "for evaluation", "Trace the network with training=False")
-    trained = recipe.origin.trace(_data_types(program))
+    trained = recipe.origin.trace(data_types(program, (), 0))
     for step in recipe.steps:
         if step.function is append_update:
             optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
@@ -72,9 +73,9 @@ class Averages:
         """What an update pass keeps."""
         return cls(
             [(t.parameter, rule, slots, values) for t, rule, slots, values in update.evaluated],
-            tuple(update.state),
-            tuple(op for op in update.ops if op.type == "schedule"),
-            tuple(update.initializers),
+            tuple(update.draft.state),
+            tuple(op for op in update.draft.ops if op.type == "schedule"),
+            tuple(update.draft.initializers),
         )
 
 
@@ -148,8 +149,3 @@ def _evaluated(
     body, kept = body_of(run, *(Type(v.shape, v.dtype) for v in inputs)).restricted([0])
     made = Variable(names.new(f"evaluated({parameter.name})"), parameter.shape, parameter.dtype)
     return Op(rule.name, tuple(inputs[i] for i in kept), (made,), body, Pass.FORWARD)
-
-
-def _data_types(program: Program) -> tuple[Any, ...]:
-    assert program.signature is not None
-    return tuple(s.unflatten(Type(v.shape, v.dtype) for v in s.variables) for s in program.signature.data)

@@ -12,30 +12,28 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.errors import GraphError, HyperparameterError
-from onward.core.jaxprs import Body, Type, body_of
-from onward.core.names import Names
+from onward.core.errors import GraphError
+from onward.core.jaxprs import Type
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
-from onward.core.walk import substitute
-from onward.core.words import Kind, Pass, Placement, UpdateType
+from onward.core.words import Kind, Placement, UpdateType
 from onward.define.trace import explaining
 from onward.derive.accumulate import accumulation_of
 from onward.derive.act import Act, Slot
-from onward.derive.groups import Route, Routing, own_fields
+from onward.derive.draft import Draft, Place, tight, update_op
+from onward.derive.groups import Route, Routing
+from onward.derive.hyperparameters import STEP, hyperparameters
 from onward.derive.loss import LossFunction
-from onward.derive.precision import is_low, master, narrowed, rounded_at_random, slots_of, widened
+from onward.derive.precision import is_low, master, narrowed, rounded_at_random, slots_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
 
-_STEP = "step"
 Pair = tuple[Variable, Variable]
 
 
@@ -85,7 +83,7 @@ def with_update(
         routing: which optimizer updates which parameter, where that is known already.
         stand_ins: what the update works on in place of the parameters; what replaces it is in ``next_state``.
     """
-    return updated(program, optimizer, routing, stand_ins).program()
+    return updated(program, optimizer, routing, stand_ins).draft.program()
 
 
 def updated(
@@ -144,92 +142,20 @@ class Update:
 
     def __init__(self, program: Program, optimizer: Optimizer, routing: Routing) -> None:
         self.source, self.optimizer, self.routing = program, optimizer, routing
-        self.names = Names(v.name for v in (*program.inputs, *program.state, *program.constants))
-        self.state: list[Variable] = []
-        self.initializers: list[Op] = []
-        self.next_state: dict[Variable, Variable] = {}
-        self.ops: list[Op] = []
-        self.bodies: dict[Any, tuple[Body, tuple[int, ...]]] = {}
-        self.numbers: list[Variable] = []
+        self.draft = Draft(program)
         self.placement, self.parts = Placement.REPLICATED, 1
         self.trained = [Trained(p, p, p, g, p) for p, g in program.gradients if not routing[p].frozen]
         self.rules: list[Rule] = [*routing.rules(GradientRule), *routing.rules(ParameterRule)]
-        self.values = self.hyperparameters()
+        self.values = hyperparameters(self.draft, routing, self.rules)
         self.evaluated: list[tuple[Trained, Any, dict[str, Slot], Mapping[str, Variable]]] = []
-
-    # What is shared: counter, hyperparameters, schedules.
-
-    def hyperparameters(self) -> dict[Any, dict[str, Variable]]:
-        """For each route and rule, by its number, the Variables of its hyperparameters by name."""
-        owners: list[tuple[Any, str, Rule, frozenset[str]]] = [
-            (key, key.name, key.optimizer, own) for key, own in own_fields(self.routing.routes).items()
-        ]
-        owners += [(i, rule.name, rule, frozenset(rule.hyperparameters)) for i, rule in enumerate(self.rules)]
-        values: dict[Any, dict[str, Variable]] = {}
-        for key, prefix, rule, own in owners:
-            values[key] = {
-                k: self.hyperparameter(f"{prefix}/{k}" if prefix else k, v)
-                for k, v in rule.hyperparameters.items()
-                if k in own and not callable(v)
-            }
-        step = self.count()
-        for key, prefix, rule, own in owners:
-            for name, schedule in rule.hyperparameters.items():
-                if callable(schedule) and name in own:
-                    full = f"{prefix}/{name}" if prefix else name
-                    values[key][name] = self.scheduled(full, schedule, step)
-            base = values.get(key.base, {}) if isinstance(key, Route) else {}
-            known = {**base, **values[key], _STEP: step}
-            values[key] = {k: known[k] for k in (_STEP, *rule.hyperparameters) if k in known}
-        return values
-
-    def hyperparameter(self, name: str, value: Any) -> Variable:
-        """A float32 state Variable that people may change."""
-        v = self.number(name, value, np.float32)
-        self.numbers.append(v)
-        return v
-
-    def number(self, name: str, value: float, dtype: Any) -> Variable:
-        """A state Variable that begins with this number."""
-        v = Variable(self.names.new(name), (), np.dtype(dtype), Kind.STATE)
-        self.state.append(v)
-        body = body_of(lambda: [jnp.asarray(value, dtype)])
-        self.initializers.append(_op("constant", (), (v,), body))
-        return v
-
-    def count(self) -> Variable:
-        """The step counter: the number of updates made so far."""
-        step = self.number(_STEP, 0, np.int32)
-        following = Variable(self.names.new(f"next({step.name})"), (), step.dtype)
-        body = body_of(lambda n: [n + 1], Type((), step.dtype))
-        self.ops.append(_op("count", (step,), (following,), body, UpdateType.BOOKKEEPING))
-        self.next_state[step] = following
-        return step
-
-    def scheduled(self, name: str, schedule: Callable[[Any], Any], step: Variable) -> Variable:
-        """A hyperparameter that a schedule computes from the step."""
-        result = explaining(f"The schedule of {name}", jax.eval_shape, schedule, Type((), step.dtype))
-        if getattr(result, "shape", None) != ():
-            raise HyperparameterError(
-                f"The schedule of {name} returns {result} for a step; it must return one number."
-            )
-        value = Variable(self.names.new(name), (), np.dtype(np.float32))
-        body = body_of(lambda n: [jnp.asarray(schedule(n), jnp.float32)], Type((), step.dtype))
-        self.ops.append(_op("schedule", (step,), (value,), body, UpdateType.BOOKKEEPING))
-        return value
 
     # What is done with each parameter, in this order.
 
     def put(self, stand_ins: StandIns) -> None:
         """Go on with what stands in for the parameters."""
-        so_far = replace(
-            self.source,
-            state=(*self.source.state, *self.state),
-            ops=(*self.source.ops, *self.ops),
-            gradients=tuple((t.parameter, t.gradient) for t in self.trained),
-        )
-        ops, pairs = stand_ins.make(so_far)
-        self.ops.extend(ops)
+        pairs_so_far = tuple((t.parameter, t.gradient) for t in self.trained)
+        ops, pairs = stand_ins.make(replace(self.draft.so_far, gradients=pairs_so_far))
+        self.draft.ops.extend(ops)
         self.placement, self.parts = stand_ins.placement, stand_ins.parts
         for t in self.trained:
             place, t.gradient = pairs[t.parameter]
@@ -261,14 +187,22 @@ class Update:
             t.ops += 1
             if self.routing[t.parameter].optimizer.low_precision == "master":
                 t.rest = self.rest_of(t)
-                t.value = t.updated = self.made(
+                t.value = t.updated = self.draft.made(
                     "widen", (t.place, t.rest), [(f"master({t.place.name})", t.rest)], master
                 )[0]
 
     def rest_of(self, t: Trained) -> Variable:
         """The slot that holds what a low precision parameter cannot."""
         like = Type(t.place.shape, np.dtype(np.float32))
-        return self.kept(t, "rest", {"rest": like}, lambda p: [jnp.zeros(p.shape, np.float32)])[0]
+
+        def zeros(p: Any) -> list[Any]:
+            return [jnp.zeros(p.shape, np.float32)]
+
+        return self.draft.keep(t.parameter, "rest", {"rest": like}, zeros, self.place(t))[0]
+
+    def place(self, t: Trained) -> Place:
+        """Where the state of a parameter lies."""
+        return Place(self.placement, prod(t.place.shape) * self.parts)
 
     def update(self, route: Route) -> None:
         """The update ops of one optimizer."""
@@ -310,7 +244,7 @@ class Update:
         ):
             t.updated = v
             if not t.ops:
-                self.next_state[t.place] = v
+                self.draft.next_state[t.place] = v
 
     def narrow(self) -> None:
         """The next value of parameters of a lower dtype."""
@@ -319,26 +253,26 @@ class Update:
                 continue
             following = (f"next({t.place.name})", t.place)
             if t.rest is not None:
-                new, rest = self.made(
+                new, rest = self.draft.made(
                     "narrow",
                     (t.updated,),
                     [following, (f"next({t.rest.name})", t.rest)],
                     lambda x, dtype=t.place.dtype: narrowed(x, dtype),
                 )
-                self.next_state[t.rest] = rest
+                self.draft.next_state[t.rest] = rest
             elif self.routing[t.parameter].optimizer.low_precision == "stochastic":
-                step = self.values[self.routing[t.parameter]][_STEP]
-                (new,) = self.made(
+                step = self.values[self.routing[t.parameter]][STEP]
+                (new,) = self.draft.made(
                     "round",
                     (t.updated, step),
                     [following],
                     lambda x, n, dtype=t.place.dtype: [rounded_at_random(x, dtype, n)],
                 )
             else:
-                (new,) = self.made(
+                (new,) = self.draft.made(
                     "narrow", (t.updated,), [following], lambda x, dtype=t.place.dtype: [x.astype(dtype)]
                 )
-            self.next_state[t.place] = new
+            self.draft.next_state[t.place] = new
 
     # How ops and slots are made.
 
@@ -363,15 +297,15 @@ class Update:
             self.evaluated += [(t, rule, own, values) for t, own in zip(members, slots, strict=True)]
         loss = LossFunction(self.source, [t.parameter for t in members]) if rule.evaluates_loss else None
         act = Act(rule, columns, slots, values, results, loss)
-        if act.key not in self.bodies:
-            self.bodies[act.key] = _tight(explaining(f"The update of {type(rule).__name__}", act.body))
-        body, taken = self.bodies[act.key]
+        if act.key not in self.draft.bodies:
+            self.draft.bodies[act.key] = tight(explaining(f"The update of {type(rule).__name__}", act.body))
+        body, taken = self.draft.bodies[act.key]
         old = [v for kept_slots in slots for slot in kept_slots.values() for v in slot.arrays]
-        made = [Variable(self.names.new(v.name), v.shape, v.dtype, kind) for v in results]
-        new = [Variable(self.names.new(f"next({v.name})"), v.shape, v.dtype) for v in old]
-        self.next_state.update(zip(old, new, strict=True))
+        made = [Variable(self.draft.names.new(v.name), v.shape, v.dtype, kind) for v in results]
+        new = [Variable(self.draft.names.new(f"next({v.name})"), v.shape, v.dtype) for v in old]
+        self.draft.next_state.update(zip(old, new, strict=True))
         inputs = tuple(act.inputs[i] for i in taken)
-        self.ops.append(_op(rule.name, inputs, (*made, *new), body, rule.type))
+        self.draft.ops.append(update_op(rule.name, inputs, (*made, *new), body, rule.type))
         return made
 
     def number_of(self, rule: Rule) -> int:
@@ -384,23 +318,6 @@ class Update:
             return self.values[number]
         return {**self.values[self.routing[members[0].parameter]], **self.values[number]}
 
-    def made(
-        self,
-        kind: str,
-        inputs: tuple[Variable, ...],
-        results: Sequence[tuple[str, Variable]],
-        function: Callable[..., Any],
-    ) -> list[Variable]:
-        """An op that is no rule's; the results are named so, and typed as these Variables are."""
-        key = (kind, tuple((v.shape, v.dtype) for v in (*inputs, *(like for _, like in results))))
-        if key not in self.bodies:
-            body = body_of(lambda *xs: list(function(*xs)), *(Type(v.shape, v.dtype) for v in inputs))
-            self.bodies[key] = (body, ())
-        outputs = [Variable(self.names.new(name), like.shape, like.dtype) for name, like in results]
-        op = _op(kind, inputs, tuple(outputs), self.bodies[key][0], UpdateType.ELEMENTWISE)
-        self.ops.append(op)
-        return outputs
-
     def slots(self, number: Any, rule: Any, t: Trained) -> dict[str, Slot]:
         """What a rule keeps for a parameter, by name."""
         found = slots_of(rule, t.place, rule.slot_dtype if isinstance(number, Route) else None)
@@ -411,64 +328,8 @@ class Update:
             step = jnp.int32(0)
             return [array for name, how in found.items() for array in how.write(values[name], step)]
 
-        supply = iter(self.kept(t, number, types, first))
+        supply = iter(self.draft.keep(t.parameter, number, types, first, self.place(t)))
         return {name: Slot(how, tuple(next(supply) for _ in how.types)) for name, how in found.items()}
-
-    def kept(
-        self, t: Trained, owner: Any, types: Mapping[str, Type], first: Callable[[Any], list[Any]]
-    ) -> list[Variable]:
-        """State Variables that belong to a parameter, and the op that gives them their first values."""
-        sharded = self.placement is Placement.SHARDED
-        made = [
-            Variable(
-                self.names.new(f"{t.parameter.name}/{name}"),
-                kind.shape,
-                kind.dtype,
-                Kind.STATE,
-                Placement.REPLICATED if sharded and not kind.shape else self.placement,
-            )
-            for name, kind in types.items()
-        ]
-        if not made:
-            return []
-        whole = Type(t.parameter.shape, t.parameter.dtype)
-        length = prod(t.place.shape) * self.parts if sharded else None
-        key = (owner, whole.shape, whole.dtype, length)
-        if key not in self.bodies:
-            self.bodies[key] = _tight(body_of(_begin(first, length), whole))
-        body, read = self.bodies[key]
-        self.state.extend(made)
-        self.initializers.append(_op("init", (t.parameter,) if read else (), tuple(made), body))
-        return made
-
-    def program(self) -> Program:
-        """The Program with the update pass at its end.
-
-        State keeps its name whatever the network computes: an activation of the same name gives way.
-        """
-        longer = replace(
-            self.source,
-            state=(*self.source.state, *self.state),
-            ops=(*self.source.ops, *self.ops),
-            next_state={**self.source.next_state, **self.next_state},
-            initializers=(*self.source.initializers, *self.initializers),
-            hyperparameters=(*self.source.hyperparameters, *self.numbers),
-        )
-        mine = {v.name for v in (*self.state, *(v for op in self.ops for v in op.outputs))}
-        names = Names(mine | self.source.variables.keys())
-        computed = (v for op in self.source.ops for v in op.outputs)
-        given_way = {v: replace(v, name=names.new(v.name)) for v in computed if v.name in mine}
-        return substitute(longer, given_way) if given_way else longer
-
-
-def _begin(first: Callable[[Any], list[Any]], length: int | None) -> Callable[[Any], list[Any]]:
-    """The first values from a parameter; of all parts of it end to end, where a length is given."""
-
-    def begin(p: Any) -> list[Any]:
-        p = widened(p)
-        return first(p if length is None else jnp.pad(p.ravel(), (0, length - p.size)))
-
-    return begin
 
 
 def _expect_gradients_only(rules: Sequence[Rule]) -> None:
@@ -476,7 +337,8 @@ def _expect_gradients_only(rules: Sequence[Rule]) -> None:
     for rule in rules:
         if rule.evaluates_loss:
             raise GraphError(
-                f"{type(rule).__name__} evaluates the loss again on the batch, and accumulate runs the loss on "
+                f"{type(rule).__name__} evaluates the loss again on the batch, and accumulate runs the loss "
+                "on "
                 "micro-batches alone. Take one that needs the gradient only, or leave accumulate out."
             )
 
@@ -486,18 +348,3 @@ def _together(rule: Any, trained: Sequence[Trained]) -> list[list[Trained]]:
     if rule.type is UpdateType.ACROSS:
         return [list(trained)] if trained else []
     return [[t] for t in trained]
-
-
-def _tight(body: Body) -> tuple[Body, tuple[int, ...]]:
-    """The body without the inputs it does not read, and the positions of those it does."""
-    return body.restricted(range(len(body.out_avals)))
-
-
-def _op(
-    kind: str,
-    inputs: tuple[Variable, ...],
-    outputs: tuple[Variable, ...],
-    body: Body,
-    update: UpdateType | None = None,
-) -> Op:
-    return Op(kind, inputs, outputs, body, Pass.UPDATE, update=update)

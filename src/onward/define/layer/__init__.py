@@ -47,6 +47,7 @@ from onward.define.layer.base import cost, layer, weight
 from onward.define.layer.convolution import conv, pool
 from onward.define.layer.costs import binary_cross_entropy, cosine_similarity, cross_entropy, huber, mse
 from onward.define.layer.dense import embedding, fc
+from onward.define.layer.error import clip_error
 from onward.define.layer.metric import accuracy, auc, perplexity
 from onward.define.layer.normalization import batch_norm, dropout, layer_norm, rms_norm
 from onward.define.layer.recurrent import gru, lstm
@@ -57,6 +58,7 @@ __all__ = [
     "auc",
     "batch_norm",
     "binary_cross_entropy",
+    "clip_error",
     "conv",
     "cosine_similarity",
     "cost",

@@ -24,7 +24,6 @@ from hashlib import sha256
 from typing import Any
 
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError, UnreachedWarning
-from onward.core.jaxprs import Type
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import Recipe, recipe_of
@@ -32,8 +31,9 @@ from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
 from onward.derive.accumulate import accumulated, accumulation_of
 from onward.derive.backward import append_backward
-from onward.derive.micro_batches import Accumulation
+from onward.derive.batch import data_types
 from onward.derive.groups import Routing
+from onward.derive.micro_batches import Accumulation
 from onward.derive.optimizer import Optimizer
 from onward.derive.precision import is_low
 from onward.derive.update import append_update
@@ -134,7 +134,9 @@ class Split:
         if self.recipe is None:
             return self
         by_row = [t.parameter.name for t in self.tables]
-        forward, base, tables = _cut(self.source, self.recipe, tuple(data), by_row, always=True, how=self.accumulation)
+        forward, base, tables = _cut(
+            self.source, self.recipe, tuple(data), by_row, always=True, how=self.accumulation
+        )
         return replace(self, forward=forward, base=base, tables=tables)
 
     @cached_property
@@ -190,7 +192,9 @@ def split(
     routing = Routing.of(optimizer, program.parameters)
     _check_rules(program, routing, recipe, servers, trainers)
     trained = [p.name for p, _ in program.gradients]
-    forward, base, tables = _cut(program, recipe, _types(program), trained if rows and how is None else [], how=how)
+    forward, base, tables = _cut(
+        program, recipe, data_types(program, (), 0), trained if rows and how is None else [], how=how
+    )
     full = [program[p.name] for p, _ in base.gradients]
     chosen = _chosen(lazy, tables)
     _check_lazy(chosen, routing)
@@ -329,14 +333,13 @@ def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
     return found
 
 
-def _types(program: Program) -> tuple[Any, ...]:
-    """The types of the data, as the origin of a Program takes them."""
-    assert program.signature is not None
-    return tuple(s.unflatten(Type(v.shape, v.dtype) for v in s.variables) for s in program.signature.data)
-
-
 def _cut(
-    source: Program, recipe: Recipe, data: tuple[Any, ...], candidates: Sequence[str], always: bool = False, how: Accumulation | None = None
+    source: Program,
+    recipe: Recipe,
+    data: tuple[Any, ...],
+    candidates: Sequence[str],
+    always: bool = False,
+    how: Accumulation | None = None,
 ) -> tuple[Program, Program, tuple[Table, ...]]:
     """The forward pass, forward and backward pass as a trainer runs them, and the tables of the source."""
     forward = recipe.origin.trace(data)

@@ -1,0 +1,69 @@
+"""What all updates of a Program share: the step counter, hyperparameters, and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import HyperparameterError
+from onward.core.jaxprs import Type, body_of
+from onward.core.program import Variable
+from onward.core.words import UpdateType
+from onward.define.trace import explaining
+from onward.derive.draft import Draft, update_op
+from onward.derive.groups import Route, Routing, own_fields
+from onward.derive.rule import Rule
+
+STEP = "step"
+
+
+def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> dict[Any, dict[str, Variable]]:
+    """For each route and rule, by its number, the Variables of its hyperparameters by name."""
+    owners: list[tuple[Any, str, Rule, frozenset[str]]] = [
+        (key, key.name, key.optimizer, own) for key, own in own_fields(routing.routes).items()
+    ]
+    owners += [(i, rule.name, rule, frozenset(rule.hyperparameters)) for i, rule in enumerate(rules)]
+    values: dict[Any, dict[str, Variable]] = {}
+    for key, prefix, rule, own in owners:
+        values[key] = {
+            k: draft.hyperparameter(f"{prefix}/{k}" if prefix else k, v)
+            for k, v in rule.hyperparameters.items()
+            if k in own and not callable(v)
+        }
+    step = _count(draft)
+    for key, prefix, rule, own in owners:
+        for name, schedule in rule.hyperparameters.items():
+            if callable(schedule) and name in own:
+                full = f"{prefix}/{name}" if prefix else name
+                values[key][name] = _scheduled(draft, full, schedule, step)
+        base = values.get(key.base, {}) if isinstance(key, Route) else {}
+        known = {**base, **values[key], STEP: step}
+        values[key] = {k: known[k] for k in (STEP, *rule.hyperparameters) if k in known}
+    return values
+
+
+def _count(draft: Draft) -> Variable:
+    """The step counter: the number of updates made so far."""
+    step = draft.number(STEP, 0, np.int32)
+    following = Variable(draft.names.new(f"next({step.name})"), (), step.dtype)
+    body = body_of(lambda n: [n + 1], Type((), step.dtype))
+    draft.ops.append(update_op("count", (step,), (following,), body, UpdateType.BOOKKEEPING))
+    draft.next_state[step] = following
+    return step
+
+
+def _scheduled(draft: Draft, name: str, schedule: Callable[[Any], Any], step: Variable) -> Variable:
+    """A hyperparameter that a schedule computes from the step."""
+    result = explaining(f"The schedule of {name}", jax.eval_shape, schedule, Type((), step.dtype))
+    if getattr(result, "shape", None) != ():
+        raise HyperparameterError(
+            f"The schedule of {name} returns {result} for a step; it must return one number."
+        )
+    value = Variable(draft.names.new(name), (), np.dtype(np.float32))
+    body = body_of(lambda n: [jnp.asarray(schedule(n), jnp.float32)], Type((), step.dtype))
+    draft.ops.append(update_op("schedule", (step,), (value,), body, UpdateType.BOOKKEEPING))
+    return value
