@@ -38,7 +38,29 @@ def for_evaluation(program: Program) -> Program:
         >>> [v.name for v in test.state], test.ops[0]
         (['w', 'w/average'], evaluated(w) = ema(w/average))
     """
-    test = for_test(program)
+    test, averages = for_test(program), averages_of(program)
+    return test if averages is None else read_averages(test, averages)
+
+
+def evaluated_parameters(program: Program) -> Program:
+    """The Program whose outputs are the parameters of a training Program, those to evaluate a model with.
+
+    Raises:
+        RecipeError, GraphError: see ``for_evaluation``.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.5, rules=[ow.EMA(0.9)]).minimize(lambda w: jnp.sum(w**2), jnp.ones(2))
+        >>> evaluated_parameters(program).outputs
+        (Variable('evaluated(w)', float32[2], activation),)
+    """
+    alone = Program(program.name, state=program.parameters, outputs=program.parameters)
+    averages = averages_of(program)
+    return alone if averages is None else read_averages(alone, averages)
+
+
+def averages_of(program: Program) -> Averages | None:
+    """What a training Program keeps to evaluate with; None where it keeps nothing."""
     recipe = recipe_of(program, "for evaluation", "Trace the network with training=False")
     trained = recipe.origin.trace(data_types(program, (), 0))
     for step in recipe.steps:
@@ -46,9 +68,9 @@ def for_evaluation(program: Program) -> Program:
             optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
             averages = Averages.of(updated(trained, optimizer))
             _expect_whole(program, averages)
-            return read_averages(test, averages) if averages.evaluated else test
+            return averages if averages.evaluated else None
         trained = step.function(trained, *step.arguments, **step.options)
-    return test
+    return None
 
 
 @dataclass(frozen=True, eq=False)

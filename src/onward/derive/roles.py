@@ -185,8 +185,8 @@ def kept_ops(program: Program, keep: Iterable[Where], strict: bool) -> set[Op]:
 
 
 def _is_real(op: Op) -> bool:
-    """Whether all floating point numbers that an op reads and gives are float32."""
-    return all(v.dtype == _FULL or v.dtype.kind in "biu" for v in (*op.inputs, *op.outputs))
+    """Whether an op reads and gives only float32 and what is no float: no other floats, no random keys."""
+    return all(v.dtype == _FULL or getattr(v.dtype, "kind", "") in [*"biu"] for v in (*op.inputs, *op.outputs))
 
 
 @lru_cache(maxsize=1024)

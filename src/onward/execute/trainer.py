@@ -11,10 +11,12 @@ from os import PathLike
 from typing import Any
 
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
 from onward.core.words import Placement
+from onward.derive.for_evaluation import evaluated_parameters
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
 from onward.distribute.replicate import replicate
@@ -172,6 +174,32 @@ class Trainer:
     def test(self, reader: Any) -> dict[str, float]:
         """The means of loss and metrics over a reader, with the parameters as they are now."""
         return self.evaluator.test(reader)
+
+    def averaged(self) -> Model:
+        """A Model of its own with the parameters to evaluate: averages, where an optimizer or rule has some.
+
+        Without ``EMA``, ``SWA``, ``PolyakAverage`` or a schedule-free optimizer it is a copy of the model.
+
+        Raises:
+            GraphError: every device keeps a part of the averages, or its own.
+
+        Example:
+            >>> import numpy as np, onward as ow
+            >>> def network():
+            ...     return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 3)), 1), ow.data("y", (None, 1)))
+            >>> trainer = ow.Trainer(ow.Model(network), ow.Adam(0.05, rules=[ow.EMA(0.9)]))
+            >>> x = np.ones((8, 3), "float32")
+            >>> history = trainer.train([(x, x[:, :1])], epochs=5, progress=False)
+            >>> model = trainer.averaged()
+            >>> bool((model["fc_0/b"] == trainer["fc_0/b/average"]).all())
+            True
+        """
+        program = evaluated_parameters(self.program)
+        with self.model.lock:
+            state, model = self.joined(), self.model.copy()
+            values = lower(program, program.outputs)([state[v] for v in program.state], ())
+        model.replace({p.name: x for p, x in zip(self.program.parameters, values, strict=True)})
+        return model
 
     def __getitem__(self, name: str | Variable) -> Any:
         """The value of any state Variable: parameters, slots, hyperparameters."""
