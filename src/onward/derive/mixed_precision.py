@@ -92,7 +92,9 @@ def mixed_precision(
         _expect_updates(program, recipe)
     first = Step(lowered, (dtype, tuple(listed(keep))), {})
     steps = (first, *(step for old in recipe.steps for step in (old, *_after(old, scaling))))
-    return replace(recipe, steps=steps).replay(_types(program))
+    mixed = replace(recipe, steps=steps).replay(_types(program))
+    assert mixed.recipe is not None
+    return replace(mixed, recipe=replace(mixed.recipe, origin=recipe.origin))
 
 
 @transform

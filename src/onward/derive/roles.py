@@ -185,8 +185,9 @@ def kept_ops(program: Program, keep: Iterable[Where], strict: bool) -> set[Op]:
 
 
 def _is_real(op: Op) -> bool:
-    """Whether an op reads and gives only float32 and what is no float: no other floats, no random keys."""
-    return all(v.dtype == _FULL or getattr(v.dtype, "kind", "") in [*"biu"] for v in (*op.inputs, *op.outputs))
+    """Whether an op reads and gives float32, integers and truth values only: no other floats, no keys."""
+    kinds = (getattr(v.dtype, "kind", "V") for v in (*op.inputs, *op.outputs) if v.dtype != _FULL)
+    return all(kind in "biu" for kind in kinds)
 
 
 @lru_cache(maxsize=1024)
