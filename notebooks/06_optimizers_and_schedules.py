@@ -78,7 +78,7 @@ step = ow.compile(program, fetch=["learning_rate"])
 test = ow.compile(ow.for_evaluation(program))
 plain = ow.compile(ow.for_test(program))
 state, rates = step.init(params), []
-for i in range(300):
+for _ in range(300):
     chosen = rng.integers(0, 1500, 128)
     state, out = step(state, images[chosen], labels[chosen])
     rates.append(float(out["learning_rate"]))
@@ -102,7 +102,7 @@ print(f"{step.compilations} compilation, learning rate {float(state['learning_ra
 tried = np.logspace(-3, 0.5, 12).astype(np.float32)
 many = jax.jit(jax.vmap(step, (0, None, None)))
 states = step.init(params).sweep({"learning_rate": tried})
-for i in range(40):
+for _ in range(40):
     states, out = many(states, *batch)
 swept = np.asarray(out.loss)
 

@@ -1,11 +1,11 @@
 """One definition, five executions: every optimizer on one device and elsewhere, as a table.
 
 Each optimizer trains a small network in float64 for some steps on one device. The same Program then runs
-replicated on two devices, with sharded updates (ZeRO-1), split for two trainers and two parameter servers (one
-server where its rule looks across parameters), and accumulated over two micro-batches. A cell holds the largest
-difference of any parameter, relative to the largest number of that parameter, or why a transform refuses. The
-matrices are square: where a gradient leaves several directions of an axis empty, the eigenvectors in SOAP are
-arbitrary, and so is what rounding makes of them.
+replicated on two devices, with sharded updates (ZeRO-1), split for two trainers and two parameter servers
+(one server where its rule looks across parameters), and accumulated over two micro-batches. A cell holds the
+largest difference of any parameter, relative to the largest number of that parameter, or why a transform
+refuses. The matrices are square: where a gradient leaves several directions of an axis empty, the
+eigenvectors in SOAP are arbitrary, and so is what rounding makes of them.
 
     python -m tests.executions [name ...]
 """
@@ -20,11 +20,11 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.distribute.split.by_hand import ByHand, parts_of
 
 import onward as ow
 from onward.core.columns import columns
 from onward.derive import optimizers
-from tests.distribute.split.by_hand import ByHand, parts_of
 
 STEPS = 6
 LIMIT = 1e-9

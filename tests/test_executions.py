@@ -1,7 +1,6 @@
 """Some rows of the table of executions: one of each type of rule, and one that evaluates the loss again."""
 
 import pytest
-
 from tests.executions import LIMIT, WAYS, compared
 
 REFUSED = {

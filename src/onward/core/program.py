@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,16 @@ class Variable:
     def type(self) -> str:
         """Dtype and shape in one word, as the listing shows it: ``float32[8,10]``."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.shape)
 
     def __repr__(self) -> str:
         return f"Variable({self.name!r}, {self.type}, {self.kind})"

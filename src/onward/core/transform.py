@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 from onward.core.check import check
-from onward.core.errors import RecipeError
+from onward.core.errors import ArgumentError, RecipeError
 from onward.core.jaxprs import along
 from onward.core.program import Op, Program, Target, Variable
 
@@ -97,11 +97,22 @@ def transform(
 
     @wraps(function)
     def applied(program: Program, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Program:
+        expect_program(program, function.__name__.strip("_"))
         values, options = tuple(map(_kept, args)), {key: _kept(value) for key, value in kwargs.items()}
         with _devices_of(program):
             return remembered(program, function(program, *values, **options), applied, values, options)
 
     return applied
+
+
+def expect_program(program: Any, what: str) -> None:
+    """Raise ``ArgumentError`` for what is no Program, such as the function to trace one from."""
+    if not isinstance(program, Program):
+        found = f"the function {getattr(program, '__name__', '')!r}" if callable(program) else repr(program)
+        raise ArgumentError(
+            f"{what} was given {found}; expected a Program. Make one: trace(function, params, *data), or "
+            "optimizer.minimize(function, params, *data)."
+        )
 
 
 def _devices_of(program: Program) -> AbstractContextManager[None]:
@@ -136,6 +147,7 @@ def recipe_of(program: Program, purpose: str, instead: str) -> Recipe:
     Raises:
         RecipeError: the Program was not traced, or its ops were changed by hand.
     """
+    expect_program(program, "This transform")
     if program.recipe is None:
         raise RecipeError(
             f"Program {program.name!r} was not made by trace, so it cannot be traced again {purpose}. "

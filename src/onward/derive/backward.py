@@ -25,7 +25,7 @@ from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
-from onward.core.walk import Where, ancestors, find, listed, select
+from onward.core.walk import Where, ancestors, find, listed, name_of, select
 from onward.core.words import Kind, Pass
 from onward.derive.differentiate import Rule, flows, rule_for
 
@@ -64,6 +64,8 @@ def append_backward(
     target = _loss_of(program, loss)
     parameters = program.parameters
     if parameter_list is not None:
+        parameter_list = tuple(listed(parameter_list))
+        _expect_floats(program, parameter_list)
         parameters = select(program.parameters, parameter_list, "parameter_list")
     elif not parameters:
         raise LossError(f"Program {program.name!r} has no parameters: its first argument holds no floats.")
@@ -343,6 +345,18 @@ def _loss_of(program: Program, loss: str | Variable | None) -> Variable:
             "must be a floating point number. Is a count or an accuracy returned in place of the loss?"
         )
     return target
+
+
+def _expect_floats(program: Program, chosen: Iterable[Where]) -> None:
+    """Raise ``LossError`` for an integer that shall be trained."""
+    counting = {v.name: v for v in program.state if not _differentiable(v)}
+    for where in chosen:
+        if (v := counting.get(name_of(where) or "")) is not None:
+            raise LossError(
+                f"parameter_list: {v.name!r} is {v.type}, which is never trained. Make it an array of "
+                "floats, or "
+                "leave it out of the list: it is read as it is."
+            )
 
 
 def _made_at(program: Program, v: Variable) -> str:

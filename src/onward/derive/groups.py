@@ -35,7 +35,8 @@ class Group:
 
     Args:
         where: the parameters, by name, pattern (``"layers/*/b"``) or predicate of a Variable; or several.
-        optimizer: what updates them, in place of the optimizer that the group is given to.
+        optimizer: what updates them, in place of the optimizer that the group is given to; with rules of its
+            own, and none unless it is given some.
         name: what the names of its hyperparameters begin with; the pattern without wildcards unless given.
         frozen: leave the parameters as they are; no gradient of them is computed.
         changes: other values for fields of the optimizer, such as ``learning_rate=1e-4`` or ``rules=()``.

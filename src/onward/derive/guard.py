@@ -161,12 +161,14 @@ class _Guard:
         self.next_state: dict[Variable, Variable] = {}
 
     def watched(self) -> tuple[Variable, ...]:
-        """The loss, the gradients as they are derived and merged, and as the update reads them."""
+        """The loss, the gradients as derived, merged, and read by the update; and the update's numbers."""
         made = producers(self.source)
         read = [g for _, g in self.source.gradients]
         derived = [raw for g in read for raw in _derived(g, made)]
         loss = [self.source.loss] if self.source.loss is not None else []
-        return tuple(dict.fromkeys((*loss, *derived, *read)))
+        scheduled = (v for op in self.source.ops if op.type == "schedule" for v in op.outputs)
+        numbers = (*self.source.hyperparameters, *scheduled)
+        return tuple(dict.fromkeys((*loss, *derived, *read, *numbers)))
 
     def look(
         self, watched: Sequence[Variable], combine: Callable[[Any], Any], shape: tuple[int, ...]

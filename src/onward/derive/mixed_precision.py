@@ -25,6 +25,7 @@ from onward.core.walk import Where, listed
 from onward.derive.backward import append_backward
 from onward.derive.guard import guard
 from onward.derive.loss_scale import adjust_scale, scale_loss
+from onward.derive.precision import dtype_word
 from onward.derive.roles import Lowering, kept_ops
 from onward.derive.update import append_update
 
@@ -80,6 +81,7 @@ def mixed_precision(
         >>> program["bfloat16(a)"].type, program["tanh"].type, program["grad(a)"].type, program.loss.type
         ('bfloat16[3,4]', 'bfloat16[8,4]', 'float32[3,4]', 'float32[]')
     """
+    dtype = dtype_word(dtype)
     if dtype not in _DTYPES:
         raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16' or 'float16'.")
     recipe = recipe_of(program, f"in {dtype}", "Compute in that dtype yourself")

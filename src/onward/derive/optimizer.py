@@ -29,7 +29,7 @@ from onward.define.trace import trace
 from onward.derive.backward import append_backward
 from onward.derive.groups import Group, Routing
 from onward.derive.plan import UpdatePlan, plan_update
-from onward.derive.precision import check_form
+from onward.derive.precision import check_form, dtype_word
 from onward.derive.rule import Rule
 from onward.derive.rule_lists import shown_rules
 from onward.derive.update import append_update
@@ -83,6 +83,7 @@ class Optimizer(Rule):
         object.__setattr__(self, "groups", tuple(groups))
         for group in groups:
             group.of(self)  # refuses what the optimizer does not have
+        object.__setattr__(self, "slot_dtype", dtype_word(self.slot_dtype))
         check_form(type(self).__name__, self.slot_dtype)
         if self.low_precision not in _LOW_PRECISION:
             raise HyperparameterError(

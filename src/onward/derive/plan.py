@@ -28,6 +28,7 @@ from onward.core.columns import columns
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.core.show import human_bytes, nbytes, short_type
+from onward.core.transform import expect_program
 from onward.derive.groups import Route, Routing
 from onward.derive.precision import is_low
 from onward.derive.rule import GradientRule, ParameterRule, Rule
@@ -125,6 +126,7 @@ class UpdatePlan:
 
 def plan_update(program: Program, optimizer: Optimizer) -> UpdatePlan:
     """The plan of an optimizer for the parameters of a Program; see ``Optimizer.plan``."""
+    expect_program(program, "plan")
     routing = Routing.of(optimizer, program.parameters)
     trained = [p for p, _ in program.gradients] or list(program.parameters)
     return UpdatePlan(
@@ -143,7 +145,8 @@ def _destination(p: Variable, routing: Routing, trained: bool) -> Destination:
         name: Variable(name, tuple(kind.shape), np.dtype(kind.dtype))
         for name, kind in routing.slots(p).items()
     }
-    by = f"{route.optimizer.name} ({route.name})" if route.name else route.optimizer.name
+    named = route.name not in ("", route.optimizer.name)
+    by = f"{route.optimizer.name} ({route.name})" if named else route.optimizer.name
     rate = route.optimizer.hyperparameters.get("learning_rate")
     rounding = _ROUNDING.get(route.optimizer.low_precision, "") if is_low(p.dtype) else ""
     return Destination(p, by, rate, _decay(p, route, routing), slots, rounding)

@@ -84,6 +84,16 @@ def slots_of(rule: Any, parameter: Any, form: str | None) -> dict[str, Kept]:
     return {name: kept(used, like, form) for name, used in types.items()}
 
 
+def dtype_word(dtype: Any) -> Any:
+    """The name of a dtype that was given as one, such as ``jnp.bfloat16``; anything else as it is."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return dtype
+
+
 def check_form(what: str, form: object) -> None:
     """Raise ``HyperparameterError`` unless this says how slots are kept."""
     if form is not None and form not in _FORMS:

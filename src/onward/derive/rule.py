@@ -33,9 +33,17 @@ Schedule = Callable[[jax.Array], jax.Array]
 Hyperparameter = float | Schedule
 Slots = Mapping[str, jax.Array]
 
+_ELSEWHERE = {
+    "b1": "beta1",
+    "b2": "beta2",
+    "eps": "epsilon",
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+}  # what other libraries call them
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(field,))
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rule:
     """The base of optimizers, gradient rules and parameter rules.
 
@@ -55,7 +63,7 @@ class Rule:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        dataclass(frozen=True)(cls)
+        dataclass(frozen=True, repr=False)(cls)
         if "step" in cls.__dataclass_fields__:
             raise HyperparameterError(
                 f"{cls.__name__} has a field named 'step', but hyperparameters.step is the number of updates "
@@ -69,12 +77,18 @@ class Rule:
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse a hyperparameter that does not exist, and offer the nearest."""
+        names = [f.name for f in fields(cls)]
         for name in options:
-            if name not in cls.__dataclass_fields__:
-                names = cls.__dataclass_fields__
-                raise HyperparameterError(
-                    f"{cls.__name__} has no hyperparameter {name!r}. {nearest(name, names)}"
-                )
+            if name not in names:
+                known = _ELSEWHERE.get(name, name)
+                hint = f"Here it is {known!r}." if known in names and known != name else nearest(name, names)
+                raise HyperparameterError(f"{cls.__name__} has no hyperparameter {name!r}. {hint}")
+        by_place = [f.name for f in fields(cls) if not f.kw_only]
+        if len(args) > len(by_place):
+            raise HyperparameterError(
+                f"{cls.__name__} was given {len(args)} values; it has {', '.join(by_place) or 'none'}, in "
+                "this order."
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -89,6 +103,12 @@ class Rule:
     def evaluated(self, parameter: Any, slots: Any, hyperparameters: SimpleNamespace) -> Any:
         """The parameter to evaluate a model with, where it is not the one that is trained."""
         return parameter
+
+    def __repr__(self) -> str:
+        by_place = [f for f in fields(self) if not f.kw_only]
+        around = [f for f in fields(self) if f.kw_only and getattr(self, f.name) != f.default]
+        shown = (*by_place, *around)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     @property
     def name(self) -> str:

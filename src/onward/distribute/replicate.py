@@ -24,7 +24,7 @@ from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs import Type, along, body_of
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
-from onward.core.transform import Origin, recipe_of, transform
+from onward.core.transform import Origin, expect_program, recipe_of, transform
 from onward.core.walk import Where, listed, select, substitute
 from onward.core.words import Pass, Placement
 from onward.derive.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
@@ -78,6 +78,7 @@ def replicate(
         >>> program["x"], [op.type for op in program.ops if op.made_by == "collective"]
         (Variable('x', float32[2,3], data), ['all_mean', 'all_mean'])
     """
+    expect_program(program, "replicate")
     if program.recipe is not None and any(step.function is replicated for step in program.recipe.steps):
         assert program.replicas is not None
         raise GraphError(

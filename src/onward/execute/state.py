@@ -208,7 +208,7 @@ class State:
             >>> states.parameters.tolist()
             [0.75, 0.5]
         """
-        counts = {len(values) for values in choices.values()}
+        counts = {len(values) if np.ndim(values) else 0 for values in choices.values()}
         if len(counts) != 1 or 0 in counts:
             raise ArgumentError(
                 f"sweep was given {', '.join(f'{k}: {len(v)}' for k, v in choices.items()) or 'nothing'}; "
@@ -275,7 +275,8 @@ def check_hyperparameter(name: str, value: Any) -> None:
     """Raise ``HyperparameterError`` unless this is a finite number of at least 0."""
     if isinstance(value, jax.core.Tracer):
         return
-    number = np.asarray(np.nan if isinstance(value, str) or value is None else value).astype(np.float64)
+    is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+    number = np.asarray(value if is_number and not isinstance(value, bool) else np.nan).astype(np.float64)
     if not np.all(np.isfinite(number) & (number >= 0)):
         raise HyperparameterError(f"{name} is {value!r}. It must be a finite number of at least 0.")
 

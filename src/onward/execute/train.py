@@ -28,6 +28,7 @@ from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Adam
+from onward.derive.seam import forward_pass
 from onward.distribute.merge import Merge
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.evaluator import as_feed
@@ -81,7 +82,8 @@ def train(
     """Train a cost on what a reader yields; the first batch shows the shapes that nobody wrote.
 
     Args:
-        cost: what a cost layer returned, a traced Program, or a function that declares what it needs.
+        cost: what a cost layer returned, a traced Program, or a function that declares what it needs; or a
+            training Program that ``minimize``, ``accumulate`` or another transform made.
         reader: any iterable of batches, or a callable that returns one.
         optimizer: what ``optimize`` was told, or Adam(1e-3), unless given.
         epochs: how often to read the data; with ``resume``, in all.
@@ -106,8 +108,11 @@ def train(
     chosen, given = _told(cost)
     chosen = optimizer or chosen
     first, reader = _peeked(reader)
-    forward = _forward(cost, first)
-    program = chosen.minimize(forward, **given)
+    if isinstance(cost, Program) and cost.updates:
+        forward, program = forward_pass(cost), cost
+    else:
+        forward = _forward(cost, first)
+        program = chosen.minimize(forward, **given)
     store = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
     model = Model(forward, seed=seed)
     trainer = Trainer(model, program, share=False, checkpoints=store, devices=devices, merge=merge)

@@ -125,7 +125,7 @@ AT_ONCE = {
     "no update": (
         {"program": ow.append_backward(FORWARD)},
         ow.GraphError,
-        "has 0 updates and 1 transforms; split cuts a Program whose last transform is its update",
+        "has 0 updates; split cuts a Program whose last transform is its update",
     ),
     "replicated": (
         {"program": ow.replicate(PROGRAM, 2)},

@@ -92,7 +92,7 @@ class WeightDecay(ParameterRule):
         >>> round(float(state.parameters["w"]), 3), float(state.parameters["b"])
         (0.95, 1.0)
         >>> ow.WeightDecay(0.5, "l2")
-        L2(where=None, rate=0.5)
+        L2(rate=0.5)
     """
 
     rate: Hyperparameter = 1e-2

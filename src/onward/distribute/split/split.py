@@ -324,9 +324,11 @@ def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
     """The optimizer that made the update, which is the last transform."""
     places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
     if len(places) != 1 or places[0] != len(recipe.steps) - 1:
+        after = [step.function.__name__.strip("_") for step in recipe.steps[max(places, default=-1) + 1 :]]
+        what = f"{', '.join(after)} after its update" if len(places) == 1 else f"{len(places)} updates"
         raise GraphError(
-            f"Program {program.name!r} has {len(places)} updates and {len(recipe.steps)} transforms; split "
-            "cuts a Program whose last transform is its update: optimizer.minimize(loss, ...)."
+            f"Program {program.name!r} has {what}; split cuts a Program whose last transform is its update: "
+            "optimizer.minimize(loss, ...). Leave out what comes after it."
         )
     last = recipe.steps[-1]
     found: Optimizer = last.arguments[0] if last.arguments else last.options["optimizer"]
