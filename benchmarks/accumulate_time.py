@@ -42,7 +42,7 @@ from benchmarks import models
 from benchmarks.harness import Row, compare
 from benchmarks.models import Model
 from benchmarks.step_time import Case, Side, adam, check_agreement
-from onward.derive.accumulate import accumulate
+from onward.derive.accumulation.accumulate import accumulate
 
 try:
     import optax

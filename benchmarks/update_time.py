@@ -1,7 +1,7 @@
 """What does the update alone cost, against optax?
 
-The gradients are given; what is timed is one call that updates parameters and slots: in Onward the update pass
-of a Program, in optax ``update`` and ``apply_updates`` under one ``jax.jit``; both donate their state and are
+The gradients are given; what is timed is one call that updates parameters and slots: in Onward the update
+pass of a Program, in optax ``update`` and ``apply_updates`` under one ``jax.jit``; both donate their state and are
 waited for. The hyperparameters are constants in optax and state in Onward. Both sides must agree after three
 updates before anything is timed.
 

@@ -52,16 +52,14 @@ from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
 from onward.define.trace import trace
 from onward.derive import schedules as schedule
-from onward.derive.accumulate import accumulate
+from onward.derive.accumulation.accumulate import accumulate
 from onward.derive.backward import append_backward, gradients
 from onward.derive.clip import clip_by_global_norm
 from onward.derive.error_clip import error_clip
 from onward.derive.for_evaluation import for_evaluation
 from onward.derive.for_test import for_test
-from onward.derive.groups import Group
 from onward.derive.guard import guard
-from onward.derive.loss import Loss
-from onward.derive.mixed_precision import mixed_precision
+from onward.derive.mixed.mixed_precision import mixed_precision
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import (
     ADOPT,
@@ -111,7 +109,6 @@ from onward.derive.optimizers import (
     Sophia,
     Yogi,
 )
-from onward.derive.plan import UpdatePlan
 from onward.derive.rule import GradientRule, Hyperparameter, ParameterRule, Schedule, Slots
 from onward.derive.rules import (
     EMA,
@@ -131,7 +128,10 @@ from onward.derive.rules import (
     WeightDecay,
 )
 from onward.derive.seam import forward_pass, update_pass
-from onward.derive.update import append_update
+from onward.derive.update.groups import Group
+from onward.derive.update.loss import Loss
+from onward.derive.update.plan import UpdatePlan
+from onward.derive.update.update import append_update
 from onward.distribute.compressed import LowPrecision, PowerSGD, TopK
 from onward.distribute.local import DiLoCo, LocalSGD
 from onward.distribute.merge import Average, Bucketed, Devices, Merge, Sum

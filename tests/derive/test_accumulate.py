@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.derive.accumulate import accumulate, accumulation_of, unaccumulated
+from onward.derive.accumulation.accumulate import accumulate, accumulation_of, unaccumulated
 
 RNG = np.random.default_rng(0)
 ROWS = 8

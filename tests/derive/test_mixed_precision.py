@@ -12,7 +12,7 @@ from benchmarks import models
 import onward as ow
 from onward.core.show import nbytes
 from onward.derive.guard import guard
-from onward.derive.mixed_precision import mixed_precision
+from onward.derive.mixed.mixed_precision import mixed_precision
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(8, 6, 6, 2)).astype("float32")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.derive.precision import Kept, Type, narrowed, rounded_at_random
+from onward.derive.update.precision import Kept, Type, narrowed, rounded_at_random
 
 LOW = ("bfloat16", "float16")
 ELEMENTWISE = {"SGD": ow.SGD, "Momentum": ow.Momentum, "Adam": ow.Adam, "Adagrad": ow.Adagrad}

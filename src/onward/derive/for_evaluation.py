@@ -13,11 +13,11 @@ from onward.core.program import Op, Program, Variable
 from onward.core.transform import recipe_of, transform
 from onward.core.walk import substitute
 from onward.core.words import Pass, Placement
-from onward.derive.act import Slot, numbers_of
 from onward.derive.batch import data_types
 from onward.derive.for_test import for_test
-from onward.derive.precision import widened
-from onward.derive.update import Update, append_update, updated
+from onward.derive.update.act import Slot, numbers_of
+from onward.derive.update.precision import widened
+from onward.derive.update.update import Update, append_update, updated
 
 
 def for_evaluation(program: Program) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onward.core.program import Program
 from onward.core.transform import recipe_of
 from onward.derive.backward import append_backward
-from onward.derive.update import append_update
+from onward.derive.update.update import append_update
 
 
 def for_test(program: Program) -> Program:

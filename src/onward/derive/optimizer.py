@@ -27,12 +27,12 @@ from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.backward import append_backward
-from onward.derive.groups import Group, Routing
-from onward.derive.plan import UpdatePlan, plan_update
-from onward.derive.precision import check_form, dtype_word
 from onward.derive.rule import Rule
-from onward.derive.rule_lists import shown_rules
-from onward.derive.update import append_update
+from onward.derive.update.groups import Group, Routing
+from onward.derive.update.plan import UpdatePlan, plan_update
+from onward.derive.update.precision import check_form, dtype_word
+from onward.derive.update.rule_lists import shown_rules
+from onward.derive.update.update import append_update
 
 _LOW_PRECISION = ("master", "stochastic", "nearest")
 

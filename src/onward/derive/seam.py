@@ -14,7 +14,7 @@ from onward.core.structure import Signature, Structure
 from onward.core.transform import transform
 from onward.core.walk import prune
 from onward.core.words import Kind, Pass
-from onward.derive.accumulate import unaccumulated
+from onward.derive.accumulation.accumulate import unaccumulated
 
 
 def forward_pass(program: Program) -> Program:

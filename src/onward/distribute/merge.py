@@ -32,7 +32,7 @@ from onward.core.jaxprs import Type, body_of
 from onward.core.program import Program, Variable
 from onward.core.show import nbytes
 from onward.core.transform import Step
-from onward.derive.update import append_update
+from onward.derive.update.update import append_update
 from onward.distribute.weave import Weave
 
 

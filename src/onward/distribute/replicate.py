@@ -27,10 +27,10 @@ from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.transform import Origin, expect_program, recipe_of, transform
 from onward.core.walk import Where, listed, select, substitute
 from onward.core.words import Pass, Placement
-from onward.derive.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
+from onward.derive.accumulation.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
 from onward.derive.backward import append_backward
 from onward.derive.batch import WEIGHT, batch_names, data_types
-from onward.derive.update import append_update
+from onward.derive.update.update import append_update
 from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
 from onward.distribute.share import Share, weighed_by
 from onward.distribute.weave import Weave

@@ -17,9 +17,9 @@ from onward.core.program import Op, Program, Variable
 from onward.core.transform import Step
 from onward.core.words import Placement, UpdateType
 from onward.derive.backward import append_backward
-from onward.derive.groups import Routing
 from onward.derive.rule import GradientRule, ParameterRule
-from onward.derive.update import Pair, StandIns, append_update, with_update
+from onward.derive.update.groups import Routing
+from onward.derive.update.update import Pair, StandIns, append_update, with_update
 from onward.distribute.merge import Average, Devices, Merge
 from onward.distribute.weave import Weave
 

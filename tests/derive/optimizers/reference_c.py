@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import onward as ow
-from onward.derive.loss import Loss
+from onward.derive.update.loss import Loss
 
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 """What runs for a moment only is compiled in half the time."""

@@ -11,7 +11,6 @@ import scipy.optimize
 from tests.derive.optimizers import reference_c as reference
 
 import onward as ow
-from onward.derive.loss import Loss
 from onward.derive.optimizers.kron import PSGDKron
 from onward.derive.optimizers.lbfgs import LBFGS, two_loop
 from onward.derive.optimizers.line_search import Point, strong_wolfe
@@ -19,6 +18,7 @@ from onward.derive.optimizers.muon import Muon
 from onward.derive.optimizers.shampoo import Shampoo
 from onward.derive.optimizers.soap import SOAP
 from onward.derive.optimizers.sophia import Sophia, hutchinson
+from onward.derive.update.loss import Loss
 
 SOPHIA = {"beta1": 0.9, "beta2": 0.8, "gamma": 0.05, "epsilon": 1e-8, "weight_decay": 0.1}
 

@@ -13,11 +13,11 @@ from jax import lax
 
 from onward.core.errors import HyperparameterError
 from onward.core.words import UpdateType
-from onward.derive.loss import Loss
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.checks import check_counts
 from onward.derive.optimizers.line_search import Point, strong_wolfe
 from onward.derive.rule import Hyperparameter, Slots
+from onward.derive.update.loss import Loss
 
 Arrays = tuple[Any, ...]
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from onward.core.words import UpdateType
-from onward.derive.loss import Loss
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.arithmetic import expect_real
 from onward.derive.optimizers.checks import check_counts
 from onward.derive.rule import Hyperparameter, Slots
+from onward.derive.update.loss import Loss
 
 
 class Sophia(Optimizer):

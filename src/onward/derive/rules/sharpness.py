@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.words import UpdateType
-from onward.derive.loss import Loss
 from onward.derive.rule import GradientRule, Hyperparameter, Slots
+from onward.derive.update.loss import Loss
 
 
 class SAM(GradientRule):

@@ -17,7 +17,7 @@ from onward.core.jaxprs import Type, body_of
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
 from onward.derive.optimizer import Optimizer
-from onward.derive.update import with_update
+from onward.derive.update.update import with_update
 from onward.distribute.split.shares import times
 
 

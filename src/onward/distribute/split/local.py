@@ -17,9 +17,9 @@ from onward.core.jaxprs import Type, body_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
-from onward.derive.groups import Routing
 from onward.derive.optimizer import Optimizer
 from onward.derive.seam import forward_pass
+from onward.derive.update.groups import Routing
 from onward.distribute.split.shards import balanced
 from onward.distribute.split.split import Split, check_landing
 

@@ -16,8 +16,8 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import prune, substitute
 from onward.core.words import Kind, Pass, UpdateType
-from onward.derive.groups import Routing
-from onward.derive.update import with_update
+from onward.derive.update.groups import Routing
+from onward.derive.update.update import with_update
 from onward.distribute.split.lazy import with_lazy
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.shares import times, weighed

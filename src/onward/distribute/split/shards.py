@@ -18,7 +18,7 @@ from onward.core.errors import GraphError
 from onward.core.program import Variable
 from onward.core.show import nbytes
 from onward.core.words import UpdateType
-from onward.derive.groups import Routing
+from onward.derive.update.groups import Routing
 
 Shards = tuple[tuple["Shard", ...], ...]
 

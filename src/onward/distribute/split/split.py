@@ -29,14 +29,14 @@ from onward.core.program import Op, Program, Variable
 from onward.core.transform import Recipe, recipe_of
 from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
-from onward.derive.accumulate import accumulated, accumulation_of
+from onward.derive.accumulation.accumulate import accumulated, accumulation_of
+from onward.derive.accumulation.micro_batches import Accumulation
 from onward.derive.backward import append_backward
 from onward.derive.batch import data_types
-from onward.derive.groups import Routing
-from onward.derive.micro_batches import Accumulation
 from onward.derive.optimizer import Optimizer
-from onward.derive.precision import is_low
-from onward.derive.update import append_update
+from onward.derive.update.groups import Routing
+from onward.derive.update.precision import is_low
+from onward.derive.update.update import append_update
 from onward.distribute.merge import is_count
 from onward.distribute.split.outline import outline
 from onward.distribute.split.rows import Table, by_rows, places_of, tables_in

@@ -22,9 +22,9 @@ from onward.core.names import Names
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, name_of, select
-from onward.derive.precision import Kept, is_low, slots_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule
-from onward.derive.rule_lists import choices, distinct, in_order
+from onward.derive.update.precision import Kept, is_low, slots_of
+from onward.derive.update.rule_lists import choices, distinct, in_order
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer

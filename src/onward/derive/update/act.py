@@ -15,9 +15,9 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.program import Variable
 from onward.core.words import UpdateType
-from onward.derive.loss import LossFunction
-from onward.derive.precision import Kept, widened
 from onward.derive.rule import GradientRule
+from onward.derive.update.loss import LossFunction
+from onward.derive.update.precision import Kept, widened
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass, Placement
-from onward.derive.loop_ops import Cut, expect_no_data_in_updates, expect_same_graph
+from onward.derive.accumulation.loop_ops import Cut, expect_no_data_in_updates, expect_same_graph
 
 Values = Mapping[Variable, Any]
 

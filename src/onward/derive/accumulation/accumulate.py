@@ -19,8 +19,8 @@ from onward.core.program import Program
 from onward.core.transform import Recipe, recipe_of, remembered
 from onward.core.walk import Where, select
 from onward.core.words import Placement
+from onward.derive.accumulation.micro_batches import Accumulation, with_loop
 from onward.derive.batch import WEIGHT, batch_names, data_types
-from onward.derive.micro_batches import Accumulation, with_loop
 
 _PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
 

@@ -22,14 +22,14 @@ from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Placement, UpdateType
 from onward.define.trace import explaining
-from onward.derive.accumulate import accumulation_of
-from onward.derive.act import Act, Slot
-from onward.derive.draft import Draft, Place, tight, update_op
-from onward.derive.groups import Route, Routing
-from onward.derive.hyperparameters import STEP, hyperparameters
-from onward.derive.loss import LossFunction
-from onward.derive.precision import is_low, master, narrowed, rounded_at_random, slots_of
+from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule
+from onward.derive.update.act import Act, Slot
+from onward.derive.update.draft import Draft, Place, tight, update_op
+from onward.derive.update.groups import Route, Routing
+from onward.derive.update.hyperparameters import STEP, hyperparameters
+from onward.derive.update.loss import LossFunction
+from onward.derive.update.precision import is_low, master, narrowed, rounded_at_random, slots_of
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer

@@ -14,9 +14,9 @@ from onward.core.jaxprs import Type, body_of
 from onward.core.program import Variable
 from onward.core.words import UpdateType
 from onward.define.trace import explaining
-from onward.derive.draft import Draft, update_op
-from onward.derive.groups import Route, Routing, own_fields
 from onward.derive.rule import Rule
+from onward.derive.update.draft import Draft, update_op
+from onward.derive.update.groups import Route, Routing, own_fields
 
 STEP = "step"
 

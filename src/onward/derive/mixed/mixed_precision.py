@@ -24,10 +24,10 @@ from onward.core.transform import Recipe, Step, recipe_of, transform
 from onward.core.walk import Where, listed
 from onward.derive.backward import append_backward
 from onward.derive.guard import guard
-from onward.derive.loss_scale import adjust_scale, scale_loss
-from onward.derive.precision import dtype_word
-from onward.derive.roles import Lowering, kept_ops
-from onward.derive.update import append_update
+from onward.derive.mixed.loss_scale import adjust_scale, scale_loss
+from onward.derive.mixed.roles import Lowering, kept_ops
+from onward.derive.update.precision import dtype_word
+from onward.derive.update.update import append_update
 
 _DTYPES = ("bfloat16", "float16")
 

@@ -29,10 +29,10 @@ from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.core.show import human_bytes, nbytes, short_type
 from onward.core.transform import expect_program
-from onward.derive.groups import Route, Routing
-from onward.derive.precision import is_low
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 from onward.derive.rules.decay import L1, L2, WeightDecay
+from onward.derive.update.groups import Route, Routing
+from onward.derive.update.precision import is_low
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer

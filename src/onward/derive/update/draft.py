@@ -14,7 +14,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
-from onward.derive.precision import widened
+from onward.derive.update.precision import widened
 
 
 @dataclass(frozen=True)

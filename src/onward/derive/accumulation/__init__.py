@@ -1,0 +1,1 @@
+"""Gradients of several micro-batches for one update: ``accumulate``."""

@@ -1,0 +1,1 @@
+"""The update pass: which rule updates which parameter, in which dtypes, by which ops."""
