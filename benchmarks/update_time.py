@@ -1,9 +1,9 @@
 """What does the update alone cost, against optax?
 
 The gradients are given; what is timed is one call that updates parameters and slots: in Onward the update
-pass of a Program, in optax ``update`` and ``apply_updates`` under one ``jax.jit``; both donate their state and are
-waited for. The hyperparameters are constants in optax and state in Onward. Both sides must agree after three
-updates before anything is timed.
+pass of a Program, in optax ``update`` and ``apply_updates`` under one ``jax.jit``; both donate their state
+and are waited for. The hyperparameters are constants in optax and state in Onward. Both sides must agree
+after three updates before anything is timed.
 
     one leaf        10 million numbers in one array
     many leaves     1,000 arrays of 1,000 numbers: mostly what passing 4,000 arrays through ``jax.jit`` costs

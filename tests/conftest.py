@@ -12,3 +12,8 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest file goes to a worker first, so that no other waits for it in the end."""
+    items.sort(key=lambda item: "test_notebooks" not in item.nodeid)

@@ -74,7 +74,6 @@ def first_step(program, params, data, names=()):
         ("MLP", "bfloat16"),
         ("MLP", "float16"),
         ("convolutions", "bfloat16"),
-        ("transformer", "float16"),
         ("equinox", "bfloat16"),
     ],
 )

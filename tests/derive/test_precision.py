@@ -197,7 +197,7 @@ def in_float32(final_loss):
     return final_loss()[1]
 
 
-@pytest.mark.parametrize(("form", "tolerance"), [("bfloat16", 0.05), ("float16", 0.5), ("int8", 0.1)])
+@pytest.mark.parametrize(("form", "tolerance"), [("bfloat16", 0.05), ("int8", 0.1)])
 def test_adam_with_small_slots_gets_as_far(problem, final_loss, in_float32, form, tolerance):
     """To a loss near that with float32 slots, which is a hundredth of the first one."""
     params, batches = problem
