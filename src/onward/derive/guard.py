@@ -34,11 +34,13 @@ def guard(program: Program, action: str = "skip") -> Program:
     """Change nothing in a step whose loss or gradients are not finite.
 
     Adds ops, changes none. With ``"skip"`` such a step is left out, and the state Variable ``skipped`` counts
-    these; only random keys move on. With ``"stop"`` all state stays as it was before the first such step, be
-    there more steps or not: ``stopped`` is then True, and who runs the steps raises ``NonFiniteError``.
+    these (what optax calls apply-if-finite); only random keys move on. With ``"stop"`` all state stays as it
+    was before the first such step, be there more steps or not: ``stopped`` is then True, and who runs the
+    steps raises ``NonFiniteError``.
 
     The gradients are looked at as the backward pass and the merge of many devices give them, and once more as
-    the update reads them, where rules such as clipping stand in between.
+    the update reads them, where rules such as clipping stand in between. Hyperparameters and what schedules
+    make of the step are looked at, too.
 
     Args:
         program: a training Program, replicated or not.

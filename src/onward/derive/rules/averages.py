@@ -102,9 +102,9 @@ class PolyakAverage(ParameterRule):
 class SWA(ParameterRule):
     """Stochastic weight averaging: the mean of the parameters at every ``every``-th step from ``begin`` on.
 
-    Before ``begin``, the average is what the parameters are. Let the learning rate be high, or cyclic with
-    the period ``every``, from ``begin`` on. Statistics of batch normalization belong to the trained
-    parameters: run some batches in training mode before evaluating.
+    Before ``begin``, the average is what the parameters are. Let the learning rate be high from ``begin`` on,
+    or cyclic with the period ``every`` (``schedule.cyclic``). Statistics of batch normalization belong to the
+    trained parameters: run some batches in training mode before evaluating.
 
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018,
     algorithm 1.

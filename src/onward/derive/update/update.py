@@ -29,7 +29,7 @@ from onward.derive.update.draft import Draft, Place, tight, update_op
 from onward.derive.update.groups import Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
 from onward.derive.update.loss import LossFunction
-from onward.derive.update.precision import is_low, master, narrowed, rounded_at_random, slots_of
+from onward.derive.update.precision import Kept, is_low, master, narrowed, rounded_at_random, slots_of
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
@@ -144,6 +144,7 @@ class Update:
         self.source, self.optimizer, self.routing = program, optimizer, routing
         self.draft = Draft(program)
         self.placement, self.parts = Placement.REPLICATED, 1
+        self.forms: dict[Any, dict[str, Kept]] = {}
         self.trained = [Trained(p, p, p, g, p) for p, g in program.gradients if not routing[p].frozen]
         self.rules: list[Rule] = [*routing.rules(GradientRule), *routing.rules(ParameterRule)]
         self.values = hyperparameters(self.draft, routing, self.rules)
@@ -320,7 +321,11 @@ class Update:
 
     def slots(self, number: Any, rule: Any, t: Trained) -> dict[str, Slot]:
         """What a rule keeps for a parameter, by name."""
-        found = slots_of(rule, t.place, rule.slot_dtype if isinstance(number, Route) else None)
+        key = (id(rule), t.place.shape, t.place.dtype)
+        if key not in self.forms:
+            form = rule.slot_dtype if isinstance(number, Route) else None
+            self.forms[key] = slots_of(rule, t.place, form)
+        found = self.forms[key]
         types = {f"{name}{end}": kind for name, how in found.items() for end, kind in how.types.items()}
 
         def first(p: Any) -> list[Any]:
