@@ -282,6 +282,15 @@ def test_from_sgd_to_adam(tmp_path):
     trainer.train(reader(), epochs=EPOCHS)
 
 
+def test_slots_of_another_dtype_begin_anew_and_are_named_once(tmp_path):
+    stopped(tmp_path, ow.Adam(0.01))
+    _, report = restored(tmp_path, ow.Adam(0.01, slot_dtype="bfloat16"))
+    assert set(report.kept) == set(report.left) >= {"hidden/w/mean", "hidden/w/variance"}
+    assert "of another type in the checkpoint, begun anew: hidden/w/mean" in str(report)
+    assert "not in the checkpoint" not in str(report)
+    assert "not needed here" not in str(report)
+
+
 def test_from_adam_to_adamw(tmp_path):
     before = stopped(tmp_path, ow.Adam(0.01))
     trainer, report = restored(tmp_path, ow.AdamW(0.01, weight_decay=0.1))

@@ -41,10 +41,13 @@ class Restored:
 
     def __str__(self) -> str:
         parts = [f"{len(self.taken)} Variables restored"]
-        if self.kept:
-            parts.append(f"not in the checkpoint, begun anew: {_some(self.kept)}")
-        if self.left:
-            parts.append(f"in the checkpoint, not needed here: {_some(self.left)}")
+        of_another_type = [name for name in self.kept if name in self.left]
+        if missing := [name for name in self.kept if name not in of_another_type]:
+            parts.append(f"not in the checkpoint, begun anew: {_some(missing)}")
+        if surplus := [name for name in self.left if name not in of_another_type]:
+            parts.append(f"in the checkpoint, not needed here: {_some(surplus)}")
+        if of_another_type:
+            parts.append(f"of another type in the checkpoint, begun anew: {_some(of_another_type)}")
         if self.laid_out:
             parts.append(f"laid out for another number of devices: {_some(self.laid_out)}")
         if self.changed:
