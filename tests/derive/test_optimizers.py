@@ -5,6 +5,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import onward as ow
 
@@ -127,3 +128,14 @@ def test_the_names_of_update_ops():
         "Adagrad": "adagrad",
         "Momentum": "momentum",
     }
+
+
+@pytest.mark.parametrize("name", ["beta1", "ema/decay"])
+def test_a_limit_of_a_hyperparameter_holds_while_training(name):
+    program = ow.Adam(0.1, rules=[ow.EMA(0.9)]).minimize(loss, *data(jnp.float32))
+    state = ow.compile(program).init(data(jnp.float32)[0])
+    assert float(state.replace({name: 0.5})[name]) == 0.5
+    with pytest.raises(ow.HyperparameterError, match=f"{name} is 1.5. It must be less than 1"):
+        state.replace({name: 1.5})
+    with pytest.raises(ow.HyperparameterError, match="It must be less than 1"):
+        state.sweep({name: [0.5, 1.0]})

@@ -141,8 +141,9 @@ class Program:
     ``outputs`` come in the order of the traced function's results. ``gradients`` is the seam: the
     pairs (parameter, gradient) along which data parallelism averages, clipping acts and a parameter
     server cuts. ``initializers`` compute the first value of the state that nobody passes in, some from
-    ``SEED``. ``bounds`` holds, for integer data such as labels and embedding ids, the number below which
-    they must lie, and what they are for. With ``replicas`` the types are those on one device; what is
+    ``SEED``. ``limits`` holds, for hyperparameters such as the decay of an average, the number below which
+    they must stay. ``bounds`` holds, for integer data such as labels and embedding ids, the number below
+    which they must lie, and what they are for. With ``replicas`` the types are those on one device; what is
     placed ``sharded`` is one device's part, laid end to end along the first axis.
     """
 
@@ -157,6 +158,7 @@ class Program:
     initializers: tuple[Op, ...] = ()
     loss: Variable | None = None
     hyperparameters: tuple[Variable, ...] = ()
+    limits: Mapping[Variable, float] = field(default_factory=dict)
     bounds: Mapping[Variable, tuple[int, str]] = field(default_factory=dict)
     signature: Signature | None = None
     recipe: Recipe | None = None

@@ -161,6 +161,7 @@ def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Pr
         initializers=tuple(map(rewired, program.initializers)),
         loss=program.loss and new(program.loss),
         hyperparameters=tuple(map(new, program.hyperparameters)),
+        limits={new(v): limit for v, limit in program.limits.items()},
         bounds={new(v): bound for v, bound in program.bounds.items()},
         signature=program.signature and program.signature.mapped(new),
     )

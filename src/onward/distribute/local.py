@@ -194,6 +194,7 @@ def _now_and_then(
         state=(*program.state, *renamed.values()),
         initializers=(*program.initializers, *sync.initializers),
         hyperparameters=(*program.hyperparameters, *sync.hyperparameters),
+        limits={**program.limits, **sync.limits},
         ops=(*program.ops, Op(merge.name, inputs, outputs, body, Pass.COLLECTIVE)),
         next_state={**program.next_state, **dict(zip(replaced, outputs, strict=True))},
     )

@@ -23,7 +23,8 @@ from onward.define.arguments import type_of
 class Layout:
     """Which state Variables a Step keeps and in which order: first what each step replaces.
 
-    ``copies`` names, for a parameter, the state in which each device has its own of it.
+    ``copies`` names, for a parameter, the state in which each device has its own of it; ``limits`` the
+    numbers below which hyperparameters must stay.
     """
 
     changed: tuple[Variable, ...]
@@ -33,6 +34,7 @@ class Layout:
     signature: Signature | None
     replicas: Replicas | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program) -> Layout:
@@ -50,6 +52,7 @@ class Layout:
             program.signature,
             program.replicas,
             {p.name: own.name for p, own in local_copies(program).items()},
+            {v.name: limit for v, limit in program.limits.items()},
         )
 
     def __eq__(self, other: object) -> bool:
@@ -180,7 +183,7 @@ class State:
             i = self._position(name)
             v = self.layout.variables[i]
             if v in self.layout.hyperparameters:
-                check_hyperparameter(v.name, value)
+                check_hyperparameter(v.name, value, self.layout.limits.get(v.name))
                 value = jnp.asarray(value, v.dtype)
             values[i] = stored(value, self.layout.whole(v), f"state.replace: {v.name!r}")
             if (copy := self.layout.copies.get(v.name)) is not None and copy not in changes:
@@ -271,14 +274,16 @@ def _repeated(value: Any, count: int) -> Any:
     return jnp.broadcast_to(value, (count, *value.shape))
 
 
-def check_hyperparameter(name: str, value: Any) -> None:
-    """Raise ``HyperparameterError`` unless this is a finite number of at least 0."""
+def check_hyperparameter(name: str, value: Any, limit: float | None = None) -> None:
+    """Raise ``HyperparameterError`` unless this is a finite number of at least 0, and below the limit."""
     if isinstance(value, jax.core.Tracer):
         return
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
     number = np.asarray(value if is_number and not isinstance(value, bool) else np.nan).astype(np.float64)
     if not np.all(np.isfinite(number) & (number >= 0)):
         raise HyperparameterError(f"{name} is {value!r}. It must be a finite number of at least 0.")
+    if limit is not None and not np.all(number < limit):
+        raise HyperparameterError(f"{name} is {value!r}. It must be less than {limit:g}.")
 
 
 def stored(value: Any, v: Variable, what: str) -> Any:

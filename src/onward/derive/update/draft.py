@@ -37,11 +37,14 @@ class Draft:
         self.ops: list[Op] = []
         self.bodies: dict[Any, tuple[Body, tuple[int, ...]]] = {}
         self.numbers: list[Variable] = []
+        self.limits: dict[Variable, float] = {}
 
-    def hyperparameter(self, name: str, value: Any) -> Variable:
-        """A float32 state Variable that people may change."""
+    def hyperparameter(self, name: str, value: Any, limit: float | None) -> Variable:
+        """A float32 state Variable that people may change, below a limit if there is one."""
         v = self.number(name, value, np.float32)
         self.numbers.append(v)
+        if limit is not None:
+            self.limits[v] = limit
         return v
 
     def number(self, name: str, value: float, dtype: Any) -> Variable:
@@ -128,6 +131,7 @@ class Draft:
             next_state={**self.source.next_state, **self.next_state},
             initializers=(*self.source.initializers, *self.initializers),
             hyperparameters=(*self.source.hyperparameters, *self.numbers),
+            limits={**self.source.limits, **self.limits},
         )
         mine = {v.name for v in (*self.state, *(v for op in self.ops for v in op.outputs))}
         names = Names(mine | self.source.variables.keys())

@@ -30,7 +30,7 @@ def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> di
     values: dict[Any, dict[str, Variable]] = {}
     for key, prefix, rule, own in owners:
         values[key] = {
-            k: draft.hyperparameter(f"{prefix}/{k}" if prefix else k, v)
+            k: draft.hyperparameter(f"{prefix}/{k}" if prefix else k, v, 1.0 if k in rule.below_one else None)
             for k, v in rule.hyperparameters.items()
             if k in own and not callable(v)
         }
