@@ -1,6 +1,7 @@
 """Ways in which people use optimizers and Programs that were once answered wrongly."""
 
 import gc
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -235,3 +236,62 @@ def test_an_op_that_reads_a_captured_array_can_be_printed():
 def test_compile_takes_a_program():
     with pytest.raises(ow.ArgumentError, match="compile takes a Program, not a function"):
         ow.compile(loss)
+
+
+# ---------------------------------------------------------------- what people write first
+
+NO_PROGRAM = {
+    "guard": lambda: ow.guard(loss),
+    "accumulate": lambda: ow.accumulate(loss, 2),
+    "mixed_precision": lambda: ow.mixed_precision(loss),
+    "replicate": lambda: ow.replicate(loss, 2),
+    "for_evaluation": lambda: ow.for_evaluation(loss),
+    "plan": lambda: ow.Adam().plan(loss),
+}
+
+
+@pytest.mark.parametrize("name", NO_PROGRAM)
+def test_a_function_in_place_of_a_program_is_named(name):
+    with pytest.raises(
+        ow.ArgumentError, match=r"was given the function 'loss'; expected a Program. Make one"
+    ):
+        NO_PROGRAM[name]()
+
+
+OTHER_WORDS = {
+    "lr": (lambda: ow.Adam(lr=0.1), "Adam has no hyperparameter 'lr'. Here it is 'learning_rate'."),
+    "eps": (lambda: ow.RMSProp(eps=0.1), "Here it is 'epsilon'."),
+    "misspelt": (lambda: ow.Adam(beta3=0.1), "The nearest names are 'beta1', 'beta2'."),
+    "no field": (lambda: ow.Adam(below_one=("beta1",)), "Adam has no hyperparameter 'below_one'."),
+    "too many": (lambda: ow.ClipByValue(1.0, -1.0), "ClipByValue was given 2 values; it has max_value, in"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_WORDS)
+def test_words_of_other_libraries_are_translated(case):
+    make, text = OTHER_WORDS[case]
+    with pytest.raises(ow.HyperparameterError, match=re.escape(text)):
+        make()
+
+
+def test_an_integer_is_never_trained():
+    params = {"w": jnp.ones(3), "n": jnp.int32(2)}
+    with pytest.raises(ow.LossError, match=r"parameter_list: 'n' is int32\[\], which is never trained"):
+        ow.SGD(0.1).minimize(lambda p: jnp.sum(p["w"]) * p["n"], params, parameter_list=["n"])
+
+
+def test_train_takes_a_training_program():
+    def network():
+        return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 3)), 1), ow.data("y", (None, 1)))
+
+    program = ow.guard(ow.accumulate(ow.Adam(0.1).minimize(ow.trace(network, batch_size=8)), 2))
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+    history = ow.train(program, [(x, x[:, :1])], epochs=40).history
+    assert history["loss"][-1] < 0.1 * history["loss"][0]
+
+
+def test_a_swept_state_needs_choices():
+    state = ow.compile(ow.SGD(0.1).minimize(loss, PARAMS, X, Y)).init(PARAMS)
+    for choices in ({}, {"learning_rate": 0.1}, {"learning_rate": []}):
+        with pytest.raises(ow.ArgumentError, match="expected equally many choices for each name"):
+            state.sweep(choices)

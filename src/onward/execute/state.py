@@ -211,14 +211,15 @@ class State:
             >>> states.parameters.tolist()
             [0.75, 0.5]
         """
-        counts = {len(values) if np.ndim(values) else 0 for values in choices.values()}
-        if len(counts) != 1 or 0 in counts:
+        lengths = {name: len(values) if np.ndim(values) else 0 for name, values in choices.items()}
+        if len(set(lengths.values())) != 1 or 0 in lengths.values():
+            found = ", ".join(f"{n} for {name!r}" for name, n in lengths.items()) or "none"
             raise ArgumentError(
-                f"sweep was given {', '.join(f'{k}: {len(v)}' for k, v in choices.items()) or 'nothing'}; "
-                "expected "
-                "equally many choices for each name, such as {'learning_rate': [0.1, 0.01]}."
+                f"sweep was given these numbers of choices: {found}; expected equally many choices for each "
+                "name, such as "
+                "{'learning_rate': [0.1, 0.01]}."
             )
-        (count,) = counts
+        count = next(iter(lengths.values()))
         each = [self.replace({k: v[i] for k, v in choices.items()}) for i in range(count)]
         names = {self._position(k) for k in choices}
         values = [
