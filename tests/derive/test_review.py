@@ -295,3 +295,155 @@ def test_a_swept_state_needs_choices():
     for choices in ({}, {"learning_rate": 0.1}, {"learning_rate": []}):
         with pytest.raises(ow.ArgumentError, match="expected equally many choices for each name"):
             state.sweep(choices)
+
+
+# ---------------------------------------------------------------- updates that were once wrong
+
+
+def carrying(params, x, stats):
+    mean = 0.9 * stats["mean"] + 0.1 * jnp.mean(x)
+    return jnp.mean((x @ params["w"]) ** 2), {"count": stats["count"] + 1, "mean": mean}
+
+
+@pytest.mark.parametrize("way", ["accumulate first", "guard first", "guard to stop", "float16"])
+def test_what_the_forward_pass_carries_goes_through_micro_batches_under_a_guard(way):
+    stats = {"count": jnp.int32(3), "mean": jnp.float32(2.0)}
+    params, x = {"w": jnp.ones(4)}, jnp.arange(32.0).reshape(8, 4) / 32
+
+    def loss(params, stats, x):
+        return carrying(params, x, stats)
+
+    program = ow.SGD(0.1).minimize(loss, params, x, state=stats)
+    made = {
+        "accumulate first": lambda: ow.guard(ow.accumulate(program, 4)),
+        "guard first": lambda: ow.accumulate(ow.guard(program), 4),
+        "guard to stop": lambda: ow.accumulate(ow.guard(program, "stop"), 4),
+        "float16": lambda: ow.accumulate(ow.mixed_precision(program, "float16", scale=1.0), 4),
+    }[way]()
+    step = ow.compile(made)
+    state, _ = step(step.init(params, stats), x)
+    mean = 2.0
+    for part in np.split(np.asarray(x), 4):
+        mean = 0.9 * mean + 0.1 * part.mean()
+    assert int(state.model_state["count"]) == 7
+    np.testing.assert_allclose(state.model_state["mean"], mean, rtol=1e-3 if way == "float16" else 1e-6)
+    state, _ = step(state, jnp.full_like(x, jnp.nan)) if way != "guard to stop" else (state, None)
+    assert int(state.model_state["count"]) == 7
+
+
+def two_valleys(p):
+    return 100 * (p["a"][0] - 3) ** 2 + (p["b"][0] + 2) ** 2 + p["a"][0] * p["b"][0]
+
+
+def test_one_optimizer_that_evaluates_the_loss_in_two_groups():
+    start = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    ends = []
+    for first, second in [(same := ow.LBFGS(), same), (ow.LBFGS(), ow.LBFGS())]:
+        optimizer = ow.SGD(0.1, groups=[ow.Group("a", first), ow.Group("b", second)])
+        step = ow.compile(optimizer.minimize(two_valleys, start))
+        state = step.init(start)
+        for _ in range(4):
+            state, out = step(state)
+        ends.append(float(out.loss))
+    assert ends[0] == ends[1] < 100
+
+
+class Sending(ow.SGD):
+    """Sends each parameter to an optimizer that is made on the way."""
+
+    def route(self, parameter):
+        return ow.SGD(0.1 * (1 + int(parameter.name[1:])))
+
+
+def test_each_parameter_goes_where_it_was_sent():
+    params = {f"p{i}": jnp.zeros(2) for i in range(6)}
+    program = Sending(1.0).minimize(lambda p: sum(jnp.sum(x) for x in p.values()), params)
+    step = ow.compile(program)
+    state, _ = step(step.init(params))
+    for i in range(6):
+        np.testing.assert_allclose(state.parameters[f"p{i}"], -0.1 * (1 + i), rtol=1e-6)
+
+
+def weighed(params, x, example_weight):
+    each = jnp.sum((x @ params["w"] - 1) ** 2, -1)
+    return jnp.sum(each * example_weight) / jnp.sum(example_weight)
+
+
+def test_a_device_without_examples_does_not_spoil_a_rule_that_evaluates_the_loss():
+    params, x = {"w": jnp.ones((3, 1)) * 0.3}, jnp.arange(12.0).reshape(4, 3) / 12
+    weight = jnp.array([1.0, 1.0, 0.0, 0.0])
+    program = ow.SGD(0.1, rules=[ow.SAM(0.1)]).minimize(weighed, params, x, weight)
+    one, two = ow.compile(program), ow.compile(ow.replicate(program, 2))
+    (expected, _), (found, _) = (s(s.init(params), x, weight) for s in (one, two))
+    np.testing.assert_allclose(found.parameters["w"], expected.parameters["w"], rtol=1e-5)
+
+
+def test_a_guard_looks_at_what_rules_make_of_gradients():
+    w = jnp.float32(0.9)
+    step = ow.compile(ow.guard(ow.SGD(0.1, rules=[ow.SAM(0.5)]).minimize(lambda w: -jnp.sqrt(1 - w), w)))
+    state, _ = step(step.init(w))
+    assert int(state["skipped"]) == 1
+    assert float(state.parameters) == w
+
+
+def test_a_slot_of_low_precision_does_not_become_infinite():
+    optimizer = ow.Adagrad(0.1, slot_dtype="float16")
+    w = jnp.zeros(4)
+    step = ow.compile(optimizer.minimize(lambda w, x: jnp.sum(w * x), w, w))
+    state = step.init(w)
+    for _ in range(10):
+        state, _ = step(state, jnp.full(4, 100.0))
+    before = float(state.parameters[0])
+    state, _ = step(state, jnp.full(4, 100.0))
+    assert np.all(np.isfinite(np.asarray(state["w/sum"], np.float32)))
+    assert float(state.parameters[0]) < before
+
+
+class Forgetful(ow.Optimizer):
+    """Returns another slot than it made."""
+
+    def init(self, parameter):
+        return {"mean": parameter}
+
+    def update(self, parameter, gradient, slots, hyperparameters):
+        return parameter - gradient, {"average": slots["mean"]}
+
+
+def is_taken():
+    return type("Count", (ow.SGD,), {})
+
+
+REFUSALS = {
+    "sums": (
+        lambda: ow.replicate(ow.SGD(0.1, rules=[ow.SAM(0.1)]).minimize(loss, PARAMS, X, Y), 2, ow.Sum()),
+        "SAM evaluates the loss again, as the mean over the devices, and Sum adds gradients",
+    ),
+    "float16": (
+        lambda: ow.mixed_precision(ow.SGD(0.1, rules=[ow.SAM(0.1)]).minimize(loss, PARAMS, X, Y), "float16"),
+        "SAM evaluates the loss again, and its gradients, which nothing scales",
+    ),
+    "low precision": (
+        lambda: ow.SGD(0.1, rules=[ow.SAM(0.1)]).minimize(lambda w: jnp.sum(w**2), jnp.ones(2, jnp.bfloat16)),
+        "SAM evaluates the loss close to where the parameters are, and 'w' is bfloat16[2]",
+    ),
+    "other slots": (
+        lambda: Forgetful().minimize(loss, PARAMS, X, Y),
+        "Forgetful returned the slots ['average'], and its init made ['mean']",
+    ),
+    "a name that is taken": (is_taken, "would be of the type 'count', which is taken"),
+    "negative sums": (lambda: ow.Adagrad(initial_accumulator=-1.0), "initial_accumulator is -1.0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_right_is_refused(case):
+    make, text = REFUSALS[case]
+    with pytest.raises((ow.GraphError, ow.HyperparameterError), match=re.escape(text)):
+        make()
+
+
+def test_attention_is_no_head():
+    muon = ow.Muon()
+    shape = (8, 8)
+    matrices = {n: ow.Variable(n, shape, np.dtype("float32")) for n in ("multihead/wq", "head/w", "lm_head")}
+    assert [muon.route(v) is muon for v in matrices.values()] == [True, False, False]

@@ -6,7 +6,7 @@ that keeps its old value where that found NaN or infinity. All of it is part of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from onward.core.walk import producers, substitute
 from onward.core.words import Kind, Pass, UpdateType
 
 _FINITE, _STOP = "finite", "stop"
+KEEP = "keep"  # the type of the ops that keep old values: (whether the step counts, new, old)
 UNSCALE = "unscale"  # the type of the ops that give a scaled gradient its size, which is no rule
 
 
@@ -164,13 +165,13 @@ class _Guard:
 
     def watched(self) -> tuple[Variable, ...]:
         """The loss, the gradients as derived, merged, and read by the update; and the update's numbers."""
-        made = producers(self.source)
-        read = [g for _, g in self.source.gradients]
-        derived = [raw for g in read for raw in _derived(g, made)]
+        derived = [g for _, g in self.source.gradients]
+        updating = (op for op in self.source.ops if op.made_by is Pass.UPDATE)
+        ruled = [v for op in updating for v in op.outputs if v.kind is Kind.GRADIENT]
         loss = [self.source.loss] if self.source.loss is not None else []
         scheduled = (v for op in self.source.ops if op.type == "schedule" for v in op.outputs)
         numbers = (*self.source.hyperparameters, *scheduled)
-        return tuple(dict.fromkeys((*loss, *derived, *read, *numbers)))
+        return tuple(dict.fromkeys((*loss, *derived, *ruled, *numbers)))
 
     def look(
         self, watched: Sequence[Variable], combine: Callable[[Any], Any], shape: tuple[int, ...]
@@ -223,7 +224,7 @@ class _Guard:
                 inputs = goes_on, self.renamed.get(new, new), old
                 body = _choice(old.shape, old.dtype)
                 how = _type_of_update(made.get(new))
-                self.ops.append(Op("keep", inputs, (kept,), body, Pass.UPDATE, update=how))
+                self.ops.append(Op(KEEP, inputs, (kept,), body, Pass.UPDATE, update=how))
                 self.next_state[old] = kept
 
     def program(self) -> Program:
@@ -241,14 +242,6 @@ class _Guard:
 def is_guarded(program: Program) -> bool:
     """Whether steps that are not finite change nothing."""
     return any(op.type == _FINITE and op.made_by is Pass.UPDATE for op in program.ops)
-
-
-def _derived(gradient: Variable, made: Mapping[Variable, Op]) -> Iterable[Variable]:
-    """The gradients, not made by a rule, from which rules made this one."""
-    maker = made.get(gradient)
-    if maker is None or maker.made_by is not Pass.UPDATE or maker.type == UNSCALE:
-        return [gradient]
-    return [raw for v in maker.inputs if v.kind is Kind.GRADIENT for raw in _derived(v, made)]
 
 
 def _type_of_update(maker: Op | None) -> UpdateType:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from onward.core.errors import ArgumentError, HyperparameterError
 from onward.core.program import Program, Variable
@@ -66,6 +66,7 @@ class Optimizer(Rule):
         ['count', 'clip_by_global_norm', 'sgd']
     """
 
+    own_decay: ClassVar[str] = "decoupled"  # how a field ``weight_decay`` acts, in a word for the plan
     rules: Sequence[Rule] = field(default=(), kw_only=True)
     groups: Sequence[Group] = field(default=(), kw_only=True)
     slot_dtype: str | None = field(default=None, kw_only=True)

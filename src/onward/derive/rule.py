@@ -33,6 +33,20 @@ Schedule = Callable[[jax.Array], jax.Array]
 Hyperparameter = float | Schedule
 Slots = Mapping[str, jax.Array]
 
+_TAKEN = {  # types of the other ops of an update pass
+    "adjust_scale",
+    "constant",
+    "count",
+    "finite",
+    "init",
+    "keep",
+    "narrow",
+    "round",
+    "schedule",
+    "stop",
+    "unscale",
+    "widen",
+}
 _ELSEWHERE = {
     "b1": "beta1",
     "b2": "beta2",
@@ -40,6 +54,12 @@ _ELSEWHERE = {
     "lr": "learning_rate",
     "wd": "weight_decay",
 }  # what other libraries call them
+
+
+def _op_name(rule: type) -> str:
+    """The class name in lower case, its words joined."""
+    words = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z][a-z0-9]*", rule.__name__)
+    return "_".join(words).lower() or rule.__name__
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(field,))
@@ -68,6 +88,12 @@ class Rule:
             raise HyperparameterError(
                 f"{cls.__name__} has a field named 'step', but hyperparameters.step is the number of updates "
                 "made before this one. Give the field another name."
+            )
+        if (word := _op_name(cls)) in _TAKEN:
+            raise HyperparameterError(
+                f"The ops of {cls.__name__} would be of the type {word!r}, which is taken. Give the class "
+                "another "
+                "name."
             )
         if cls.evaluates_loss and cls.type is not UpdateType.ACROSS:
             raise HyperparameterError(
@@ -113,8 +139,7 @@ class Rule:
     @property
     def name(self) -> str:
         """The type of its ops: the class name in lower case."""
-        words = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z][a-z0-9]*", type(self).__name__)
-        return "_".join(words).lower() or type(self).__name__
+        return _op_name(type(self))
 
     @property
     def hyperparameters(self) -> Mapping[str, Hyperparameter]:

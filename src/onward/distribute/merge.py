@@ -27,11 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs import Type, body_of
 from onward.core.program import Program, Variable
 from onward.core.show import nbytes
 from onward.core.transform import Step
+from onward.derive.update.groups import Routing
 from onward.derive.update.update import append_update
 from onward.distribute.weave import Weave
 
@@ -120,6 +121,8 @@ class Merge:
 
     def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:
         """The Program with the update pass: every device makes the whole of it."""
+        if self.is_sum:
+            _expect_gradients_only(Routing.of(optimizer, program.parameters).all_rules(), self)
         return append_update(program, optimizer)
 
     @property
@@ -218,6 +221,18 @@ class Bucketed(Merge):
                 buckets.append([])
             buckets[-1].append(g)
         return buckets
+
+
+def _expect_gradients_only(rules: Sequence[Any], merge: Merge) -> None:
+    """Refuse rules that evaluate the loss where gradients are added: they take the mean over the devices."""
+    for rule in rules:
+        if rule.evaluates_loss:
+            raise GraphError(
+                f"{type(rule).__name__} evaluates the loss again, as the mean over the devices, and "
+                f"{type(merge).__name__} adds gradients. Let the loss be a mean over examples, and merge "
+                "with "
+                "Average()."
+            )
 
 
 def with_merged_gradients(program: Program, strategy: Merge, devices: Devices) -> Program:

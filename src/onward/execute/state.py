@@ -216,12 +216,12 @@ class State:
             found = ", ".join(f"{n} for {name!r}" for name, n in lengths.items()) or "none"
             raise ArgumentError(
                 f"sweep was given these numbers of choices: {found}; expected equally many choices for each "
-                "name, such as "
-                "{'learning_rate': [0.1, 0.01]}."
+                "name, such as {'learning_rate': [0.1, 0.01]}."
             )
         count = next(iter(lengths.values()))
         each = [self.replace({k: v[i] for k, v in choices.items()}) for i in range(count)]
-        names = {self._position(k) for k in choices}
+        copies = (self.layout.copies.get(getattr(k, "name", k)) for k in choices)
+        names = {self._position(k) for k in (*choices, *copies) if k is not None}
         values = [
             jnp.stack([one.values[i] for one in each]) if i in names else _repeated(x, count)
             for i, x in enumerate(self.values)

@@ -6,6 +6,7 @@ from onward.core.errors import GraphError, RecipeError
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
+from onward.derive.guard import KEEP
 
 
 class Cut:
@@ -18,6 +19,7 @@ class Cut:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.late = _late(program)
+        self.following = {old: self.proposed.get(new, new) for old, new in program.next_state.items()}
         self.threaded = self._threaded()
         inside = self._inside()
         self.loop = tuple(op for op in program.ops if op in inside)
@@ -34,6 +36,12 @@ class Cut:
                     "accumulate runs both in one loop and updates after it. Add what updates last."
                 )
 
+    @property
+    def proposed(self) -> dict[Variable, Variable]:
+        """What a guard keeps or takes for the next state, by what it makes of that."""
+        keeping = (op for op in self.program.ops if op.type == KEEP and op.made_by is Pass.UPDATE)
+        return {op.outputs[0]: op.inputs[1] for op in keeping}
+
     def _threaded(self) -> dict[Variable, Variable]:
         """The state that the forward pass carries from batch to batch, and what replaces it."""
         makers = (Pass.FORWARD, Pass.COLLECTIVE)
@@ -41,7 +49,7 @@ class Cut:
         found: dict[Variable, Variable] = {}
         known: set[Variable] = set()
         while True:  # what replaces one state Variable may be another one that is carried
-            following = self.program.next_state.items()
+            following = self.following.items()
             found = {old: new for old, new in following if new in made or (new in known and new is not old)}
             if known == found.keys():
                 return found

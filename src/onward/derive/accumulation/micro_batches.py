@@ -94,7 +94,11 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
     plan = _Plan(whole, part, how)
     op = plan.op()
     ops = (*whole.before, op, *whole.after)
-    following = {**program.next_state, **{program[old.name]: new for old, _, new in plan.threaded}}
+    carried = {program[old.name]: new for old, _, new in plan.threaded}
+    guarded = {old for old, new in program.next_state.items() if new in whole.proposed}
+    following = {
+        old: new if old in guarded else carried.get(old, new) for old, new in program.next_state.items()
+    }
     read = {v for o in ops for v in o.inputs} | {
         *program.outputs,
         *following.values(),
@@ -156,8 +160,13 @@ class _Plan:
                 "micro-batch. accumulate hands state on from one micro-batch to the next: keep none that is "
                 "as long as the batch."
             )
-        following = program.next_state[mine]
+        following = self.whole.following[mine]
         if following not in self.whole.made:  # another state Variable, as it was before the last turn
+            if following is not program.next_state[mine]:
+                raise GraphError(
+                    f"{program.name}: {old.name!r} takes the value of another state Variable, and a guard "
+                    "stands between them. Accumulate first: guard(accumulate(program, steps))."
+                )
             following = Variable(names.new(f"next({old.name})"), old.shape, old.dtype)
         return old, new, following
 

@@ -26,6 +26,7 @@ from onward.derive.backward import append_backward
 from onward.derive.guard import guard
 from onward.derive.mixed.loss_scale import adjust_scale, scale_loss
 from onward.derive.mixed.roles import Lowering, kept_ops
+from onward.derive.update.groups import Routing
 from onward.derive.update.precision import dtype_word
 from onward.derive.update.update import append_update
 
@@ -153,6 +154,15 @@ def _expect_updates(program: Program, recipe: Recipe) -> None:
             'are small. Minimize first: mixed_precision(optimizer.minimize(loss, ...), "float16"); or take '
             '"bfloat16", or a Program for tests: for_test(program).'
         )
+    for step in recipe.steps_of(append_update):
+        optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
+        for rule in Routing.of(optimizer, program.parameters).all_rules():
+            if rule.evaluates_loss:
+                raise GraphError(
+                    f"{type(rule).__name__} evaluates the loss again, and its gradients, which nothing "
+                    "scales, "
+                    'would be 0 in float16 where they are small. Take "bfloat16".'
+                )
     if guard in made:
         raise GraphError(
             f"Program {program.name!r} is guarded, and mixed precision in float16 leaves out steps that "

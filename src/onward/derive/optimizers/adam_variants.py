@@ -120,6 +120,10 @@ class Yogi(Optimizer):
     initial_accumulator: float = 1e-6
     below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_hyperparameter("initial_accumulator", self.initial_accumulator)
+
     def init(self, parameter: Any) -> Slots:
         size = jnp.abs(parameter)
         return {"mean": jnp.zeros_like(parameter), "variance": jnp.full_like(size, self.initial_accumulator)}

@@ -34,6 +34,10 @@ class Adagrad(Optimizer):
     epsilon: Hyperparameter = 1e-10
     initial_accumulator: float = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_hyperparameter("initial_accumulator", self.initial_accumulator)
+
     def init(self, parameter: Any) -> Slots:
         return {"sum": jnp.full_like(jnp.abs(parameter), self.initial_accumulator)}
 

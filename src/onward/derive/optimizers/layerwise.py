@@ -39,6 +39,7 @@ class LARS(Optimizer):
         [2.7, 3.6]
     """
 
+    own_decay: ClassVar[str] = "in the velocity"
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
     learning_rate: Hyperparameter = 0.1
     momentum: Hyperparameter = 0.9
@@ -79,6 +80,7 @@ class LAMB(Optimizer):
         0.5
     """
 
+    own_decay: ClassVar[str] = "in the trust ratio"
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
     learning_rate: Hyperparameter = 1e-3
     beta1: Hyperparameter = 0.9
@@ -120,6 +122,7 @@ class NovoGrad(Optimizer):
         [('w/mean', (3,)), ('w/variance', ())]
     """
 
+    own_decay: ClassVar[str] = "in the mean"
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
     learning_rate: Hyperparameter = 1e-2
     beta1: Hyperparameter = 0.95

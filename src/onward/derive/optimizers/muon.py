@@ -56,7 +56,17 @@ class Muon(Optimizer):
     nesterov: bool = True
     scale: str = "original"
     steps: int = 5
-    aside: tuple[str, ...] = ("*embed*", "*head*", "*wte*", "*wpe*", "*logits*")
+    aside: tuple[str, ...] = (
+        "*embed*",
+        "head",
+        "head/*",
+        "*/head",
+        "*/head/*",
+        "*lm_head*",
+        "*wte*",
+        "*wpe*",
+        "*logits*",
+    )
     fallback: Optimizer = AdamW()
     below_one: ClassVar[tuple[str, ...]] = ("momentum",)
 
@@ -66,6 +76,8 @@ class Muon(Optimizer):
         check_counts(self, "steps")
         if not isinstance(self.aside, tuple):
             raise HyperparameterError(f"Muon: aside is {self.aside!r}. Write a tuple of patterns.")
+        if getattr(self.fallback, "groups", ()):
+            raise HyperparameterError("Muon: fallback has groups. Give them to Muon itself.")
         if not isinstance(self.fallback, Optimizer):
             raise HyperparameterError(
                 f"Muon: fallback is {self.fallback!r}. Give an optimizer, such as AdamW(1e-3)."

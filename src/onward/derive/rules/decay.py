@@ -75,7 +75,9 @@ class WeightDecay(ParameterRule):
 
     ``mode`` is ``"decoupled"``: ``w - learning_rate rate w``, as in torch's, optax's and Paddle's AdamW;
     ``"independent"``: ``w - rate w``, whatever the learning rate, as in the paper; or ``"l2"``: in the
-    gradient, which makes an ``L2`` of it. ``where`` picks the parameters that decay. An optimizer that has a
+    gradient, which makes an ``L2`` of it. Where an optimizer finds its step size itself (Prodigy, DoG), the
+    learning rate is
+    1: choose the rate accordingly. ``where`` picks the parameters that decay. An optimizer that has a
     ``weight_decay`` of its own (AdamW, Lion, LAMB) decays by that as well.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, algorithms 1 and 2.

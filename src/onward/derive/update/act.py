@@ -72,7 +72,8 @@ class Act:
         )
         values = tuple((name, at[v]) for name, v in self.values.items())
         types = tuple((v.shape, v.dtype) for v in (*self.inputs, *self.results))
-        return id(self.rule), columns, slots, values, types
+        again = tuple(at[v] for v in self.loss.reads) if self.loss else ()
+        return id(self.rule), columns, slots, values, types, again
 
     def body(self) -> Body:
         """The rule as a function of the inputs: the results, then what the slots become."""
@@ -89,6 +90,8 @@ class Act:
         else:
             one, kept = self.rule.update(*(column[0] for column in columns), slots[0], numbers)
             made, following = (one,), (kept,)
+        for own, new in zip(self.slots, following, strict=True):
+            _expect_slots(self.rule, own, new)
         named = zip(made, self.results, self.columns["parameter"], strict=True)
         results = [self._result(x, v, p.name) for x, v, p in named]
         return results + [
@@ -124,6 +127,15 @@ def numbers_of(
     return SimpleNamespace(
         **{k: x.astype(real) if jnp.issubdtype(x.dtype, np.floating) else x for k, x in given.items()}
     )
+
+
+def _expect_slots(rule: Any, own: Mapping[str, Slot], new: Mapping[str, Any]) -> None:
+    if set(new) != set(own):
+        raise GraphError(
+            f"{type(rule).__name__} returned the slots {sorted(new)}, and its init made {sorted(own)}. "
+            "Return "
+            "each slot that init made, and no other."
+        )
 
 
 def _expect_shape(rule: Any, value: Any, shape: tuple[int, ...], what: str) -> None:

@@ -136,7 +136,7 @@ class Routing:
             HyperparameterError: two groups for one parameter.
         """
         routes: dict[str, Route] = {}
-        by_key: dict[Any, Route] = {}
+        sent: list[tuple[tuple[Route, Optimizer], Route]] = []
         main = Route("", optimizer)
         grouped = _grouped(optimizer.groups, parameters)
         ways = {
@@ -145,7 +145,7 @@ class Routing:
         }
         for p in parameters:
             first = ways[grouped[p.name]] if p.name in grouped else main
-            routes[p.name] = _onward(first, p, by_key)
+            routes[p.name] = _onward(first, p, sent)
         used = dict.fromkeys(routes.values())
         rules = distinct([rule for route in used for rule in route.optimizer.rules])
         chosen = [(rule, _names_where(rule, parameters)) for rule in rules]
@@ -226,23 +226,24 @@ def _grouped(groups: Sequence[Group], parameters: Sequence[Variable]) -> dict[st
     return found
 
 
-def _onward(route: Route, parameter: Variable, known: dict[Any, Route]) -> Route:
+def _onward(route: Route, parameter: Variable, known: list[tuple[tuple[Route, Optimizer], Route]]) -> Route:
     """Where an optimizer sends a parameter on to, such as Muon a vector."""
     mine = route.optimizer
     other = mine.route(parameter)
     if other is mine or route.frozen:
         return route
-    key = (route, id(other))
-    if key not in known:
-        name = f"{route.name}/{other.name}" if route.name else other.name
-        sent_on = replace(
-            other,
-            rules=tuple(distinct((*mine.rules, *other.rules))),
-            slot_dtype=other.slot_dtype or mine.slot_dtype,
-            low_precision=mine.low_precision,
-        )
-        known[key] = Route(name, sent_on)
-    return known[key]
+    for (begin, given), found in known:
+        if begin is route and given == other:
+            return found
+    name = f"{route.name}/{other.name}" if route.name else other.name
+    sent_on = replace(
+        other,
+        rules=tuple(distinct((*mine.rules, *other.rules))),
+        slot_dtype=other.slot_dtype or mine.slot_dtype,
+        low_precision=mine.low_precision if other.low_precision == "master" else other.low_precision,
+    )
+    known.append(((route, other), Route(name, sent_on)))
+    return known[-1][1]
 
 
 def _names_where(rule: Any, parameters: Sequence[Variable]) -> frozenset[str]:

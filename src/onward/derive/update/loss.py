@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from onward.core.jaxprs import current_axis
@@ -31,6 +32,7 @@ class Loss:
     """
 
     own: Callable[..., Any]
+    counts: Any = None  # False on a device none of whose examples counts, where a mean is 0 / 0
 
     def __call__(self, *parameters: Any) -> Any:
         """The loss."""
@@ -39,7 +41,7 @@ class Loss:
     def value_and_gradient(self, *parameters: Any) -> tuple[Any, tuple[Any, ...]]:
         """The loss and its gradients, each pointing uphill (of a complex parameter JAX's conjugate)."""
         value, gradients = jax.value_and_grad(self.own, tuple(range(len(parameters))))(*parameters)
-        return _mean(value), tuple(map(_uphill, map(_mean, gradients)))
+        return _mean(value), tuple(map(_uphill, map(self._merged, gradients)))
 
     def hessian_times(self, parameters: Sequence[Any], vectors: Sequence[Any]) -> tuple[Any, ...]:
         """The second derivatives of the loss, times a vector that has the types of the parameters."""
@@ -47,7 +49,10 @@ class Loss:
         def slope(*at: Any) -> Any:
             return jax.grad(self.own, tuple(range(len(at))))(*at)
 
-        return tuple(map(_mean, jax.jvp(slope, tuple(parameters), tuple(vectors))[1]))
+        return tuple(map(self._merged, jax.jvp(slope, tuple(parameters), tuple(vectors))[1]))
+
+    def _merged(self, gradient: Any) -> Any:
+        return _mean(gradient if self.counts is None else jnp.where(self.counts, gradient, 0))
 
 
 class LossFunction:
@@ -57,19 +62,21 @@ class LossFunction:
         assert program.loss is not None
         self.trained = tuple(trained)
         self.part = prune(program, [program.loss])
-        self.run = lower(self.part, self.part.outputs)
+        weighing = (op.inputs[1] for op in self.part.ops if op.type == "weigh")
+        self.run = lower(self.part, [*self.part.outputs, *weighing])
         self.reads = (*self.part.state, *self.part.inputs)
 
     def at(self, env: Mapping[Variable, Any]) -> Loss:
         """The loss of the parameters with everything else as it is in this step."""
 
-        def loss(*parameters: Any) -> Any:
+        def run(parameters: Sequence[Any]) -> list[Any]:
             given = (x.astype(p.dtype) for p, x in zip(self.trained, parameters, strict=True))
             values = {**env, **dict(zip(self.trained, given, strict=True))}
             state = [values[v] for v in self.part.state]
-            return self.run(state, [values[v] for v in self.part.inputs])[0]
+            return self.run(state, [values[v] for v in self.part.inputs])
 
-        return Loss(loss)
+        factors = run([env[p] for p in self.trained])[1:]  # how much a device counts, whatever the parameters
+        return Loss(lambda *parameters: run(parameters)[0], factors[0] != 0 if factors else None)
 
 
 def _mean(value: Any) -> Any:
@@ -79,4 +86,4 @@ def _mean(value: Any) -> Any:
 
 
 def _uphill(gradient: Any) -> Any:
-    return gradient.conj() if jax.numpy.iscomplexobj(gradient) else gradient
+    return gradient.conj() if jnp.iscomplexobj(gradient) else gradient

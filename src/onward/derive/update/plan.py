@@ -155,7 +155,7 @@ def _destination(p: Variable, routing: Routing, trained: bool) -> Destination:
 def _decay(p: Variable, route: Route, routing: Routing) -> str:
     """The weight decay of the optimizer itself, and of the rules that apply."""
     own = route.optimizer.hyperparameters.get("weight_decay")
-    found = [] if own is None else [f"{_word(own)} decoupled"]
+    found = [] if own is None else [f"{_word(own)} {route.optimizer.own_decay}"]
     for rule in route.optimizer.rules:
         if isinstance(rule, L1 | L2 | WeightDecay) and routing.applies(rule, p):
             found.append(f"{_word(rule.rate)} {getattr(rule, 'mode', rule.name)}")

@@ -29,6 +29,7 @@ from onward.core.jaxprs import Type
 
 _FORMS = ("float32", "bfloat16", "float16", "int8")
 _BLOCK = 256
+_limits: Any = jnp.finfo
 _SMALL = 4096  # numbers; what is smaller is not worth 8 bits
 
 
@@ -64,7 +65,9 @@ class Kept:
             return _in_blocks(value, step)
         (kind,) = self.types.values()
         if kind.dtype.itemsize < np.dtype(self.used.dtype).itemsize:
-            return [_not_vanished(value, rounded_at_random(value, kind.dtype, step))]
+            top = float(_limits(kind.dtype).max)
+            held = jnp.where(jnp.isfinite(value), jnp.clip(value, -top, top), value)  # not to become infinite
+            return [_not_vanished(held, rounded_at_random(held, kind.dtype, step))]
         return [jnp.asarray(value, kind.dtype)]
 
 

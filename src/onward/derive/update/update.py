@@ -292,6 +292,14 @@ class Update:
                 f"{type(rule).__name__} evaluates the loss of all devices together, and here every device "
                 "trains parameters of its own. Merge the gradients: replicate(program, devices, Average())."
             )
+        if rule.evaluates_loss and (low := [t.place for t in members if is_low(t.place.dtype)]):
+            raise GraphError(
+                f"{type(rule).__name__} evaluates the loss close to where the parameters are, and "
+                f"{low[0].name!r} "
+                f"is {low[0].type}, which cannot tell the two apart. Keep it float32, and compute in a low "
+                "dtype: "
+                "mixed_precision(program)."
+            )
         values = self.values[number] if isinstance(number, Route) else self.values_for(number, rule, members)
         slots = [self.slots(number, rule, t) for t in members]
         if rule.has_evaluated:
