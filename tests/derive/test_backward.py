@@ -13,7 +13,7 @@ from jax import lax
 import onward as ow
 from onward.core.lower import lower
 from onward.core.words import Kind, Pass
-from onward.derive import rules
+from onward.derive import differentiate as rules
 
 
 def normal(*shape, seed=0):

@@ -6,7 +6,7 @@ that keeps its old value where that found NaN or infinity. All of it is part of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -165,13 +165,15 @@ class _Guard:
 
     def watched(self) -> tuple[Variable, ...]:
         """The loss, the gradients as derived, merged, and read by the update; and the update's numbers."""
-        derived = [g for _, g in self.source.gradients]
+        made = producers(self.source)
+        read = [g for _, g in self.source.gradients]
+        derived = [raw for g in read for raw in _derived(g, made)]
         updating = (op for op in self.source.ops if op.made_by is Pass.UPDATE)
         ruled = [v for op in updating for v in op.outputs if v.kind is Kind.GRADIENT]
         loss = [self.source.loss] if self.source.loss is not None else []
         scheduled = (v for op in self.source.ops if op.type == "schedule" for v in op.outputs)
         numbers = (*self.source.hyperparameters, *scheduled)
-        return tuple(dict.fromkeys((*loss, *derived, *ruled, *numbers)))
+        return tuple(dict.fromkeys((*loss, *derived, *read, *ruled, *numbers)))
 
     def look(
         self, watched: Sequence[Variable], combine: Callable[[Any], Any], shape: tuple[int, ...]
@@ -242,6 +244,14 @@ class _Guard:
 def is_guarded(program: Program) -> bool:
     """Whether steps that are not finite change nothing."""
     return any(op.type == _FINITE and op.made_by is Pass.UPDATE for op in program.ops)
+
+
+def _derived(gradient: Variable, made: Mapping[Variable, Op]) -> Iterable[Variable]:
+    """The gradients, not made by a rule, from which rules made this one."""
+    maker = made.get(gradient)
+    if maker is None or maker.made_by is not Pass.UPDATE or maker.type == UNSCALE:
+        return [gradient]
+    return [raw for v in maker.inputs if v.kind is Kind.GRADIENT for raw in _derived(v, made)]
 
 
 def _type_of_update(maker: Op | None) -> UpdateType:

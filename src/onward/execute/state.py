@@ -280,7 +280,7 @@ def check_hyperparameter(name: str, value: Any, limit: float | None = None) -> N
     if isinstance(value, jax.core.Tracer):
         return
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
-    number = np.asarray(value if is_number and not isinstance(value, bool) else np.nan).astype(np.float64)
+    number = np.asarray(value if is_number else np.nan).astype(np.float64)
     if not np.all(np.isfinite(number) & (number >= 0)):
         raise HyperparameterError(f"{name} is {value!r}. It must be a finite number of at least 0.")
     if limit is not None and not np.all(number < limit):
