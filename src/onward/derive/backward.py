@@ -354,8 +354,7 @@ def _expect_floats(program: Program, chosen: Iterable[Where]) -> None:
         if (v := counting.get(name_of(where) or "")) is not None:
             raise LossError(
                 f"parameter_list: {v.name!r} is {v.type}, which is never trained. Make it an array of "
-                "floats, or "
-                "leave it out of the list: it is read as it is."
+                "floats, or leave it out of the list: it is read as it is."
             )
 
 

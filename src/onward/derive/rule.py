@@ -92,8 +92,7 @@ class Rule:
         if (word := _op_name(cls)) in _TAKEN:
             raise HyperparameterError(
                 f"The ops of {cls.__name__} would be of the type {word!r}, which is taken. Give the class "
-                "another "
-                "name."
+                "another name."
             )
         if cls.evaluates_loss and cls.type is not UpdateType.ACROSS:
             raise HyperparameterError(

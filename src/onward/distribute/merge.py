@@ -230,8 +230,7 @@ def _expect_gradients_only(rules: Sequence[Any], merge: Merge) -> None:
             raise GraphError(
                 f"{type(rule).__name__} evaluates the loss again, as the mean over the devices, and "
                 f"{type(merge).__name__} adds gradients. Let the loss be a mean over examples, and merge "
-                "with "
-                "Average()."
+                "with Average()."
             )
 
 

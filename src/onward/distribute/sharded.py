@@ -61,8 +61,7 @@ class Sharded(Merge):
             if getattr(rule, "slot_dtype", None) == "int8":
                 raise GraphError(
                     "Sharded cuts parameters into parts, and slots of int8 are kept in blocks of the whole. "
-                    "Merge "
-                    "with Average(), or keep slots as bfloat16."
+                    "Merge with Average(), or keep slots as bfloat16."
                 )
         last = _looks_further(routing)
         draft = with_update(

@@ -93,8 +93,7 @@ class one_cycle(Schedule):
     as the paper does.
 
     Source: Smith and Topin, Super-Convergence: Very Fast Training of Neural Networks Using Large Learning
-        Rates,
-    2018; the half waves from fast.ai.
+    Rates, 2018; the half waves from fast.ai.
 
     Args:
         peak: the largest value.

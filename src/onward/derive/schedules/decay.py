@@ -150,8 +150,7 @@ class wsd(Schedule):
     Neither optax, torch nor Keras has it under one name.
 
     Source: Hu et al., MiniCPM, 2024, section 4; the shape ``sqrt``: Hägele et al., Scaling Laws and
-        Compute-Optimal
-    Training Beyond Fixed Training Durations, 2024, section 3.
+    Compute-Optimal Training Beyond Fixed Training Durations, 2024, section 3.
 
     Args:
         peak: the value between warm-up and decay.

@@ -133,8 +133,7 @@ def _expect_slots(rule: Any, own: Mapping[str, Slot], new: Mapping[str, Any]) ->
     if set(new) != set(own):
         raise GraphError(
             f"{type(rule).__name__} returned the slots {sorted(new)}, and its init made {sorted(own)}. "
-            "Return "
-            "each slot that init made, and no other."
+            "Return each slot that init made, and no other."
         )
 
 

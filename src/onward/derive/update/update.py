@@ -295,10 +295,8 @@ class Update:
         if rule.evaluates_loss and (low := [t.place for t in members if is_low(t.place.dtype)]):
             raise GraphError(
                 f"{type(rule).__name__} evaluates the loss close to where the parameters are, and "
-                f"{low[0].name!r} "
-                f"is {low[0].type}, which cannot tell the two apart. Keep it float32, and compute in a low "
-                "dtype: "
-                "mixed_precision(program)."
+                f"{low[0].name!r} is {low[0].type}, which cannot tell the two apart. Keep it float32, and "
+                "compute in a low dtype: mixed_precision(program)."
             )
         values = self.values[number] if isinstance(number, Route) else self.values_for(number, rule, members)
         slots = [self.slots(number, rule, t) for t in members]
@@ -351,8 +349,7 @@ def _expect_gradients_only(rules: Sequence[Rule]) -> None:
         if rule.evaluates_loss:
             raise GraphError(
                 f"{type(rule).__name__} evaluates the loss again on the batch, and accumulate runs the loss "
-                "on "
-                "micro-batches alone. Take one that needs the gradient only, or leave accumulate out."
+                "on micro-batches alone. Take one that needs the gradient only, or leave accumulate out."
             )
 
 

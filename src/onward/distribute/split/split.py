@@ -239,8 +239,8 @@ def _check_lazy(tables: Sequence[Variable], routing: Routing) -> None:
             what = type(acting[0]).__name__ if acting else f"a parameter of {table.dtype}"
             raise GraphError(
                 f"split: lazy updates of {table.name!r} are the optimizer's alone, and {what} needs more "
-                "than "
-                "the rows that were sent. Leave lazy= out, or keep the rule away from the table with where=."
+                "than the rows that were sent. Leave lazy= out, or keep the rule away from the table with "
+                "where=."
             )
 
 
