@@ -139,7 +139,8 @@ print("no end", end="")
     )
     assert status == 0, err
     for tag in ("[0]", "[1]"):
-        assert [x for x in out if x.startswith(tag)] == [
+        # Gloo may tell how many peers it is connected to, on the same stream
+        assert [x for x in out if x.startswith(tag) and "peer ranks" not in x] == [
             f"{tag} sum [[9.0, 9.0]] 6 3 2",
             f"{tag} 100%",
             f"{tag} no end",
