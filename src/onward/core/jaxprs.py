@@ -17,13 +17,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
+from operator import is_
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
+from onward.core.captured import Same, key_of
 from onward.core.errors import TraceError
 from onward.core.names import Names
 from onward.core.program import Op, Program, Replicas, Variable
@@ -68,8 +72,22 @@ class RowLookup:
     fill: Any = None
 
 
+@dataclass(frozen=True)
+class Collected:
+    """The first ``count`` inputs of a Body are one collection of numbers, whatever arrays they come in.
+
+    ``remade`` gives the Body for the same numbers in arrays of other types. The outputs are one number, or
+    as many arrays of the same types as the collection has.
+    """
+
+    count: int
+    remade: Callable[[Sequence[Type]], Body]
+
+
 class Body:
     """What an Op computes: a closed jaxpr from positions to positions."""
+
+    collected: Collected | None = None
 
     def __init__(self, closed: Any) -> None:
         self._closed = closed
@@ -90,12 +108,12 @@ class Body:
         shown: str = self.closed.pretty_print(use_color=False)
         return shown
 
-    @property
+    @cached_property
     def in_avals(self) -> Sequence[Any]:
         """For every input something with its shape and dtype."""
         return [v.aval for v in self.closed.jaxpr.invars]
 
-    @property
+    @cached_property
     def out_avals(self) -> Sequence[Any]:
         """For every output something with its shape and dtype."""
         return [v.aval for v in self.closed.jaxpr.outvars]
@@ -111,13 +129,27 @@ class Body:
         return tuple(map(_type, self.out_avals))
 
     @cached_property
-    def signature(self) -> Any:
-        """Equal for bodies that compute the same; what derived rules are remembered by."""
-        return self
+    def signature(self) -> Signature:
+        """Equal for bodies that compute the same; what derived rules are remembered by.
+
+        Primitives, parameters, wiring, types, numbers and, however deep, the jaxprs inside are compared; not
+        names, scopes and places in the code. Functions, such as a ``custom_vjp`` rule, are compared by their
+        code and what they captured. Two that differ never have one signature; two that are equal may have
+        two, where a function captured something that is only equal to itself.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> first, second = (body_of(lambda x: [jax.nn.relu(x)], jnp.ones(3)) for _ in range(2))
+            >>> first.signature == second.signature
+            True
+            >>> first.signature == body_of(lambda x: [jax.nn.relu(x)], jnp.ones(4)).signature
+            False
+        """
+        return _signature(self.closed)
 
     @property
     def holds_functions(self) -> bool:
-        """Whether its signature holds functions or jaxprs, known by identity, or is the body itself."""
+        """Whether it calls functions or jaxprs, or has several equations: more to keep alive than a number."""
         if len(self.equations) != 1:
             return True
         return any(callable(value) or _jaxprs_in(value) for value in self.equations[0].params.values())
@@ -191,6 +223,12 @@ class Body:
         return _EquationBody(
             jaxpr.eqns[0], jaxpr.invars, jaxpr.outvars, jaxpr.debug_info.with_unknown_names()
         )
+
+    @property
+    def _parts(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """The variables of constants, these, the inputs, the equations and the outputs."""
+        jaxpr = self.closed.jaxpr
+        return jaxpr.constvars, self.closed.consts, jaxpr.invars, jaxpr.eqns, jaxpr.outvars
 
     def anonymous(self) -> Body:
         """The same computation without the place it came from, fit for sharing between ops."""
@@ -307,11 +345,11 @@ class _EquationBody(Body):
         jaxpr = jex.Jaxpr([], self._invars, self._outvars, [eqn], eqn.effects, self._debug_info)
         return _close(jaxpr, [])
 
-    @property
+    @cached_property
     def in_avals(self) -> Sequence[Any]:
         return [v.aval for v in self._invars]
 
-    @property
+    @cached_property
     def out_avals(self) -> Sequence[Any]:
         return [v.aval for v in self._outvars]
 
@@ -324,19 +362,76 @@ class _EquationBody(Body):
         return (self._eqn,)
 
     @cached_property
-    def signature(self) -> Any:
-        eqn = self._eqn
-        reads = tuple(
-            (_literal_key(v) if isinstance(v, jex.Literal) else (self._invars.index(v), v.aval))
-            for v in eqn.invars
+    def signature(self) -> Signature:
+        return _interned(_key([], [], self._invars, [self._eqn], self._outvars))
+
+    @property
+    def _parts(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+        place = self._eqn.source_info.replace(name_stack=_nowhere().name_stack)
+        return (), (), self._invars, (self._eqn.replace(source_info=place),), self._outvars
+
+
+class Signature:
+    """What a computation is, one object for all that are equal while anything holds it."""
+
+    __slots__ = ("__weakref__",)
+
+
+_signatures: WeakValueDictionary[Any, Signature] = WeakValueDictionary()
+_of_jaxprs: WeakKeyDictionary[Any, Signature] = WeakKeyDictionary()
+_interning = Lock()
+
+
+def _interned(key: Any) -> Signature:
+    with _interning:
+        return _signatures.setdefault(key, Signature())
+
+
+def _signature(jaxpr: Any) -> Signature:
+    """The signature of a jaxpr, closed or not; looked at once, as ``jit`` calls one jaxpr in many places."""
+    known = _of_jaxprs.get(jaxpr)
+    if known is None:
+        closed = _closed(jaxpr)
+        inner = closed.jaxpr
+        key = _key(inner.constvars, closed.consts, inner.invars, inner.eqns, inner.outvars)
+        known = _of_jaxprs[jaxpr] = _interned(key)
+    return known
+
+
+def _key(constvars: Any, consts: Any, invars: Any, eqns: Any, outvars: Any) -> Any:
+    """A jaxpr with its variables replaced by the number of the place where each gets its value."""
+    numbers: dict[Any, int] = {}
+
+    def read(v: Any) -> Any:
+        return _literal_key(v) if isinstance(v, jex.Literal) else numbers[v]
+
+    def write(v: Any) -> Any:
+        if isinstance(v, jex.DropVar):
+            return v.aval
+        numbers[v] = len(numbers)
+        return v.aval
+
+    given = tuple(map(write, invars)), tuple(map(write, constvars)), tuple(map(_value_key, consts))
+    steps = tuple(
+        (
+            eqn.primitive,
+            tuple((name, _value_key(value)) for name, value in eqn.params.items()),
+            tuple(map(read, eqn.invars)),
+            tuple(map(write, eqn.outvars)),
+            eqn.ctx,
+            frozenset(map(Same, eqn.effects)) if eqn.effects else None,
         )
-        writes = tuple(v in self._outvars for v in eqn.outvars)
-        key = (eqn.primitive, tuple(eqn.params.items()), reads, writes, eqn.ctx)
-        try:
-            hash(key)
-        except TypeError:
-            return self
-        return key
+        for eqn in eqns
+    )
+    return given, steps, tuple(map(read, outvars))
+
+
+def _value_key(value: Any) -> Any:
+    return key_of(value, _jaxpr_key)
+
+
+def _jaxpr_key(value: Any) -> Signature | None:
+    return _signature(value) if _is_jaxpr(value) else None
 
 
 _replicas: ContextVar[Replicas | None] = ContextVar("replicas", default=None)
@@ -366,6 +461,102 @@ def traced(function: Callable[..., Any], *types: Any) -> Any:
 def body_of(function: Callable[..., Any], *types: Any) -> Body:
     """The Body of a function of flat arrays that returns a flat sequence of arrays."""
     return Body(traced(function, *types))
+
+
+def joined(ops: Iterable[Op], given: Sequence[Variable], wanted: Sequence[Variable]) -> Body:
+    """The equations of all these ops in a row, as one Body from given Variables to wanted ones.
+
+    Nothing is traced for it: a Program of thousands of ops takes milliseconds. The equations stand in the
+    scopes of their ops, below the pass that made them.
+    """
+    row = _Row(given)
+    for op in ops:
+        row.append(op)
+    return row.body([row.env[v] for v in wanted])
+
+
+class _Row:
+    """A jaxpr that grows by the equations of one op after the other."""
+
+    def __init__(self, given: Sequence[Variable]) -> None:
+        self.invars = [jex.Var(jax.core.ShapedArray(v.shape, v.dtype)) for v in given]
+        self.env: dict[Variable, Any] = dict(zip(given, self.invars, strict=True))
+        self.consts: dict[int, tuple[Any, Any]] = {}
+        self.eqns: list[Any] = []
+        self.stacks: dict[str, Any] = {}
+
+    def append(self, op: Op) -> None:
+        constvars, consts, invars, eqns, outvars = op.body._parts
+        atoms = dict(zip(invars, map(self.env.__getitem__, op.inputs), strict=True))
+        atoms.update(zip(constvars, map(self.constant, constvars, consts), strict=True))
+        stack = self.stack(f"{op.made_by}/{op.scope}" if op.scope else str(op.made_by))
+
+        def read(v: Any) -> Any:
+            return v if isinstance(v, jex.Literal) else atoms[v]
+
+        for eqn in eqns:
+            made = [v if isinstance(v, jex.DropVar) else jex.Var(v.aval) for v in eqn.outvars]
+            place = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack)
+            used = [read(v) for v in eqn.invars]
+            self.eqns.append(eqn.replace(invars=used, outvars=made, source_info=place))
+            atoms.update(zip(eqn.outvars, made, strict=True))
+        self.env.update(zip(op.outputs, map(read, outvars), strict=True))
+
+    def constant(self, v: Any, value: Any) -> Any:
+        """The variable of a constant; one for each array object."""
+        return self.consts.setdefault(id(value), (jex.Var(v.aval), value))[0]
+
+    def stack(self, scope: str) -> Any:
+        """JAX's own form of the scope of an op."""
+        if scope not in self.stacks:
+            with outermost_scope(), jax.named_scope(scope):
+                self.stacks[scope] = source_info_util.current_name_stack()
+        return self.stacks[scope]
+
+    def body(self, outvars: list[Any]) -> Body:
+        effects = frozenset[Any]().union(*(eqn.effects for eqn in self.eqns))
+        constvars = [v for v, _ in self.consts.values()]
+        jaxpr = jex.Jaxpr(constvars, self.invars, outvars, self.eqns, effects, _nothing().jaxpr.debug_info)
+        return Body(_close(jaxpr, [value for _, value in self.consts.values()]))
+
+
+def as_one_call(body: Body, name: str) -> Callable[..., list[Any]]:
+    """A function that calls a Body as ``jax.jit`` does: whatever traces it does not look inside.
+
+    Tracing a Program op by op costs JAX about as much as tracing the function behind it; one call costs
+    nothing, and compiles to the same.
+    """
+    count = len(body.out_avals)
+    pattern = jax.make_jaxpr(jax.jit(lambda *_: [np.float32(i) for i in range(count)]))(
+        *[np.float32(0)] * len(body.in_avals)
+    )
+    (eqn,) = pattern.jaxpr.eqns
+    jaxpr = body.closed.jaxpr
+    invars, outvars = ([jex.Var(v.aval) for v in group] for group in (jaxpr.invars, jaxpr.outvars))
+    call = eqn.replace(
+        invars=invars,
+        outvars=outvars,
+        params={**eqn.params, "jaxpr": body.closed, "name": name},
+        effects=jaxpr.effects,
+        source_info=_nowhere(),
+    )
+    whole = jex.Jaxpr([], invars, outvars, [call], call.effects, _nothing().jaxpr.debug_info)
+    function: Callable[..., list[Any]] = jex.jaxpr_as_fun(_close(whole, []))
+    return function
+
+
+def body_over(function: Callable[..., Any], collection: Sequence[Type], *others: Type) -> Body:
+    """The Body of ``function(arrays, *others)``, which does not ask how numbers are laid out in arrays.
+
+    >>> row, number = Type((3,), np.float32), Type((), np.float32)
+    >>> body = body_over(lambda xs, y: [x * y for x in xs], [row, row], number)
+    >>> [t.shape for t in body.collected.remade([Type((2, 3), np.float32)]).out_types]
+    [(2, 3)]
+    """
+    count = len(collection)
+    body = body_of(lambda *xs: function(xs[:count], *xs[count:]), *collection, *others)
+    body.collected = Collected(count, lambda types: body_over(function, types, *others))
+    return body
 
 
 def program_of(closed: Any, name: str) -> Program:
@@ -444,6 +635,7 @@ class _Reader:
         self.labels: dict[Any, str] = {}
         self.ops: list[Op] = []
         self.constants: dict[Variable, Any] = {}
+        self.stacks: dict[int, tuple[Any, str]] = {}
         self._by_identity: dict[int, Variable] = {}
 
     def read(self, closed: Any, scope: str, caller: Any) -> None:
@@ -452,16 +644,25 @@ class _Reader:
         for v, const in zip(jaxpr.constvars, closed.consts, strict=True):
             self.env[v] = self.constant(const)
         in_library = is_library(jaxpr.debug_info.func_filename or "<frozen ")
+        unnamed = jaxpr.debug_info.with_unknown_names()
         for eqn in jaxpr.eqns:
             place = caller if caller is not None and in_library else eqn
-            stack = str(eqn.source_info.name_stack)
+            stack = self.shown(eqn.source_info.name_stack)
             here = f"{scope}/{stack}" if scope and stack else scope or stack
             if eqn.primitive is _declare:
                 self.env[eqn.outvars[0]] = self.declarations[eqn.params["name"]]
             elif eqn.primitive.name in _INLINED and not _draws(eqn):
                 self.inline(eqn, here, place)
             else:
-                self.append(eqn, here, place, jaxpr.debug_info)
+                self.append(eqn, here, place, unnamed)
+
+    def shown(self, stack: Any) -> str:
+        """The scopes of an equation in one text; many equations share one stack."""
+        known = self.stacks.get(id(stack))
+        if known is None:
+            known = self.stacks[id(stack)] = stack, str(stack)
+        text: str = known[1]
+        return text
 
     def inline(self, eqn: Any, scope: str, place: Any) -> None:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -494,7 +695,7 @@ class _Reader:
                 type=kind,
                 inputs=tuple(self.env[v] for v in read),
                 outputs=tuple(outputs),
-                body=_EquationBody(eqn, read, written, debug_info.with_unknown_names()),
+                body=_EquationBody(eqn, read, written, debug_info),
                 scope=scope,
                 source=source,
             )
@@ -506,11 +707,9 @@ class _Reader:
 
     def with_literals(self, eqn: Any) -> Any:
         """The equation with the literals that reached it through the call of an inlined function."""
-        known = [self.resolve(v) for v in eqn.invars]
-        if not any(isinstance(k, jex.Literal) and k is not v for k, v in zip(known, eqn.invars, strict=True)):
-            return eqn
+        known = [v if isinstance(v, jex.Literal) else self.env[v] for v in eqn.invars]
         invars = [k if isinstance(k, jex.Literal) else v for k, v in zip(known, eqn.invars, strict=True)]
-        return eqn.replace(invars=invars)
+        return eqn if all(map(is_, invars, eqn.invars)) else eqn.replace(invars=invars)
 
     def value(self, v: Any) -> Variable:
         """The Variable of a jaxpr's variable; a literal becomes a constant."""
@@ -681,9 +880,15 @@ def _close(jaxpr: Any, consts: Sequence[Any]) -> Any:
 
 
 @cache
+def _nothing() -> Any:
+    """A trace of next to nothing, to take from it what bears no names."""
+    closed = jax.make_jaxpr(jax.lax.neg)(Type((), np.float32))
+    return _close(closed.jaxpr.replace(debug_info=closed.jaxpr.debug_info.with_unknown_names()), [])
+
+
 def _nowhere() -> Any:
-    """A source_info without scope: taken from a trace of nothing."""
-    return jax.make_jaxpr(jax.lax.neg)(Type((), np.float32)).jaxpr.eqns[0].source_info
+    """A source_info without scope."""
+    return _nothing().jaxpr.eqns[0].source_info
 
 
 def _type(aval: Any) -> Type:
@@ -712,10 +917,41 @@ def _literal_key(literal: Any) -> Any:
 
 def _jaxprs_in(value: Any) -> list[Any]:
     values = value if isinstance(value, tuple | list) else (value,)
-    return [
-        _closed(v) for v in values if (hasattr(v, "eqns") and hasattr(v, "invars")) or hasattr(v, "jaxpr")
-    ]
+    return [_closed(v) for v in values if _is_jaxpr(v)]
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return (hasattr(value, "eqns") and hasattr(value, "invars")) or hasattr(value, "jaxpr")
 
 
 def _closed(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else _close(jaxpr, [])
+
+
+_FUNCTIONS = (*_INLINED, "custom_jvp_call", "custom_vjp_call")
+
+
+def primitives_in(body: Body) -> Iterator[str]:
+    """The primitives of a Body, those of the functions it calls among them.
+
+    A division by a number that the jaxpr holds counts as ``mul``, which compilers make of it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> list(primitives_in(body_of(lambda x: [jax.nn.relu(x) / 2], jnp.ones(3))))
+    ['max', 'mul']
+    """
+    return _primitives_of(body.equations)
+
+
+def _primitives_of(equations: Iterable[Any]) -> Iterator[str]:
+    for eqn in equations:
+        name = eqn.primitive.name
+        if name in _FUNCTIONS:
+            yield from _primitives_of(e for inner in _called(eqn) for e in inner.jaxpr.eqns)
+        else:
+            yield "mul" if name == "div" and isinstance(eqn.invars[1], jex.Literal) else str(name)
+
+
+def _called(eqn: Any) -> list[Any]:
+    """The jaxpr that a call runs when nothing is differentiated."""
+    return _jaxprs_in(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))

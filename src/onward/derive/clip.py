@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError, HyperparameterError
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs import Body, Type, body_of, body_over
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
@@ -57,7 +58,7 @@ def clip_by_global_norm(program: Program, max_norm: float) -> Program:
     gradients = tuple(dict.fromkeys(g for _, g in program.gradients))
     dtype = np.dtype(jnp.result_type(np.float32, *(np.abs(np.empty(0, g.dtype)).dtype for g in gradients)))
     norm = Variable(names.new("global_norm"), (), dtype)
-    ops = [_op("global_norm", gradients, norm, body_of(partial(_norm, dtype), *map(_type, gradients)))]
+    ops = [_op("global_norm", gradients, norm, body_over(partial(_norm, dtype), [*map(_type, gradients)]))]
     clipped: dict[Variable, Variable] = {}
     bodies: dict[tuple[Any, ...], Body] = {}
     for g in gradients:
@@ -70,7 +71,7 @@ def clip_by_global_norm(program: Program, max_norm: float) -> Program:
     return replace(program, ops=(*program.ops, *ops), gradients=pairs)
 
 
-def _norm(dtype: Any, *gradients: Any) -> list[Any]:
+def _norm(dtype: Any, gradients: Sequence[Any]) -> list[Any]:
     squares = (jnp.sum(jnp.square(jnp.abs(g).astype(dtype))) for g in gradients)
     return [jnp.sqrt(sum(squares, jnp.zeros((), dtype)))]
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs import Body, Type, body_of, current_axis
+from onward.core.jaxprs import Body, Type, body_of, body_over, current_axis
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
@@ -179,7 +179,12 @@ class _Guard:
         self, watched: Sequence[Variable], combine: Callable[[Any], Any], shape: tuple[int, ...]
     ) -> Variable:
         """The op that tells whether each of these is finite; on all devices the same."""
-        body = body_of(lambda *xs: [combine(jnp.stack(list(map(_all_finite, xs))))], *map(_type, watched))
+
+        def finite_of(arrays: Sequence[Any]) -> list[Any]:
+            return [combine(jnp.stack(list(map(_all_finite, arrays))))]
+
+        types = list(map(_type, watched))
+        body = body_of(lambda *xs: finite_of(xs), *types) if shape else body_over(finite_of, types)
         finite = Variable(self.names.new(_FINITE), shape, np.dtype(np.bool_))
         self.ops.append(Op(_FINITE, tuple(watched), (finite,), body, Pass.UPDATE, update=UpdateType.ACROSS))
         if equal_variables(self.source).issuperset(watched):

@@ -41,10 +41,14 @@ _TAKEN = {  # types of the other ops of an update pass
     "init",
     "keep",
     "narrow",
+    "pack",
     "round",
+    "row",
     "schedule",
+    "stack",
     "stop",
     "unscale",
+    "unstack",
     "widen",
 }
 _ELSEWHERE = {
@@ -70,8 +74,10 @@ class Rule:
     A subclass is a frozen dataclass without being told so. A field annotated ``Hyperparameter`` becomes a
     float32 state Variable, or follows a schedule; a field of any other type is fixed when the Program is
     derived. ``type`` says how far the rule looks; with ``ACROSS`` it takes tuples over all parameters in
-    place of single arrays. A rule that sets ``evaluates_loss`` is given one more argument, a ``Loss``. The
-    hyperparameters named in ``below_one`` must be less than 1. Rules compute in float32, or in what is wider.
+    place of single arrays; one that keeps no slots and does not ask which number lies in which array may set
+    ``any_layout``, and is given stacks. A rule that sets ``evaluates_loss`` is given one more argument, a
+    ``Loss``. The hyperparameters named in ``below_one`` must be less than 1. Rules compute in float32, or in
+    what is wider.
 
     Raises:
         HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.
@@ -79,6 +85,7 @@ class Rule:
 
     type: ClassVar[UpdateType] = UpdateType.ELEMENTWISE
     evaluates_loss: ClassVar[bool] = False
+    any_layout: ClassVar[bool] = False
     below_one: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:

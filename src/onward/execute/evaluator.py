@@ -165,6 +165,7 @@ class _Forward:
         self._bounded = bool(step.program.bounds)
         function = step.function
         self._run = jax.jit(lambda own, data: function(State(step.layout, own), *data)[1])
+        self._run_stored = jax.jit(lambda state, data: function(state, *data)[1])
 
     def __call__(self, state: State, fed: Mapping[str, Any]) -> Out:
         """Run on the values of a State, which stay as they are, and on data by name."""
@@ -174,7 +175,11 @@ class _Forward:
         if self._bounded:
             self.step.feeds.check_bounds(data)
         try:
-            out: Out = self._run(on_one_device(self._own(state.values)), data)
+            if state.storage is not None:
+                stored = State(state.layout, on_one_device(state.buffers), state.storage)
+                out: Out = self._run_stored(stored, data)
+            else:
+                out = self._run(on_one_device(self._own(state.values)), data)
             return out
         except (RuntimeError, ValueError) as error:
             if state.is_spent:

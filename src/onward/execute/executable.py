@@ -19,10 +19,15 @@ from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
 from onward.execute.spread import By, Spread
 from onward.execute.state import SPENT, Layout, is_deleted
+from onward.execute.storage.packing import packed
+from onward.execute.storage.storage import Storage
 
 
 class Executable:
-    """What runs: ``function`` under a trace, ``compiled`` on arrays."""
+    """What runs: ``function`` under a trace, ``compiled`` on arrays.
+
+    With a storage, its state is the buffers of that: ``layout`` is theirs.
+    """
 
     def __init__(
         self,
@@ -31,13 +36,18 @@ class Executable:
         donate: Collection[str],
         by: By = By.SHARD_MAP,
         deadline: float | None = None,
+        storage: Storage | None = None,
     ) -> None:
+        wanted = tuple(dict.fromkeys((*program.outputs, *(program[name] for name in fetch))))
+        self.results = Results(wanted, program.loss, program.signature)
+        if storage is not None:
+            program = packed(program, storage, wanted)
+            wanted = program.outputs
+            donate = storage.whole(donate)
         self.program = program
         self.layout = Layout.of(program)
-        wanted = dict.fromkeys((*program.outputs, *(program[name] for name in fetch)))
-        self.results = Results(tuple(wanted), program.loss, program.signature)
         following = [program.next_state[v] for v in self.layout.changed]
-        self._spread = None if program.replicas is None else Spread(program, following, [*wanted], by)
+        self._spread = None if program.replicas is None else Spread(program, following, wanted, by)
         run = lower(program, [*following, *wanted])
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]

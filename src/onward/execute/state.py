@@ -17,6 +17,7 @@ from onward.core.program import Program, Replicas, Variable
 from onward.core.structure import Signature, describe
 from onward.core.words import UpdateType
 from onward.define.arguments import type_of
+from onward.execute.storage.storage import Storage
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +97,37 @@ class State:
 
     ``state[name]`` reads any of them, ``state.parameters`` gives them back in the containers in which
     they came, ``state.replace({name: value})`` makes a new State. A State is a pytree.
+
+    Attributes:
+        layout: which Variables it holds.
+        buffers: the arrays that hold them.
+        storage: which buffer holds what; None where each Variable has one of its own.
     """
 
-    __slots__ = ("layout", "values")
+    __slots__ = ("_values", "buffers", "layout", "storage")
 
-    def __init__(self, layout: Layout, values: Sequence[Any]) -> None:
+    def __init__(self, layout: Layout, buffers: Sequence[Any], storage: Storage | None = None) -> None:
         self.layout = layout
-        self.values = tuple(values)
+        self.storage = storage
+        self.buffers = tuple(buffers)
+        self._values = self.buffers if storage is None else None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Every value by itself, in the order of the layout; what shares a buffer is copied, once."""
+        if self._values is None:
+            self._values = tuple(map(self._read, range(len(self.layout.variables))))
+        return self._values
+
+    def _read(self, i: int) -> Any:
+        """The value of the Variable at this place of the layout."""
+        if self.storage is None:
+            return self.buffers[i]
+        return self.storage.read(self.buffers, self.layout.variables[i].name)
+
+    def _buffer(self, i: int) -> int:
+        """The number of the buffer that holds the Variable at this place of the layout."""
+        return i if self.storage is None else self.storage.place[self.layout.variables[i].name][0]
 
     def __getitem__(self, name: str | Variable) -> Any:
         """The value of a state Variable.
@@ -111,10 +136,10 @@ class State:
             UnknownNameError: no state Variable bears this name.
             StateError: a step has taken the buffer over.
         """
-        value = self.values[self._position(name)]
-        if is_deleted(value):
+        i = self._position(name)
+        if is_deleted(self.buffers[self._buffer(i)]):
             raise StateError(SPENT)
-        return value
+        return self._read(i) if self._values is None else self._values[i]
 
     def __iter__(self) -> Iterator[str]:
         """The names of everything it holds."""
@@ -147,6 +172,13 @@ class State:
             raise StateError(SPENT)
         return {v.name: self[v] for v in self.layout.hyperparameters}
 
+    def part(self, layout: Layout) -> State:
+        """The State of some of the Variables, in the same arrays."""
+        if self.storage is None:
+            return State(layout, [self.buffers[self._position(v.name)] for v in layout.variables])
+        places, storage = self.storage.part(tuple(v.name for v in layout.variables))
+        return State(layout, [self.buffers[i] for i in places], storage)
+
     def copy(self) -> State:
         """The same State in buffers of its own, to keep while training goes on.
 
@@ -159,7 +191,9 @@ class State:
             >>> float(first.parameters), float(state.parameters)
             (1.0, 0.0)
         """
-        return State(self.layout, [copied(self[v], v.dtype) for v in self.layout.variables])
+        if self.is_spent:
+            raise StateError(SPENT)
+        return State(self.layout, [copied(x, x.dtype) for x in self.buffers], self.storage)
 
     def replace(self, changes: Mapping[str, Any]) -> State:
         """A State with other values for some Variables; the types stay, nothing is compiled again.
@@ -178,7 +212,7 @@ class State:
         """
         if self.is_spent:
             raise StateError(SPENT)
-        values = list(self.values)
+        values = {}
         for name, value in changes.items():
             i = self._position(name)
             v = self.layout.variables[i]
@@ -189,7 +223,16 @@ class State:
             if (copy := self.layout.copies.get(v.name)) is not None and copy not in changes:
                 place = self._position(copy)
                 values[place] = jnp.broadcast_to(values[i], (self.layout.replicas.count, *v.shape))  # type: ignore[union-attr]
-        return State(self.layout, values)
+        return self._with(values)
+
+    def _with(self, changes: Mapping[int, Any]) -> State:
+        """A State with other values at these places of the layout; none shares a buffer if those change."""
+        if self.storage is None or not any(self.storage.is_shared(self._buffer(i)) for i in changes):
+            buffers = list(self.buffers)
+            for i, value in changes.items():
+                buffers[self._buffer(i)] = value
+            return State(self.layout, buffers, self.storage)
+        return State(self.layout, [changes.get(i, x) for i, x in enumerate(self.values)])
 
     def sweep(self, choices: Mapping[str, Sequence[Any]]) -> State:
         """As many States in one as there are choices: every array has one more axis, the first.
@@ -245,23 +288,32 @@ class State:
     @property
     def is_spent(self) -> bool:
         """Whether a step has taken over any of this State's buffers."""
-        return any(map(is_deleted, self.values))
+        return any(map(is_deleted, self.buffers))
 
     def __repr__(self) -> str:
         if self.is_spent:
             return "State(given to a step, spent)"
         names = ", ".join(v.name for v in self.layout.variables[:4])
-        return f"State({len(self.values)} Variables: {names}{', ...' if len(self.values) > 4 else ''})"
+        count = len(self.layout.variables)
+        return f"State({count} Variables: {names}{', ...' if count > 4 else ''})"
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Layout]:
-        """The values with their names, for ``jax.tree``."""
-        keys = map(jax.tree_util.DictKey, self.layout.position)
-        return list(zip(keys, self.values, strict=True)), self.layout
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Layout, Storage | None]]:
+        """The buffers with their names, for ``jax.tree``."""
+        names = self.layout.position if self.storage is None else self.storage.names
+        return list(zip(map(jax.tree_util.DictKey, names), self.buffers, strict=True)), self._kept
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Layout, Storage | None]]:
+        """The buffers, for ``jax.tree``."""
+        return self.buffers, self._kept
+
+    @property
+    def _kept(self) -> tuple[Layout, Storage | None]:
+        return self.layout, self.storage
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, values: Sequence[Any]) -> State:
-        """A State from its values, for ``jax.tree``."""
-        return cls(layout, values)
+    def tree_unflatten(cls, kept: tuple[Layout, Storage | None], buffers: Sequence[Any]) -> State:
+        """A State from its buffers, for ``jax.tree``."""
+        return cls(kept[0], buffers, kept[1])
 
 
 SPENT = (

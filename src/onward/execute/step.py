@@ -24,6 +24,8 @@ from onward.execute.portions import Filling, Portions
 from onward.execute.spread import By
 from onward.execute.state import SPENT, Layout, State
 from onward.execute.stopped import Stopped
+from onward.execute.storage.plan import plan
+from onward.execute.storage.storage import Storage
 
 _DEADLINE = 300.0  # seconds
 
@@ -47,6 +49,7 @@ class Step:
         donate: bool | Iterable[Where],
         check_feeds: bool = True,
         ahead: bool = True,
+        storage: Storage | None = None,
         by: str = By.SHARD_MAP,
         deadline: float | None = None,
     ) -> None:
@@ -59,18 +62,20 @@ class Step:
         self._bounded = check_feeds and bool(program.bounds)
         self._lock = RLock()
         self.feeds = Feeds(program)
-        self._stopped = Stopped.of(program, self.layout)
-        self._foreign: dict[Layout, tuple[int, ...]] = {}
+        self._stopped = Stopped.of(program)
+        self._known: set[Layout] = set()
+        self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
         self._executable = partial(
             Executable, fetch=self.fetch, donate=self._donate, by=_by(by), deadline=_deadline(deadline)
         )
         self._portions = None if program.replicas is None else Portions(program)
-        first = self._executable(program)
+        self.storage = storage
         shapes = key_of([self.layout.whole(v) for v in program.inputs])
-        self._executables = {shapes: first}
-        self._first = first
+        self._programs = {shapes: program}
+        self._first = self._executable(program, storage=self.storage)
+        self._executables = {(self.storage, shapes): self._first}
         if ahead:
-            self._compile(first)
+            self._compile(self._first)
 
     def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
         """The State before the first step: the parameters copied, everything else initialized.
@@ -102,7 +107,16 @@ class Step:
         if signature.model_state is not None:
             given |= by_structure(signature.model_state, state, signature.names[1])
         values = initialized(self.program, given, seed)
-        return State(self.layout, [self._first.place(v, values[v]) for v in self.layout.variables])
+        return self._stored([values[v] for v in self.layout.variables])
+
+    def _stored(self, values: Sequence[Any]) -> State:
+        """The State of these values as this Step stores it."""
+        if self.storage is None:
+            placed = zip(self.layout.variables, values, strict=True)
+            return State(self.layout, [self._first.place(v, x) for v, x in placed])
+        named = {v.name: x for v, x in zip(self.layout.variables, values, strict=True)}
+        buffers = zip(self.storage.buffers, self.storage.packed(named), strict=True)
+        return State(self.layout, [self._first.place(b.variable, x) for b, x in buffers], self.storage)
 
     def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
         """Run one step.
@@ -117,10 +131,11 @@ class Step:
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
             NonFiniteError: with ``guard(program, "stop")``, an earlier step was not finite.
         """
-        own = self._own(state)
+        state = self._accepted(state)
         if self._stopped is not None:
-            self._stopped.look(own)
-        executable, values, filling = self._find(self.feeds.named(data, feed) if feed else data)
+            self._stopped.look(state)
+        executable, values, filling = self._find(state, self.feeds.named(data, feed) if feed else data)
+        own = self._own(state, executable)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
             changed, results = executable.function(own, values)
@@ -129,29 +144,30 @@ class Step:
                 self._compile(executable)
             lying, changed, results = executable(own, values)
             if lying is not own:
-                state = self._with_own(state, lying)
+                state = self._with(state, executable, lying)
         if filling is not None:
             results = executable.emptied(results, filling)
-        return self._next(state, changed), Out(executable.results, results)
+        return self._with(state, executable, changed), Out(executable.results, results)
 
     @property
     def function(self) -> Callable[..., tuple[State, Out]]:
         """The pure function behind the step, ``(state, *data) -> (state, out)``: never donates."""
 
         def pure(state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
-            own = self._own(state)
+            state = self._accepted(state)
             if state.is_spent:
                 raise StateError(SPENT)
-            executable, values, filling = self._find(self.feeds.named(data, feed) if feed else data)
-            changed, results = executable.function(own, values)
-            return self._next(state, changed), Out(executable.results, executable.emptied(results, filling))
+            executable, values, filling = self._find(state, self.feeds.named(data, feed) if feed else data)
+            changed, results = executable.function(self._own(state, executable), values)
+            results = executable.emptied(results, filling)
+            return self._with(state, executable, changed), Out(executable.results, results)
 
         return pure
 
     def expect_going(self, state: State) -> None:
         """Wait for a State, and raise ``NonFiniteError`` if ``guard(program, "stop")`` stopped there."""
         if self._stopped is not None:
-            self._stopped.look(self._own(state), wait=True)
+            self._stopped.look(self._accepted(state), wait=True)
 
     def _donated(self, donate: bool | Iterable[Where]) -> frozenset[str]:
         """The names of the Variables whose buffers a step may reuse."""
@@ -159,7 +175,7 @@ class Step:
             return frozenset(v.name for v in self.layout.changed if donate)
         return frozenset(v.name for v in select(self.layout.changed, donate, "donate"))
 
-    def _find(self, data: tuple[Any, ...]) -> tuple[Executable, Sequence[Any], Filling | None]:
+    def _find(self, state: State, data: tuple[Any, ...]) -> tuple[Executable, Sequence[Any], Filling | None]:
         """The executable for data of these shapes, the data as it takes them, and how they are filled up."""
         values = self.feeds.read(data)
         if self._bounded:
@@ -168,11 +184,19 @@ class Step:
         if self._portions is not None:
             values, filling = self._portioned(values, self._portions)
         try:
-            return self._executables[key_of(values)], values, filling
+            return self._executables[state.storage, key_of(values)], values, filling
         except (KeyError, AttributeError):
             values = self.feeds.convert(values)
         with self._lock:
-            return self._executables.get(key_of(values)) or self._retrace(values), values, filling
+            return self._executable_for(state.storage, values), values, filling
+
+    def _executable_for(self, storage: Storage | None, values: Sequence[Any]) -> Executable:
+        """What runs data of these shapes on state that is stored so."""
+        key = storage, key_of(values)
+        if key not in self._executables:
+            program = self._programs.get(key[1]) or self._retraced(values)
+            self._executables[key] = self._executable(program, storage=storage)
+        return self._executables[key]
 
     def _portioned(self, values: Sequence[Any], portions: Portions) -> tuple[Sequence[Any], Filling | None]:
         """The batch of all processes, filled up so that the devices divide it."""
@@ -190,8 +214,8 @@ class Step:
                 executable.compile()
                 self.compilations += 1
 
-    def _retrace(self, values: Sequence[Any]) -> Executable:
-        """The executable for data of other shapes, by replaying the Program's recipe."""
+    def _retraced(self, values: Sequence[Any]) -> Program:
+        """The Program for data of other shapes, by replaying its recipe."""
         try:
             program = replayed(self.program, self.feeds.types(values))
         except OnwardError as error:
@@ -199,9 +223,8 @@ class Step:
         self.traces += 1
         if Layout.of(program) != self.layout:
             raise ArgumentError(self._misfit(values, "the state would be another"))
-        executable = self._executable(program)
-        self._executables[key_of(values)] = executable
-        return executable
+        self._programs[key_of(values)] = program
+        return program
 
     def _misfit(self, values: Sequence[Any], reason: str) -> str:
         wrong = [
@@ -215,48 +238,56 @@ class Step:
             f"{self.program.name}: {', '.join(wrong)}, and the function does not accept this: {reason}{note}"
         )
 
-    def _own(self, state: State) -> Sequence[Any]:
-        """The values of a State in this Step's layout."""
+    def _accepted(self, state: State) -> State:
+        """A State that holds what this Program keeps, stored as this Step does if it is one of its own."""
         if not isinstance(state, State):
             raise ArgumentError(
                 f"The first argument of a step is its State, not a {type(state).__name__}. Begin with "
                 "state = step.init(params); then state, out = step(state, *data)."
             )
         if state.layout is self.layout:
-            return state.values
-        return [state.values[i] for i in self._positions(state.layout)]
+            is_packed = state.storage is not None or self.storage is None
+            return state if is_packed else self._stored(state.values)
+        if state.layout not in self._known:
+            self._expect_all(state.layout)
+            self._known.add(state.layout)
+        return state
 
-    def _positions(self, layout: Layout) -> tuple[int, ...]:
-        """Where the State of another Step over the same Variables keeps what this one needs."""
-        found = self._foreign.get(layout)
+    def _expect_all(self, layout: Layout) -> None:
+        """Raise ``StateError`` unless the State of another Step holds what this one needs."""
+        known = set(map(layout.identity_of, layout.variables))
+        if lacking := [v for v in self.layout.variables if self.layout.identity_of(v) not in known]:
+            raise StateError(
+                f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which "
+                f"{self.program.name} keeps. Make one with this step's own init."
+            )
+
+    def _own(self, state: State, executable: Executable) -> Sequence[Any]:
+        """The buffers of a State that an executable takes, in its order."""
+        places = self._places_in(state, executable)
+        return state.buffers if places is None else [state.buffers[i] for i in places]
+
+    def _with(self, state: State, executable: Executable, buffers: Sequence[Any]) -> State:
+        """The State with other arrays for the first of those that an executable takes."""
+        places = self._places_in(state, executable)
+        if places is None:
+            return State(state.layout, (*buffers, *state.buffers[len(buffers) :]), state.storage)
+        found = list(state.buffers)
+        for i, array in zip(places, buffers, strict=False):
+            found[i] = array
+        return State(state.layout, found, state.storage)
+
+    def _places_in(self, state: State, executable: Executable) -> tuple[int, ...] | None:
+        """Where a State keeps what an executable takes; None if it is just that."""
+        if state.storage is self.storage and state.layout is self.layout:
+            return None
+        key = state.layout, state.storage
+        found = self._places.get(key)
         if found is None:
-            known = {layout.identity_of(v): i for i, v in enumerate(layout.variables)}
-            mine = [self.layout.identity_of(v) for v in self.layout.variables]
-            if lacking := [v for v, key in zip(self.layout.variables, mine, strict=True) if key not in known]:
-                raise StateError(
-                    f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which "
-                    f"{self.program.name} keeps. Make one with this step's own init."
-                )
-            found = self._foreign[layout] = tuple(map(known.__getitem__, mine))
+            names = state.layout.position if state.storage is None else state.storage.names
+            place = {name: i for i, name in enumerate(names)}
+            found = self._places[key] = tuple(place[v.name] for v in executable.layout.variables)
         return found
-
-    def _with_own(self, state: State, own: Sequence[Any]) -> State:
-        """The State with other arrays for what this Step keeps, equal ones that lie elsewhere."""
-        if state.layout is self.layout:
-            return State(self.layout, own)
-        values = list(state.values)
-        for i, value in zip(self._positions(state.layout), own, strict=True):
-            values[i] = value
-        return State(state.layout, values)
-
-    def _next(self, state: State, changed: Sequence[Any]) -> State:
-        """The State with the new values, in the layout it came in."""
-        if state.layout is self.layout:
-            return State(self.layout, (*changed, *state.values[len(changed) :]))
-        values = list(state.values)
-        for i, value in zip(self._positions(state.layout), changed, strict=False):
-            values[i] = value
-        return State(state.layout, values)
 
     def __repr__(self) -> str:
         return f"Step({self.program.name!r}, {self.compilations} compiled)"
@@ -304,7 +335,7 @@ def compile(
             f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
             "optimizer.minimize(loss, params, *data) to train."
         )
-    return Step(program, listed(fetch), donate, check_feeds, by=by, deadline=deadline)
+    return Step(program, listed(fetch), donate, check_feeds, storage=plan(program), by=by, deadline=deadline)
 
 
 def _by(word: str) -> By:

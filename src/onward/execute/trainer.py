@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.errors import ArgumentError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
@@ -33,6 +33,7 @@ from onward.execute.out import Out
 from onward.execute.restore import PLACEMENTS, Restored, matched
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
+from onward.execute.storage.plan import plan
 
 _SPREAD = (Placement.PER_REPLICA, Placement.SHARDED)
 
@@ -97,14 +98,13 @@ class Trainer:
         self.resumed = False
         layout = Layout.of(self.program)
         _check_same(model.state.layout, layout)
-        self._own_variables = tuple(v for v in layout.variables if v.name not in model.state.layout.position)
-        given = {v: model.state[v] for v in layout.variables if v not in self._own_variables}
+        mine = model.state.layout.position
+        given = {v: model.state[v] for v in layout.variables if v.name in mine}
         values = initialized(self.program, given, 0)
-        self._own: tuple[Any, ...] = tuple(values[v] for v in self._own_variables)
-        donated = [v.name for v in layout.changed if not share or v in self._own_variables]
-        self._step = Step(self.program, (), donate=donated, ahead=False)
+        donated = [v.name for v in layout.changed if not share or v.name not in mine]
+        self._step = Step(self.program, (), donate=donated, ahead=False, storage=plan(self.program, mine))
+        self._state = State(self._step.layout, [values[v] for v in self._step.layout.variables])
         self._taken: State | None = model.state
-        self._joint = _Joint(self._step.layout, model.state.layout, self._own_variables)
 
     def update(self, *data: Any, **feed: Any) -> Out:
         """Train on one batch; ``out.loss`` is the loss before the update.
@@ -206,11 +206,7 @@ class Trainer:
         name = getattr(name, "name", name)
         if name in self.model.state.layout.position:
             return self.model[name]
-        for v, value in zip(self._own_variables, self._own, strict=True):
-            if v.name == name:
-                return value
-        known = [v.name for v in self._step.layout.variables]
-        raise UnknownNameError(f"The trainer keeps nothing named {name!r}. {nearest(str(name), known)}")
+        return self._state[name]
 
     def replace(self, values: Mapping[str, Any]) -> None:
         """Set state Variables: ``trainer.replace({"learning_rate": 1e-4})``. Nothing is compiled again.
@@ -223,8 +219,8 @@ class Trainer:
 
     def take(self, state: State) -> None:
         """Go on from this State of the training Program."""
-        values, self._own = self._joint.split(state.values)
-        self.model.publish(State(self.model.state.layout, values))
+        self._state = state
+        self.model.publish(state.part(self.model.state.layout))
         self._taken = self.model.state
 
     @property
@@ -238,10 +234,14 @@ class Trainer:
 
         Where each device has parameters of its own, they follow what somebody else gave the model.
         """
-        state = State(self._step.layout, self._joint.join(self.model.state.values, self._own))
-        if not self._step.layout.copies or self.model.state is self._taken:
+        model, before = self.model.state, self._taken
+        if model is before:
+            return self._state
+        own = self._state
+        state = State(own.layout, [(model if n in model.layout.position else own)[n] for n in own])
+        if not own.layout.copies:
             return state
-        before, self._taken = self._taken, self.model.state
+        self._taken = model
         names = self._step.layout.copies
         return state.replace({n: state[n] for n in names if before is not None and state[n] is not before[n]})
 
@@ -334,26 +334,6 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"Trainer({self.model!r}, step {self.step})"
-
-
-class _Joint:
-    """How the state of a training Program is made of the Model's values and the Trainer's own."""
-
-    def __init__(self, whole: Layout, model: Layout, own: Sequence[Variable]) -> None:
-        names = [*(v.name for v in model.variables), *(v.name for v in own)]
-        position = {name: i for i, name in enumerate(names)}
-        self._order = [position[v.name] for v in whole.variables]
-        self._back = [whole.position[name] for name in names]
-        self._count = len(model.variables)
-
-    def join(self, model: Sequence[Any], own: Sequence[Any]) -> tuple[Any, ...]:
-        """The values in the order of the training Program."""
-        return tuple(map((*model, *own).__getitem__, self._order))
-
-    def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The values of the Model, and the Trainer's."""
-        found = tuple(map(values.__getitem__, self._back))
-        return found[: self._count], found[self._count :]
 
 
 def _check_same(model: Layout, training: Layout) -> None:

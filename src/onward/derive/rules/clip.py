@@ -85,6 +85,7 @@ class ClipByGlobalNorm(GradientRule):
     """
 
     type: ClassVar[UpdateType] = UpdateType.ACROSS
+    any_layout: ClassVar[bool] = True
     max_norm: Hyperparameter = 1.0
 
     def update(

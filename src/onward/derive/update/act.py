@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs import Body, Collected, Type, body_of
 from onward.core.program import Variable
 from onward.core.words import UpdateType
 from onward.derive.rule import GradientRule
@@ -78,6 +78,22 @@ class Act:
     def body(self) -> Body:
         """The rule as a function of the inputs: the results, then what the slots become."""
         return body_of(self._run, *(Type(v.shape, v.dtype) for v in self.inputs))
+
+    def tight(self) -> tuple[Body, tuple[int, ...]]:
+        """The body without the inputs that it does not read, and the positions of those it does."""
+        body = self.body()
+        body, taken = body.restricted(range(len(body.out_avals)))
+        gradients = tuple(self.columns.get("gradient", ()))
+        if self.rule.any_layout and tuple(self.inputs[i] for i in taken)[: len(gradients)] == gradients:
+            body.collected = Collected(len(gradients), self._of_other_arrays)
+        return body, taken
+
+    def _of_other_arrays(self, types: Sequence[Type]) -> Body:
+        """The body for gradients of these types, which hold the same numbers."""
+        parameters, gradients = ([Variable(n, t.shape, t.dtype) for t in types] for n in self.columns)
+        columns = dict(zip(self.columns, (parameters, gradients), strict=True))
+        act = Act(self.rule, columns, [{}] * len(types), self.values, gradients, None)
+        return act.tight()[0]
 
     def _run(self, *inputs: Any) -> list[Any]:
         env = dict(zip(self.inputs, inputs, strict=True))

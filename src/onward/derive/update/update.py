@@ -25,7 +25,7 @@ from onward.define.trace import explaining
 from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 from onward.derive.update.act import Act, Slot
-from onward.derive.update.draft import Draft, Place, tight, update_op
+from onward.derive.update.draft import Draft, Place, update_op
 from onward.derive.update.groups import Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
 from onward.derive.update.loss import LossFunction
@@ -305,7 +305,7 @@ class Update:
         loss = LossFunction(self.source, [t.parameter for t in members]) if rule.evaluates_loss else None
         act = Act(rule, columns, slots, values, results, loss)
         if act.key not in self.draft.bodies:
-            self.draft.bodies[act.key] = tight(explaining(f"The update of {type(rule).__name__}", act.body))
+            self.draft.bodies[act.key] = explaining(f"The update of {type(rule).__name__}", act.tight)
         body, taken = self.draft.bodies[act.key]
         old = [v for kept_slots in slots for slot in kept_slots.values() for v in slot.arrays]
         made = [Variable(self.draft.names.new(v.name), v.shape, v.dtype, kind) for v in results]

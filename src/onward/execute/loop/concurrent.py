@@ -19,7 +19,6 @@ from onward.execute.gradient_machine import GradientMachine
 from onward.execute.loop.prefetch import END, PATIENCE
 from onward.execute.loop.training import Batch, Training
 from onward.execute.out import Out
-from onward.execute.state import State
 from onward.execute.step import Step
 
 if TYPE_CHECKING:
@@ -114,6 +113,6 @@ class Applier:
         """One update with the gradients of a machine; to be called by one thread at a time."""
         feed = {machine.names[name]: gradient for name, gradient in machine.gradients.items()}
         state, out = self._step(self.trainer.joined(), **feed)
-        self.trainer.take(State(state.layout, state.values))
+        self.trainer.take(state)
         self.trainer.step += 1
         return out

@@ -1,0 +1,1 @@
+"""How state lies in memory between two steps: few buffers in place of many small arrays."""
