@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import isinf, nan
 from threading import RLock
@@ -24,8 +24,9 @@ from onward.execute.portions import Filling, Portions
 from onward.execute.spread import By
 from onward.execute.state import SPENT, Layout, State
 from onward.execute.stopped import Stopped
-from onward.execute.storage.plan import plan
+from onward.execute.storage.plan import plan as storage_of
 from onward.execute.storage.storage import Storage
+from onward.execute.tuning import Plan, Tuned, Tuning
 
 _DEADLINE = 300.0  # seconds
 
@@ -49,7 +50,8 @@ class Step:
         donate: bool | Iterable[Where],
         check_feeds: bool = True,
         ahead: bool = True,
-        storage: Storage | None = None,
+        tuning: Tuning | None = None,
+        apart: Collection[str] | None = None,
         by: str = By.SHARD_MAP,
         deadline: float | None = None,
     ) -> None:
@@ -69,10 +71,12 @@ class Step:
             Executable, fetch=self.fetch, donate=self._donate, by=_by(by), deadline=_deadline(deadline)
         )
         self._portions = None if program.replicas is None else Portions(program)
-        self.storage = storage
+        self._tuning = tuning or Tuning(is_on=False)
         shapes = key_of([self.layout.whole(v) for v in program.inputs])
-        self._programs = {shapes: program}
-        self._first = self._executable(program, storage=self.storage)
+        self._tuned = {shapes: self._tuning(program, self.fetch)}
+        first = self._tuned[shapes].program
+        self.storage = None if apart is None else storage_of(first, apart)
+        self._first = self._executable(first, storage=self.storage)
         self._executables = {(self.storage, shapes): self._first}
         if ahead:
             self._compile(self._first)
@@ -164,6 +168,26 @@ class Step:
 
         return pure
 
+    def plan(self) -> Plan:
+        """What was done to the Program before it was compiled, and which buffers hold its state.
+
+        Example:
+            >>> import jax.numpy as jnp, onward as ow
+            >>> def loss(params, x):
+            ...     for w in params:
+            ...         x = x + jnp.tanh(x @ w)
+            ...     return jnp.mean(x**2)
+            >>> program = ow.SGD(0.1).minimize(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
+            >>> print(ow.compile(program, roll=True).plan())
+            loss: 11 ops compiled for 55
+            rolled: 6 layers of 3 ops in one loop, 1 parameter of each stacked
+            8 state Variables in 3 buffers
+            params/*  float32[6,4,4]  6 stacked  a rolled run reads them as one
+            2 others                  alone
+        """
+        (tuned, *_) = self._tuned.values()
+        return Plan(self.program, self._first.program, tuned.notes, self.storage)
+
     def expect_going(self, state: State) -> None:
         """Wait for a State, and raise ``NonFiniteError`` if ``guard(program, "stop")`` stopped there."""
         if self._stopped is not None:
@@ -194,8 +218,8 @@ class Step:
         """What runs data of these shapes on state that is stored so."""
         key = storage, key_of(values)
         if key not in self._executables:
-            program = self._programs.get(key[1]) or self._retraced(values)
-            self._executables[key] = self._executable(program, storage=storage)
+            tuned = self._tuned.get(key[1]) or self._retraced(values)
+            self._executables[key] = self._executable(tuned.program, storage=storage)
         return self._executables[key]
 
     def _portioned(self, values: Sequence[Any], portions: Portions) -> tuple[Sequence[Any], Filling | None]:
@@ -214,8 +238,8 @@ class Step:
                 executable.compile()
                 self.compilations += 1
 
-    def _retraced(self, values: Sequence[Any]) -> Program:
-        """The Program for data of other shapes, by replaying its recipe."""
+    def _retraced(self, values: Sequence[Any]) -> Tuned:
+        """The Program for data of other shapes, by replaying its recipe, as it is compiled."""
         try:
             program = replayed(self.program, self.feeds.types(values))
         except OnwardError as error:
@@ -223,8 +247,8 @@ class Step:
         self.traces += 1
         if Layout.of(program) != self.layout:
             raise ArgumentError(self._misfit(values, "the state would be another"))
-        self._programs[key_of(values)] = program
-        return program
+        self._tuned[key_of(values)] = self._tuning(program, self.fetch)
+        return self._tuned[key_of(values)]
 
     def _misfit(self, values: Sequence[Any], reason: str) -> str:
         wrong = [
@@ -300,6 +324,8 @@ def compile(
     check_feeds: bool = True,
     by: str = By.SHARD_MAP,
     deadline: float | None = None,
+    roll: bool | None = None,
+    tune: bool = True,
 ) -> Step:
     """Compile a Program to one XLA computation, ahead of time.
 
@@ -314,10 +340,14 @@ def compile(
         by: what of JAX runs a replicated Program: ``"shard_map"`` or ``"pmap"``; the results are equal.
         deadline: how many seconds a step over several processes may take before ``PeerError`` says which
             process it waits for. 300 unless given or said by ONWARD_DEADLINE; ``math.inf`` for no end.
+        roll: compile repeated layers as one loop over stacked parameters; None: where it gains something.
+        tune: let many small Variables share a buffer, and rewrite what a device is slow at; the results
+            are the same. ``print(step.plan())`` tells what was done.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable bears.
         ArgumentError: a Program for more devices than there are.
+        GraphError: ``roll=True`` where no layer repeats.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -335,7 +365,9 @@ def compile(
             f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
             "optimizer.minimize(loss, params, *data) to train."
         )
-    return Step(program, listed(fetch), donate, check_feeds, storage=plan(program), by=by, deadline=deadline)
+    tuning = Tuning(tune, roll)
+    apart = () if tune else None
+    return Step(program, listed(fetch), donate, check_feeds, True, tuning, apart, by, deadline)
 
 
 def _by(word: str) -> By:

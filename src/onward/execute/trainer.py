@@ -33,7 +33,7 @@ from onward.execute.out import Out
 from onward.execute.restore import PLACEMENTS, Restored, matched
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
-from onward.execute.storage.plan import plan
+from onward.execute.tuning import Tuning
 
 _SPREAD = (Placement.PER_REPLICA, Placement.SHARDED)
 
@@ -102,7 +102,7 @@ class Trainer:
         given = {v: model.state[v] for v in layout.variables if v.name in mine}
         values = initialized(self.program, given, 0)
         donated = [v.name for v in layout.changed if not share or v.name not in mine]
-        self._step = Step(self.program, (), donate=donated, ahead=False, storage=plan(self.program, mine))
+        self._step = Step(self.program, (), donate=donated, ahead=False, tuning=Tuning(), apart=mine)
         self._state = State(self._step.layout, [values[v] for v in self._step.layout.variables])
         self._taken: State | None = model.state
 

@@ -277,7 +277,7 @@ def pattern_of(names: Sequence[str]) -> str:
     end = 0
     while end < shortest - begin and len({name[-1 - end] for name in names}) == 1:
         end += 1
-    return f"{first[:begin]}*{first[len(first) - end :]}" if begin < len(first) else first
+    return first if first == last else f"{first[:begin]}*{first[len(first) - end :]}"
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ from onward.execute.storage.storage import Buffer, Form, Storage
 
 SMALL = 16 * 1024  # bytes of a Variable whose copy costs less than passing it
 LEAST = 64  # arrays that must be saved before anything is packed
-_FEW = 8
+_FEW, _MANY = 8, 32  # members of a stack that one op updates, and of other buffers
 
 _ROLLED, _UPDATED, _LIKE = "a rolled run reads them as one", "updated by one op", "small, of one type"
 _SMALL = "small, of one dtype"
@@ -126,7 +126,7 @@ class _Planning:
             if _is_small(v):
                 found[v in self.program.next_state, v.name in self.apart, key(v)].append(v)
         for members in found.values():
-            if len(members) >= _FEW:
+            if len(members) >= _MANY:
                 self.share(members, form, why)
 
     def storage(self) -> Storage:

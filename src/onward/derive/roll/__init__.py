@@ -1,0 +1,1 @@
+"""Repeated layers of a forward pass, found by comparing ops, as one loop over stacked parameters."""

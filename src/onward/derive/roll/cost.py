@@ -1,0 +1,82 @@
+"""When a loop over layers is worth it: where they are many, and no convolution stands in them on a CPU.
+
+A loop costs: its layers are not fused into each other, and what they save for the backward pass is written
+into one array and read back from it. It saves what grows with depth: compiling, and on a CPU the arithmetic
+that XLA repeats where a long chain of layers reads the same sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+
+from onward.core.program import Program
+from onward.derive.roll.find import find_runs
+from onward.derive.roll.forward import forward_ops
+from onward.derive.roll.line import line_of
+from onward.derive.roll.run import Run
+
+LEAST_TIMES = 12
+LEAST_SAVED = 200
+_SLOW_IN_A_LOOP = "conv_general_dilated"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the layers of a Program are worth a loop, and why."""
+
+    is_worth: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.is_worth
+
+
+def worth_rolling(program: Program) -> Verdict:
+    """Whether ``roll`` gains from a Program, as far as its ops tell; nothing is traced.
+
+    Worth a loop are layers that repeat 12 times or more and save 200 ops or more, without convolutions if a
+    CPU is to run them.
+
+    Args:
+        program: a Program at any stage.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> def loss(params, x):
+        ...     for w in params:
+        ...         x = x + jnp.tanh(x @ w)
+        ...     return jnp.mean(x**2)
+        >>> print(worth_rolling(ow.trace(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))).reason)
+        6 layers of 3 ops: fewer than 12 layers gain too little from a loop
+    """
+    line = line_of(replace(program, ops=forward_ops(program)), frozenset(), frozenset())
+    runs = find_runs(line).runs
+    if not runs:
+        return Verdict(False, "no layer repeats")
+    verdicts = [verdict_on(run) for run in runs]
+    good = [verdict for verdict in verdicts if verdict]
+    longest = max(range(len(runs)), key=lambda i: runs[i].saved)
+    return good[0] if len(good) == 1 else _together(good) if good else verdicts[longest]
+
+
+def verdict_on(run: Run) -> Verdict:
+    """Whether one run is worth a loop."""
+    words = f"{run.times} layers of {run.period} ops"
+    if run.times < LEAST_TIMES:
+        return Verdict(False, f"{words}: fewer than {LEAST_TIMES} layers gain too little from a loop")
+    if run.saved < LEAST_SAVED:
+        return Verdict(False, f"{words}: so few ops gain too little from a loop")
+    if jax.default_backend() == "cpu" and any(op.type == _SLOW_IN_A_LOOP for op in run.layers[0]):
+        return Verdict(False, f"{words}: a convolution is slow within a loop on a CPU")
+    return Verdict(True, f"{words}")
+
+
+def is_worth(run: Run) -> bool:
+    """The rule by which only what is worth it becomes a loop."""
+    return verdict_on(run).is_worth
+
+
+def _together(verdicts: list[Verdict]) -> Verdict:
+    return Verdict(True, ", ".join(verdict.reason for verdict in verdicts))

@@ -1,0 +1,75 @@
+"""The forward pass behind a Program, and the transforms that made the rest of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from onward.core.jaxprs import Type
+from onward.core.placement import whole_shape
+from onward.core.program import Op, Program
+from onward.core.transform import Recipe, Step
+from onward.core.words import Pass
+from onward.derive.backward import append_backward
+from onward.derive.update.update import append_update
+
+
+def forward_of(program: Program, recipe: Recipe) -> tuple[Program, tuple[Step, ...]]:
+    """The forward pass as the recipe makes it, and the transforms that follow.
+
+    What only adds ops to it is taken away again; otherwise the function is traced once more.
+    """
+    steps = recipe.steps
+    made = [step.function for step in steps]
+    if program.replicas is None and made == [append_backward, append_update][: len(made)]:
+        return without_derived(program, recipe), steps
+    forward = recipe.origin.trace(_data_types(program))
+    for i, step in enumerate(steps):
+        if step.function is append_backward:
+            return forward, steps[i:]
+        following = step.function(forward, *step.arguments, **step.options)
+        if any(op.made_by is not Pass.FORWARD for op in following.ops):
+            return forward, steps[i:]
+        forward = following
+    return forward, ()
+
+
+def forward_ops(program: Program) -> tuple[Op, ...]:
+    """The forward ops as they were before they saved anything for the backward pass."""
+    return tuple(_first_form(op) for op in program.ops if op.made_by is Pass.FORWARD)
+
+
+def without_derived(program: Program, recipe: Recipe) -> Program:
+    """The Program without the backward and update pass that was added to it."""
+    ops = forward_ops(program)
+    initializers = tuple(op for op in program.initializers if op.made_by is Pass.FORWARD)
+    derived = {v for op in program.initializers if op.made_by is not Pass.FORWARD for v in op.outputs}
+    state = tuple(v for v in program.state if v not in derived)
+    known = {*program.inputs, *state, *program.constants, *(v for op in ops for v in op.outputs)}
+    following = {old: new for old, new in program.next_state.items() if old not in derived and new in known}
+    return replace(
+        program,
+        state=state,
+        ops=ops,
+        next_state=following,
+        gradients=(),
+        initializers=initializers,
+        hyperparameters=(),
+        limits={},
+        recipe=Recipe(recipe.origin, ops),
+    )
+
+
+def _first_form(op: Op) -> Op:
+    if op.primal is None:
+        return op
+    return replace(op, outputs=op.outputs[: len(op.primal.out_avals)], body=op.primal, primal=None)
+
+
+def _data_types(program: Program) -> tuple[Any, ...]:
+    """The data of the traced function by its types, over all devices together."""
+    assert program.signature is not None
+    return tuple(
+        structure.unflatten(Type(whole_shape(v, program.replicas), v.dtype) for v in structure.variables)
+        for structure in program.signature.data
+    )

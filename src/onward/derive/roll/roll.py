@@ -1,0 +1,214 @@
+"""Repeated layers become one loop over stacked parameters: what is compiled does not grow with depth.
+
+    roll(optimizer.minimize(loss, params, *data))
+
+In the forward pass each run of equal layers becomes ``stack`` ops, a ``scan`` and, where others read what
+single layers made, ``unstack`` ops. Backward pass and update are derived of that again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from onward.core.errors import GraphError, UnknownNameError, UnreachedWarning
+from onward.core.names import Names
+from onward.core.program import Program, Variable
+from onward.core.transform import Step, recipe_of, transform
+from onward.core.walk import Where, listed, select
+from onward.core.words import Pass
+from onward.derive.backward import append_backward
+from onward.derive.roll.build import Layers
+from onward.derive.roll.cost import Verdict, is_worth, worth_rolling
+from onward.derive.roll.find import Accepts, find_runs
+from onward.derive.roll.fold import with_loops
+from onward.derive.roll.forward import forward_of
+from onward.derive.roll.line import line_of, returned_by
+from onward.derive.roll.near import nothing_repeats
+from onward.derive.roll.run import Run
+
+
+def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
+    """The Program whose repeated layers are one loop each, over stacked parameters.
+
+    Layers are found by comparing ops by type, attributes, types and wiring, so that no name and no hint is
+    needed. What all layers read is given to the loop once, what each has of its own is stacked, what one
+    hands to the next is carried; numbers in the code that differ, such as the rate of a dropout, are stacked
+    as well. Layers within layers become loops within the loop. Parameters, their gradients, state and
+    results are the same Variables as before. Ops with effects stay as they are; no loop reaches over them.
+
+    Of what a layer computes, only what others read can still be fetched, and what ``keep`` names. A gradient
+    of such an activation is none of the Variables any more.
+
+    Args:
+        program: a Program that was traced, at any stage, replicated or not.
+        keep: activations that shall exist: names, patterns, Variables or predicates.
+
+    Raises:
+        GraphError: nothing repeats, or ``keep`` names the gradient of an activation within a layer.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+        UnknownNameError: ``keep`` names nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> def loss(params, x):
+        ...     for w in params:
+        ...         x = x + jnp.tanh(x @ w)
+        ...     return jnp.mean(x**2)
+        >>> program = ow.trace(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
+        >>> rolled = roll(program)
+        >>> len(program.ops), [op.type for op in rolled.ops]
+        (21, ['stack', 'scan', 'integer_pow', 'reduce_sum', 'div'])
+        >>> [str(found) for found in rolls_of(rolled)]
+        ['6 layers of 3 ops in one loop, 1 parameter of each stacked']
+    """
+    return _again(program, tuple(listed(keep)), everything)
+
+
+def everything(run: Run) -> bool:
+    """The rule by which each run becomes a loop."""
+    return True
+
+
+def roll_where_worth(program: Program, keep: Where | Iterable[Where] = ()) -> tuple[Program, Verdict]:
+    """The Program with those layers rolled that are worth it, and what was found; see ``worth_rolling``.
+
+    It comes back as it is where nothing is worth it, or where ``keep`` names what a loop could not hand out.
+
+    Args:
+        program: as for ``roll``.
+        keep: as for ``roll``.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+        >>> same, verdict = roll_where_worth(program)
+        >>> same is program, verdict.reason
+        (True, 'no layer repeats')
+    """
+    verdict = worth_rolling(program)
+    if not verdict:
+        return program, verdict
+    try:
+        return _again(program, tuple(listed(keep)), is_worth), verdict
+    except GraphError as error:
+        return program, Verdict(False, str(error))
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """Layers that became one loop.
+
+    Attributes:
+        times: how many layers.
+        ops: how many ops each has.
+        parameters: how many parameters each has of its own, which are stacked.
+        scope: the scope that they stand in, if it is one.
+    """
+
+    times: int
+    ops: int
+    parameters: int
+    scope: str
+
+    def __str__(self) -> str:
+        of = f" of {self.scope}" if self.scope else ""
+        s = "" if self.parameters == 1 else "s"
+        return (
+            f"{self.times} layers of {self.ops} ops{of} in one loop, {self.parameters} parameter{s} of each "
+            "stacked"
+        )
+
+
+def rolls_of(program: Program) -> tuple[Rolled, ...]:
+    """What was rolled in a Program; see ``roll``."""
+    found: list[Rolled] = []
+    for op in program.ops:
+        body = op.primal or op.body
+        if isinstance(body, Layers):
+            found.append(Rolled(body.times, body.period, body.parameters, body.scope))
+        elif op.made_by is Pass.BACKWARD and "micro_batch" in op.subprograms:
+            found.extend(rolls_of(op.subprograms["micro_batch"]))
+    return tuple(found)
+
+
+@transform
+def rolled(
+    program: Program, keep: tuple[Where, ...], apart: tuple[Where, ...], accepts: Accepts = everything
+) -> Program:
+    """A forward Program with each run as a loop; as it is where nothing repeats.
+
+    ``keep`` names what shall exist, ``apart`` what shall also be computed outside of every loop; either may
+    name nothing here: a test Program lacks some of what is trained.
+    """
+    variables = tuple(program.variables.values())
+    kept = returned_by(program) | _chosen(variables, keep)
+    return with_loops(program, kept, _chosen(variables, apart), Names(program.variables), accepts)
+
+
+def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Program:
+    """The Program derived again, with the forward pass rolled."""
+    recipe = recipe_of(program, "with its layers rolled", "Write the loop yourself, with jax.lax.scan")
+    wanted = select(tuple(program.variables.values()), keep, "roll, keep") if keep else ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
+        forward, rest = forward_of(program, recipe)
+        names = tuple(v.name for v in wanted if v.name in forward.variables)
+        result = rolled(forward, names, _named_later(forward, rest), accepts)
+        if not any(isinstance(op.body, Layers) for op in result.ops):
+            line = line_of(forward, returned_by(forward), frozenset())
+            raise nothing_repeats(program.name, line, find_runs(line))
+        folded = _folded(forward, result)
+        for step in rest:
+            result = step.function(result, *step.arguments, **step.options)
+    _expect_kept(program, result, wanted, folded)
+    assert result.recipe is not None
+    return replace(result, recipe=replace(result.recipe, origin=recipe.origin))
+
+
+def _named_later(forward: Program, steps: Iterable[Step]) -> tuple[str, ...]:
+    """The activations, but for the loss, that transforms of the forward pass are given by name."""
+    computed = tuple(v for op in forward.ops for v in op.outputs if v is not forward.loss)
+    names: set[str] = set()
+    for step in steps:
+        if step.function is append_backward:
+            order = ("loss", "parameter_list", "no_grad_set")
+            given = dict(zip(order, step.arguments, strict=False)) | step.options
+            stopped = _chosen(computed, listed(given.get("no_grad_set", ())))
+            names.update({v.name for v in stopped} | {str(given.get("loss"))})
+        else:
+            texts = (a for a in (*step.arguments, *step.options.values()) if isinstance(a, str | tuple))
+            names.update(name for text in texts for name in listed(text) if isinstance(name, str))
+    return tuple(v.name for v in computed if v.name in names)
+
+
+def _matching(variables: tuple[Variable, ...], choice: Where) -> tuple[Variable, ...]:
+    """The Variables that are chosen, if there are any."""
+    try:
+        return select(variables, [choice], "roll")
+    except UnknownNameError:
+        return ()
+
+
+def _chosen(variables: tuple[Variable, ...], where: Iterable[Where]) -> frozenset[Variable]:
+    return frozenset(v for choice in where for v in _matching(variables, choice))
+
+
+def _folded(forward: Program, result: Program) -> frozenset[str]:
+    """The names of what is computed within a loop, and what of it is handed out by ``unstack``."""
+    computed = {v for op in result.ops if op.type != "unstack" for v in op.outputs}
+    return frozenset(v.name for op in forward.ops for v in op.outputs if v not in computed)
+
+
+def _expect_kept(
+    program: Program, result: Program, wanted: Iterable[Variable], folded: frozenset[str]
+) -> None:
+    """Raise ``GraphError`` for a gradient within a layer that shall be kept."""
+    within = {f"grad({name})" for name in folded}
+    for v in wanted:
+        if v.name not in result.variables or v.name in within:
+            raise GraphError(
+                f"roll: {v.name!r} is computed within layers that become one loop, and activations alone can be "
+                "handed out of it. Leave roll away to fetch it: compile(program, roll=False)."
+            )

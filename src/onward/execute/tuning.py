@@ -1,0 +1,84 @@
+"""What ``compile`` makes of a Program before it runs: the same results, less to do.
+
+A Step keeps the Program that people gave it, by whose names they fetch. What is compiled is made of that:
+repeated layers are a loop, where this gains something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onward.core.errors import GraphError, RecipeError
+from onward.core.program import Program
+from onward.derive.roll.cost import worth_rolling
+from onward.derive.roll.roll import roll, rolls_of
+from onward.execute.storage.storage import Storage
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A Program as it is compiled, and what was done to it, in words."""
+
+    program: Program
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a Step runs a Program; ``print`` shows it.
+
+    Attributes:
+        program: as people gave it.
+        compiled: as it is compiled, over buffers.
+        notes: what was done to it.
+        storage: which buffer holds what; None where each state Variable has one of its own.
+    """
+
+    program: Program
+    compiled: Program
+    notes: tuple[str, ...]
+    storage: Storage | None
+
+    def __str__(self) -> str:
+        count = len(self.program.state)
+        kept = str(self.storage) if self.storage else f"{count} state Variables, each in a buffer of its own"
+        head = f"{self.program.name}: {len(self.compiled.ops)} ops compiled for {len(self.program.ops)}"
+        return "\n".join([head, *self.notes, kept])
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be done to a Program before it is compiled.
+
+    Attributes:
+        is_on: whether anything may be done that is not asked for.
+        roll: whether repeated layers become a loop; None: where it gains something.
+    """
+
+    is_on: bool = True
+    roll: bool | None = None
+
+    def __call__(self, program: Program, fetch: Sequence[str]) -> Tuned:
+        """The Program to compile, of which these names are fetched."""
+        program, note = self._rolled(program, fetch)
+        return Tuned(program, (note,))
+
+    def _rolled(self, program: Program, fetch: Sequence[str]) -> tuple[Program, str]:
+        if self.roll:
+            result = roll(program, keep=fetch)
+            return result, _words(result)
+        if self.roll is not None or not self.is_on:
+            return program, "not rolled: switched off"
+        verdict = worth_rolling(program)
+        if not verdict:
+            return program, f"not rolled: {verdict.reason}"
+        try:
+            result = roll(program, keep=fetch)
+        except (GraphError, RecipeError) as error:
+            return program, f"not rolled: {error}"
+        return result, _words(result)
+
+
+def _words(rolled: Program) -> str:
+    return "rolled: " + "; ".join(map(str, rolls_of(rolled)))

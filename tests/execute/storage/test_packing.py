@@ -1,0 +1,204 @@
+"""A Program over buffers computes what the Program over Variables does, with one op for each family."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.core.program import Program
+from onward.execute.storage import plan as planning
+from onward.execute.storage.families import families_of
+from onward.execute.storage.packing import packed, pattern_of
+from onward.execute.storage.storage import Form, Storage
+
+SIZE, LAYERS = 4, 8
+X = jnp.linspace(-1.0, 1.0, 3 * SIZE).reshape(3, SIZE)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models are packed as well here."""
+    monkeypatch.setattr(planning, "LEAST", 8)
+
+
+def parameters(layers: int = LAYERS) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "w": jnp.asarray(rng.normal(size=(SIZE, SIZE)) / 2, jnp.float32),
+            "b": jnp.asarray(rng.normal(size=SIZE), jnp.float32),
+        }
+        for _ in range(layers)
+    ]
+
+
+def loss(layers: list[dict[str, Any]], x: jax.Array) -> jax.Array:
+    for layer in layers:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean(x**2)
+
+
+def storage_of(program: Program) -> Storage:
+    found = planning.plan(program)
+    assert found is not None
+    return found
+
+
+def count_of(program: Program) -> Counter[str]:
+    return Counter(op.type for op in program.ops)
+
+
+def expect_equal(program: Program, steps: int = 4, rtol: float = 2e-6) -> ow.Step:
+    """Raise unless a packed Step and one that is not come to the same State."""
+    apart, together = ow.compile(program, tune=False), ow.compile(program, roll=False)
+    assert together.storage is not None
+    one, other = apart.init(parameters()), together.init(parameters())
+    for _ in range(steps):
+        one, expected = apart(one, X)
+        other, found = together(other, X)
+        np.testing.assert_allclose(found.loss, expected.loss, rtol=rtol)
+    for name in one:
+        np.testing.assert_allclose(other[name], one[name], rtol=rtol, atol=1e-7, err_msg=name)
+    return together
+
+
+OPTIMIZERS = {
+    "adam": ow.Adam(0.01),
+    "clip, l2, ema": ow.AdamW(0.01, rules=[ow.ClipByGlobalNorm(0.01), ow.L2(0.1), ow.EMA(0.9)]),
+    "per matrix": ow.LAMB(0.01),
+    "factored": ow.Adafactor(0.01),
+    "some decay": ow.SGD(0.01, rules=[ow.WeightDecay(0.1, where="*/w")]),
+    "groups": ow.Adam(0.01, groups=[ow.Group("layers/[0-5]/w", learning_rate=0.1)]),
+    "small slots": ow.Adam(0.01, slot_dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_packed_is_plain(optimizer: ow.Optimizer) -> None:
+    expect_equal(optimizer.minimize(loss, parameters(), X))
+
+
+def test_one_op_updates_a_stack() -> None:
+    optimizer = ow.AdamW(0.01, rules=[ow.ClipByGlobalNorm(0.01), ow.EMA(0.9)])
+    program = optimizer.minimize(loss, parameters(), X)
+    assert count_of(program)["adam_w"] == 2 * LAYERS
+    found = packed(program, storage_of(program), program.outputs)
+    ow.check(found)
+    kinds = count_of(found)
+    assert (kinds["adam_w"], kinds["ema"], kinds["clip_by_global_norm"]) == (2, 2, 1)
+    (clip,) = (op for op in found.ops if op.type == "clip_by_global_norm")
+    assert [v.shape for v in clip.inputs[:2]] == [(LAYERS, SIZE), (LAYERS, SIZE, SIZE)]
+
+
+def test_compiled_size_follows_the_groups_not_the_parameters() -> None:
+    def lines(layers: int) -> int:
+        names = [f"w{i}" for i in range(layers)]
+        program = ow.Adam(0.1).minimize(
+            lambda ps: sum(jnp.sum(ps[n] ** 2) for n in names), {n: jnp.ones(SIZE) for n in names}
+        )
+        update = ow.update_pass(program)
+        return len(packed(update, storage_of(update), update.outputs).ops)
+
+    assert lines(100) == lines(30)
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_guarded(action: str) -> None:
+    program = ow.guard(ow.Adam(0.01).minimize(loss, parameters(), X), action)
+    step = expect_equal(program)
+    state = step.init(parameters())
+    before = {name: np.asarray(state[name]) for name in state}
+    state, _ = step(state, X.at[0, 0].set(jnp.nan))
+    for name in ("layers/3/w", "layers/3/w/mean", "step"):
+        np.testing.assert_array_equal(state[name], before[name])
+    if action == "stop":
+        with pytest.raises(ow.NonFiniteError, match=r"grad\(layers/"):
+            step(state, X)
+
+
+def test_accumulated_and_mixed() -> None:
+    x = jnp.concatenate([X, X])
+    program = ow.accumulate(ow.Adam(0.01).minimize(loss, parameters(), x), 2)
+    apart, together = ow.compile(program, tune=False), ow.compile(program, roll=False)
+    one, _ = apart(apart.init(parameters()), x)
+    other, _ = together(together.init(parameters()), x)
+    np.testing.assert_allclose(other["layers/7/w"], one["layers/7/w"], rtol=2e-6)
+    expect_equal(ow.mixed_precision(ow.Adam(0.01).minimize(loss, parameters(), X), "bfloat16"))
+
+
+def test_replicated() -> None:
+    x = jnp.concatenate([X, X])
+    program = ow.replicate(ow.Adam(0.01).minimize(loss, parameters(), x), 2)
+    apart, together = ow.compile(program, tune=False), ow.compile(program, roll=False)
+    assert together.storage is not None
+    one, other = apart.init(parameters()), together.init(parameters())
+    for _ in range(3):
+        one, _ = apart(one, x)
+        other, _ = together(other, x)
+    for name in one:
+        np.testing.assert_allclose(other[name], one[name], rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+def test_families_tell_apart_what_is_related_otherwise() -> None:
+    """Mean and variance have one shape and one rule keeps both, and are not of one family."""
+    program = ow.guard(ow.Adam(0.01).minimize(loss, parameters(), X), "skip")
+    keeps = [f for f in families_of(program) if f.ops[0].type == "keep"]
+    assert sorted(len(f.ops) for f in keeps) == [LAYERS] * 6
+    for family in keeps:
+        names = {v.name.rsplit("/", 1)[-1] for v in family.column(2)}
+        assert len(names) == 1
+
+
+def test_a_family_is_dissolved_that_would_wait_for_itself() -> None:
+    """Each value is made of the one before by the same rule: nothing to be done at once."""
+
+    def chained(ws: list[Any], x: Any) -> Any:
+        return sum(jnp.sum(w * x) for w in ws)
+
+    program = ow.SGD(0.1).minimize(chained, [jnp.ones(3)] * 80, jnp.ones(3))
+    chain = [op for op in program.ops if op.type == "sgd"]
+    ops, previous = [], None
+    for op in program.ops:
+        if op in chain and previous is not None:
+            inputs = (op.inputs[0], previous, *op.inputs[2:])
+            op = ow.Op(op.type, inputs, op.outputs, op.body, op.made_by, update=op.update)
+        if op.type == "sgd":
+            previous = op.outputs[0]
+        ops.append(op)
+    changed = ow.check(Program(**{**vars(program), "ops": tuple(ops), "recipe": None}))
+    storage = storage_of(program)
+    found = ow.check(packed(changed, storage, changed.outputs))
+    assert count_of(found)["sgd"] == 80
+
+
+def test_what_is_small_and_alike_shares_a_buffer_though_nothing_updates_it() -> None:
+    ws = [jnp.full(3, float(i)) for i in range(70)] + [jnp.full(i, 2.0) for i in range(1, 41)]
+    program = ow.trace(lambda ws, x: sum(jnp.sum(w) * x for w in ws), ws, jnp.float32(2))
+    storage = storage_of(program)
+    assert sorted((b.form, len(b.members)) for b in storage.buffers) == [(Form.FLAT, 39), (Form.STACKED, 71)]
+    step = ow.compile(program)
+    state, out = step(step.init(ws), jnp.float32(2))
+    np.testing.assert_allclose(out.loss, 2 * sum(float(w.sum()) for w in ws), rtol=1e-6)
+    for name, w in zip(state, ws, strict=True):
+        np.testing.assert_array_equal(state[name], w)
+
+
+def test_few_and_large_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    small = ow.Adam(0.1).minimize(loss, parameters(2), X)
+    assert planning.plan(small) is None
+    large = [jnp.ones((80, 80))] * 30
+    program = ow.Adam(0.1).minimize(lambda ws: sum(jnp.sum(w) for w in ws), large)
+    assert planning.plan(program) is None
+
+
+def test_names_of_buffers() -> None:
+    assert pattern_of(["a/1/w", "a/10/w", "a/2/w"]) == "a/*/w"
+    assert pattern_of(["w", "w"]) == "w"
+    assert pattern_of(["x1", "x"]) == "x*"

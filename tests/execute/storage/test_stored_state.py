@@ -1,0 +1,150 @@
+"""A State that lies in few buffers is for people the same State."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.execute.storage import plan as planning
+
+COUNT, SIZE = 12, 3
+X = jnp.linspace(0.1, 1.0, SIZE)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models are packed as well here."""
+    monkeypatch.setattr(planning, "LEAST", 8)
+
+
+def parameters() -> dict[str, Any]:
+    return {f"w{i}": jnp.full(SIZE, 1.0 + i) for i in range(COUNT)}
+
+
+def loss(ws: dict[str, Any], x: jax.Array) -> jax.Array:
+    return sum((jnp.sum(w * x) ** 2 for w in ws.values()), jnp.float32(0))
+
+
+@pytest.fixture(scope="module")
+def step() -> ow.Step:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "LEAST", 8)
+        return ow.compile(ow.Adam(0.1).minimize(loss, parameters(), X))
+
+
+def test_it_is_read_as_any_other(step: ow.Step) -> None:
+    state = step.init(parameters())
+    assert state.storage is step.storage is not None
+    assert len(state.buffers) < COUNT < len(list(state))
+    np.testing.assert_array_equal(state["w7"], np.full(SIZE, 8.0))
+    assert jax.tree.structure(state.parameters) == jax.tree.structure(parameters())
+    np.testing.assert_array_equal(state.parameters["w3"], np.full(SIZE, 4.0))
+    assert len(jax.tree.leaves(state)) == len(state.buffers)
+    with pytest.raises(ow.UnknownNameError, match="w7"):
+        state["w77"]
+
+
+def test_a_spent_one_says_so(step: ow.Step) -> None:
+    state = step.init(parameters())
+    kept = state.copy()
+    step(state, X)
+    with pytest.raises(ow.StateError, match="step"):
+        state["w1"]
+    with pytest.raises(ow.StateError, match="step"):
+        step(state, X)
+    np.testing.assert_array_equal(kept["w1"], np.full(SIZE, 2.0))
+
+
+def test_values_that_are_replaced(step: ow.Step) -> None:
+    state = step.init(parameters()).replace({"learning_rate": 0.5})
+    assert state.storage is step.storage
+    state = state.replace({"w2": jnp.zeros(SIZE), "w2/mean": jnp.ones(SIZE)})
+    np.testing.assert_array_equal(state["w2"], np.zeros(SIZE))
+    compilations = step.compilations
+    state, _ = step(state, X)
+    assert state.storage is step.storage
+    assert step.compilations == compilations
+    assert float(state["w2/mean"][0]) == pytest.approx(0.9)
+
+
+def test_another_step_reads_the_same_buffers(step: ow.Step) -> None:
+    test = ow.compile(ow.trace(loss, parameters(), X))
+    state, _ = step(step.init(parameters()), X)
+    expected = sum(float(jnp.sum(w * X)) ** 2 for w in state.parameters.values())
+    after, out = test(state, X)
+    assert float(out.loss) == pytest.approx(expected, rel=1e-5)
+    assert all(a is b for a, b in zip(after.buffers, state.buffers, strict=True))
+    assert test.compilations == 2  # for what its own init returns, and for these buffers
+    test(step(after, X)[0], X)
+    assert test.compilations == 2
+
+
+def test_part_of_it_is_changed_by_another_step(step: ow.Step) -> None:
+    names = [f"w{i}" for i in range(5)]
+    frozen = ow.compile(ow.SGD(0.5).minimize(loss, parameters(), X, parameter_list=names), donate=False)
+    after, _ = frozen(step.init(parameters()), X)
+    assert after.storage is step.storage
+    for i in range(COUNT):
+        w = np.full(SIZE, 1.0 + i)
+        moved = w - 0.1 * 2 * np.sum(w * np.asarray(X)) * np.asarray(X) if i < 5 else w
+        np.testing.assert_allclose(after[f"w{i}"], moved, rtol=1e-5)
+    np.testing.assert_array_equal(after["w1/mean"], np.zeros(SIZE))
+
+
+def test_transformations_of_jax(step: ow.Step) -> None:
+    state, _ = jax.jit(step)(step.init(parameters()), X)
+    expected, _ = step(step.init(parameters()), X)
+    np.testing.assert_allclose(state["w5"], expected["w5"], rtol=1e-6)
+
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), step.init(parameters()))
+    assert many["w5"].shape == (2, SIZE)
+    many, _ = jax.vmap(step, (0, None))(many, X)
+    np.testing.assert_allclose(many["w5"][1], expected["w5"], rtol=1e-6)
+
+    swept = step.init(parameters()).sweep({"learning_rate": [0.1, 0.2]})
+    swept, _ = jax.jit(jax.vmap(step, (0, None)))(swept, X)
+    np.testing.assert_allclose(swept["w5"][0], expected["w5"], rtol=1e-6)
+    assert not np.allclose(swept["w5"][1], expected["w5"])
+
+    state, outs = jax.lax.scan(step, step.init(parameters()), jnp.stack([X, X]))
+    assert outs.loss.shape == (2,)
+    assert int(state["step"]) == 2
+
+
+def test_a_trainer_keeps_it_and_shares_it_with_its_model(tmp_path: Path) -> None:
+    def trainer() -> ow.Trainer:
+        model = ow.Model(ow.trace(loss, parameters(), X), parameters())
+        return ow.Trainer(model, ow.Adam(0.1), checkpoints=tmp_path)
+
+    one = trainer()
+    evaluator = ow.Evaluator(one.model)
+    for _ in range(3):
+        one.update(X)
+    assert one.joined().storage is not None
+    np.testing.assert_array_equal(one.model["w4"], one.joined()["w4"])
+    before = float(evaluator.forward(X).value)
+    assert before == pytest.approx(float(loss(one.model.parameters, X)), rel=1e-5)
+    one.model.replace({"w4": np.zeros(SIZE, "float32")})
+    assert float(one.update(X).loss) < before
+    one.replace({"w4/mean": np.ones(SIZE, "float32")})
+    np.testing.assert_array_equal(one["w4/mean"], np.ones(SIZE))
+    one.checkpoint()
+
+    other = trainer()
+    other.restore()
+    np.testing.assert_array_equal(other["w7"], one["w7"])
+    np.testing.assert_array_equal(other["w7/variance"], one["w7/variance"])
+    assert float(other.update(X).loss) == float(one.update(X).loss)
+
+
+def test_plan_is_printed(step: ow.Step) -> None:
+    text = str(step.plan())
+    assert "w*/mean" in text
+    assert f"float32[{COUNT},{SIZE}]" in text
+    assert "loss: " in text
