@@ -149,7 +149,7 @@ class Body:
 
     @property
     def holds_functions(self) -> bool:
-        """Whether it calls functions or jaxprs, or has several equations: more to keep alive than a number."""
+        """Whether it calls functions or jaxprs, or has several equations: it keeps more alive than others."""
         if len(self.equations) != 1:
             return True
         return any(callable(value) or _jaxprs_in(value) for value in self.equations[0].params.values())
@@ -158,6 +158,11 @@ class Body:
     def has_effects(self) -> bool:
         """Whether it prints, calls back, or otherwise does more than compute."""
         return bool(self.closed.jaxpr.effects)
+
+    @cached_property
+    def primitives(self) -> frozenset[str]:
+        """The names of the primitives in it, however deep."""
+        return frozenset(name for eqn in self.equations for name in _primitives_in(eqn))
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -758,6 +763,14 @@ def _calls_custom_rule(eqn: Any) -> bool:
     return any(_calls_custom_rule(e) for jaxpr in inner for e in jaxpr.jaxpr.eqns)
 
 
+def _primitives_in(eqn: Any) -> Iterator[str]:
+    yield eqn.primitive.name
+    for value in eqn.params.values():
+        for jaxpr in _jaxprs_in(value):
+            for inner in jaxpr.jaxpr.eqns:
+                yield from _primitives_in(inner)
+
+
 _MERGING = ("psum", "pmax", "pmin", "all_gather")
 _APART = ("axis_index", "reduce_scatter", "all_to_all", "ppermute")
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
@@ -955,3 +968,46 @@ def _primitives_of(equations: Iterable[Any]) -> Iterator[str]:
 def _called(eqn: Any) -> list[Any]:
     """The jaxpr that a call runs when nothing is differentiated."""
     return _jaxprs_in(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The largest number in each window of an array, or with ``backward`` the gradient of that.
+
+    The windows touch, and none reaches over the edge: ``sizes`` are their lengths, one for each axis, and
+    what no window covers lies at the end. A gradient reads the results' gradients at ``gradient`` among the
+    inputs and the array at the other place.
+    """
+
+    sizes: tuple[int, ...]
+    backward: bool = False
+    gradient: int = 0
+
+
+_LARGEST = ("reduce_window_max", "select_and_scatter_add")
+
+
+def windows_of(body: Body) -> Windows | None:
+    """The windows in which a Body looks for the largest number; None if it does anything else.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def pool(x):
+    ...     return [jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (2,), "VALID")]
+    >>> windows_of(body_of(pool, jnp.ones(6)))
+    Windows(sizes=(2,), backward=False, gradient=0)
+    """
+    if len(body.equations) != 1 or body.equations[0].primitive.name not in _LARGEST:
+        return None
+    (eqn,) = body.equations
+    params, backward = eqn.params, eqn.primitive.name == "select_and_scatter_add"
+    sizes = tuple(params["window_dimensions"])
+    dilations = (*params.get("base_dilation", ()), *params.get("window_dilation", ()))
+    touching = (
+        tuple(params["window_strides"]) == sizes
+        and all(tuple(side) == (0, 0) for side in params["padding"])
+        and all(n == 1 for n in dilations)
+        and params.get("select_prim", jax.lax.ge_p) is jax.lax.ge_p
+    )
+    if not touching or len(body.in_avals) != 1 + backward:
+        return None
+    return Windows(sizes, backward, body.closed.jaxpr.invars.index(eqn.invars[0]))

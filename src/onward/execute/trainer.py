@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
@@ -206,6 +206,9 @@ class Trainer:
         name = getattr(name, "name", name)
         if name in self.model.state.layout.position:
             return self.model[name]
+        if name not in self._state.layout.position:
+            known = nearest(str(name), self._state.layout.position)
+            raise UnknownNameError(f"The trainer keeps nothing named {name!r}. {known}")
         return self._state[name]
 
     def replace(self, values: Mapping[str, Any]) -> None:

@@ -1,16 +1,22 @@
 """What ``compile`` makes of a Program before it runs: the same results, less to do.
 
 A Step keeps the Program that people gave it, by whose names they fetch. What is compiled is made of that:
-repeated layers are a loop, where this gains something.
+repeated layers are a loop where this gains something, bodies are others where the device is slow at these,
+and fences stand where a compiler would compute a value again and again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
+
 from onward.core.errors import GraphError, RecipeError
 from onward.core.program import Program
+from onward.derive.fence import fence, worth_fencing
+from onward.derive.rewrite.rewrite import rewrite, rewritten_ops
 from onward.derive.roll.cost import worth_rolling
 from onward.derive.roll.roll import roll, rolls_of
 from onward.execute.storage.storage import Storage
@@ -62,7 +68,16 @@ class Tuning:
     def __call__(self, program: Program, fetch: Sequence[str]) -> Tuned:
         """The Program to compile, of which these names are fetched."""
         program, note = self._rolled(program, fetch)
-        return Tuned(program, (note,))
+        notes = [note]
+        if self.is_on:
+            platform = jax.default_backend()
+            if found := Counter(op.type for op in rewritten_ops(program, platform)):
+                program = rewrite(program, platform)
+                notes.append(f"rewritten for {platform}: {_counted(found)}")
+            if (is_worth := worth_fencing(program, platform))[0]:
+                program = fence(program, platform)
+                notes.append(f"fenced: {is_worth[1]}")
+        return Tuned(program, tuple(notes))
 
     def _rolled(self, program: Program, fetch: Sequence[str]) -> tuple[Program, str]:
         if self.roll:
@@ -78,6 +93,10 @@ class Tuning:
         except (GraphError, RecipeError) as error:
             return program, f"not rolled: {error}"
         return result, _words(result)
+
+
+def _counted(found: Counter[str]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in found.items())
 
 
 def _words(rolled: Program) -> str:

@@ -84,7 +84,7 @@ class Loop:
         return (*self.stacks, scan, *parts.values())
 
     def place(self, read: Read) -> None:
-        """Decide how the loop gets what each layer has of its own: constants in one array, all else stacked."""
+        """Decide how the loop gets what each layer has of its own: constants as one array, others stacked."""
         known = [self.around.constants.get(v) for v in read.values]
         name = f"stack({starred(read.values)})"
         if any(value is None for value in known) or _is_extended(read.values[0]):

@@ -16,7 +16,7 @@ from onward.core.errors import GraphError, UnknownNameError, UnreachedWarning
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.transform import Step, recipe_of, transform
-from onward.core.walk import Where, listed, select
+from onward.core.walk import Where, listed, prune, select
 from onward.core.words import Pass
 from onward.derive.backward import append_backward
 from onward.derive.roll.build import Layers
@@ -38,8 +38,8 @@ def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
     as well. Layers within layers become loops within the loop. Parameters, their gradients, state and
     results are the same Variables as before. Ops with effects stay as they are; no loop reaches over them.
 
-    Of what a layer computes, only what others read can still be fetched, and what ``keep`` names. A gradient
-    of such an activation is none of the Variables any more.
+    Of what a layer computes, only what others read can still be fetched, and what ``keep`` names. That is for
+    reading: its gradient, and what is done to it later, concern its readers outside of the loop alone.
 
     Args:
         program: a Program that was traced, at any stage, replicated or not.
@@ -154,8 +154,9 @@ def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Progr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
         forward, rest = forward_of(program, recipe)
+        read, changed = _named_later(forward, rest)
         names = tuple(v.name for v in wanted if v.name in forward.variables)
-        result = rolled(forward, names, _named_later(forward, rest), accepts)
+        result = rolled(forward, (*names, *read), changed, accepts)
         if not any(isinstance(op.body, Layers) for op in result.ops):
             line = line_of(forward, returned_by(forward), frozenset())
             raise nothing_repeats(program.name, line, find_runs(line))
@@ -167,20 +168,23 @@ def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Progr
     return replace(result, recipe=replace(result.recipe, origin=recipe.origin))
 
 
-def _named_later(forward: Program, steps: Iterable[Step]) -> tuple[str, ...]:
-    """The activations, but for the loss, that transforms of the forward pass are given by name."""
+def _named_later(forward: Program, steps: Iterable[Step]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the activations but the loss, those that later transforms only read, and those they do more with."""
     computed = tuple(v for op in forward.ops for v in op.outputs if v is not forward.loss)
-    names: set[str] = set()
+    read: set[str] = set()
+    changed: set[str] = set()
     for step in steps:
         if step.function is append_backward:
             order = ("loss", "parameter_list", "no_grad_set")
             given = dict(zip(order, step.arguments, strict=False)) | step.options
-            stopped = _chosen(computed, listed(given.get("no_grad_set", ())))
-            names.update({v.name for v in stopped} | {str(given.get("loss"))})
+            changed.update(v.name for v in _chosen(computed, listed(given.get("no_grad_set", ()))))
+            read.add(str(given.get("loss")))
         else:
             texts = (a for a in (*step.arguments, *step.options.values()) if isinstance(a, str | tuple))
-            names.update(name for text in texts for name in listed(text) if isinstance(name, str))
-    return tuple(v.name for v in computed if v.name in names)
+            found = (name for text in texts for name in listed(text) if isinstance(name, str))
+            (read if step.function is prune else changed).update(found)
+    names = [v.name for v in computed]
+    return tuple(n for n in names if n in read), tuple(n for n in names if n in changed)
 
 
 def _matching(variables: tuple[Variable, ...], choice: Where) -> tuple[Variable, ...]:
@@ -209,6 +213,6 @@ def _expect_kept(
     for v in wanted:
         if v.name not in result.variables or v.name in within:
             raise GraphError(
-                f"roll: {v.name!r} is computed within layers that become one loop, and activations alone can be "
-                "handed out of it. Leave roll away to fetch it: compile(program, roll=False)."
+                f"roll: {v.name!r} is computed within layers that become one loop, and activations alone can "
+                "be handed out of it. Leave roll away to fetch it: compile(program, roll=False)."
             )
