@@ -56,6 +56,7 @@ from onward.derive.accumulation.accumulate import accumulate
 from onward.derive.backward import append_backward, gradients
 from onward.derive.clip import clip_by_global_norm
 from onward.derive.error_clip import error_clip
+from onward.derive.fence import fence, fences, worth_fencing
 from onward.derive.for_evaluation import for_evaluation
 from onward.derive.for_test import for_test
 from onward.derive.guard import guard
@@ -109,6 +110,11 @@ from onward.derive.optimizers import (
     Sophia,
     Yogi,
 )
+from onward.derive.recompute.recompute import recompute
+from onward.derive.recompute.report import recomputed
+from onward.derive.rewrite.rewrite import rewrite
+from onward.derive.roll.cost import worth_rolling
+from onward.derive.roll.roll import roll, rolls_of
 from onward.derive.rule import GradientRule, Hyperparameter, ParameterRule, Schedule, Slots
 from onward.derive.rules import (
     EMA,
@@ -142,20 +148,25 @@ from onward.distribute.split.shards import Shard
 from onward.distribute.split.split import Split, split
 from onward.execute import cluster
 from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
+from onward.execute.compile import compile
 from onward.execute.evaluator import Evaluator
 from onward.execute.gradient_machine import GradientMachine
+from onward.execute.host_memory import keep_host_memory
 from onward.execute.loop.batches import Batches, batches
 from onward.execute.loop.events import EarlyStop, Event, EventKind, StopTraining
 from onward.execute.loop.history import History
 from onward.execute.model import Model
 from onward.execute.out import Out
+from onward.execute.outs import Outs
 from onward.execute.restore import Restored
 from onward.execute.scope import Scope
 from onward.execute.session import Session
 from onward.execute.state import State
-from onward.execute.step import Step, compile
+from onward.execute.step import Step
+from onward.execute.storage.storage import Storage
 from onward.execute.train import optimize, train
 from onward.execute.trainer import Trainer
+from onward.execute.tuning import StepPlan
 
 __version__ = version("onward")
 
@@ -241,6 +252,7 @@ __all__ = [
     "Op",
     "Optimizer",
     "Out",
+    "Outs",
     "PSGDKron",
     "ParameterRule",
     "Pass",
@@ -274,7 +286,9 @@ __all__ = [
     "State",
     "StateError",
     "Step",
+    "StepPlan",
     "StopTraining",
+    "Storage",
     "Sum",
     "Target",
     "TopK",
@@ -301,6 +315,8 @@ __all__ = [
     "data",
     "descendants",
     "error_clip",
+    "fence",
+    "fences",
     "for_evaluation",
     "for_test",
     "forward_pass",
@@ -308,6 +324,7 @@ __all__ = [
     "guard",
     "initializer",
     "is_training",
+    "keep_host_memory",
     "key",
     "layer",
     "liveness",
@@ -317,7 +334,12 @@ __all__ = [
     "plan",
     "producers",
     "prune",
+    "recompute",
+    "recomputed",
     "replicate",
+    "rewrite",
+    "roll",
+    "rolls_of",
     "schedule",
     "show",
     "split",
@@ -328,4 +350,6 @@ __all__ = [
     "transform",
     "update_pass",
     "var",
+    "worth_fencing",
+    "worth_rolling",
 ]

@@ -7,15 +7,32 @@ from typing import Any
 
 import jax
 
+from onward.core.jaxprs import as_one_call, joined
 from onward.core.program import Program, Variable
 
 
-def lower(program: Program, outputs: Sequence[Variable]) -> Callable[..., list[Any]]:
+def lower(program: Program, outputs: Sequence[Variable], at_once: bool = False) -> Callable[..., list[Any]]:
     """The function from (state values, input values) to the values of these Variables.
 
     It can be called with arrays, and it can be traced: ``jax.jit(lower(program, program.outputs))``.
-    """
 
+    Args:
+        program: a Program.
+        outputs: the Variables whose values it returns.
+        at_once: put the ops into one call, as that of a ``jax.jit``, for what is compiled and not looked
+            into. Tracing that costs nothing, op by op as much as tracing the user's function.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
+        >>> run = jax.jit(lower(program, program.outputs, at_once=True))
+        >>> float(run([jnp.ones(2)], [jnp.arange(2.0)])[0])
+        1.0
+    """
+    return _at_once(program, outputs) if at_once else _op_by_op(program, outputs)
+
+
+def _op_by_op(program: Program, outputs: Sequence[Variable]) -> Callable[..., list[Any]]:
     def run(state: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         env: dict[Variable, Any] = dict(program.constants)
         env.update(zip(program.state, state, strict=True))
@@ -24,5 +41,17 @@ def lower(program: Program, outputs: Sequence[Variable]) -> Callable[..., list[A
             with jax.named_scope(f"{op.made_by}/{op.scope}" if op.scope else op.made_by):
                 env.update(zip(op.outputs, op.body(*(env[v] for v in op.inputs)), strict=True))
         return [env[v] for v in outputs]
+
+    return run
+
+
+def _at_once(program: Program, outputs: Sequence[Variable]) -> Callable[..., list[Any]]:
+    given = (*program.state, *program.inputs, *program.constants)
+    body = joined(program.ops, given, outputs)
+    call = as_one_call(body, program.name)
+    constants = tuple(program.constants.values())
+
+    def run(state: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        return call(*state, *inputs, *constants)
 
     return run

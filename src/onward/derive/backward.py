@@ -152,7 +152,7 @@ class _Draft:
 
     def __init__(self, kind: str, inputs: Sequence[Variable], body: Body, of: Op | None) -> None:
         self.kind, self.inputs, self.body, self.of = kind, tuple(inputs), body, of
-        self.outputs: list[Variable | None] = [None] * len(body.out_types)
+        self.outputs: list[Variable | None] = [None] * len(body.out_avals)
 
     def op(self) -> Op:
         return Op(

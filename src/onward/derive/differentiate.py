@@ -53,11 +53,12 @@ class _Memory:
         self.lock = Lock()
 
     def get(self, key: Any) -> Rule | None:
-        with self.lock:
-            rule = self.rules.get(key)
-            if rule is not None:
-                self.rules.move_to_end(key)
-            return rule
+        rule = self.rules.get(key)
+        if rule is not None and 2 * len(self.rules) > self.size:  # some are soon to be forgotten
+            with self.lock:
+                if key in self.rules:
+                    self.rules.move_to_end(key)
+        return rule
 
     def put(self, key: Any, rule: Rule) -> None:
         with self.lock:

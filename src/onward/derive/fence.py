@@ -25,19 +25,21 @@ from onward.core.transform import transform
 from onward.core.words import Pass
 
 _NESTED = 3  # so many values that would be computed again build on each other before one is fenced
-_MOVING = frozenset(
-    "broadcast_in_dim concatenate expand_dims iota pad reshape rev slice squeeze transpose".split()
-)
-_CHEAP = _MOVING | frozenset(
-    """abs add add_any and ceil clamp convert_element_type copy copy_p eq floor ge gt integer_pow is_finite le
-    lt max min mul name ne neg not optimization_barrier or pjit reduce_precision round select_n sign square
-    stop_gradient sub xor""".split()
-)
-_COSTLY = frozenset(
-    """acos acosh argmax argmin asin asinh atan atan2 atanh cbrt cos cosh div erf erf_inv erfc exp exp2 expm1
-    lgamma log log1p logistic pow reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem rsqrt
-    sin sinh sqrt tan tanh""".split()
-)  # fused into what reads them, or with what they read, but never done twice
+# fmt: off
+_CHEAP = frozenset((
+    "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice", "squeeze",
+    "transpose", "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "copy_p",
+    "eq", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "name", "ne",
+    "neg", "not", "optimization_barrier", "or", "reduce_precision", "round", "select_n", "sign", "square",
+    "stop_gradient", "sub", "xor",
+))  # computed again for every reader
+_COSTLY = frozenset((
+    "acos", "acosh", "argmax", "argmin", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh",
+    "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "pow",
+    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "rem", "rsqrt",
+    "sin", "sinh", "sqrt", "tan", "tanh",
+))  # fused with what they read, but never done twice
+# fmt: on
 
 
 @transform
@@ -118,7 +120,7 @@ class _Value:
     Attributes:
         variable: the one that stands for it; what only passes it on bears other names.
         reads: how many ops read it.
-        generation: how many operations that are never fused, such as products, one behind the other lead to it.
+        generation: how many operations that are never fused, such as products, lead to it one by one.
         lasting: whether some op reads it together with a value of a later generation, or is never fused.
         stored: those values in memory that computing it reads, of its own size; itself if it is stored.
         nested: how many values that are computed for each reader lie one inside the other in it.
@@ -156,9 +158,10 @@ def _values(program: Program) -> Mapping[Variable, _Value]:
         wires = op.body.wires
         latest = _read(op, [known[v] for v in op.inputs]) if None in wires else 0
         for v, wire in zip(op.outputs, wires, strict=True):
-            passed = isinstance(wire, Wire) and wire.input is not None
-            known[v] = known[op.inputs[wire.input]] if passed else _Value(v, generation=latest)
-            known[v].spread |= not passed and _spreads(op, v)
+            if isinstance(wire, Wire) and wire.input is not None:
+                known[v] = known[op.inputs[wire.input]]
+            else:
+                known[v] = _Value(v, generation=latest, spread=_spreads(op, v))
     for value in known.values():
         value.stored = frozenset([value.variable])
     return known
@@ -176,7 +179,7 @@ def _read(op: Op, read: Sequence[_Value]) -> int:
 
 def _look(op: Op, value: _Value, values: Mapping[Variable, _Value]) -> bool:
     """Find what computing a value reads, and tell whether it is to be fenced."""
-    if not _is_cheap(op.body):
+    if op.type == "fence" or not _is_cheap(op.body):
         return False
     v = value.variable
     large = [values[i] for i in op.inputs if i.size >= v.size]

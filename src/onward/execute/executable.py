@@ -48,7 +48,7 @@ class Executable:
         self.layout = Layout.of(program)
         following = [program.next_state[v] for v in self.layout.changed]
         self._spread = None if program.replicas is None else Spread(program, following, wanted, by)
-        run = lower(program, [*following, *wanted])
+        run = lower(program, [*following, *wanted], at_once=True)
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
         self._reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]

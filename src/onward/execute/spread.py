@@ -34,6 +34,14 @@ class By(StrEnum):
     SHARD_MAP = "shard_map"
     PMAP = "pmap"
 
+    @classmethod
+    def of(cls, word: str) -> By:
+        """The one that this word names, or ``ArgumentError``."""
+        try:
+            return cls(word)
+        except ValueError:
+            raise ArgumentError(f"compile: by is {word!r}; expected 'shard_map' or 'pmap'.") from None
+
 
 class Spread:
     """How the arrays of a replicated Program lie over the devices.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from math import isinf, nan
+from functools import cached_property, partial
 from threading import RLock
 from typing import Any
 
@@ -13,22 +11,22 @@ import jax
 
 from onward.core.errors import ArgumentError, OnwardError, StateError
 from onward.core.program import Program, Variable
-from onward.core.structure import describe
 from onward.core.transform import replayed
-from onward.core.walk import Where, find, listed, select
+from onward.core.walk import Where, find, select
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.many_steps import ManySteps
 from onward.execute.out import Out
+from onward.execute.outs import Outs
+from onward.execute.peers.deadline import deadline_of
 from onward.execute.portions import Filling, Portions
 from onward.execute.spread import By
 from onward.execute.state import SPENT, Layout, State
 from onward.execute.stopped import Stopped
 from onward.execute.storage.plan import plan as storage_of
 from onward.execute.storage.storage import Storage
-from onward.execute.tuning import Plan, Tuned, Tuning
-
-_DEADLINE = 300.0  # seconds
+from onward.execute.tuning import StepPlan, Tuned, Tuning
 
 
 class Step:
@@ -68,7 +66,7 @@ class Step:
         self._known: set[Layout] = set()
         self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
         self._executable = partial(
-            Executable, fetch=self.fetch, donate=self._donate, by=_by(by), deadline=_deadline(deadline)
+            Executable, fetch=self.fetch, donate=self._donate, by=By.of(by), deadline=deadline_of(deadline)
         )
         self._portions = None if program.replicas is None else Portions(program)
         self._tuning = tuning or Tuning(is_on=False)
@@ -153,6 +151,48 @@ class Step:
             results = executable.emptied(results, filling)
         return self._with(state, executable, changed), Out(executable.results, results)
 
+    def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
+        """Run a step for each batch, ``steps`` of them in one compiled call: for small models.
+
+        The call of a small model costs more than its arithmetic. Nothing waits: calls return before they are
+        computed, and the next batches are read meanwhile. The numbers are those of single steps. Batches that
+        do not fill a call, or have another shape than those before them, run one by one; so do Programs for
+        several devices and, on a CPU, convolutions.
+
+        Args:
+            state: what the step before returned, or ``init``. It is spent, as by single steps.
+            batches: any iterable, read to its end. A batch is a tuple of the data in the order in which the
+                function takes it, a dict by name, or an array alone.
+            steps: how many steps one call computes. Each number and shape of the data is compiled once.
+
+        Returns:
+            The State after the last step, and what the steps returned, one more axis in front.
+
+        Raises:
+            ArgumentError: no batches, or one of the wrong structure, shape or dtype, named by its number.
+            StateError: a State that was given to a step before.
+            NonFiniteError: with ``guard(program, "stop")``, an earlier step was not finite.
+
+        Example:
+            >>> import jax.numpy as jnp, onward as ow
+            >>> one = jnp.float32(1.0)
+            >>> step = ow.compile(ow.SGD(0.25).minimize(lambda w, x: (w - x) ** 2, one, one))
+            >>> state, outs = step.run(step.init(one), [3.0, 2.0, 2.0, 1.0, 0.0], steps=2)
+            >>> outs.loss.tolist(), float(state.parameters)
+            ([4.0, 0.0, 0.0, 1.0, 2.25], 0.75)
+        """
+        return self._many.run(state, batches, steps)
+
+    @cached_property
+    def _many(self) -> ManySteps:
+        donates = self._donate == {v.name for v in self.layout.changed}
+        return ManySteps(self, donates, self._bounded, self._look)
+
+    def _look(self, state: State) -> None:
+        """Raise ``NonFiniteError`` if training stopped in a State, as far as that is known by now."""
+        if self._stopped is not None:
+            self._stopped.look(self._accepted(state))
+
     @property
     def function(self) -> Callable[..., tuple[State, Out]]:
         """The pure function behind the step, ``(state, *data) -> (state, out)``: never donates."""
@@ -168,7 +208,7 @@ class Step:
 
         return pure
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """What was done to the Program before it was compiled, and which buffers hold its state.
 
         Example:
@@ -186,7 +226,7 @@ class Step:
             2 others                  alone
         """
         (tuned, *_) = self._tuned.values()
-        return Plan(self.program, self._first.program, tuned.notes, self.storage)
+        return StepPlan(self.program, self._first.program, tuned.notes, self.storage)
 
     def expect_going(self, state: State) -> None:
         """Wait for a State, and raise ``NonFiniteError`` if ``guard(program, "stop")`` stopped there."""
@@ -315,75 +355,3 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step({self.program.name!r}, {self.compilations} compiled)"
-
-
-def compile(
-    program: Program,
-    fetch: Sequence[str | Variable] = (),
-    donate: bool | Iterable[Where] = True,
-    check_feeds: bool = True,
-    by: str = By.SHARD_MAP,
-    deadline: float | None = None,
-    roll: bool | None = None,
-    tune: bool = True,
-) -> Step:
-    """Compile a Program to one XLA computation, ahead of time.
-
-    Args:
-        program: a Program, with or without backward and update.
-        fetch: names of further Variables that ``out[name]`` shall hold: activations, gradients,
-            hyperparameters. A fetched parameter is its value before the update.
-        donate: let the step reuse the buffers of the State it is given. The State is spent then. A list of
-            names or patterns donates just these.
-        check_feeds: look on the host whether labels and embedding ids lie in their range, which no device
-            would say. Arrays that are on a device already are not looked at.
-        by: what of JAX runs a replicated Program: ``"shard_map"`` or ``"pmap"``; the results are equal.
-        deadline: how many seconds a step over several processes may take before ``PeerError`` says which
-            process it waits for. 300 unless given or said by ONWARD_DEADLINE; ``math.inf`` for no end.
-        roll: compile repeated layers as one loop over stacked parameters; None: where it gains something.
-        tune: let many small Variables share a buffer, and rewrite what a device is slow at; the results
-            are the same. ``print(step.plan())`` tells what was done.
-
-    Raises:
-        UnknownNameError: a name in ``fetch`` that no Variable bears.
-        ArgumentError: a Program for more devices than there are.
-        GraphError: ``roll=True`` where no layer repeats.
-
-    Example:
-        >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
-        >>> step = ow.compile(program, fetch=["grad(w)"])
-        >>> state = step.init(jnp.ones(2))
-        >>> state, out = step(state, jnp.array([1.0, 2.0]))
-        >>> float(out.loss), out["grad(w)"].tolist()
-        (3.0, [1.0, 2.0])
-        >>> print(state.parameters)
-        [0.9 0.8]
-    """
-    if not isinstance(program, Program):
-        raise ArgumentError(
-            f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
-            "optimizer.minimize(loss, params, *data) to train."
-        )
-    tuning = Tuning(tune, roll)
-    apart = () if tune else None
-    return Step(program, listed(fetch), donate, check_feeds, True, tuning, apart, by, deadline)
-
-
-def _by(word: str) -> By:
-    try:
-        return By(word)
-    except ValueError:
-        raise ArgumentError(f"compile: by is {word!r}; expected 'shard_map' or 'pmap'.") from None
-
-
-def _deadline(seconds: float | None) -> float | None:
-    """How long a step over several processes may take; infinity for no end."""
-    chosen: Any = os.environ.get("ONWARD_DEADLINE", _DEADLINE) if seconds is None else seconds
-    try:
-        found = float(chosen)
-    except (TypeError, ValueError):
-        found = nan
-    if not found > 0:
-        raise ArgumentError(f"deadline is {chosen!r}; expected a number of seconds above 0, or math.inf.")
-    return None if isinf(found) else found

@@ -17,8 +17,7 @@ from onward.core.errors import GraphError, RecipeError
 from onward.core.program import Program
 from onward.derive.fence import fence, worth_fencing
 from onward.derive.rewrite.rewrite import rewrite, rewritten_ops
-from onward.derive.roll.cost import worth_rolling
-from onward.derive.roll.roll import roll, rolls_of
+from onward.derive.roll.roll import roll, roll_where_worth, rolls_of
 from onward.execute.storage.storage import Storage
 
 
@@ -31,7 +30,7 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """How a Step runs a Program; ``print`` shows it.
 
     Attributes:
@@ -85,14 +84,11 @@ class Tuning:
             return result, _words(result)
         if self.roll is not None or not self.is_on:
             return program, "not rolled: switched off"
-        verdict = worth_rolling(program)
-        if not verdict:
-            return program, f"not rolled: {verdict.reason}"
         try:
-            result = roll(program, keep=fetch)
+            result, verdict = roll_where_worth(program, keep=fetch)
         except (GraphError, RecipeError) as error:
             return program, f"not rolled: {error}"
-        return result, _words(result)
+        return result, _words(result) if verdict else f"not rolled: {verdict.reason}"
 
 
 def _counted(found: Counter[str]) -> str:

@@ -23,8 +23,9 @@ from onward.core.show import headline, human_bytes, summary_by_pass
 from onward.core.walk import prune
 from onward.define.trace import trace
 from onward.derive.optimizers import Adam
+from onward.execute.compile import compile
 from onward.execute.state import State
-from onward.execute.step import Step, compile
+from onward.execute.step import Step
 
 Parameters: TypeAlias = dict[str, Any]
 BATCH = 64

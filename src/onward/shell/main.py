@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from onward.core.errors import OnwardError
+from onward.execute.host_memory import keep_host_memory
+from onward.shell.bench import bench
 from onward.shell.demo import demo
+from onward.shell.doctor import doctor
 from onward.shell.launch.launch import Plan, launch
 
 
@@ -31,9 +34,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="onward", description="You write the forward pass. Onward derives the rest."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_bench(commands)
     _add_demo(commands)
+    _add_doctor(commands)
     _add_launch(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    command = commands.add_parser(
+        "bench",
+        help="measure what Onward costs, beside the step by hand and other libraries (in a checkout)",
+        add_help=False,
+        prefix_chars="\0",  # nothing is an option here: all of them are those of python -m benchmarks
+    )
+    command.add_argument("arguments", nargs="*")
+    command.set_defaults(run=lambda options: bench(options.arguments))
 
 
 def _add_demo(commands: Any) -> None:
@@ -52,6 +68,15 @@ def _add_demo(commands: Any) -> None:
         help="where to write the parameters (default: %(default)s)",
     )
     command.set_defaults(run=_demo)
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="say what is here to compute with, and what would make it faster",
+        description="Say which device, extras and settings are here, and what would make steps faster.",
+    )
+    command.set_defaults(run=_doctor)
 
 
 def _add_launch(commands: Any) -> None:
@@ -92,7 +117,13 @@ def _add_launch(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    keep_host_memory()
     demo(options.epochs, options.out)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    doctor()
     return 0
 
 

@@ -149,11 +149,21 @@ def pool(
 
 
 def _largest(x: Any, window: Any, strides: Any, padding: Any) -> Any:
+    if window == strides and padding == "VALID":
+        return _largest_of_touching(x, window)
     if jnp.issubdtype(x.dtype, jnp.inexact):
         least: Any = -np.inf
     else:
         least = np.iinfo(x.dtype).min
     return lax.reduce_window(x, np.asarray(least, x.dtype), lax.max, window, strides, padding)
+
+
+def _largest_of_touching(x: Any, window: Sequence[int]) -> Any:
+    """The same where windows touch: no ``reduce_window``, whose gradient is slow on CPU."""
+    counts = [n // size for n, size in zip(x.shape, window, strict=True)]
+    covered = x[tuple(slice(n * size) for n, size in zip(counts, window, strict=True))]
+    cut = covered.reshape([n for pair in zip(counts, window, strict=True) for n in pair])
+    return cut.max(tuple(range(1, cut.ndim, 2)))
 
 
 def _average(x: Any, window: Any, strides: Any, padding: Any) -> Any:

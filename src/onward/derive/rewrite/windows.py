@@ -50,7 +50,7 @@ def _largest(windows: Windows) -> Any:
 
 
 def _gradient(windows: Windows) -> Any:
-    """Each gradient goes to the first of the largest numbers of its window, as with ``select_and_scatter``."""
+    """Each gradient goes to the first of its window's largest numbers, as with ``select_and_scatter``."""
 
     def gradient(*given: Any) -> list[Any]:
         g, x = given[windows.gradient], given[1 - windows.gradient]

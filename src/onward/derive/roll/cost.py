@@ -1,8 +1,24 @@
 """When a loop over layers is worth it: where they are many, and no convolution stands in them on a CPU.
 
-A loop costs: its layers are not fused into each other, and what they save for the backward pass is written
-into one array and read back from it. It saves what grows with depth: compiling, and on a CPU the arithmetic
-that XLA repeats where a long chain of layers reads the same sum.
+A loop costs: what its layers save for the backward pass is written into one array and read back, and nothing
+is fused over the border of two layers. It saves what grows with depth: compiling, and on a CPU the arithmetic
+that XLA repeats where many layers read one long sum.
+
+Steps with a loop over stacked parameters, relative to steps without (AdamW, two CPU cores, process time):
+
+    ==============================================  ====  ====  ====  ====  ====  ====
+    layers                                             4     8    12    16    24   100
+    ==============================================  ====  ====  ====  ====  ====  ====
+    transformer of width 128, 80 ops in a layer     1.46  1.10  1.02        0.80
+    residual MLP of width 32, 16 ops                0.79  0.57        0.42        0.13
+    MLP of width 64, 4 ops                                0.75              0.66
+    MLP of width 512, batch 128                                             1.07
+    convolutions of 16 channels                           14.3
+    ==============================================  ====  ====  ====  ====  ====  ====
+
+Compiling took 4.1 s in place of 16 s for the transformer of 24 layers, 1.7 s in place of 98 s for the
+residual MLP of 100, and as long as without a loop for a plain MLP. Unrolling the loop by 2 or 4 made the
+residual MLP 1.2 and 1.4 times slower; a barrier before what is carried made no difference.
 """
 
 from __future__ import annotations
@@ -17,8 +33,8 @@ from onward.derive.roll.forward import forward_ops
 from onward.derive.roll.line import line_of
 from onward.derive.roll.run import Run
 
-LEAST_TIMES = 12
-LEAST_SAVED = 200
+_LEAST_TIMES = 12
+_LEAST_SAVED = 200
 _SLOW_IN_A_LOOP = "conv_general_dilated"
 
 
@@ -64,9 +80,9 @@ def worth_rolling(program: Program) -> Verdict:
 def verdict_on(run: Run) -> Verdict:
     """Whether one run is worth a loop."""
     words = f"{run.times} layers of {run.period} ops"
-    if run.times < LEAST_TIMES:
-        return Verdict(False, f"{words}: fewer than {LEAST_TIMES} layers gain too little from a loop")
-    if run.saved < LEAST_SAVED:
+    if run.times < _LEAST_TIMES:
+        return Verdict(False, f"{words}: fewer than {_LEAST_TIMES} layers gain too little from a loop")
+    if run.saved < _LEAST_SAVED:
         return Verdict(False, f"{words}: so few ops gain too little from a loop")
     if jax.default_backend() == "cpu" and any(op.type == _SLOW_IN_A_LOOP for op in run.layers[0]):
         return Verdict(False, f"{words}: a convolution is slow within a loop on a CPU")

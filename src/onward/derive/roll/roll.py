@@ -50,6 +50,9 @@ def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``keep`` names nothing.
 
+    Source: Karp, Miller and Rosenberg, Rapid Identification of Repeated Patterns in Strings, Trees and
+    Arrays, 1972, for the search.
+
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> def loss(params, x):

@@ -18,11 +18,11 @@ from onward.distribute.split.rows import Table
 from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import TRAINER, as_typed
 from onward.execute.cluster.holding import Gradients, Values
+from onward.execute.compile import compile
 from onward.execute.evaluator import as_feed, batch_size, metrics_of, scalars_of
 from onward.execute.feeds import Feeds, data_names, key_of
 from onward.execute.initialize import initialized
 from onward.execute.state import Layout, State, stored
-from onward.execute.step import compile
 
 Wanted = Mapping[str, np.ndarray]
 Key = tuple[Any, ...]

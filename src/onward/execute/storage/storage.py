@@ -126,7 +126,7 @@ class Storage:
         shared = [b for b in self.buffers if b.form is not Form.ALONE]
         alone = [b.variable for b in self.buffers if b.form is Form.ALONE]
         count = len(self.place)
-        head = f"{count} state Variables in {len(self.buffers)} buffers"
+        head = f"{count} state Variables in {len(self.buffers)} buffer{'s' if len(self.buffers) > 1 else ''}"
         rows = [(b.variable.name, b.variable.type, f"{len(b.members)} {b.form}", b.why) for b in shared]
         rest = (f"{len(alone)} others", "", str(Form.ALONE), "") if alone else None
         return f"{head}\n{columns([*rows, *([rest] if rest else [])])}"

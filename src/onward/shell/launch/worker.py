@@ -20,6 +20,7 @@ from typing import NoReturn
 import jax
 
 from onward.core.errors import PeerError
+from onward.execute.host_memory import keep_host_memory
 from onward.execute.peers.peers import Peers
 
 VARIABLE = "ONWARD_WORKER"  # in the environment: a Place
@@ -59,6 +60,7 @@ def main() -> None:
     place = Place(**json.loads(os.environ.pop(VARIABLE)))
     os.set_inheritable(place.lifeline, False)
     Thread(target=_end_with, args=(place.lifeline,), name="onward-lifeline", daemon=True).start()
+    keep_host_memory()
     try:
         join(place)
         run(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Which activations a step keeps for its backward pass, and which it computes again."""

@@ -1,0 +1,77 @@
+"""The temporary memory of a step: estimated from its ops, and of what XLA makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from onward.core.lower import lower
+from onward.core.program import Op, Program, Variable
+from onward.core.words import Pass
+from onward.derive.recompute.again import BARRIER
+from onward.derive.recompute.effort import size
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of most memory: how many bytes, at which op, held by which Variables."""
+
+    bytes: int
+    op: Op | None
+    holders: tuple[Variable, ...]
+
+
+def estimated(program: Program) -> Peak:
+    """What is alive at once when ops run in order and nothing is fused; results of the step do not count."""
+    same: dict[Variable, Variable] = {}
+    for op in program.ops:
+        if op.type == BARRIER:
+            same.update((b, same.get(a, a)) for a, b in zip(op.inputs, op.outputs, strict=True))
+    last = {same.get(v, v): i for i, op in enumerate(program.ops) for v in op.inputs}
+    lasting = {*program.inputs, *program.state, *program.constants, *results(program)}
+    ends: dict[int, list[Variable]] = {}
+    alive: set[Variable] = set()
+    now = most = peak = 0
+    holders: tuple[Variable, ...] = ()
+    for i, op in enumerate(program.ops):
+        for v in op.outputs:
+            if v not in same and v not in lasting and v in last:
+                alive.add(v)
+                now += size(v)
+                ends.setdefault(last[v], []).append(v)
+        if now > most:
+            most, peak, holders = now, i, tuple(alive)
+        for v in ends.pop(i, ()):
+            alive.discard(v)
+            now -= size(v)
+    order = sorted(holders, key=lambda v: (-size(v), v.name))
+    return Peak(most, program.ops[peak] if program.ops else None, tuple(order))
+
+
+def results(program: Program) -> tuple[Variable, ...]:
+    """What the step returns; of a Program without an update also what the backward pass ends in."""
+    wanted = (*program.next_state.values(), *program.outputs)
+    if any(op.made_by is Pass.UPDATE for op in program.ops):
+        return tuple(dict.fromkeys(wanted))
+    read = {v for op in program.ops for v in op.inputs}
+    ends = (v for op in program.ops if op.made_by is Pass.BACKWARD for v in op.outputs if v not in read)
+    return tuple(dict.fromkeys((*wanted, *(g for _, g in program.gradients), *ends)))
+
+
+def compiled(program: Program) -> int:
+    """The bytes of temporary memory of the compiled step, its changing state donated."""
+    changed = [v for v in program.state if v in program.next_state]
+    lent = [v for v in program.state if v not in program.next_state]
+    run = lower(program, results(program))
+
+    def step(changing: Any, lasting: Any, data: Any) -> list[Any]:
+        own = dict(zip((*changed, *lent), (*changing, *lasting), strict=True))
+        return run([own[v] for v in program.state], data)
+
+    groups = (changed, lent, program.inputs)
+    types = ([jax.ShapeDtypeStruct(v.shape, v.dtype) for v in group] for group in groups)
+    memory = jax.jit(step, donate_argnums=0).lower(*types).compile().memory_analysis()
+    assert memory is not None, "the device at hand tells what a compiled step takes"
+    return int(memory.temp_size_in_bytes)

@@ -1,0 +1,66 @@
+"""``compile``: from a Program to a Step, with what may be done on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from onward.core.errors import ArgumentError
+from onward.core.program import Program, Variable
+from onward.core.structure import describe
+from onward.core.walk import Where, listed
+from onward.execute.spread import By
+from onward.execute.step import Step
+from onward.execute.tuning import Tuning
+
+
+def compile(  # noqa: A001
+    program: Program,
+    fetch: Sequence[str | Variable] = (),
+    donate: bool | Iterable[Where] = True,
+    check_feeds: bool = True,
+    by: str = By.SHARD_MAP,
+    deadline: float | None = None,
+    roll: bool | None = None,
+    tune: bool = True,
+) -> Step:
+    """Compile a Program to one XLA computation, ahead of time.
+
+    Args:
+        program: a Program, with or without backward and update.
+        fetch: names of further Variables that ``out[name]`` shall hold: activations, gradients,
+            hyperparameters. A fetched parameter is its value before the update.
+        donate: let the step reuse the buffers of the State it is given. The State is spent then. A list of
+            names or patterns donates just these.
+        check_feeds: look on the host whether labels and embedding ids lie in their range, which no device
+            would say. Arrays that are on a device already are not looked at.
+        by: what of JAX runs a replicated Program: ``"shard_map"`` or ``"pmap"``; the results are equal.
+        deadline: how many seconds a step over several processes may take before ``PeerError`` says which
+            process it waits for. 300 unless given or said by ONWARD_DEADLINE; ``math.inf`` for no end.
+        roll: compile repeated layers as one loop over stacked parameters; None: where it gains something.
+        tune: let many small Variables share a buffer, and rewrite what a device is slow at; the results
+            are the same. ``print(step.plan())`` tells what was done.
+
+    Raises:
+        UnknownNameError: a name in ``fetch`` that no Variable bears.
+        ArgumentError: a Program for more devices than there are.
+        GraphError: ``roll=True`` where no layer repeats.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
+        >>> step = ow.compile(program, fetch=["grad(w)"])
+        >>> state = step.init(jnp.ones(2))
+        >>> state, out = step(state, jnp.array([1.0, 2.0]))
+        >>> float(out.loss), out["grad(w)"].tolist()
+        (3.0, [1.0, 2.0])
+        >>> print(state.parameters)
+        [0.9 0.8]
+    """
+    if not isinstance(program, Program):
+        raise ArgumentError(
+            f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
+            "optimizer.minimize(loss, params, *data) to train."
+        )
+    tuning = Tuning(tune, roll)
+    apart = () if tune else None
+    return Step(program, listed(fetch), donate, check_feeds, True, tuning, apart, by, deadline)

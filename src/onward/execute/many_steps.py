@@ -1,0 +1,231 @@
+"""Many steps of a small model in one call: ``step.run(state, batches, steps=k)``.
+
+A call costs the host some microseconds however little there is to compute. So k batches are laid on top of
+each other and one compiled call scans over them. Calls return before they are computed, so the next k batches
+are read meanwhile. What does not fill such a group, or has another shape, runs step by step: the numbers are
+those of single steps.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> step = ow.compile(ow.SGD(0.5).minimize(lambda w, x: (w - x) ** 2, jnp.float32(0.0), jnp.float32(1.0)))
+>>> state, outs = ManySteps(step).run(step.init(jnp.float32(0.0)), [1.0, 1.0, 0.0, 2.0, 2.0], steps=2)
+>>> outs.loss.tolist(), float(state.parameters)
+([1.0, 0.0, 1.0, 4.0, 0.0], 2.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import count
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError, StateError
+from onward.core.jaxprs import Body, Wire, as_one_call, body_of
+from onward.core.program import Program
+from onward.core.structure import describe
+from onward.execute.feeds import Feeds, Key
+from onward.execute.loop.groups import Batch, Group, Intake, blaming, grouped
+from onward.execute.out import Out
+from onward.execute.outs import Outs, Part
+from onward.execute.state import SPENT, State
+
+
+class Runnable(Protocol):
+    """A Step, as far as a run needs it."""
+
+    program: Program
+    feeds: Feeds
+
+    @property
+    def function(self) -> Callable[..., tuple[State, Out]]:
+        """The pure function behind it."""
+
+    def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
+        """One step."""
+
+
+class ManySteps:
+    """Runs a Step over batches, k steps in one compiled call.
+
+    Args:
+        step: what runs one step.
+        donates: let a call reuse the buffers of the State that it replaces.
+        checks: look on the host whether labels and ids lie in their range.
+        look: raises if training stopped in a State, as far as that is known without waiting.
+    """
+
+    def __init__(
+        self,
+        step: Runnable,
+        donates: bool = True,
+        checks: bool = True,
+        look: Callable[[State], None] = lambda state: None,
+    ) -> None:
+        self.step, self._donates, self._look = step, donates, look
+        self._checks = checks and bool(step.program.bounds)
+        self._loops: dict[tuple[int, Key], list[_Loop]] = {}
+
+    @property
+    def compilations(self) -> int:
+        """How many loops were compiled: one for each number of steps and shape of the data."""
+        return sum(map(len, self._loops.values()))
+
+    @cached_property
+    def alone(self) -> str | None:
+        """Why steps run one by one whatever is asked for; None if they need not.
+
+        >>> import jax.numpy as jnp, onward as ow
+        >>> step = ow.compile(ow.SGD(0.5).minimize(lambda w: w**2, jnp.float32(1.0)))
+        >>> ManySteps(step).alone
+        """
+        replicas = self.step.program.replicas
+        if replicas is not None and replicas.count > 1:
+            return f"it runs on {replicas.count} devices, which take their parts of every batch"
+        if jax.default_backend() == "cpu" and _convolves(self.step.program):
+            return "on a CPU a convolution in a loop takes several times as long as outside of one"
+        return None
+
+    def plan(self, steps: int) -> str:
+        """In a sentence, how ``run`` would go about it."""
+        if steps == 1:
+            return "one step per call"
+        return f"one step per call: {self.alone}" if self.alone else f"{steps} steps per call, in a loop"
+
+    def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
+        """Run a step for each batch; see ``Step.run``."""
+        _expect(state, batches, steps)
+        outs: list[Part] = []
+        if steps == 1 or self.alone:
+            state = self._one_by_one(state, enumerate(batches), outs)
+        else:
+            intake = Intake(self.step.feeds, self._checks)
+            for group in grouped(map(intake, batches, count()), steps):
+                state = self._together(state, group, outs)
+        if not outs:
+            raise ArgumentError(
+                "step.run: batches is empty; expected at least one batch. An iterator can be read only once."
+            )
+        return state, Outs(outs)
+
+    def _one_by_one(self, state: State, batches: Iterable[tuple[int, Any]], outs: list[Part]) -> State:
+        arguments = Intake(self.step.feeds, False).arguments
+        for number, batch in batches:
+            data, feed = arguments(batch)
+            try:
+                state, out = self.step(state, *data, **feed)
+            except ArgumentError as error:
+                raise blaming(number, error) from error
+            outs.append(Part(out, None))
+        return state
+
+    def _together(self, state: State, group: Group, outs: list[Part]) -> State:
+        """Run a group in one call, or step by step where it has no stack."""
+        if group.stacked is None or not (loop := self._loop(state, group)).closes:
+            pairs = ((b.number, b.feed or b.data) for b in group.batches)
+            return self._one_by_one(state, pairs, outs)
+        self._look(state)
+        state, out = loop(state, group.stacked)
+        outs.append(Part(out, len(group.batches)))
+        return state
+
+    def _loop(self, state: State, group: Group) -> _Loop:
+        tree: Any = jax.tree.structure(state)
+        loops = self._loops.setdefault((len(group.batches), group.batches[0].key), [])
+        for loop in loops:
+            if loop.tree == tree:
+                return loop
+        loops.append(_Loop(self.step, state, group, self._donates))
+        return loops[-1]
+
+
+class _Loop:
+    """One compiled call of several steps: only what a step changes is carried, and donated.
+
+    ``closes``: whether a step returns its State in the buffers in which it came; if not, the next one does.
+    """
+
+    def __init__(self, step: Runnable, state: State, group: Group, donates: bool) -> None:
+        self.tree: Any = jax.tree.structure(state)
+        leaves = jax.tree.leaves(state)
+        body = self._body(step, leaves, group.batches[0])
+        self.changed = [i for i, wire in enumerate(body.wires[: len(leaves)]) if wire != Wire(input=i)]
+        self.kept = [i for i in range(len(leaves)) if i not in set(self.changed)]
+        self.count = len(leaves)
+        self.turn = as_one_call(body, step.program.name)
+        self.steps = len(group.batches)
+        self.call = jax.jit(self._scan, donate_argnums=(0,) if donates else ())
+
+    def _body(self, step: Runnable, leaves: Sequence[Any], batch: Batch) -> Body:
+        """A step from flat arrays to flat arrays."""
+        ours, function = len(leaves), step.function
+
+        def flat(*values: Any) -> list[Any]:
+            state = jax.tree.unflatten(self.tree, values[:ours])
+            following, out = function(state, *_data_of(step.feeds, values[ours:]))
+            next_leaves, tree = jax.tree.flatten(following)
+            self.closes = bool(tree == self.tree)
+            results, self.out_tree = jax.tree.flatten(out)
+            return [*next_leaves, *results]
+
+        return body_of(flat, *map(_type, (*leaves, *batch.values)))
+
+    def _scan(self, changed: Sequence[Any], kept: Sequence[Any], stacked: Sequence[Any]) -> Any:
+        def turn(changed: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            found = self.turn(*self._whole(changed, kept), *values)
+            return [found[i] for i in self.changed], found[self.count :]
+
+        return jax.lax.scan(turn, list(changed), list(stacked), length=self.steps)
+
+    def _whole(self, changed: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        at = dict(zip((*self.changed, *self.kept), (*changed, *kept), strict=True))
+        return [at[i] for i in range(self.count)]
+
+    def __call__(self, state: State, stacked: Sequence[Any]) -> tuple[State, Out]:
+        leaves = jax.tree.leaves(state)
+        kept = [leaves[i] for i in self.kept]
+        changed, results = self.call([leaves[i] for i in self.changed], kept, stacked)
+        return jax.tree.unflatten(self.tree, self._whole(changed, kept)), jax.tree.unflatten(
+            self.out_tree, results
+        )
+
+
+def _expect(state: Any, batches: Any, steps: Any) -> None:
+    """Raise unless these are a State that can be used, batches, and a number of steps."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ArgumentError(f"step.run: steps is {describe(steps)}; expected a whole number, at least 1.")
+    if not isinstance(state, State):
+        raise ArgumentError(
+            f"step.run: the first argument is the State, not {describe(state)}. Begin with state = "
+            "step.init(params); then state, outs = step.run(state, batches, steps=10)."
+        )
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+        raise ArgumentError(
+            "step.run reads batches on the host, which a function under jax.jit cannot. There, scan over the "
+            "step itself: jax.lax.scan(lambda state, batch: step(state, *batch), state, stacked)."
+        )
+    if state.is_spent:
+        raise StateError(SPENT)
+    if isinstance(batches, Mapping | str | bytes | np.ndarray | jax.Array) or not isinstance(
+        batches, Iterable
+    ):
+        raise ArgumentError(
+            f"step.run: batches is {describe(batches)}; expected an iterable of batches, each as one call of "
+            "the step takes it. For arrays in memory: onward.batches(arrays, batch_size=32)."
+        )
+
+
+def _data_of(feeds: Feeds, values: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a step from the arrays that its Program reads."""
+    at = dict(zip(feeds.program.inputs, values, strict=True))
+    return tuple(s.unflatten(at.get(v, np.float32(0)) for v in s.variables) for s, _ in feeds.taken)
+
+
+def _convolves(program: Program) -> bool:
+    return any("conv_general_dilated" in op.body.primitives for op in program.ops)
+
+
+def _type(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
