@@ -41,7 +41,7 @@ def test_readme_code_runs_and_prints_what_it_shows(capsys):
         elif language == "":
             assert printed.strip() == text.strip()
             shown += 1
-    assert shown == 5
+    assert shown == 6
 
 
 def test_readme_gives_two_commands_that_make_their_own_environment():
