@@ -295,7 +295,7 @@ def test_functions_that_call_each_other_have_keys():
         (closure(closure(1)), closure(closure(2))),
         (jax.random.key(0), jax.random.key(1)),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_keys_of_what_differs_differ(first, second):
     assert key_of(first) != key_of(second)
