@@ -79,6 +79,8 @@ class Tuning:
         return Tuned(program, tuple(notes))
 
     def _rolled(self, program: Program, fetch: Sequence[str]) -> tuple[Program, str]:
+        if rolls_of(program):
+            return program, _words(program)
         if self.roll:
             result = roll(program, keep=fetch)
             return result, _words(result)

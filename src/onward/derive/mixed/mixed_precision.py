@@ -11,18 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError
-from onward.core.jaxprs import Type
-from onward.core.placement import whole_shape
 from onward.core.program import Program
 from onward.core.transform import Recipe, Step, recipe_of, transform
 from onward.core.walk import Where, listed
 from onward.derive.backward import append_backward
+from onward.derive.batch import whole_types
 from onward.derive.guard import guard
 from onward.derive.mixed.loss_scale import adjust_scale, scale_loss
 from onward.derive.mixed.roles import Lowering, kept_ops
@@ -95,7 +93,7 @@ def mixed_precision(
         _expect_updates(program, recipe)
     first = Step(lowered, (dtype, tuple(listed(keep))), {})
     steps = (first, *(step for old in recipe.steps for step in (old, *_after(old, scaling))))
-    mixed = replace(recipe, steps=steps).replay(_types(program))
+    mixed = replace(recipe, steps=steps).replay(whole_types(program))
     assert mixed.recipe is not None
     return replace(mixed, recipe=replace(mixed.recipe, origin=recipe.origin))
 
@@ -168,13 +166,3 @@ def _expect_updates(program: Program, recipe: Recipe) -> None:
             f"Program {program.name!r} is guarded, and mixed precision in float16 leaves out steps that "
             "overflow by itself. Leave guard away."
         )
-
-
-def _types(program: Program) -> tuple[Any, ...]:
-    """The data of the traced function by its types, over all devices together."""
-    assert program.signature is not None
-
-    def kind(v: Any) -> Type:
-        return Type(whole_shape(v, program.replicas), v.dtype)
-
-    return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)

@@ -21,9 +21,12 @@ from onward.core.words import Pass
 from onward.derive.recompute.activations import where
 from onward.derive.recompute.effort import size
 from onward.derive.recompute.measure import estimated
+from onward.derive.recompute.replay import is_replayable
 from onward.derive.recompute.report import is_recomputed
 from onward.derive.recompute.scopes import Scopes, plan_of
 from onward.derive.recompute.search import Rungs
+from onward.derive.roll.roll import roll as rolled
+from onward.derive.roll.roll import roll_where_worth
 
 
 def recompute(
@@ -32,6 +35,7 @@ def recompute(
     *,
     scopes: Scopes | None = None,
     keep: Where | Iterable[Where] = (),
+    roll: bool | None = None,
 ) -> Program:
     """Keep fewer activations for the backward pass, and compute the others again when it needs them.
 
@@ -53,6 +57,8 @@ def recompute(
             (``"block_*"``), several, or a predicate of the scope's name.
         keep: what is kept whatever the budget, by name, pattern or Variable, such as values named by
             ``jax.ad_checkpoint.checkpoint_name``.
+        roll: make repeated layers one loop first; what is computed within a layer has no name of its own
+            then. None: where ``compile`` would do so, unless ``scopes`` or ``keep`` name such values.
 
     Raises:
         ArgumentError: neither or both of budget and scopes, or a budget that is no such number.
@@ -74,6 +80,10 @@ def recompute(
         ['again(block/dot_general)', 'again(block/sin)']
     """
     _expect_fit(program)
+    if roll is None and scopes is None and not keep and is_replayable(program):
+        program, _ = roll_where_worth(program)
+    elif roll:
+        program = rolled(program, keep)
     kept = _kept(program, keep)
     if (budget is None) == (scopes is None):
         raise ArgumentError("recompute takes one of the two: a budget, or scopes to recompute.")

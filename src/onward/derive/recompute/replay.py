@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from onward.core.jaxprs import Type
-from onward.core.placement import whole_shape
-from onward.core.program import Program, Variable
+from onward.core.program import Program
 from onward.core.transform import Recipe, Step, recipe_of
 from onward.derive.backward import append_backward
+from onward.derive.batch import whole_types
 
 _PURPOSE = "with other activations kept", "Leave its ops as they were derived"
 
@@ -38,16 +37,6 @@ def without_steps(program: Program, *functions: Callable[..., Program]) -> Progr
 
 
 def _replayed(program: Program, old: Recipe, recipe: Recipe) -> Program:
-    found = recipe.replay(_data_types(program))
+    found = recipe.replay(whole_types(program))
     assert found.recipe is not None
     return replace(found, recipe=replace(found.recipe, origin=old.origin))
-
-
-def _data_types(program: Program) -> tuple[Any, ...]:
-    """The data of the traced function by its types, over all devices together."""
-    assert program.signature is not None
-
-    def kind(v: Variable) -> Type:
-        return Type(whole_shape(v, program.replicas), v.dtype)
-
-    return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)

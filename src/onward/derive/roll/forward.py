@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from onward.core.jaxprs import Type
-from onward.core.placement import whole_shape
 from onward.core.program import Op, Program
 from onward.core.transform import Recipe, Step
 from onward.core.words import Pass
 from onward.derive.backward import append_backward
+from onward.derive.batch import whole_types
 from onward.derive.update.update import append_update
 
 
@@ -23,7 +21,7 @@ def forward_of(program: Program, recipe: Recipe) -> tuple[Program, tuple[Step, .
     made = [step.function for step in steps]
     if program.replicas is None and made == [append_backward, append_update][: len(made)]:
         return without_derived(program, recipe), steps
-    forward = recipe.origin.trace(_data_types(program))
+    forward = recipe.origin.trace(whole_types(program))
     for i, step in enumerate(steps):
         if step.function is append_backward:
             return forward, steps[i:]
@@ -64,12 +62,3 @@ def _first_form(op: Op) -> Op:
     if op.primal is None:
         return op
     return replace(op, outputs=op.outputs[: len(op.primal.out_avals)], body=op.primal, primal=None)
-
-
-def _data_types(program: Program) -> tuple[Any, ...]:
-    """The data of the traced function by its types, over all devices together."""
-    assert program.signature is not None
-    return tuple(
-        structure.unflatten(Type(whole_shape(v, program.replicas), v.dtype) for v in structure.variables)
-        for structure in program.signature.data
-    )
