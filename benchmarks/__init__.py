@@ -2,9 +2,11 @@
 
     accumulate_time   what does a step over micro-batches cost, beside optax.MultiSteps?
     derive_time       what does it cost to trace a function and derive its backward pass?
+    first_step_time   how long does a person wait for the first step of a deep model?
     multi_device      what do more devices bring, and what does it cost to merge gradients over them?
     parameter_server  what do parameter servers cost beside bare Ray, and what does a step send?
-    step_time         is a compiled Onward step as fast as one written by hand?
+    recompute_time    what does it cost to train in half the memory?
+    step_time         does a step of Onward cost more than the one written by hand, or less?
     threads           what do threads bring that share one model?
     update_time       what does the update alone cost, beside optax?
 
@@ -12,7 +14,13 @@
     python -m benchmarks step_time              one
     python -m benchmarks --quick                tiny sizes: does everything still run?
     python -m benchmarks --json results.json    the numbers also as JSON
+    python -m benchmarks --plot results.svg     and as a picture
 
-Two sides are measured in turn, in rounds, and compared round by round, so that whatever else the
-machine does falls on both. The numbers are those of the machine they were measured on.
+``onward bench`` does the same. Other libraries are measured when they are installed:
+``pip install -e ".[bench,plot]"``, and ``pip install torch``, which is not in the extra since it is large.
+
+Sides are measured in turn, in rounds, and compared round by round, so that whatever else the
+machine does falls on all of them. The numbers are those of the machine they were measured on. Beside the
+benchmarks: ``models`` are plain functions, ``workloads`` say what all sides compute, ``sides`` holds them in
+the words of each library, ``worker`` gives a side its process, ``contest`` measures many, ``harness`` two.
 """

@@ -8,19 +8,24 @@ from collections.abc import Callable, Sequence
 from benchmarks import (
     accumulate_time,
     derive_time,
+    first_step_time,
     multi_device,
     parameter_server,
+    recompute_time,
     step_time,
     threads,
     update_time,
 )
-from benchmarks.harness import Row, environment, table, write_json
+from benchmarks.harness import Row
+from benchmarks.report import environment, plot, table, write_json
 
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
     "accumulate_time": accumulate_time.run,
     "derive_time": derive_time.run,
+    "first_step_time": first_step_time.run,
     "multi_device": multi_device.run,
     "parameter_server": parameter_server.run,
+    "recompute_time": recompute_time.run,
     "step_time": step_time.run,
     "threads": threads.run,
     "update_time": update_time.run,
@@ -34,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[Row]]:
     parser.add_argument("--rounds", type=int, help="how often to compare the two sides of each row")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--json", metavar="PATH", help="write the numbers to this file as well")
+    parser.add_argument("--plot", metavar="PATH", help="draw the ratios into this file, .svg or .png")
     chosen = parser.parse_args(arguments)
     if unknown := set(chosen.names) - set(BENCHMARKS):
         parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
@@ -44,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[Row]]:
         print(f"\n{name}\n{table(results[name])}", flush=True)
     if chosen.json:
         write_json(chosen.json, results)
+    if chosen.plot:
+        plot(chosen.plot, results)
     return results
 
 

@@ -4,16 +4,17 @@ Against ``jax.jit(jax.value_and_grad(loss)).trace``, which does the same for JAX
 12 and 48 unrolled layers (d 128, 4 heads, seq 16, batch 2). Both sides are given a new function object
 every time, so that neither finds the trace of the last round in a cache.
 
-    derive      trace and derive, after one round to warm up
-    cold        the same as the first thing that a new process does
-    and lower   trace, derive and lower to StableHLO, warm: what precedes XLA in ``compile``
+    derive          trace and derive, after one round to warm up
+    cold            the same as the first thing that a new process does
+    and lower       trace, derive and lower to StableHLO, warm, every layer by itself
+    roll and lower  trace, derive, make one loop of the layers, lower that: what precedes XLA in ``compile``
 
 Run it with ``python -m benchmarks derive_time``. To expect:
 
     python 3.11.7, jax 0.10.2, device cpu, cores 2
 
     derive_time
-    case                  against         rounds  onward   peer     ratio  min   max   target
+    case                  against         rounds  time     peer     ratio  min   max   target
     derive, 2 layers      value_and_grad  20      15.6 ms  34.9 ms  0.45   0.41  0.71
     cold, 2 layers        value_and_grad  5       114 ms   80.9 ms  1.41   1.28  1.46
     and lower, 2 layers   value_and_grad  5       60.6 ms  66 ms    0.89   0.81  0.92
@@ -23,20 +24,6 @@ Run it with ``python -m benchmarks derive_time``. To expect:
     derive, 48 layers     value_and_grad  20      459 ms   837 ms   0.54   0.49  0.60  <= 1.00
     cold, 48 layers       value_and_grad  5       418 ms   863 ms   0.49   0.44  0.58
     and lower, 48 layers  value_and_grad  5       1379 ms  1238 ms  1.10   1.08  1.13
-
-    step_time
-    case                against  rounds  onward   peer     ratio  min   max   target
-    MLP, Adam           by hand  150     3 ms     3 ms     1.00   0.67  1.46  <= 1.02
-      the same by hand  by hand  150     2.98 ms  3.01 ms  0.99   0.73  1.29
-    MLP, Adam           optax    150     2.99 ms  2.94 ms  1.00   0.67  1.52
-    CNN, Momentum       by hand  150     41.3 ms  40 ms    1.02   0.49  1.66  <= 1.02
-      the same by hand  by hand  150     41.9 ms  41.9 ms  1.01   0.67  2.57
-    transformer, AdamW  by hand  150     74.7 ms  74.6 ms  0.99   0.48  1.65  <= 1.02
-      the same by hand  by hand  150     79.5 ms  76.9 ms  0.99   0.62  2.01
-    LSTM, Adagrad       by hand  150     14.2 ms  14.3 ms  1.01   0.63  1.58  <= 1.02
-      the same by hand  by hand  150     13.7 ms  14 ms    1.00   0.49  1.35
-    dispatch, SGD       by hand  150     13.5 us  9.9 us   1.37   0.92  2.14
-    dispatch, Adam      by hand  150     15.5 us  11.5 us  1.35   0.97  1.81
 """
 
 from __future__ import annotations
@@ -53,15 +40,17 @@ import onward as ow
 from benchmarks.harness import Measure, Row, compare, seconds
 from benchmarks.models import Model, transformer
 from onward.core.lower import lower
+from onward.derive.roll.roll import roll
 
 _LAYERS = (2, 12, 48)
 _TARGETS = {12: 1.2, 48: 1.0}
+_ROLLED_TARGETS = {48: 0.7}
 _AGAINST = "value_and_grad"
 
 
 def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
     """The rows of all depths; ``quick`` leaves out those that start processes."""
-    return [row for layers in ((1,) if quick else _LAYERS) for row in _rows(layers, rounds, quick)]
+    return [row for layers in ((3,) if quick else _LAYERS) for row in _rows(layers, rounds, quick)]
 
 
 def _rows(layers: int, rounds: int | None, quick: bool) -> list[Row]:
@@ -76,7 +65,13 @@ def _rows(layers: int, rounds: int | None, quick: bool) -> list[Row]:
     if not quick:
         cold = _in_new_process("ours", layers), _in_new_process("peer", layers)
         rows.append(compare(f"cold, {name}", _AGAINST, *cold, few))
-    return [*rows, compare(f"and lower, {name}", _AGAINST, *lowered, few)]
+    rows.append(compare(f"and lower, {name}", _AGAINST, *lowered, few))
+    if layers > 2:
+        rolled = _fresh(_roll_ours, model)
+        rolled()
+        target = _ROLLED_TARGETS.get(layers)
+        rows.append(compare(f"roll and lower, {name}", _AGAINST, rolled, lowered[1], few, target))
+    return rows
 
 
 def _model(layers: int) -> Model:
@@ -92,7 +87,14 @@ def _derive_peer(loss: Callable[..., Any], params: Any, data: tuple[Any, ...]) -
 
 
 def _lower_ours(loss: Callable[..., Any], params: Any, data: tuple[Any, ...]) -> Any:
-    program = _derive_ours(loss, params, data)
+    return _lowered(_derive_ours(loss, params, data))
+
+
+def _roll_ours(loss: Callable[..., Any], params: Any, data: tuple[Any, ...]) -> Any:
+    return _lowered(roll(_derive_ours(loss, params, data)))
+
+
+def _lowered(program: ow.Program) -> Any:
     wanted = [*program.outputs, *(gradient for _, gradient in program.gradients)]
     types = [[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in vs] for vs in (program.state, program.inputs)]
     return jax.jit(lower(program, wanted)).lower(*types)

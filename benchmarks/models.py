@@ -116,11 +116,18 @@ def resnet(widths: tuple[int, ...] = (16, 32, 64), size: int = 32, batch: int = 
 
 
 def transformer(
-    layers: int = 4, d: int = 128, heads: int = 4, seq: int = 128, batch: int = 8, words: int = _WORDS
+    layers: int = 4,
+    d: int = 128,
+    heads: int = 4,
+    seq: int = 128,
+    batch: int = 8,
+    words: int = _WORDS,
+    checkpoint: bool = False,
 ) -> Model:
     """A causal model of text, layer norm before each block, its layers unrolled.
 
-    It reads any of so many words, and tells for each which of the 256 kinds of word follows.
+    It reads any of so many words, and tells for each which of the 256 kinds of word follows. With
+    ``checkpoint`` there is a ``jax.checkpoint`` around each layer.
     """
 
     def attention(layer: Params, x: Array) -> Array:
@@ -130,12 +137,17 @@ def transformer(
         weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ layer["out"]
 
+    def block(layer: Params, x: Array) -> Array:
+        x = x + attention(layer, _normalized(layer["norm_1"], x))
+        hidden = jax.nn.gelu(_dense(layer["up"], _normalized(layer["norm_2"], x)))
+        return x + _dense(layer["down"], hidden)
+
+    one = jax.checkpoint(block) if checkpoint else block
+
     def loss(params: Params, words: Array, following: Array) -> Array:
         x = params["words"][words] + params["places"]
         for layer in params["layers"]:
-            x = x + attention(layer, _normalized(layer["norm_1"], x))
-            hidden = jax.nn.gelu(_dense(layer["up"], _normalized(layer["norm_2"], x)))
-            x = x + _dense(layer["down"], hidden)
+            x = one(layer, x)
         return _cross_entropy(_dense(params["last"], _normalized(params["norm"], x)), following)
 
     rng = np.random.default_rng(0)
@@ -181,6 +193,42 @@ def lstm(hidden: int = 128, features: int = 32, seq: int = 64, batch: int = 32) 
         _whole_numbers(rng, (batch,), _CLASSES),
     )
     return Model(loss, params, data)
+
+
+def residual_mlp(layers: int = 100, width: int = 32, batch: int = 32, checkpoint: bool = False) -> Model:
+    """Narrow dense layers, each behind a layer norm and around it a sum: four small arrays in every layer.
+
+    With ``checkpoint`` there is a ``jax.checkpoint`` around each layer.
+    """
+
+    def block(layer: Params, x: Array) -> Array:
+        return x + jax.nn.relu(_dense(layer["dense"], _normalized(layer["norm"], x)))
+
+    one = jax.checkpoint(block) if checkpoint else block
+
+    def loss(params: Params, x: Array, labels: Array) -> Array:
+        for layer in params["layers"]:
+            x = one(layer, x)
+        return _cross_entropy(_dense(params["last"], x), labels)
+
+    rng = np.random.default_rng(0)
+    params = {
+        "layers": [
+            {"norm": _norm_init(width), "dense": _dense_init(rng, width, width)} for _ in range(layers)
+        ],
+        "last": _dense_init(rng, width, _CLASSES),
+    }
+    return Model(loss, params, (_noise(rng, (batch, width)), _whole_numbers(rng, (batch,), _CLASSES)))
+
+
+def leaves(count: int = 1000, size: int = 8) -> Model:
+    """Many small arrays of which the loss is the sum: what remains is the cost of passing them on."""
+
+    def loss(params: Params, x: Array) -> Array:
+        return jnp.sum(sum(params) * x)
+
+    rng = np.random.default_rng(0)
+    return Model(loss, [_noise(rng, (size,)) for _ in range(count)], (jnp.ones(size),))
 
 
 def line(batch: int = 8) -> Model:

@@ -33,7 +33,7 @@ by hand does not wait. What that costs was not measured by itself. Some rows of
     mlp    average  4        512    12.6 ms  40686       0.24     0.20     3924.1 KiB  1.000  7848.1 KiB
     mlp    sharded  4        512    13 ms    39533       0.23     0.20     3924.1 KiB  1.000  3924.1 KiB
 
-    case                     against      rounds  onward   peer     ratio  min   max   target
+    case                     against      rounds  time     peer     ratio  min   max   target
     mlp, average, 2 devices  by pmap      15      6.66 ms  6.62 ms  1.03   0.77  1.27  <= 1.02  missed
     mlp, average, 2 devices  sharded jit  15      6.25 ms  7.24 ms  0.85   0.75  0.98
     mlp, sharded, 2 devices  by pmap      15      7.36 ms  7.02 ms  1.02   0.76  1.24
@@ -63,9 +63,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import onward as ow
 from benchmarks import models
-from benchmarks.harness import Row, compare, environment, table
+from benchmarks.by_hand import Case, adam, check_agreement
+from benchmarks.harness import Row, Side, compare
 from benchmarks.models import Model
-from benchmarks.step_time import Case, Side, adam, check_agreement
+from benchmarks.report import environment, table
 
 try:
     from matplotlib.figure import Figure
@@ -161,7 +162,7 @@ class _Bench:
         self.check(merge)
         ours = _replicated(self.case, _RATE, self.devices, merge)
         rows = tuple(self.compared(merge, name, ours, peer) for name, peer in self.timed.items())
-        seconds = median(row.onward for row in rows)
+        seconds = median(row.time for row in rows)
         program = ours.step.program
         plan = ow.plan(program)
         return Result(

@@ -45,8 +45,9 @@ import numpy as np
 
 import onward as ow
 from benchmarks import models
-from benchmarks.harness import Row, compare, environment, table
+from benchmarks.harness import Row, compare
 from benchmarks.models import Model
+from benchmarks.report import environment, table
 from onward.core.extras import require
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.desk import ServerSpec
@@ -538,7 +539,7 @@ def _rates(results: Results) -> str:
     lines = [["moving", "onward", "bare actor"]]
     for row, mib in zip(results.rows, results.mib, strict=True):
         if mib:
-            rates = (f"{mib / 2**10 / taken:.2f} GiB/s" for taken in (row.onward, row.peer))
+            rates = (f"{mib / 2**10 / taken:.2f} GiB/s" for taken in (row.time, row.peer))
             lines.append([row.case, *rates])
     return _columns(lines) if len(lines) > 1 else ""
 

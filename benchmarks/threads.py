@@ -17,7 +17,7 @@ Run it with ``python -m benchmarks threads``. To expect:
     1,669,160 bytes of arrays, 1,710,120 once 32 Evaluators have run forward
 
     threads
-    case                    against  rounds  onward   peer     ratio  min   max   target
+    case                    against  rounds  time     peer     ratio  min   max   target
     batch 1, 32 threads     jitted   60      43.3 us  38 us    1.05   0.63  1.81  <= 1.03  missed
       the peer with itself  jitted   60      44.4 us  46.9 us  0.95   0.60  1.97
       one thread            jitted   60      61.7 us  58 us    1.04   0.48  2.57

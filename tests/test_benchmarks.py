@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 import benchmarks
 import jax
+import jax.numpy as jnp
 import pytest
-from benchmarks import harness, step_time
+from benchmarks import by_hand, harness, models, report
 from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.by_hand import Case
+from benchmarks.contest import check_agreement, contest
+from benchmarks.harness import Row, Side
+from benchmarks.sides import REFERENCE, SIDES
+from benchmarks.worker import Local, Report, SideError, Worker
+from benchmarks.workloads import WORKLOADS
+
+import onward as ow
 
 ROOT = Path(__file__).parents[1]
 CASES = {
     "accumulate_time": ["MLP, 16 rows", "transformer, 1 text"],
-    "derive_time": ["derive, 1 layers", "and lower, 1 layers"],
-    "step_time": [
-        "MLP, Adam",
-        "CNN, Momentum",
-        "transformer, AdamW",
-        "LSTM, Adagrad",
-        "dispatch, SGD",
-        "dispatch, Adam",
-    ],
+    "derive_time": ["derive, 3 layers", "and lower, 3 layers", "roll and lower, 3 layers"],
+    "first_step_time": ["24-layer transformer, first step"],
+    "recompute_time": ["100-layer MLP"],
+    "step_time": ["MLP, Adam", "24-layer transformer", "CNN, Momentum", "1,000 leaves, SGD"],
     "update_time": [
         "one leaf, Adam",
         "one leaf, clip + AdamW",
@@ -60,9 +67,10 @@ def test_quick_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     rows = main([name, "--quick", "--rounds", "2", "--json", str(path)])[name]
     assert list(dict.fromkeys(row.case for row in rows)) == CASES[name]
     for row in rows:
+        assert not row.note.startswith("failed")
         assert row.rounds == 2
         assert 0 < row.low <= row.ratio <= row.high
-        assert min(row.onward, row.peer) > 0
+        assert min(row.time, row.peer) > 0
     printed = capsys.readouterr().out
     assert all(row.case in printed for row in rows)
     written = json.loads(path.read_text())
@@ -87,14 +95,136 @@ def test_rounds_alternate_and_are_compared_one_by_one() -> None:
     row = harness.compare("c", "p", lambda: side("ours"), lambda: side("peer"), rounds=3, target=1.5)
     assert order == ["ours", "peer", "peer", "ours", "ours", "peer"]
     assert (row.ratio, row.low, row.high) == (2.0, 1.0, 3.0)
-    assert (row.onward, row.peer) == (3.0, 3.0)
+    assert (row.time, row.peer) == (3.0, 3.0)
     assert row.met is False
-    assert "<= 1.50  missed" in harness.table([row])
+    assert "<= 1.50  missed" in report.table([row])
 
 
-def test_sides_that_part_are_caught() -> None:
-    case = step_time.Case("line", step_time.models.line(), step_time.ow.SGD, step_time.sgd, 0)
-    agreeing = step_time._onward(case, 1e-3), step_time._by_hand(case, 1e-3)
-    step_time.check_agreement(case, *agreeing)
+def test_no_round_begins_once_the_time_is_up() -> None:
+    def side() -> float:
+        sleep(0.01)
+        return 1.0
+
+    assert len(harness.in_turn({"side": side}, rounds=50, budget=0.0)["side"]) == 5
+    assert len(harness.in_turn({"side": side}, rounds=3, budget=0.0)["side"]) == 3
+
+
+def test_steps_that_part_are_caught() -> None:
+    model = models.line()
+    case = Case("line", model, ow.Adam, by_hand.adam, 2)
+
+    def sides(rate: float) -> tuple[Side, Side]:
+        def step(state: Any, *data: Any) -> tuple[Any, Any]:
+            params, slots, t = state
+            value, gradient = jax.value_and_grad(model.loss)(params, *data)
+            return (*by_hand.adam(params, gradient, slots, t + 1, rate), t + 1), value
+
+        slots = tuple(jax.tree.map(jnp.zeros_like, model.params) for _ in range(2))
+        ours = ow.compile(ow.Adam(1e-3).minimize(model.loss, model.params, *model.data))
+        peer = Side(jax.jit(step), (model.params, slots, jnp.int32(0)), model.data)
+        return Side(ours, ours.init(model.params), model.data), peer
+
+    by_hand.check_agreement(case, *sides(1e-3))
     with pytest.raises(AssertionError, match="apart"):
-        step_time.check_agreement(case, step_time._onward(case, 1e-3), step_time._by_hand(case, 1.1e-3))
+        by_hand.check_agreement(case, *sides(1.1e-3))
+
+
+def test_losses_that_part_are_caught() -> None:
+    expected = [2.0, 1.9, 1.8]
+    check_agreement([2.0, 1.9001, 1.8], expected)
+    with pytest.raises(SideError, match=r"another loss at step 2: 1.93, expected 1.9"):
+        check_agreement([2.0, 1.93, 1.8], expected)
+    with pytest.raises(SideError, match="another loss at step 2: nan"):
+        check_agreement([2.0, float("nan"), 1.8], expected)
+    with pytest.raises(SideError, match="hardly move"):
+        check_agreement([2.0, 2.0], [2.0, 2.0])
+
+
+class Pretended:
+    """A side that takes a second for each step, or fails as its name says."""
+
+    def __init__(self, side: str) -> None:
+        if side == "keras":
+            raise SideError("it does not build")
+        self.side = side
+        self.report = Report([3.0, 2.0] if side == "equinox" else [2.0, 1.0], 1.0)
+
+    def seconds(self, steps: int) -> float:
+        if self.side == "torch":
+            raise SideError("out of memory")
+        return 1.0
+
+    def close(self) -> None:
+        closed.append(self.side)
+
+
+closed: list[str] = []
+
+
+def test_a_side_that_fails_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.contest.start", lambda side, work, quick: Pretended(side))
+    names = ["onward", "equinox", "torch", "keras"]
+    rows = contest("MLP, Adam", names, rounds=2, targets={"torch": 1.0, "onward": 1.0})
+    assert [row.note.removeprefix("failed: ") for row in rows] == [
+        "",
+        "another loss at step 1: 3.0, expected 2.0",
+        "out of memory",
+        "it does not build",
+    ]
+    assert [row.met for row in rows] == [True, None, False, None]
+    assert (rows[0].ratio, rows[0].rounds) == (1.0, 2)
+    assert "<= 1.00  missed" in report.table(rows)
+    assert "MLP, Adam: torch: failed: out of memory" in report.table(rows)
+    assert sorted(closed) == ["equinox", REFERENCE, "onward", "torch"]
+
+
+def test_a_row_names_the_side_it_was_to_be_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.contest.start", lambda side, work, quick: Pretended(side))
+    rows = contest("MLP, Adam", ["onward", "torch"], rounds=2, against={"onward": "keras"})
+    assert [row.note for row in rows] == [
+        "not compared, for keras failed",
+        "failed: out of memory",
+    ]
+
+
+@cache
+def expected_losses(work: str) -> list[float]:
+    return Local(REFERENCE, WORKLOADS[work].small).report.losses
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("hasty_compiler")
+@pytest.mark.parametrize("kind", ["mlp", "residual_mlp", "cnn", "lstm", "transformer", "leaves"])
+@pytest.mark.parametrize("side", ["flax.nnx", "equinox"])
+def test_other_libraries_compute_the_same(side: str, kind: str) -> None:
+    if not SIDES[side].is_installed:
+        pytest.skip(f"{side} is not installed")
+    work = next(work for work in WORKLOADS.values() if work.kind == kind)
+    check_agreement(Local(side, work.small).report.losses, expected_losses(work.name))
+
+
+def test_a_worker_answers_from_its_own_process() -> None:
+    with Worker(REFERENCE, "2 numbers, SGD") as worker:
+        check_agreement(worker.report.losses, worker.report.losses)
+        assert worker.report.first > worker.seconds(3) > 0
+        assert worker.temporary() is not None
+
+
+def test_a_worker_that_crashes_says_its_last_words() -> None:
+    with pytest.raises(SideError, match="KeyError: 'speed'"):
+        Worker(REFERENCE, "speed")
+
+
+def test_a_worker_that_hangs_is_ended() -> None:
+    with pytest.raises(SideError, match="no answer in 0 seconds"):
+        Worker(REFERENCE, "2 numbers, SGD", deadline=0.0)
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_the_picture_shows_every_row(form: str, tmp_path: Path) -> None:
+    row = harness.ratio_row("deep", REFERENCE, [1.0, 2.0], [2.0, 2.0], target=0.5)
+    rows = [row, Row("deep", REFERENCE, side="torch", note="failed: it does not build")]
+    path = tmp_path / f"picture.{form}"
+    report.plot(path, {"step_time": rows})
+    written = path.read_bytes()
+    assert written.startswith(b"\x89PNG") if form == "png" else b"deep: onward" in written
