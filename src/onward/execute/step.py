@@ -221,6 +221,7 @@ class Step:
             >>> print(ow.compile(program, roll=True).plan())
             loss: 11 ops compiled for 55
             rolled: 6 layers of 3 ops in one loop, 1 parameter of each stacked
+            lean: its turns compute again what they would keep
             8 state Variables in 3 buffers
             params/*  float32[6,4,4]  6 stacked  a rolled run reads them as one
             2 others                  alone

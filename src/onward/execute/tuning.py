@@ -16,6 +16,8 @@ import jax
 from onward.core.errors import GraphError, RecipeError
 from onward.core.program import Program
 from onward.derive.fence import fence, worth_fencing
+from onward.derive.recompute.lean import lean
+from onward.derive.recompute.report import is_recomputed
 from onward.derive.rewrite.rewrite import rewrite, rewritten_ops
 from onward.derive.roll.roll import roll, roll_where_worth, rolls_of
 from onward.execute.storage.storage import Storage
@@ -70,6 +72,9 @@ class Tuning:
         notes = [note]
         if self.is_on:
             platform = jax.default_backend()
+            if platform == "cpu" and rolls_of(program) and not is_recomputed(program):
+                before, program = program, lean(program)
+                notes += ["lean: its turns compute again what they would keep"] * (program is not before)
             if found := Counter(op.type for op in rewritten_ops(program, platform)):
                 program = rewrite(program, platform)
                 notes.append(f"rewritten for {platform}: {_counted(found)}")
@@ -79,6 +84,8 @@ class Tuning:
         return Tuned(program, tuple(notes))
 
     def _rolled(self, program: Program, fetch: Sequence[str]) -> tuple[Program, str]:
+        if is_recomputed(program):
+            return program, "as recompute left it"
         if rolls_of(program):
             return program, _words(program)
         if self.roll:

@@ -46,7 +46,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A segment of the forward pass, or the turns of a loop: its values, and the best ways to keep some."""
 
     values: tuple[Variable, ...]
@@ -76,9 +76,9 @@ def ladder(program: Program, keep: Iterable[Variable] = ()) -> tuple[Plan, ...]:
     keep = (*keep, *saved)
     begins, always = _boundaries(program, keep)
     found = Activations(program, (*keep, *always))
-    parts = [*_segments(found, begins), *_loops(program)]
+    parts = [*_segments(found, begins), *loop_parts(program)]
     moves = sorted(
-        (_price(*pair), s, k) for s, part in enumerate(parts) for k, pair in enumerate(pairwise(part.curve))
+        (price(*pair), s, k) for s, part in enumerate(parts) for k, pair in enumerate(pairwise(part.curve))
     )
     freed = [parts[s].turns * (parts[s].curve[k].bytes - parts[s].curve[k + 1].bytes) for _, s, k in moves]
     names = tuple(found.forward[i].outputs[0].name for i in begins if found.forward[i].outputs)
@@ -93,7 +93,7 @@ def ladder(program: Program, keep: Iterable[Variable] = ()) -> tuple[Plan, ...]:
     return tuple(plans)
 
 
-def _plan(parts: Sequence[_Part], at: Sequence[int], fixed: tuple[str, ...], begins: tuple[str, ...]) -> Plan:
+def _plan(parts: Sequence[Part], at: Sequence[int], fixed: tuple[str, ...], begins: tuple[str, ...]) -> Plan:
     """What is kept where each part has got so far down its curve."""
     pairs = list(zip(parts, at, strict=True))
     outside = [(part, k) for part, k in pairs if part.loop is None]
@@ -111,20 +111,21 @@ def _boundaries(program: Program, keep: Iterable[Variable]) -> tuple[tuple[int, 
     return begins, crossing(found, begins)
 
 
-def _segments(found: Activations, begins: tuple[int, ...]) -> list[_Part]:
+def _segments(found: Activations, begins: tuple[int, ...]) -> list[Part]:
     tasks = [found.task(a, b) for a, b in pairwise((*begins, len(found.forward)))]
-    parts = [_Part(values, choices(task)) for task, values in tasks]
+    parts = [Part(values, choices(task)) for task, values in tasks]
     if len(parts) > 1:  # the backward pass begins with the last segment: there is no time between
-        parts[-1] = _Part(parts[-1].values, parts[-1].curve[:1])
+        parts[-1] = Part(parts[-1].values, parts[-1].curve[:1])
     return parts
 
 
-def _loops(program: Program) -> list[_Part]:
+def loop_parts(program: Program) -> list[Part]:
+    """The turns of the loops whose body can be exchanged."""
     parts = []
     for op in loops(program) if is_replayable(program) else ():
         found = Activations(turn_of(op))
         task, values = found.task(0, len(found.forward))
-        parts.append(_Part(values, choices(task), op))
+        parts.append(Part(values, choices(task), op))
     return parts
 
 
@@ -133,6 +134,6 @@ def _scans(program: Program) -> list[Op]:
     return [op for op in Activations(program).forward if op.type == "scan"]
 
 
-def _price(high: Choice, low: Choice) -> Fraction:
+def price(high: Choice, low: Choice) -> Fraction:
     """The effort that a freed byte costs."""
     return Fraction(low.effort - high.effort, high.bytes - low.bytes)

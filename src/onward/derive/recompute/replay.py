@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from onward.core.program import Program
-from onward.core.transform import Recipe, Step, recipe_of
+from onward.core.transform import Recipe, recipe_of
 from onward.derive.backward import append_backward
 from onward.derive.batch import whole_types
+from onward.derive.roll.forward import forward_of
+from onward.derive.roll.roll import rolled
 
 _PURPOSE = "with other activations kept", "Leave its ops as they were derived"
 
@@ -23,9 +25,13 @@ def is_replayable(program: Program) -> bool:
 def with_step(program: Program, function: Callable[..., Program], *arguments: Any) -> Program:
     """The Program with this transform just before its backward pass."""
     recipe = recipe_of(program, *_PURPOSE)
-    at = [step.function for step in recipe.steps].index(append_backward)
-    steps = (*recipe.steps[:at], Step(function, arguments, {}), *recipe.steps[at:])
-    return _replayed(program, recipe, replace(recipe, steps=steps))
+    forward, rest = forward_of(program, recipe, (rolled,))
+    while rest and rest[0].function is not append_backward:
+        forward, rest = rest[0].function(forward, *rest[0].arguments, **rest[0].options), rest[1:]
+    found = function(forward, *arguments)
+    for step in rest:
+        found = step.function(found, *step.arguments, **step.options)
+    return _of_origin(found, recipe)
 
 
 def without_steps(program: Program, *functions: Callable[..., Program]) -> Program:
@@ -33,10 +39,10 @@ def without_steps(program: Program, *functions: Callable[..., Program]) -> Progr
     recipe = less = recipe_of(program, *_PURPOSE)
     for function in functions:
         less = less.without(function)
-    return _replayed(program, recipe, less)
+    return _of_origin(less.replay(whole_types(program)), recipe)
 
 
-def _replayed(program: Program, old: Recipe, recipe: Recipe) -> Program:
-    found = recipe.replay(whole_types(program))
-    assert found.recipe is not None
-    return replace(found, recipe=replace(found.recipe, origin=old.origin))
+def _of_origin(program: Program, recipe: Recipe) -> Program:
+    """The Program with the origin of this recipe, which may have been traced for other data first."""
+    assert program.recipe is not None
+    return replace(program, recipe=replace(program.recipe, origin=recipe.origin))

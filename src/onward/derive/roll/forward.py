@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from onward.core.program import Op, Program
@@ -12,15 +13,19 @@ from onward.derive.batch import whole_types
 from onward.derive.update.update import append_update
 
 
-def forward_of(program: Program, recipe: Recipe) -> tuple[Program, tuple[Step, ...]]:
+def forward_of(
+    program: Program, recipe: Recipe, known: Collection[Callable[..., Program]] = ()
+) -> tuple[Program, tuple[Step, ...]]:
     """The forward pass as the recipe makes it, and the transforms that follow.
 
-    What only adds ops to it is taken away again; otherwise the function is traced once more.
+    What only adds ops to it is taken away again, if before that come but transforms that are ``known`` to
+    leave the rest as it is; otherwise the function is traced once more.
     """
     steps = recipe.steps
     made = [step.function for step in steps]
-    if program.replicas is None and made == [append_backward, append_update][: len(made)]:
-        return without_derived(program, recipe), steps
+    at = next((i for i, function in enumerate(made) if function not in known), len(made))
+    if program.replicas is None and made[at:] == [append_backward, append_update][: len(made) - at]:
+        return without_derived(program, replace(recipe, steps=steps[:at])), steps[at:]
     forward = recipe.origin.trace(whole_types(program))
     for i, step in enumerate(steps):
         if step.function is append_backward:
@@ -54,7 +59,7 @@ def without_derived(program: Program, recipe: Recipe) -> Program:
         initializers=initializers,
         hyperparameters=(),
         limits={},
-        recipe=Recipe(recipe.origin, ops),
+        recipe=replace(recipe, ops=ops),
     )
 
 
