@@ -64,8 +64,8 @@ def test_rules_are_derived_for_the_precision_at_hand():
 
 
 def test_arrays_captured_by_a_forgotten_function_are_let_go():
-    def once():
-        captured = jnp.ones(1000)
+    def once(number):
+        captured = jnp.full(1000, float(number))
 
         @jax.custom_vjp
         def f(x):
@@ -75,9 +75,9 @@ def test_arrays_captured_by_a_forgotten_function_are_let_go():
         ow.SGD(0.1).minimize(lambda w: f(w), jnp.float32(1.0))
         return weakref.ref(captured)
 
-    first = once()
-    for _ in range(300):
-        once()
+    first = once(0)
+    for i in range(300):
+        once(i + 1)
     gc.collect()
     assert first() is None
 

@@ -289,3 +289,28 @@ def test_not_under_a_trace(step, many):
         jax.jit(lambda state: many.run(state, data(2), steps=2)[0])(step.init(parameters()))
     with pytest.raises(ow.ArgumentError, match="the first argument is the State"):
         many.run(parameters(), data(2), steps=2)
+
+
+def test_a_reader_that_fills_one_array_again_and_again():
+    one = np.float32(1.0)
+    step = ow.compile(ow.SGD(0.25).minimize(lambda w, x: jnp.mean((w - x) ** 2), one, np.ones(3, "float32")))
+
+    def reader():
+        batch = np.zeros(3, "float32")
+        for i in range(6):
+            batch[:] = i
+            yield batch
+
+    _, expected = step.run(step.init(one), reader(), steps=1)
+    _, found = step.run(step.init(one), reader(), steps=3)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+
+
+def test_one_step_of_many():
+    one = np.float32(1.0)
+    step = ow.compile(ow.SGD(0.25).minimize(lambda w, x: (w - x) ** 2, one, one), fetch=["grad(w)"])
+    _, outs = step.run(step.init(one), [1.0, 2.0, 3.0, 4.0, 5.0], steps=2)
+    assert [float(out.loss) for out in outs] == outs.loss.tolist()
+    assert float(outs[-1]["grad(w)"]) == outs["grad(w)"][4]
+    with pytest.raises(IndexError):
+        outs[5]

@@ -12,10 +12,12 @@ rule, and one over another number is not. Whatever else there is, is known by id
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from hashlib import sha256
+from types import BuiltinMethodType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import jax
@@ -76,6 +78,8 @@ class _Reader:
         self.special = special
         self.met: dict[int, int] = {}
         self.kept: list[Any] = []
+        self.named: frozenset[str] = frozenset()
+        self.modules: set[tuple[int, frozenset[str]]] = set()
 
     def key(self, value: Any) -> Hashable:
         kind = type(value)
@@ -95,6 +99,8 @@ class _Reader:
 
     def first_time(self, value: Any, kind: type) -> Hashable:
         """The key of what may hold itself."""
+        if isinstance(value, ModuleType):
+            return self.module(value)
         if (place := self.met.get(id(value))) is not None:
             return "met", place
         if len(self.met) > _PATIENCE:
@@ -104,12 +110,20 @@ class _Reader:
             self.kept.append(value)
         if isinstance(value, tuple | list):
             return kind, tuple(map(self.key, value))
+        if isinstance(value, set | frozenset):
+            return kind, frozenset(map(self.key, value))
         if isinstance(value, dict | Mapping):
             return kind, tuple((self.key(k), self.key(v)) for k, v in value.items())
         if isinstance(value, FunctionType):
             return self.function(value)
         if isinstance(value, MethodType):
             return "method", self.key(value.__func__), self.key(value.__self__)
+        if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type(None)):
+            return "method", value.__name__, self.key(value.__self__)
+        if isinstance(value, staticmethod | classmethod):
+            return kind, self.key(value.__func__)
+        if isinstance(value, property):
+            return kind, self.key((value.fget, value.fset))
         if isinstance(value, partial):
             return "partial", self.key(value.func), self.key(value.args), self.key(value.keywords)
         if _root(kind) == "jax" and hasattr(value, "transforms") and hasattr(value, "call_wrapped"):
@@ -128,6 +142,8 @@ class _Reader:
         cells = _cells(function)
         if library and not cells:
             return Same(function)
+        if not library:
+            self.named |= _names(code)
         named = (
             {} if library else {n: function.__globals__[n] for n in _names(code) & {*function.__globals__}}
         )
@@ -146,24 +162,44 @@ class _Reader:
 
     def thing(self, value: Any, kind: type) -> Hashable:
         """Any other object: by value if it is JAX's or NumPy's, else by identity and by what it holds."""
-        if isinstance(value, type | ModuleType):
-            return Same(value)
+        if isinstance(value, type):
+            return Same(value), tuple(map(self.of_class, value.__mro__))
+        if kind in (jax.custom_jvp, jax.custom_vjp) and not _is_from_library(value.__module__):
+            return Same(value), self.each(vars(value))
         if isinstance(value, Enum) or _root(kind) in _BY_VALUE:
             if not _is_hashable(value):
-                return Same(value)
+                return Same(object())  # may change and still be the same object
             if isinstance(value, np.dtype | Enum):
                 _known_by_value.add(kind)
             return kind, value
-        held = getattr(value, "__dict__", None)
-        return Same(value), self.each(held) if isinstance(held, dict) else None
+        held = _held(value)
+        return Same(object() if held is None else value), self.each(held or {}), self.key(kind)
+
+    def of_class(self, kind: type) -> Hashable:
+        """What a class of the user's own holds: its methods, and values that may be set anew."""
+        return None if _is_from_library(kind.__module__) else self.each(_attributes(kind))
+
+    def module(self, module: ModuleType) -> Hashable:
+        """What the functions met so far may read of a module of the user's own."""
+        if _is_from_library(module.__name__):
+            return Same(module)
+        read = self.named & {*vars(module)}
+        if (met := (id(module), read)) in self.modules:
+            return Same(module)
+        self.modules.add(met)
+        return Same(module), self.each({name: vars(module)[name] for name in read})
 
 
 def _array(value: Any) -> Hashable:
     """An array by its numbers where they are few and can be read."""
     kind = type(value)
     known = isinstance(value, np.ndarray | np.generic) or _can_be_read(value)
-    if not known or value.dtype.hasobject or value.nbytes > _BY_CONTENT:
+    if not known or value.dtype.hasobject:
         return Same(value)
+    if value.nbytes > _BY_CONTENT:
+        if isinstance(value, jax.Array):
+            return Same(value)
+        return kind, value.dtype, value.shape, sha256(np.ascontiguousarray(value).data.cast("B")).digest()
     place = (value.sharding, value.weak_type) if isinstance(value, jax.Array) else None
     return kind, value.dtype, value.shape, place, np.asarray(value).tobytes()
 
@@ -196,6 +232,33 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
     return (constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+_OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__")
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    """What a class holds, without what Python keeps there and the descriptors of its slots."""
+    held = vars(kind).items()
+    return {n: x for n, x in held if n not in _OF_PYTHON and not isinstance(x, MemberDescriptorType)}
+
+
+def _held(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object; None for one that shows none."""
+    kinds = type(value).__mro__
+    slots = [n for kind in kinds for n, x in vars(kind).items() if isinstance(x, MemberDescriptorType)]
+    if not hasattr(value, "__dict__") and not any("__slots__" in vars(kind) for kind in kinds):
+        return None
+    return {n: getattr(value, n) for n in slots if hasattr(value, n)} | dict(getattr(value, "__dict__", {}))
+
+
+@lru_cache(maxsize=4096)
+def _is_from_library(module: str) -> bool:
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None)
+    if file is None:
+        return module.partition(".")[0] in sys.stdlib_module_names
+    return is_library(file)
 
 
 def _root(kind: type) -> str:

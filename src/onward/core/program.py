@@ -197,9 +197,12 @@ class Program:
         try:
             return self.variables[name]
         except KeyError:
+            loops = any(op.type == "scan" for op in self.ops)
+            within = " What a loop computes within has no name outside of it: " * loops
+            advice = "roll(program, keep=[...]) hands it out." if loops else ""
             raise UnknownNameError(
                 f"Program {self.name!r} has no Variable named {name!r}. "
-                f"{nearest(name, self.variables)} print(program) lists them all."
+                f"{nearest(name, self.variables)} print(program) lists them all.{within}{advice}"
             ) from None
 
     def __repr__(self) -> str:

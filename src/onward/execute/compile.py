@@ -36,7 +36,8 @@ def compile(  # noqa: A001
         by: what of JAX runs a replicated Program: ``"shard_map"`` or ``"pmap"``; the results are equal.
         deadline: how many seconds a step over several processes may take before ``PeerError`` says which
             process it waits for. 300 unless given or said by ONWARD_DEADLINE; ``math.inf`` for no end.
-        roll: compile repeated layers as one loop over stacked parameters; None: where it gains something.
+        roll: compile repeated layers as one loop over stacked parameters; None: where it gains something, and
+            no gradient of an activation within such a layer is fetched. False leaves loops that are there.
         tune: let many small Variables share a buffer, and rewrite what a device is slow at; the results
             are the same. ``print(step.plan())`` tells what was done.
 
@@ -61,6 +62,10 @@ def compile(  # noqa: A001
             f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
             "optimizer.minimize(loss, params, *data) to train."
         )
+    for word, value, known in (("roll", roll, (True, False, None)), ("tune", tune, (True, False))):
+        if not any(value is choice for choice in known):
+            meant = ", or None for where it gains something" if word == "roll" else ""
+            raise ArgumentError(f"compile: {word} is {value!r}; expected True or False{meant}.")
     tuning = Tuning(tune, roll)
     apart = () if tune else None
     return Step(program, listed(fetch), donate, check_feeds, True, tuning, apart, by, deadline)

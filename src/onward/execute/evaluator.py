@@ -25,6 +25,7 @@ from onward.execute.out import Out
 from onward.execute.spread import on_one_device, summed
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
+from onward.execute.tuning import Tuning
 
 
 class Evaluator:
@@ -156,7 +157,8 @@ class _Forward:
     """
 
     def __init__(self, model: Model, request: Request) -> None:
-        self.step = step = Step(request.program(model.test_program), (), donate=False, ahead=False)
+        program = request.program(model.test_program)
+        self.step = step = Step(program, (), donate=False, ahead=False, tuning=Tuning())
         self.reads = tuple(name for _, name in step.feeds.taken)
         self._layout = model.state.layout
         self._own = _picking([self._layout.position[v.name] for v in step.layout.variables])

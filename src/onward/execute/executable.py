@@ -52,7 +52,8 @@ class Executable:
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
         self._reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]
-        self._lent = [i for i, v in enumerate(self.layout.variables) if v.name not in donate]
+        reused = set(self._reused)
+        self._lent = [i for i in range(len(self.layout.variables)) if i not in reused]
         # Host devices share one pool of threads: a second step in flight can starve the collectives.
         several = program.replicas is not None and program.replicas.count > 1
         self._waits = several and jax.default_backend() == "cpu"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +30,12 @@ class Outs:
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> step = ow.compile(ow.SGD(0.5).minimize(lambda w: w**2, jnp.float32(1.0)), fetch=["grad(w)"])
-        >>> _, first = step(step.init(jnp.float32(1.0)))
-        >>> _, second = step(step.init(jnp.float32(2.0)))
-        >>> outs = Outs([Part(first, None), Part(second, None)])
-        >>> len(outs), outs.loss.tolist(), outs["grad(w)"].tolist()
-        (2, [1.0, 4.0], [2.0, 4.0])
+        >>> one = jnp.float32(1.0)
+        >>> program = ow.SGD(0.5).minimize(lambda w, x: w * x, one, one)
+        >>> step = ow.compile(program, fetch=["grad(w)"])
+        >>> state, outs = step.run(step.init(one), [1.0, 2.0, 3.0], steps=2)
+        >>> len(outs), outs.loss.tolist(), outs["grad(w)"].tolist(), float(outs[2].loss)
+        (3, [1.0, 1.0, -1.5], [1.0, 2.0, 3.0], -1.5)
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -43,9 +44,23 @@ class Outs:
     def __len__(self) -> int:
         return sum(1 if part.steps is None else part.steps for part in self._parts)
 
-    def __getitem__(self, name: str | Variable) -> Any:
-        """The values of an output or a fetched Variable, one for each step."""
+    def __getitem__(self, name: str | Variable | int) -> Any:
+        """The values of an output or a fetched Variable, one for each step; by number, one step's Out."""
+        if isinstance(name, int | np.integer):
+            return self._step(range(len(self))[name])
         return self._over(lambda out: out[name])
+
+    def __iter__(self) -> Iterator[Out]:
+        """The Out of each step."""
+        return map(self._step, range(len(self)))
+
+    def _step(self, number: int) -> Out:
+        for part in self._parts:
+            count = part.steps or 1
+            if number < count:
+                return part.out if part.steps is None else jax.tree.map(itemgetter(number), part.out)
+            number -= count
+        raise IndexError(number)
 
     @cached_property
     def loss(self) -> Any:

@@ -116,6 +116,8 @@ class State:
     def values(self) -> tuple[Any, ...]:
         """Every value by itself, in the order of the layout; what shares a buffer is copied, once."""
         if self._values is None:
+            if self.is_spent:
+                raise StateError(SPENT)
             self._values = tuple(map(self._read, range(len(self.layout.variables))))
         return self._values
 
@@ -149,8 +151,8 @@ class State:
     def parameters(self) -> Any:
         """The parameters in the containers in which they were passed to ``step.init``.
 
-        They are the State's own buffers, which the next step takes over; ``state.copy().parameters`` stays
-        readable.
+        They are the State's own buffers where these are not shared, and the next step takes those over;
+        ``state.copy().parameters`` stays readable.
         """
         signature = self.layout.signature
         if signature is None:

@@ -219,15 +219,17 @@ class Step:
             ...     return jnp.mean(x**2)
             >>> program = ow.SGD(0.1).minimize(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
             >>> print(ow.compile(program, roll=True).plan())
-            loss: 11 ops compiled for 55
+            loss: 55 ops, compiled as 11
             rolled: 6 layers of 3 ops in one loop, 1 parameter of each stacked
-            lean: its turns compute again what they would keep
+            lean: the backward pass computes again what is cheaper than to keep
             8 state Variables in 3 buffers
             params/*  float32[6,4,4]  6 stacked  a rolled run reads them as one
-            2 others                  alone
+            2 others                  each in its own
         """
         (tuned, *_) = self._tuned.values()
-        return StepPlan(self.program, self._first.program, tuned.notes, self.storage)
+        alone = self._many.alone
+        notes = (*tuned.notes, f"run: one step per call: {alone}") if alone else tuned.notes
+        return StepPlan(self.program, self._first.program, notes, self.storage)
 
     def expect_going(self, state: State) -> None:
         """Wait for a State, and raise ``NonFiniteError`` if ``guard(program, "stop")`` stopped there."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
@@ -33,7 +35,7 @@ from onward.execute.out import Out
 from onward.execute.restore import PLACEMENTS, Restored, matched
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
-from onward.execute.tuning import Tuning
+from onward.execute.tuning import StepPlan, Tuning
 
 _SPREAD = (Placement.PER_REPLICA, Placement.SHARDED)
 
@@ -211,6 +213,10 @@ class Trainer:
             raise UnknownNameError(f"The trainer keeps nothing named {name!r}. {known}")
         return self._state[name]
 
+    def plan(self) -> StepPlan:
+        """What was done to the training Program before it was compiled; see ``Step.plan``."""
+        return self._step.plan()
+
     def replace(self, values: Mapping[str, Any]) -> None:
         """Set state Variables: ``trainer.replace({"learning_rate": 1e-4})``. Nothing is compiled again.
 
@@ -246,7 +252,10 @@ class Trainer:
             return state
         self._taken = model
         names = self._step.layout.copies
-        return state.replace({n: state[n] for n in names if before is not None and state[n] is not before[n]})
+        if before is None:
+            return state
+        given = [n for n in names if not np.array_equal(state[n], before[n], equal_nan=True)]
+        return state.replace({n: state[n] for n in given})
 
     def checkpoint(self, folder: str | PathLike[str] | None = None) -> Any:
         """Save everything now; returns the path once it is on disk.

@@ -50,8 +50,10 @@ class StepPlan:
     def __str__(self) -> str:
         count = len(self.program.state)
         kept = str(self.storage) if self.storage else f"{count} state Variables, each in a buffer of its own"
-        head = f"{self.program.name}: {len(self.compiled.ops)} ops compiled for {len(self.program.ops)}"
+        head = f"{self.program.name}: {len(self.program.ops):,} ops, compiled as {len(self.compiled.ops):,}"
         return "\n".join([head, *self.notes, kept])
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ class Tuning:
         if self.is_on:
             platform = jax.default_backend()
             if platform == "cpu" and rolls_of(program) and not is_recomputed(program):
-                before, program = program, lean(program)
-                notes += ["lean: its turns compute again what they would keep"] * (program is not before)
+                leaner = lean(program)
+                if leaner is not program:
+                    notes.append("lean: the backward pass computes again what is cheaper than to keep")
+                program = leaner
             if found := Counter(op.type for op in rewritten_ops(program, platform)):
                 program = rewrite(program, platform)
                 notes.append(f"rewritten for {platform}: {_counted(found)}")
@@ -85,7 +89,8 @@ class Tuning:
 
     def _rolled(self, program: Program, fetch: Sequence[str]) -> tuple[Program, str]:
         if is_recomputed(program):
-            return program, "as recompute left it"
+            loops = "" if rolls_of(program) else "; a budget in place of scopes would roll repeated layers"
+            return program, f"recomputed: print(recomputed(program)) tells what{loops}"
         if rolls_of(program):
             return program, _words(program)
         if self.roll:

@@ -21,6 +21,7 @@ X = jnp.linspace(0.1, 1.0, SIZE)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models are packed as well here."""
     monkeypatch.setattr(planning, "LEAST", 8)
+    monkeypatch.setattr(planning, "_MANY", 8)
 
 
 def parameters() -> dict[str, Any]:
@@ -148,3 +149,30 @@ def test_plan_is_printed(step: ow.Step) -> None:
     assert "w*/mean" in text
     assert f"float32[{COUNT},{SIZE}]" in text
     assert "loss: " in text
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_state_that_the_model_returns_as_it_got_it(donate: bool) -> None:
+    """What changes for some lengths of the batch only keeps its place among the buffers."""
+
+    def carried(ws: dict[str, Any], state: dict[str, Any], x: jax.Array) -> Any:
+        table = state["a_table"] * 2 if x.shape[0] == 2 else state["a_table"]
+        return loss(ws, X) * jnp.mean(x), {"a_table": table, "b_count": state["b_count"] + 1}
+
+    state = {"a_table": jnp.full(5000, 7.0), "b_count": jnp.arange(5000.0)}
+    for first, second, expected in ((2, 4, 14.0), (4, 2, 14.0), (4, 4, 7.0)):
+        program = ow.trace(carried, parameters(), jnp.ones(first), state=state)
+        step = ow.compile(program, donate=donate)
+        assert step.storage is not None
+        after = step.init(parameters(), state)
+        after, _ = step(after, jnp.ones(first))
+        after, _ = step(after, jnp.ones(second))
+        assert float(after.model_state["a_table"][1]) == expected
+        assert float(after.model_state["b_count"][1]) == 3.0
+
+
+def test_a_spent_one_gives_no_values(step: ow.Step) -> None:
+    state = step.init(parameters())
+    step(state, X)
+    with pytest.raises(ow.StateError, match="step"):
+        state.values  # noqa: B018

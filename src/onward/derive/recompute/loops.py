@@ -25,6 +25,7 @@ from onward.core.words import Kind, Pass
 from onward.derive.backward import gradients
 from onward.derive.recompute.activations import may_run_again
 from onward.derive.recompute.again import keeping
+from onward.derive.roll.build import Layers
 
 Kept = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -60,7 +61,10 @@ def turn_of(op: Op) -> Program:
 def _keeping(op: Op, kept: dict[str, tuple[str, ...]]) -> Op:
     name = op.outputs[0].name if op.outputs else ""
     turn = _Turn.of(op) if op.type == "scan" and name in kept else None
-    return op if turn is None else replace(op, body=turn.loop(kept[name]))
+    if turn is None:
+        return op
+    body = turn.loop(kept[name])
+    return replace(op, body=op.body.with_other(body) if isinstance(op.body, Layers) else body)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from onward.derive.recompute.report import is_recomputed
 from onward.derive.recompute.scopes import Scopes, plan_of
 from onward.derive.recompute.search import Rungs
 from onward.derive.roll.roll import roll as rolled
-from onward.derive.roll.roll import roll_where_worth
+from onward.derive.roll.roll import roll_where_worth, rolls_of
 
 
 def recompute(
@@ -88,7 +88,13 @@ def recompute(
     if (budget is None) == (scopes is None):
         raise ArgumentError("recompute takes one of the two: a budget, or scopes to recompute.")
     if scopes is not None:
-        return plan_of(program, scopes, kept).applied(program)
+        result = plan_of(program, scopes, kept).applied(program)
+        if rolls_of(program) and not is_recomputed(result):
+            raise GraphError(
+                f"recompute: nothing in the scopes {scopes!r} of {program.name!r} is kept that could be "
+                "computed again. In layers that are one loop a budget chooses: recompute(program, 0.5)."
+            )
+        return result
     return _within(program, _checked(budget), kept)
 
 
@@ -107,6 +113,13 @@ def _too_little(program: Program, limit: int, rungs: Rungs) -> str:
     least = rungs.least()
     peak = estimated(rungs.program(least))
     makers = producers(rungs.program(least))
+    if rungs.temporary(least) >= rungs.temporary(0):
+        return (
+            f"recompute: {program.name!r} takes {rungs.temporary(0):,} bytes of temporary memory, and "
+            "computing "
+            f"activations again frees none of it; {limit:,} were allowed. Feed smaller batches: "
+            "accumulate(program, steps)."
+        )
     shown = (f"{v.name!r}{where(makers.get(v))} {size(v):,} bytes" for v in peak.holders[:4])
     return (
         f"recompute: {program.name!r} does not fit {limit:,} bytes of temporary memory. As it is it takes "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from onward.core.errors import UnreachedWarning
 from onward.core.program import Program
 from onward.core.transform import Recipe, recipe_of
 from onward.derive.backward import append_backward
@@ -28,9 +30,11 @@ def with_step(program: Program, function: Callable[..., Program], *arguments: An
     forward, rest = forward_of(program, recipe, (rolled,))
     while rest and rest[0].function is not append_backward:
         forward, rest = rest[0].function(forward, *rest[0].arguments, **rest[0].options), rest[1:]
-    found = function(forward, *arguments)
-    for step in rest:
-        found = step.function(found, *step.arguments, **step.options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
+        found = function(forward, *arguments)
+        for step in rest:
+            found = step.function(found, *step.arguments, **step.options)
     return _of_origin(found, recipe)
 
 

@@ -10,6 +10,7 @@ from onward.core.errors import GraphError
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
 from onward.core.words import Pass
+from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.recompute.activations import Activations
 from onward.derive.recompute.again import BARRIER, keeping
 from onward.derive.recompute.effort import flops, size
@@ -74,27 +75,27 @@ def recomputed(program: Program, compile: bool = False) -> Recomputed:  # noqa: 
     """What a Program keeps of its forward pass, and what it computes again.
 
     Args:
-        program: what ``recompute`` returned, or what later transforms made of it.
+        program: what ``recompute`` returned; of a Program that computes nothing again the table is empty.
         compile: whether to compile it with and without ``recompute``, to tell what the step really takes.
 
     Raises:
-        GraphError: nothing is recomputed.
+        GraphError: it is accumulated already.
         RecipeError: the Program was not traced, or its ops were changed by hand.
 
     Example:
         >>> import jax, jax.numpy as jnp, onward as ow
-        >>> from onward.derive.recompute.recompute import recompute
         >>> def loss(w, x):
         ...     with jax.named_scope("block"):
         ...         return jnp.sum(jnp.sin(x @ w))
         >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((3, 3)), jnp.ones((4, 3)))
-        >>> [(row.made_by, row.again) for row in recomputed(recompute(program, scopes="block")).rows]
+        >>> [(row.made_by, row.again) for row in recomputed(ow.recompute(program, scopes="block")).rows]
         [('dot_general', 1), ('sin', 1)]
     """
-    if not is_recomputed(program):
+    if accumulation_of(program) is not None:
         raise GraphError(
-            f"Program {program.name!r} recomputes nothing. Give what recompute(program, budget) returned, "
-            "before it is accumulated."
+            f"Program {program.name!r} is accumulated: what its loop computes again cannot be seen. Look "
+            "before: "
+            "recomputed(program), then accumulate(program, steps)."
         )
     before = without_steps(program, keeping, keeping_in_loops)
     again = again_ops(program)

@@ -29,10 +29,16 @@ Slot = tuple[Place, tuple[Variable, ...]]
 class Layers(Body):
     """What a ``scan`` op made of a run computes: how often which layer."""
 
-    def __init__(self, closed: Any, run: Run, scope: str) -> None:
+    def __init__(self, closed: Any, run: Run | Layers, scope: str) -> None:
         super().__init__(closed)
-        self.times, self.period, self.parameters = run.times, run.period, run.parameters
+        self.times: int = run.times
+        self.period: int = run.period
+        self.parameters: int = run.parameters
         self.scope = scope
+
+    def with_other(self, body: Body) -> Layers:
+        """These layers, computed by another body."""
+        return Layers(body.closed, self, self.scope)
 
 
 @dataclass(frozen=True, eq=False)

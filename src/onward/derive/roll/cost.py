@@ -79,9 +79,11 @@ def worth_rolling(program: Program) -> Verdict:
 
 def verdict_on(run: Run) -> Verdict:
     """Whether one run is worth a loop."""
-    words = f"{run.times} layers of {run.period} ops"
+    words = f"{run.times} layers of {run.period} op{'s' if run.period > 1 else ''}"
     if run.times < _LEAST_TIMES:
         return Verdict(False, f"{words}: fewer than {_LEAST_TIMES} layers gain too little from a loop")
+    if not any(v.size > 1 for op in run.layers[0] for v in op.outputs):
+        return Verdict(False, f"{words}: they compute single numbers")
     if run.saved < _LEAST_SAVED:
         return Verdict(False, f"{words}: so few ops gain too little from a loop")
     if jax.default_backend() == "cpu" and any(op.type == _SLOW_IN_A_LOOP for op in run.layers[0]):

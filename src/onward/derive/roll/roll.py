@@ -90,13 +90,14 @@ def roll_where_worth(program: Program, keep: Where | Iterable[Where] = ()) -> tu
         >>> same is program, verdict.reason
         (True, 'no layer repeats')
     """
-    verdict = worth_rolling(program)
+    within = any(op.type == "accumulate" for op in program.ops)  # in there only a trace can tell
+    verdict = Verdict(True, "layers within accumulate") if within else worth_rolling(program)
     if not verdict:
         return program, verdict
     try:
         return _again(program, tuple(listed(keep)), is_worth), verdict
     except GraphError as error:
-        return program, Verdict(False, str(error))
+        return program, Verdict(False, str(error).removeprefix("roll: "))
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,7 @@ def _expect_kept(
     for v in wanted:
         if v.name not in result.variables or v.name in within:
             raise GraphError(
-                f"roll: {v.name!r} is computed within layers that become one loop, and activations alone can "
-                "be handed out of it. Leave roll away to fetch it: compile(program, roll=False)."
+                f"roll: {v.name!r} is computed within layers that would become one loop, and activations "
+                "alone can be handed out of that. To fetch it keep the layers apart: compile(..., "
+                "roll=False)."
             )

@@ -75,14 +75,14 @@ class Intake:
         try:
             key = key_of(values)
             if key in self.known:
-                return values, key
+                return _kept(values), key
         except (AttributeError, TypeError):  # lists and numbers
             pass
         values = self.feeds.convert(values)
         self.expect_rows(values)
         key = key_of(values)
         self.known.add(key)
-        return values, key
+        return _kept(values), key
 
     def expect_rows(self, values: Sequence[Any]) -> None:
         """Raise ``ArgumentError`` for a batch that holds nothing."""
@@ -92,6 +92,11 @@ class Intake:
                     f"{v.name!r} is {value.dtype}{list(value.shape)}, which holds nothing; expected rows as "
                     f"in {v.type}. Leave empty batches out."
                 )
+
+
+def _kept(values: Sequence[Any]) -> list[Any]:
+    """The arrays, those of NumPy copied: a reader may fill the same ones again while the group is open."""
+    return [np.array(x) if isinstance(x, np.ndarray) else x for x in values]
 
 
 def blaming(number: int, error: ArgumentError) -> ArgumentError:

@@ -35,7 +35,8 @@ def packed(program: Program, storage: Storage, outputs: Sequence[Variable]) -> P
     packing = _Packing(program, storage)
     for unit in _ordered(program, packing.chosen()):
         packing.append(unit)
-    following = {b.variable: v for b in packing.buffers if (v := packing.following(b)) is not b.variable}
+    changed = [b for b in packing.buffers if any(v in program.next_state for v in packing.members[b])]
+    following = {b.variable: packing.following(b) for b in changed}
     found = tuple(map(packing.value, outputs))
     return replace(
         program,

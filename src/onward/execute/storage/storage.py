@@ -128,8 +128,10 @@ class Storage:
         count = len(self.place)
         head = f"{count} state Variables in {len(self.buffers)} buffer{'s' if len(self.buffers) > 1 else ''}"
         rows = [(b.variable.name, b.variable.type, f"{len(b.members)} {b.form}", b.why) for b in shared]
-        rest = (f"{len(alone)} others", "", str(Form.ALONE), "") if alone else None
+        rest = (f"{len(alone)} others", "", "each in its own", "") if alone else None
         return f"{head}\n{columns([*rows, *([rest] if rest else [])])}"
+
+    __repr__ = __str__
 
 
 def stacked(values: Sequence[Any]) -> Any:
