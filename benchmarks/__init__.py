@@ -17,7 +17,7 @@
     python -m benchmarks --plot results.svg     and as a picture
 
 ``onward bench`` does the same. Other libraries are measured when they are installed:
-``pip install -e ".[bench,plot]"``; what is large or brings much along is not in the extra: ``pip install torch keras``.
+``pip install -e ".[bench,plot]"``, and what is too large for the extra, ``pip install torch keras``.
 
 Sides are measured in turn, in rounds, and compared round by round, so that whatever else the
 machine does falls on all of them. The numbers are those of the machine they were measured on. Beside the

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError
@@ -20,7 +21,8 @@ from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
 from onward.derive.recompute.activations import where
 from onward.derive.recompute.effort import size
-from onward.derive.recompute.measure import estimated
+from onward.derive.recompute.lean import lean
+from onward.derive.recompute.measure import compiled, estimated
 from onward.derive.recompute.replay import is_replayable
 from onward.derive.recompute.report import is_recomputed
 from onward.derive.recompute.scopes import Scopes, plan_of
@@ -52,7 +54,7 @@ def recompute(
     Args:
         program: a Program with a backward pass, not yet accumulated nor replicated: these come after.
         budget: the temporary memory of the compiled step: bytes, a whole number, or a fraction between 0 and
-            1 of what it is without this.
+            1 of what it takes if everything is kept.
         scopes: instead of a budget, the name scopes to recompute from what enters them: a pattern
             (``"block_*"``), several, or a predicate of the scope's name.
         keep: what is kept whatever the budget, by name, pattern or Variable, such as values named by
@@ -102,6 +104,10 @@ def _within(program: Program, budget: int | float, kept: tuple[Variable, ...]) -
     """The Program that fits the budget at the least effort."""
     rungs = Rungs(program, kept)
     limit = budget if isinstance(budget, int) else int(budget * rungs.temporary(0))
+    if rolls_of(program) and not kept and jax.default_backend() == "cpu":
+        usual = lean(program)  # which is faster than what keeps more
+        if compiled(usual) <= limit:
+            return usual
     fitting = rungs.first_within(limit)
     if fitting is None:
         raise GraphError(_too_little(program, limit, rungs))
