@@ -14,16 +14,18 @@ Run it with ``python -m benchmarks derive_time``. To expect:
     python 3.11.7, jax 0.10.2, device cpu, cores 2
 
     derive_time
-    case                  against         rounds  time     peer     ratio  min   max   target
-    derive, 2 layers      value_and_grad  20      15.6 ms  34.9 ms  0.45   0.41  0.71
-    cold, 2 layers        value_and_grad  5       114 ms   80.9 ms  1.41   1.28  1.46
-    and lower, 2 layers   value_and_grad  5       60.6 ms  66 ms    0.89   0.81  0.92
-    derive, 12 layers     value_and_grad  20      72.4 ms  174 ms   0.41   0.39  0.46  <= 1.20
-    cold, 12 layers       value_and_grad  5       161 ms   233 ms   0.70   0.64  0.80
-    and lower, 12 layers  value_and_grad  5       192 ms   226 ms   0.86   0.82  0.92
-    derive, 48 layers     value_and_grad  20      459 ms   837 ms   0.54   0.49  0.60  <= 1.00
-    cold, 48 layers       value_and_grad  5       418 ms   863 ms   0.49   0.44  0.58
-    and lower, 48 layers  value_and_grad  5       1379 ms  1238 ms  1.10   1.08  1.13
+    case                       against         rounds  time     peer     ratio  min   max   target
+    derive, 2 layers           value_and_grad  5       17.3 ms  37.3 ms  0.48   0.40  0.54
+    cold, 2 layers             value_and_grad  5       142 ms   86.9 ms  1.61   1.44  2.12
+    and lower, 2 layers        value_and_grad  5       58.7 ms  62.8 ms  0.92   0.75  0.96
+    derive, 12 layers          value_and_grad  5       80 ms    174 ms   0.47   0.38  0.50  <= 1.20
+    cold, 12 layers            value_and_grad  5       181 ms   225 ms   0.80   0.74  0.98
+    and lower, 12 layers       value_and_grad  5       220 ms   242 ms   0.91   0.84  1.03
+    roll and lower, 12 layers  value_and_grad  5       173 ms   255 ms   0.68   0.61  0.76
+    derive, 48 layers          value_and_grad  5       496 ms   893 ms   0.55   0.52  0.57  <= 1.00
+    cold, 48 layers            value_and_grad  5       458 ms   969 ms   0.46   0.33  0.52
+    and lower, 48 layers       value_and_grad  5       2072 ms  2117 ms  0.99   0.79  1.30
+    roll and lower, 48 layers  value_and_grad  5       633 ms   1317 ms  0.50   0.44  0.56  <= 0.70
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A transformer of 24 layers. Temporary memory is what the compiled step asks for beside its arguments and
 results, by ``memory_analysis``; nearly all of it are activations.
 
-    onward                 the plain step
-    onward, half memory    ``recompute(program, budget=0.5)``: what is recomputed, Onward chooses
+    onward                 the plain step; its layers are one loop, which ``compile`` makes lean by itself
+    onward, half memory    ``recompute(program, budget=0.5)``: half of what keeping everything takes
     jax.checkpoint         by hand: ``jit`` and optax, with ``jax.checkpoint`` around each layer
     onward, as much        ``recompute`` with the memory of that as its budget
 
@@ -12,7 +12,16 @@ Below the table stands the temporary memory of a side over that of the one it is
 
 Run it with ``python -m benchmarks recompute_time``. To expect:
 
-EXPECTED
+    python 3.11.7, jax 0.10.2, device cpu, cores 2
+
+    recompute_time
+    case                 side            against        rounds time   peer   ratio min  max  target
+    24-layer transformer jax.checkpoint  onward         4      260 ms 133 ms 1.69  1.61 2.98
+    24-layer transformer onward, as much jax.checkpoint 4      173 ms 260 ms 0.63  0.45 0.79 <= 1.00
+    24-layer transformer: jax.checkpoint / onward: 2.14 of the memory
+    24-layer transformer: onward, as much / jax.checkpoint: 0.47 of the memory
+
+and a row for half the memory, which the plain step fits here: it takes 84 MB, 279 MB if everything is kept.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def memory_kept(work: Workload, model: Model) -> Running:
 
 
 def half_the_memory(work: Workload, model: Model) -> Running:
-    """The same Program with half the temporary memory."""
+    """The same Program with half the memory that keeping everything takes."""
     return _running(recompute(_program(work, model), budget=work.budget), model)
 
 

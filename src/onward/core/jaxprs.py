@@ -539,7 +539,7 @@ def as_one_call(body: Body, name: str) -> Callable[..., list[Any]]:
     jaxpr = body.closed.jaxpr
     invars, outvars = ([jex.Var(v.aval) for v in group] for group in (jaxpr.invars, jaxpr.outvars))
     call = eqn.replace(
-        invars=invars,
+        invars=[*invars],
         outvars=outvars,
         params={**eqn.params, "jaxpr": body.closed, "name": name},
         effects=jaxpr.effects,
