@@ -87,7 +87,13 @@ def worth_fencing(program: Program, platform: str = "cpu") -> tuple[bool, str]:
 
 
 def fences(program: Program) -> tuple[Variable, ...]:
-    """The fences in a Program, as the Variables that are read in place of what they stand behind."""
+    """The fences in a Program, as the Variables that are read in place of what they stand behind.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> ow.fences(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3)))
+        ()
+    """
     return tuple(op.outputs[0] for op in program.ops if op.type == "fence")
 
 

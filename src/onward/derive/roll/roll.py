@@ -126,7 +126,18 @@ class Rolled:
 
 
 def rolls_of(program: Program) -> tuple[Rolled, ...]:
-    """What was rolled in a Program; see ``roll``."""
+    """What was rolled in a Program; see ``roll``.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> def loss(params, x):
+        ...     for w in params:
+        ...         x = x + jnp.tanh(x @ w)
+        ...     return jnp.mean(x**2)
+        >>> program = ow.trace(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
+        >>> ow.rolls_of(ow.roll(program))[0].times
+        6
+    """
     found: list[Rolled] = []
     for op in program.ops:
         body = op.primal or op.body
