@@ -43,9 +43,11 @@ def keep_host_memory() -> Kept:
         Something true if memory is kept; ``.reason`` says in words what was done, or why nothing was.
 
     Example:
-        >>> kept = keep_host_memory()
-        >>> bool(kept) == (kept.reason == "glibc keeps what it has")
-        True
+        >>> import onward as ow
+        >>> def main():
+        ...     if not (kept := ow.keep_host_memory()):
+        ...         print(kept.reason)
+        ...     # make arrays, compile, train
     """
     can, reason = can_keep_host_memory()
     if not can:

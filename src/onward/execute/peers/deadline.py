@@ -13,7 +13,7 @@ _SECONDS = 300.0
 
 def deadline_of(seconds: float | None) -> float | None:
     """How long a step over several processes may take; infinity for no end."""
-    chosen: Any = os.environ.get("ONWARD_SECONDS", _SECONDS) if seconds is None else seconds
+    chosen: Any = os.environ.get("ONWARD_DEADLINE", _SECONDS) if seconds is None else seconds
     try:
         found = float(chosen)
     except (TypeError, ValueError):
