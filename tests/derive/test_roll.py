@@ -158,7 +158,8 @@ def test_what_stands_between_layers_moves_before_or_behind_the_loop():
     assert times(rolled) == [6]
     place = {kind: types(rolled).index(kind) for kind in ("cumsum", "scan", "reduce_max")}
     assert place["cumsum"] < place["scan"] < place["reduce_max"]
-    expect_equal(trained(rolled, params=layers(6)), trained(program, params=layers(6)))
+    # Eight steps: later ones oscillate, which magnifies the rounding of another order of sums.
+    expect_equal(trained(rolled, 8, params=layers(6)), trained(program, 8, params=layers(6)))
 
 
 def test_a_layer_that_reads_what_another_op_made_of_layers_before_begins_a_new_loop():
