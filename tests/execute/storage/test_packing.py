@@ -79,9 +79,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_packed_is_plain(optimizer: ow.Optimizer) -> None:
-    expect_equal(optimizer.minimize(loss, parameters(), X))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_packed_is_plain(name: str) -> None:
+    rounding = 1e-2 if name == "small slots" else 2e-6  # a bfloat16 number may be rounded to its neighbour
+    expect_equal(OPTIMIZERS[name].minimize(loss, parameters(), X), rtol=rounding)
 
 
 def test_one_op_updates_a_stack() -> None:
