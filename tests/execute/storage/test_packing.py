@@ -54,7 +54,7 @@ def count_of(program: Program) -> Counter[str]:
     return Counter(op.type for op in program.ops)
 
 
-def expect_equal(program: Program, steps: int = 4, rtol: float = 2e-6) -> ow.Step:
+def expect_equal(program: Program, steps: int = 4, rtol: float = 2e-5) -> ow.Step:
     """Raise unless a packed Step and one that is not come to the same State."""
     apart, together = ow.compile(program, tune=False), ow.compile(program, roll=False)
     assert together.storage is not None
@@ -64,7 +64,7 @@ def expect_equal(program: Program, steps: int = 4, rtol: float = 2e-6) -> ow.Ste
         other, found = together(other, X)
         np.testing.assert_allclose(found.loss, expected.loss, rtol=rtol)
     for name in one:
-        np.testing.assert_allclose(other[name], one[name], rtol=rtol, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(other[name], one[name], rtol=rtol, atol=1e-6, err_msg=name)
     return together
 
 
@@ -81,7 +81,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_packed_is_plain(name: str) -> None:
-    rounding = 1e-2 if name == "small slots" else 2e-6  # a bfloat16 number may be rounded to its neighbour
+    rounding = 1e-2 if name == "small slots" else 2e-5  # a bfloat16 number may be rounded to its neighbour
     expect_equal(OPTIMIZERS[name].minimize(loss, parameters(), X), rtol=rounding)
 
 
@@ -129,7 +129,7 @@ def test_accumulated_and_mixed() -> None:
     apart, together = ow.compile(program, tune=False), ow.compile(program, roll=False)
     one, _ = apart(apart.init(parameters()), x)
     other, _ = together(together.init(parameters()), x)
-    np.testing.assert_allclose(other["layers/7/w"], one["layers/7/w"], rtol=2e-6)
+    np.testing.assert_allclose(other["layers/7/w"], one["layers/7/w"], rtol=2e-5)
     expect_equal(ow.mixed_precision(ow.Adam(0.01).minimize(loss, parameters(), X), "bfloat16"))
 
 
@@ -143,7 +143,7 @@ def test_replicated() -> None:
         one, _ = apart(one, x)
         other, _ = together(other, x)
     for name in one:
-        np.testing.assert_allclose(other[name], one[name], rtol=2e-6, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(other[name], one[name], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 def test_families_tell_apart_what_is_related_otherwise() -> None:
