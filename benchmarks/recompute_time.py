@@ -38,4 +38,5 @@ _TARGETS = {HALF: 1.15, AS_MUCH: 1.0}
 def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
     """The recomputing steps beside the plain one, and beside ``jax.checkpoint``."""
     work = _QUICK_WORK if quick else _WORK
-    return contest(work, list(_AGAINST), rounds, _TARGETS, quick, _AGAINST, memory=True)
+    sides = [HALF, CHECKPOINT] if quick else list(_AGAINST)  # tiny ones cannot do with as little
+    return contest(work, sides, rounds, _TARGETS, quick, _AGAINST, memory=True)

@@ -10,6 +10,8 @@ import jax
 from onward.core.jaxprs import as_one_call, joined
 from onward.core.program import Program, Variable
 
+_ONLY_TRACED = "call_hi_primitive"  # since jax 0.11: what a trace takes apart, and what cannot be lowered
+
 
 def lower(program: Program, outputs: Sequence[Variable], at_once: bool = False) -> Callable[..., list[Any]]:
     """The function from (state values, input values) to the values of these Variables.
@@ -29,7 +31,9 @@ def lower(program: Program, outputs: Sequence[Variable], at_once: bool = False) 
         >>> float(run([jnp.ones(2)], [jnp.arange(2.0)])[0])
         1.0
     """
-    return _at_once(program, outputs) if at_once else _op_by_op(program, outputs)
+    if at_once and not any(_ONLY_TRACED in op.body.primitives for op in program.ops):
+        return _at_once(program, outputs)
+    return _op_by_op(program, outputs)
 
 
 def _op_by_op(program: Program, outputs: Sequence[Variable]) -> Callable[..., list[Any]]:
