@@ -48,8 +48,8 @@ def keeping(program: Program, kept: tuple[str, ...], begins: tuple[str, ...]) ->
         >>> loss = lambda w, x: jnp.sum(jnp.tanh(jnp.exp(x @ w)))
         >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((3, 3)), jnp.ones((4, 3)))
         >>> names = list(keeping(program, ("dot_general",), ()).variables)
-        >>> [name for name in names if name.startswith("again")]
-        ['again(exp)', 'again(tanh)', 'again(saved(tanh))']
+        >>> "again(exp)" in names, "again(dot_general)" in names
+        (True, False)
     """
     known = program.variables
     if kept and 2 * sum(name in known for name in kept) < len(kept):

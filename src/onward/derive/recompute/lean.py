@@ -32,8 +32,8 @@ def lean(program: Program) -> Program:
         >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((5, 3, 3)), jnp.ones((4, 3)))
         >>> def saved(program):
         ...     return sum(v.size for v in program.variables.values() if v.name.startswith("saved"))
-        >>> saved(program), saved(lean(program))
-        (240, 120)
+        >>> saved(program) - saved(lean(program))                # 5 turns of 4 x 3 numbers, twice
+        120
     """
     kept = []
     for part in loop_parts(program):
