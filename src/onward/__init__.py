@@ -5,6 +5,7 @@
     derive      forward, then backward, then update
     distribute  one Program for many devices
     execute     a Program becomes an executable and runs
+    explain     what a person wants to know about a Program
     shell       the command line
 
 >>> import jax.numpy as jnp, onward as ow
@@ -24,6 +25,7 @@
 from importlib.metadata import version
 
 from onward.core.check import check
+from onward.core.cost import Cost, cost
 from onward.core.errors import (
     ArgumentError,
     CheckpointError,
@@ -41,6 +43,7 @@ from onward.core.errors import (
     UnknownNameError,
     UnreachedWarning,
 )
+from onward.core.homes import homes
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.show import show, summary_by_pass
 from onward.core.transform import transform
@@ -210,6 +213,7 @@ __all__ = [
     "ClipByNorm",
     "ClipByValue",
     "ClusterError",
+    "Cost",
     "DAdaptAdam",
     "DAdaptSGD",
     "DecayedAdagrad",
@@ -312,6 +316,7 @@ __all__ = [
     "cluster",
     "compile",
     "consumers",
+    "cost",
     "data",
     "descendants",
     "error_clip",
@@ -322,6 +327,7 @@ __all__ = [
     "forward_pass",
     "gradients",
     "guard",
+    "homes",
     "initializer",
     "is_training",
     "keep_host_memory",

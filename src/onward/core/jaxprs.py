@@ -84,6 +84,20 @@ class Collected:
     remade: Callable[[Sequence[Type]], Body]
 
 
+@dataclass(frozen=True)
+class Call:
+    """One equation of a Body: a primitive, what it reads and gives, and the Bodies it runs within.
+
+    ``params`` are those of the primitive. A number that stands in the equation is among the operands.
+    """
+
+    primitive: str
+    operands: tuple[Type, ...]
+    results: tuple[Type, ...]
+    params: Mapping[str, Any]
+    inner: Mapping[str, tuple[Body, ...]]
+
+
 class Body:
     """What an Op computes: a closed jaxpr from positions to positions."""
 
@@ -201,6 +215,15 @@ class Body:
     def equations(self) -> Sequence[Any]:
         """Its equations."""
         return tuple(self.closed.jaxpr.eqns)
+
+    @property
+    def calls(self) -> Iterator[Call]:
+        """Its equations in order, as what they read and give: what costs are counted from."""
+        for eqn in self.equations:
+            operands, results = (tuple(_type(v.aval) for v in group) for group in (eqn.invars, eqn.outvars))
+            found = ((key, tuple(map(Body, _jaxprs_in(value)))) for key, value in eqn.params.items())
+            inner = {key: bodies for key, bodies in found if bodies}
+            yield Call(eqn.primitive.name, operands, results, eqn.params, inner)
 
     def at(self, dtype: Any) -> Body | None:
         """The same equation with every float32 in it of another floating dtype, literal numbers as well.
@@ -577,11 +600,12 @@ def program_of(closed: Any, name: str) -> Program:
 
 @dataclass(frozen=True)
 class Reading:
-    """What ``read_jaxpr`` found."""
+    """What ``read_jaxpr`` found; with ``apart``, for each op the transforms that its equation stands under."""
 
     ops: tuple[Op, ...]
     outputs: tuple[Variable, ...]
     constants: Mapping[Variable, Any]
+    under: tuple[frozenset[str], ...]
 
 
 _declare = jex.Primitive("declare")
@@ -600,8 +624,35 @@ def trace_in_progress() -> Any:
 
 def current_scope() -> str:
     """The scopes that ``jax.named_scope`` has opened here, joined by ``/``, without those of ``vmap``."""
-    stack = source_info_util.current_name_stack().stack
-    return "/".join(entry.name for entry in stack if type(entry).__name__ == "Scope")
+    return _entries(source_info_util.current_name_stack(), "Scope")
+
+
+def _entries(stack: Any, kind: str) -> str:
+    """The names of a person's scopes (``Scope``) or of JAX's wrappers (``Transform``), joined by ``/``."""
+    return "/".join(entry.name for entry in stack.stack if type(entry).__name__ == kind)
+
+
+def _transforms(eqn: Any) -> frozenset[str]:
+    """What JAX has wrapped around an equation, such as ``jvp`` and ``transpose``."""
+    return frozenset(_entries(eqn.source_info.name_stack, "Transform").split("/")) - {""}
+
+
+def transforms_within(body: Body) -> frozenset[str]:
+    """The transforms that the equations inside of a loop, branch or call stand under, however deep.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def twice(x):
+    ...     return [jax.lax.fori_loop(0, 2, lambda i, x: jax.grad(lambda x: x**3)(x), x)]
+    >>> sorted(transforms_within(body_of(twice, jnp.float32(1.0))))
+    ['jvp', 'transpose']
+    """
+    inner = (e for eqn in body.equations for v in eqn.params.values() for j in _jaxprs_in(v) for e in j.eqns)
+    return frozenset[str]().union(*map(_transforms_in, inner))
+
+
+def _transforms_in(eqn: Any) -> frozenset[str]:
+    inner = (e for v in eqn.params.values() for j in _jaxprs_in(v) for e in j.eqns)
+    return _transforms(eqn).union(*map(_transforms_in, inner))
 
 
 def outermost_scope() -> Any:
@@ -615,13 +666,15 @@ def read_jaxpr(
     names: Names,
     declarations: Mapping[str, Variable] | None = None,
     labels: Mapping[int, str] | None = None,
+    apart: bool = False,
 ) -> Reading:
     """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope.
 
     ``declarations`` holds the Variables that stand for ``declared`` values, ``labels`` the names that some
-    of the outputs shall bear, by position.
+    of the outputs shall bear, by position. With ``apart`` a scope is what a person wrote, without the
+    transforms that JAX wrapped around it and without a ``jit`` around everything.
     """
-    reader = _Reader(names, declarations or {})
+    reader = _Reader(names, declarations or {}, apart)
     reader.env.update(zip(closed.jaxpr.invars, inputs, strict=True))
     reader.labels = {
         closed.jaxpr.outvars[i]: name
@@ -630,12 +683,14 @@ def read_jaxpr(
     }
     reader.read(closed, scope="", caller=None)
     outputs = tuple(reader.value(v) for v in closed.jaxpr.outvars)
-    return Reading(tuple(reader.ops), outputs, reader.constants)
+    return Reading(tuple(reader.ops), outputs, reader.constants, tuple(reader.under))
 
 
 class _Reader:
-    def __init__(self, names: Names, declarations: Mapping[str, Variable]) -> None:
-        self.names, self.declarations = names, declarations
+    def __init__(self, names: Names, declarations: Mapping[str, Variable], apart: bool) -> None:
+        self.names, self.declarations, self.apart = names, declarations, apart
+        self.within: frozenset[str] = frozenset()
+        self.under: list[frozenset[str]] = []
         self.env: dict[Any, Any] = {}
         self.labels: dict[Any, str] = {}
         self.ops: list[Op] = []
@@ -653,11 +708,12 @@ class _Reader:
         for eqn in jaxpr.eqns:
             place = caller if caller is not None and in_library else eqn
             stack = self.shown(eqn.source_info.name_stack)
-            here = f"{scope}/{stack}" if scope and stack else scope or stack
+            here = _below(scope, stack)
             if eqn.primitive is _declare:
                 self.env[eqn.outvars[0]] = self.declarations[eqn.params["name"]]
             elif eqn.primitive.name in _INLINED and not _draws(eqn):
-                self.inline(eqn, here, place)
+                whole = self.apart and not here and len(jaxpr.eqns) == 1
+                self.inline(eqn, "" if whole else _below(here, eqn.params.get("name", "call")), place)
             else:
                 self.append(eqn, here, place, unnamed)
 
@@ -665,20 +721,20 @@ class _Reader:
         """The scopes of an equation in one text; many equations share one stack."""
         known = self.stacks.get(id(stack))
         if known is None:
-            known = self.stacks[id(stack)] = stack, str(stack)
-        text: str = known[1]
-        return text
+            text = _entries(stack, "Scope") if self.apart else str(stack)
+            known = self.stacks[id(stack)] = stack, text
+        return known[1]
 
     def inline(self, eqn: Any, scope: str, place: Any) -> None:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        name = eqn.params.get("name", "call")
         for v, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
             self.env[v] = self.resolve(outer)
         outputs = list(zip(inner.jaxpr.outvars, eqn.outvars, strict=True))
-        outside = self.labels
+        outside, within = self.labels, self.within
+        self.within = within | _transforms(eqn)
         self.labels = {v: outside[o] for v, o in outputs if o in outside and not isinstance(v, jex.Literal)}
-        self.read(inner, f"{scope}/{name}" if scope else name, place)
-        self.labels = outside
+        self.read(inner, scope, place)
+        self.labels, self.within = outside, within
         for v, outer in outputs:
             self.env[outer] = self.resolve(v)
 
@@ -705,6 +761,8 @@ class _Reader:
                 source=source,
             )
         )
+        if self.apart:
+            self.under.append(self.within | _transforms(eqn))
 
     def resolve(self, v: Any) -> Any:
         """The Variable of a jaxpr's variable, or the literal it stands for."""
@@ -738,6 +796,10 @@ class _Reader:
             self._by_identity[id(value)] = found
             self.constants[found] = value
         return found
+
+
+def _below(scope: str, name: str) -> str:
+    return f"{scope}/{name}" if scope and name else scope or name
 
 
 def _draws(eqn: Any) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
+from onward.core.cost import size
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass
-from onward.derive.recompute.effort import effort, size
+from onward.derive.recompute.effort import effort
 from onward.derive.recompute.min_cut import Task
 
 _STACK = "stack"  # of parameters, which lie so in memory

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
+from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program, Variable
 from onward.core.transform import expect_program
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
 from onward.derive.recompute.activations import where
-from onward.derive.recompute.effort import size
 from onward.derive.recompute.lean import lean
 from onward.derive.recompute.measure import compiled, estimated
 from onward.derive.recompute.replay import is_replayable

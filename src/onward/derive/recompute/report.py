@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onward.core.columns import columns
+from onward.core.cost import cost, size
 from onward.core.errors import GraphError
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
@@ -13,7 +14,6 @@ from onward.core.words import Pass
 from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.recompute.activations import Activations
 from onward.derive.recompute.again import BARRIER, keeping
-from onward.derive.recompute.effort import flops, size
 from onward.derive.recompute.loops import Kept, keeping_in_loops
 from onward.derive.recompute.measure import compiled, estimated
 from onward.derive.recompute.replay import without_steps
@@ -102,7 +102,7 @@ def recomputed(program: Program, compile: bool = False) -> Recomputed:  # noqa: 
     rows = _rows(program, Activations(before).read, again)
     return Recomputed(
         rows=rows,
-        flops=sum(map(flops, again)),
+        flops=sum(cost(op).flops for op in again),
         estimated=(estimated(before).bytes, estimated(program).bytes),
         compiled=(compiled(before), compiled(program)) if compile else None,
         loops=_loops_of(program),
@@ -139,7 +139,7 @@ def _rows(program: Program, read: Iterable[Variable], again: list[Op]) -> tuple[
             continue
         counts = found.setdefault((op.type, v.type, str(op.source or "")), [0] * 5)
         is_again = op.outputs[0] in twice
-        for k, n in ((is_again, 1), (2 + is_again, size(v)), (4, flops(op) * is_again)):
+        for k, n in ((is_again, 1), (2 + is_again, size(v)), (4, cost(op).flops * is_again)):
             counts[k] += n
     rows = (
         Row(*key, kept=c[0], again=c[1], bytes_kept=c[2], bytes_again=c[3], flops=c[4])

@@ -1,0 +1,188 @@
+"""How many operations on numbers a primitive takes: one rule each, counted as XLA counts.
+
+What has no rule is elementwise: one operation for each number of its result. Exponentials, roots and their
+like are one as well; what only moves numbers is free. Factorizations are their leading terms.
+
+Source: Golub and Van Loan, Matrix Computations, 4th edition, 2013, chapters 4, 5 and 8 (factorizations);
+Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011, section 4 (Threefry).
+
+>>> from onward.core.jaxprs import body_of
+>>> import jax.numpy as jnp
+>>> [flops(call) for call in body_of(lambda x: [jnp.exp(x) @ x], jnp.ones((3, 3))).calls]
+[9, 54]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import ceil, log2, prod
+
+import numpy as np
+from jax import lax
+
+from onward.core.jaxprs import Call
+
+_ROOTS_AND_EXPONENTIALS = """
+    exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh
+    sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma
+"""
+_MOVES = """
+    reshape squeeze expand_dims broadcast_in_dim broadcast transpose copy copy_p slice dynamic_slice
+    dynamic_update_slice concatenate pad rev iota scatter split stop_gradient name pvary empty
+    optimization_barrier bitcast_convert_type random_wrap random_unwrap random_seed device_put all_gather
+    ppermute all_to_all axis_index debug_callback debug_print pure_callback io_callback sharding_constraint
+    reduce_precision real imag complex create_token top_k stack unstack
+"""
+TRANSCENDENTAL = frozenset(_ROOTS_AND_EXPONENTIALS.split())
+_FREE = frozenset(_MOVES.split())
+_THREEFRY = 117  # 20 rounds of an addition, a rotation and an exclusive or; 5 times the key is mixed in
+
+
+def flops(call: Call) -> int:
+    """The operations that one equation takes, without those of the Bodies it runs."""
+    if call.primitive in _FREE:
+        return 0
+    rule = _RULES.get(call.primitive)
+    return int(rule(call)) if rule else _results(call)
+
+
+def _results(call: Call) -> int:
+    return sum(prod(t.shape) for t in call.results[:1])
+
+
+def _first(call: Call) -> int:
+    return prod(call.operands[0].shape)
+
+
+def _dot(call: Call) -> int:
+    (contracted, _), _ = call.params["dimension_numbers"]
+    return 2 * _results(call) * prod(int(call.operands[0].shape[axis]) for axis in contracted)
+
+
+def _convolution(call: Call) -> int:
+    """Two for each pair of a number of the image and one of the kernel that meet."""
+    (image, kernel), (result,), params = call.operands, call.results, call.params
+    numbers = params["dimension_numbers"]
+    met = prod(
+        _meetings(image.shape[i], kernel.shape[k], result.shape[o], *window)
+        for i, k, o, *window in zip(
+            numbers.lhs_spec[2:],
+            numbers.rhs_spec[2:],
+            numbers.out_spec[2:],
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    )
+    batch, features = (result.shape[axis] for axis in numbers.out_spec[:2])
+    return int(2 * batch * features * kernel.shape[numbers.rhs_spec[1]] * met)
+
+
+def _meetings(
+    image: int,
+    kernel: int,
+    result: int,
+    stride: int,
+    padding: tuple[int, int],
+    image_dilation: int,
+    kernel_dilation: int,
+) -> int:
+    """Along one axis, how many pairs of a place of the window and one within it lie on a number."""
+    places = np.arange(result)[:, None] * stride + np.arange(kernel) * kernel_dilation - padding[0]
+    inside = (places >= 0) & (places <= (image - 1) * image_dilation)
+    return int(np.sum(inside & (places % image_dilation == 0)))
+
+
+def _power(call: Call) -> int:
+    """The multiplications that repeated squaring takes."""
+    y = abs(call.params["y"])
+    steps = max(y.bit_length() - 1 + y.bit_count() - 1, 0) + (call.params["y"] < 0)
+    return _results(call) * int(steps)
+
+
+def _reduction(call: Call) -> int:
+    return _first(call) - _results(call)
+
+
+def _windows(call: Call) -> int:
+    return _results(call) * (int(prod(call.params["window_dimensions"])) - 1)
+
+
+def _sort(call: Call) -> int:
+    along = call.operands[0].shape[call.params["dimension"]]
+    return _first(call) * ceil(log2(max(int(along), 1)))
+
+
+def _gathered(call: Call) -> int:
+    """Nothing, unless it looks whether the places lie inside, to fill in what lies outside."""
+    fills = call.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
+    return _results(call) + 3 * prod(call.operands[1].shape) if fills else 0
+
+
+def _scattered(call: Call) -> int:
+    return prod(call.operands[2].shape)
+
+
+def _random(call: Call) -> int:
+    return _THREEFRY * _results(call)
+
+
+def _square(share: float) -> Callable[[Call], int]:
+    """A share of the cube of the side of square matrices."""
+    return lambda call: int(share * _first(call) * call.operands[0].shape[-1])
+
+
+def _triangular(call: Call) -> int:
+    return int(_first(call) * prod(call.operands[1].shape[-2:]) // max(call.operands[0].shape[-1], 1))
+
+
+def _fourier(call: Call) -> int:
+    length = int(prod(call.params["fft_lengths"]))
+    return 5 * max(_first(call), _results(call)) * ceil(log2(max(length, 2)))
+
+
+_RULES: Mapping[str, Callable[[Call], int]] = {
+    "dot_general": _dot,
+    "ragged_dot": lambda call: 2 * _results(call) * call.operands[0].shape[-1],
+    "conv_general_dilated": _convolution,
+    "integer_pow": _power,
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"),
+        _reduction,
+    ),
+    "reduce": _reduction,
+    "argmax": _reduction,
+    "argmin": _reduction,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _results),
+    "reduce_window": _windows,
+    "reduce_window_sum": _windows,
+    "reduce_window_max": _windows,
+    "reduce_window_min": _windows,
+    "select_and_scatter_add": lambda call: 2 * _results(call),
+    "select_and_gather_add": lambda call: 2 * _windows(call),
+    "sort": _sort,
+    "gather": _gathered,
+    "scatter-add": _scattered,
+    "scatter_add": _scattered,
+    "scatter-mul": _scattered,
+    "scatter_mul": _scattered,
+    "scatter_min": _scattered,
+    "scatter_max": _scattered,
+    "psum": _first,
+    "pmax": _first,
+    "pmin": _first,
+    "reduce_scatter": _first,
+    "random_bits": _random,
+    "random_split": _random,
+    "random_fold_in": _random,
+    "threefry2x32": lambda call: _THREEFRY * _results(call),
+    "cholesky": _square(1 / 3),
+    "lu": _square(2 / 3),
+    "qr": _square(4 / 3),
+    "eigh": _square(9),
+    "svd": _square(20),
+    "triangular_solve": _triangular,
+    "fft": _fourier,
+}

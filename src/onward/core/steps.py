@@ -1,0 +1,106 @@
+"""The ops of a Program taken apart: one step for each equation, whatever calls it stands in.
+
+An op is what a person looks at; an equation is what a device does. A gradient op, a ``custom_jvp`` function
+or an update rule is one op of several equations; a loop stays one step, with the Programs of its turn.
+
+>>> import jax, jax.numpy as jnp, onward as ow
+>>> program = ow.trace(lambda w: jnp.sum(jax.nn.silu(w)), jnp.ones(3))
+>>> [(program.ops[step.op].type, step.kind) for step in steps(program)]
+[('silu', 'logistic'), ('silu', 'mul'), ('reduce_sum', 'reduce_sum')]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onward.core.jaxprs import Body, program_of
+from onward.core.program import Op, Program, Variable
+from onward.core.words import Kind
+
+_LOOPS = ("scan", "while", "cond")
+_SAME = "copy"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """One equation: the number of the op it belongs to, its primitive, what it reads and computes.
+
+    ``programs`` are those of the turn of a loop, or of the branches of a choice.
+    """
+
+    op: int
+    kind: str
+    inputs: tuple[Variable, ...]
+    outputs: tuple[Variable, ...]
+    programs: tuple[Program, ...] = ()
+
+
+def steps(program: Program) -> tuple[Step, ...]:
+    """The equations of a Program in the order of its ops."""
+    opened = _Opened()
+    return tuple(step for i, op in enumerate(program.ops) for step in opened.steps(i, op))
+
+
+class _Opened:
+    """Looks into ops, once for each computation."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Program] = {}
+
+    def steps(self, number: int, op: Op) -> Iterator[Step]:
+        """The equations of an op."""
+        if not op.body.holds_functions:
+            (kind,) = op.body.primitives
+            yield Step(number, kind, op.inputs, op.outputs)
+        else:
+            yield from self._inside(number, self._program(op.body), op.inputs, op.outputs)
+
+    def _program(self, body: Body) -> Program:
+        """A body as a Program; one for all that are equal."""
+        known = self._known.get(body.signature)
+        if known is None:
+            known = self._known[body.signature] = program_of(body.closed, "body")
+        return known
+
+    def _inside(
+        self, number: int, program: Program, given: tuple[Variable, ...], wanted: tuple[Variable, ...]
+    ) -> Iterator[Step]:
+        """The equations of a Program that is called with given Variables and computes wanted ones."""
+        now: dict[Variable, Variable] = dict(zip(program.inputs, given, strict=True))
+        made = {v for op in program.ops for v in op.outputs}
+        for inner, outer in zip(program.outputs, wanted, strict=True):
+            if inner in made:
+                now.setdefault(inner, outer)
+        for op in program.ops:
+            inputs, outputs = (tuple(_own(now, v) for v in group) for group in (op.inputs, op.outputs))
+            yield from self._one(number, op, inputs, outputs)
+        for inner, outer in zip(program.outputs, wanted, strict=True):
+            if (source := _own(now, inner)) is not outer:
+                yield Step(number, _SAME, (source,), (outer,))
+
+    def _one(
+        self, number: int, op: Op, inputs: tuple[Variable, ...], outputs: tuple[Variable, ...]
+    ) -> Iterator[Step]:
+        """The equations of an op of one equation, which may be a call."""
+        inner = tuple(op.body.subprograms.values())
+        if op.type not in _LOOPS and len(inner) == 1 and len(inner[0].outputs) == len(outputs):
+            operands = zip(op.body.operands, inner[0].inputs, strict=True)
+            given = tuple(inputs[x] if isinstance(x, int) else _number(v) for x, v in operands)
+            yield from self._inside(number, inner[0], given, outputs)
+        else:
+            yield Step(number, op.type, inputs, outputs, inner)
+
+
+def _own(now: dict[Variable, Variable], v: Variable) -> Variable:
+    """What stands for a Variable in this call."""
+    if v not in now:
+        now[v] = replace(v)
+    return now[v]
+
+
+def _number(v: Variable) -> Variable:
+    """What stands for a number that is written into the call."""
+    return replace(v, kind=Kind.CONSTANT)

@@ -1,0 +1,95 @@
+"""How everything Onward draws looks: one set of colours for text, tables, SVG and HTML, light and dark.
+
+Pictures name their colours by CSS variables, which ``CSS`` defines for whatever stands inside an element of
+the class ``onward``: light, dark where the reader's system is, and as JupyterLab's own theme says.
+
+>>> print(page("Sizes", "<p>2 &lt; 3</p>")[:15])
+<!DOCTYPE html>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+from onward.core.words import Pass
+
+LIGHT: Mapping[str, str] = {
+    "page": "#ffffff",
+    "text": "#1f2430",
+    "faint": "#6b7280",
+    "line": "#d5d9e0",
+    "panel": "#f6f7f9",
+    "forward": "#2563eb",
+    "forward-soft": "#e3ecfd",
+    "backward": "#c2570c",
+    "backward-soft": "#fdebdc",
+    "collective": "#8b3fd9",
+    "collective-soft": "#f1e6fc",
+    "update": "#15803d",
+    "update-soft": "#def3e5",
+    "state": "#475569",
+    "state-soft": "#e6e9ee",
+    "alarm": "#dc2626",
+}
+DARK: Mapping[str, str] = {
+    "page": "#14171d",
+    "text": "#e6e9ef",
+    "faint": "#9aa3b2",
+    "line": "#3a414d",
+    "panel": "#1d222b",
+    "forward": "#7aa7ff",
+    "forward-soft": "#1c2a47",
+    "backward": "#f7a55c",
+    "backward-soft": "#402a17",
+    "collective": "#c79bf5",
+    "collective-soft": "#33224a",
+    "update": "#63cf8c",
+    "update-soft": "#16351f",
+    "state": "#aab4c3",
+    "state-soft": "#2a303b",
+    "alarm": "#f87171",
+}
+FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+
+def variables(theme: Mapping[str, str]) -> str:
+    """The colours of a theme as CSS variables: ``--ow-text: #1f2430; ...``."""
+    return " ".join(f"--ow-{name}: {value};" for name, value in theme.items())
+
+
+CSS = f"""
+.onward {{ {variables(LIGHT)} color: var(--ow-text); background: var(--ow-page); font-family: {FONT}; }}
+@media (prefers-color-scheme: dark) {{ .onward {{ {variables(DARK)} }} }}
+[data-jp-theme-light="true"] .onward {{ {variables(LIGHT)} }}
+[data-jp-theme-light="false"] .onward {{ {variables(DARK)} }}
+"""
+
+
+def colour(made_by: Pass | str, soft: bool = False) -> str:
+    """The CSS colour of a pass (``forward``, ``backward``, ``collective``, ``update``) or of ``state``.
+
+    >>> colour("forward"), colour("update", soft=True)
+    ('var(--ow-forward)', 'var(--ow-update-soft)')
+    """
+    return f"var(--ow-{made_by}{'-soft' if soft else ''})"
+
+
+def text(value: object) -> str:
+    """A value as text within HTML or SVG.
+
+    >>> text("a < b")
+    'a &lt; b'
+    """
+    return escape(str(value))
+
+
+def page(title: str, body: str, css: str = "", script: str = "") -> str:
+    """A whole HTML page that needs nothing from elsewhere."""
+    code = f"<script>{script}</script>" if script else ""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>'
+        f"<style>{CSS}{css} body {{ margin: 0; }}</style></head>"
+        f'<body class="onward">{body}{code}</body></html>\n'
+    )
