@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from onward.core.program import Op, Program, Variable
+from onward.core.walk import consumers, producers
 from onward.core.words import Pass
 
 
@@ -28,35 +29,29 @@ def homes(program: Program) -> Mapping[Op, str]:
         >>> [(op.type, home) for op, home in homes(program).items() if op.made_by is not ow.Pass.BACKWARD]
         [('dot_general', 'layer'), ('reduce_sum', ''), ('count', ''), ('sgd', 'layer')]
     """
-    found: dict[Op, str] = {}
-    of_value: dict[Variable, str] = {}
+    found = {op: op.scope for op in program.ops}
+    made = producers(program)
+    first: dict[Variable, str] = {}
     for op in program.ops:
-        found[op] = op.scope or _common(of_value.get(v, "") for v in op.inputs if _tells(op, v, of_value))
         if op.made_by is Pass.FORWARD and op.scope:
-            for v in op.inputs:
-                of_value.setdefault(v, op.scope)
-        for v in op.outputs:
-            of_value[v] = found[op]
-    return _from_readers(program, found)
+            first.update((v, op.scope) for v in op.inputs if v not in made and v not in first)
+    movable = [op for op in program.ops if not op.scope and op.of is None and op.made_by is not Pass.FORWARD]
+    _move_in_with_readers(program, [op for op in movable if op.made_by is Pass.BACKWARD], found)
+    for op in movable:
+        scopes = (found[made[v]] if v in made else first.get(v, "") for v in op.inputs)
+        found[op] = found[op] or _common(scope for scope in scopes if scope)
+    _move_in_with_readers(program, [op for op in movable if op.made_by is Pass.UPDATE], found)
+    return found
 
 
-def _tells(op: Op, v: Variable, of_value: Mapping[Variable, str]) -> bool:
-    """Whether the home of a value says something about that of an op which reads it."""
-    return op.made_by is not Pass.FORWARD and bool(of_value.get(v))
+def _move_in_with_readers(program: Program, homeless: Iterable[Op], found: dict[Op, str]) -> None:
+    """Give ops the home of the ops that read what they compute, if these live together."""
+    read_by = consumers(program)
+    for op in reversed([op for op in homeless if not found[op]]):
+        found[op] = _common(found[reader] for v in op.outputs for reader in read_by.get(v, ()))
 
 
 def _common(scopes: Iterable[str]) -> str:
     """The one scope that all of these are; empty if they differ."""
     different = set(scopes)
     return different.pop() if len(different) == 1 else ""
-
-
-def _from_readers(program: Program, found: dict[Op, str]) -> Mapping[Op, str]:
-    """What is still homeless in the update moves in with the ops that read it, if these live together."""
-    readers: dict[Variable, set[str]] = {}
-    for op in reversed(program.ops):
-        if op.made_by is Pass.UPDATE and not found[op]:
-            found[op] = _common(home for v in op.outputs for home in readers.get(v, ()))
-        for v in op.inputs:
-            readers.setdefault(v, set()).add(found[op])
-    return found

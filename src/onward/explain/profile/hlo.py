@@ -1,0 +1,75 @@
+"""From the instructions of a compiled step back to the pass and the scope that asked for them.
+
+XLA keeps, with each instruction, the scopes that were open where JAX traced it; the ops of a Program open one
+for their pass and below it their own. An instruction that fuses several bears the name of its last one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from onward.core.program import Program
+from onward.core.words import Pass
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*?\s(?P<kind>[a-z][\w\-]*)\(")
+_PLACE = re.compile(r'op_name="(?P<place>[^"]*)"')
+_PASSES = {str(made_by): made_by for made_by in Pass}
+_AROUND = frozenset({"while", "conditional", "call"})
+
+
+class Place(NamedTuple):
+    """Where an instruction comes from; ``made_by`` None: the compiler put it in by itself."""
+
+    made_by: Pass | None
+    scope: str
+
+
+def places(text: str, program: Program) -> Mapping[str, Place]:
+    """For each instruction of a compiled step, by name, where it comes from.
+
+    Loops, branches and calls are left out: what runs within them is named by itself.
+    """
+    known = frozenset(scopes_of(program))
+    found: dict[str, Place] = {}
+    for line in text.splitlines():
+        if (shape := _INSTRUCTION.match(line)) and shape["kind"] not in _AROUND:
+            named = _PLACE.search(line)
+            found[shape["name"]] = place_of(named["place"] if named else "", known)
+    return found
+
+
+def place_of(path: str, known: Iterable[str]) -> Place:
+    """The pass and the scope in the scopes of an instruction.
+
+    Within a loop the pass is that of the loop, the scope that of the op in its body.
+
+    >>> place_of("jit(f)/backward/a/while/body/forward/a/fc/dot_general", {"a", "a/fc"})
+    Place(made_by=<Pass.BACKWARD: 'backward'>, scope='a/fc')
+    """
+    words = path.split("/")
+    at = [i for i, word in enumerate(words) if word in _PASSES]
+    if not at:
+        return Place(None, "")
+    inner = words[at[-1] + 1 :]
+    fitting = ("/".join(inner[:n]) for n in range(len(inner), 0, -1))
+    return Place(_PASSES[words[at[0]]], next((scope for scope in fitting if scope in known), ""))
+
+
+def scopes_of(program: Program) -> Iterator[str]:
+    """The scopes of a Program and of the Programs inside its loops."""
+    for op in program.ops:
+        if op.scope:
+            yield op.scope
+        for inner in op.subprograms.values():
+            yield from scopes_of(inner)
+
+
+def module_of(text: str) -> str:
+    """The name of a compiled computation.
+
+    >>> module_of("HloModule jit_loss, is_scheduled=true")
+    'jit_loss'
+    """
+    return text.split(None, 1)[1].split(",", 1)[0] if text.startswith("HloModule ") else ""

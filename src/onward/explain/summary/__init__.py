@@ -1,0 +1,1 @@
+"""What a Program costs, scope by scope and pass by pass."""

@@ -1,0 +1,123 @@
+"""Where memory and arithmetic go: what a Program costs, as a table.
+
+``print`` shows it, a notebook shows it in colour and sorts it at a click, and ``rows`` are plain dataclasses,
+of which pandas makes a frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from onward.core.columns import columns
+from onward.core.cost import cost
+from onward.core.errors import ArgumentError, nearest
+from onward.core.program import Program
+from onward.core.show import headline
+from onward.core.transform import expect_program
+from onward.explain.summary.fold import folded
+from onward.explain.summary.html import html_of
+from onward.explain.summary.rows import Count, Row, rows_of, totals_of
+from onward.explain.summary.words import HEADS, NUMBERS, lines, shown_columns
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a Program costs; print it, or leave it as the last line of a notebook cell.
+
+    Attributes:
+        title: what the Program is, in a line.
+        rows: one for each scope and pass.
+        totals: one for each pass, and the last one for the whole step.
+        notes: what a reader should know of the numbers.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    totals: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> Row:
+        """The whole step."""
+        return self.totals[-1]
+
+    def sorted(self, by: str) -> Summary:
+        """The same with the scopes that take the most first.
+
+        Args:
+            by: a column: ``"flops"``, ``"saved"``, ``"live"``, ...
+
+        Raises:
+            ArgumentError: a column that does not exist; the message names the nearest.
+        """
+        if by not in NUMBERS:
+            raise ArgumentError(f"There is no column {by!r} of numbers. {nearest(by, NUMBERS)}")
+        together = max if by == "live" else sum
+        scopes = [list(rows) for _, rows in groupby(self.rows, lambda row: row.scope)]
+        scopes.sort(key=lambda rows: -together(getattr(row, by) * row.times for row in rows))
+        return replace(self, rows=tuple(row for rows in scopes for row in rows))
+
+    def __str__(self) -> str:
+        names = shown_columns(self.totals)
+        head = [HEADS[name] for name in names]
+        table = columns(
+            [head, *lines(self.rows, names), *lines(self.totals, names)],
+            right=[i for i, name in enumerate(names) if name in NUMBERS],
+        ).split("\n")
+        rule = "─" * max(map(len, table))
+        end = 1 + len(self.rows)
+        parts = [self.title, "", table[0], rule, *table[1:end], rule, *table[end:]]
+        return "\n".join([*parts, *self.notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_of(self.title, self.rows, self.totals, self.notes)
+
+
+def summary(program: Program, depth: int | None = 1, sort: str | None = None) -> Summary:
+    """What a Program costs, by scope and pass.
+
+    Each op counts in the scope in which people look for it: a gradient op in that of its forward op, an
+    update in that of the first op which reads its parameter. Layers that take the same are shown once.
+    Operations and bytes are those of ``cost``; what is live is estimated as in ``memory``.
+
+    Args:
+        program: at any stage.
+        depth: how many levels of scopes are told apart; 0: none; None: all of them.
+        sort: a column; the scopes that take the most of it come first. None: in the order of the ops.
+
+    Raises:
+        ArgumentError: no Program; a negative depth; a column that does not exist.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> def loss(w, x):
+        ...     with jax.named_scope("layer"):
+        ...         y = jnp.tanh(x @ w)
+        ...     return jnp.mean(y)
+        >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((64, 32)), jnp.ones((16, 64)))
+        >>> summary(program).sorted("flops").rows[0]  # doctest: +ELLIPSIS
+        Row(scope='layer', made_by=<Pass.FORWARD: 'forward'>, ops=2, parameters=2048, output='f32[16,32]', ...
+        >>> summary(program).total.flops
+        138242
+    """
+    expect_program(program, "summary")
+    if depth is not None and (not isinstance(depth, int) or depth < 0):
+        raise ArgumentError(f"summary: depth is {depth!r}; expected a number of levels from 0 on, or None.")
+    count = Count(program)
+    levels = depth if depth is not None else max((h.count("/") + 1 for h in count.homes.values()), default=1)
+    found = Summary(
+        headline(program), tuple(folded(rows_of(count, levels))), tuple(totals_of(count)), _notes(program)
+    )
+    return found.sorted(sort) if sort is not None else found
+
+
+def _notes(program: Program) -> tuple[str, ...]:
+    notes = []
+    if program.replicas is not None:
+        notes.append(f"Numbers are those of each of {program.replicas.count} devices.")
+    if cost(program).endless:
+        notes.append("A while loop counts as one turn: nobody knows its length before it runs.")
+    return tuple(notes)
