@@ -1,7 +1,10 @@
 """Eight devices on the host, before JAX is imported: what replicates has to have something to run on."""
 
+import gc
 import os
 import signal
+
+import pytest
 
 DEVICES = "--xla_force_host_platform_device_count"
 
@@ -17,3 +20,12 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 def pytest_collection_modifyitems(items):
     """The longest file goes to a worker first, so that no other waits for it in the end."""
     items.sort(key=lambda item: "test_notebooks" not in item.nodeid)
+
+
+@pytest.fixture(scope="module")
+def earlier_objects_frozen():
+    """What tests before left behind is not looked through again: benchmarks collect garbage in each round."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
