@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import (
     accumulate_time,
+    check_finite_time,
     derive_time,
     first_step_time,
     multi_device,
@@ -21,6 +22,7 @@ from benchmarks.report import environment, plot, table, write_json
 
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
     "accumulate_time": accumulate_time.run,
+    "check_finite_time": check_finite_time.run,
     "derive_time": derive_time.run,
     "first_step_time": first_step_time.run,
     "multi_device": multi_device.run,

@@ -141,6 +141,7 @@ from onward.derive.update.groups import Group
 from onward.derive.update.loss import Loss
 from onward.derive.update.plan import UpdatePlan
 from onward.derive.update.update import append_update
+from onward.derive.watch.watch import watch
 from onward.distribute.compressed import LowPrecision, PowerSGD, TopK
 from onward.distribute.local import DiLoCo, LocalSGD
 from onward.distribute.merge import Average, Bucketed, Devices, Merge, Sum
@@ -170,6 +171,15 @@ from onward.execute.storage.storage import Storage
 from onward.execute.train import optimize, train
 from onward.execute.trainer import Trainer
 from onward.execute.tuning import StepPlan
+from onward.explain.diff.diff import Diff, diff
+from onward.explain.draw.draw import Drawing, draw
+from onward.explain.find_nonfinite import find_nonfinite
+from onward.explain.inspect.inspect import inspect
+from onward.explain.memory.memory import Memory, memory
+from onward.explain.profile.profile import Profile, profile
+from onward.explain.summary.summary import Summary, summary
+from onward.explain.watched.plot import plot_watched
+from onward.explain.watched.tensorboard import TensorBoard, to_tensorboard
 
 __version__ = version("onward")
 
@@ -220,7 +230,9 @@ __all__ = [
     "Deferred",
     "Devices",
     "DiLoCo",
+    "Diff",
     "DoG",
+    "Drawing",
     "EarlyStop",
     "Evaluator",
     "Event",
@@ -242,6 +254,7 @@ __all__ = [
     "Loss",
     "LossError",
     "LowPrecision",
+    "Memory",
     "Merge",
     "MissingExtraError",
     "Model",
@@ -266,6 +279,7 @@ __all__ = [
     "PolyakAverage",
     "PowerSGD",
     "Prodigy",
+    "Profile",
     "Program",
     "ProximalAdagrad",
     "ProximalGD",
@@ -294,7 +308,9 @@ __all__ = [
     "StopTraining",
     "Storage",
     "Sum",
+    "Summary",
     "Target",
+    "TensorBoard",
     "TopK",
     "TraceError",
     "Trainer",
@@ -319,9 +335,12 @@ __all__ = [
     "cost",
     "data",
     "descendants",
+    "diff",
+    "draw",
     "error_clip",
     "fence",
     "fences",
+    "find_nonfinite",
     "for_evaluation",
     "for_test",
     "forward_pass",
@@ -329,16 +348,20 @@ __all__ = [
     "guard",
     "homes",
     "initializer",
+    "inspect",
     "is_training",
     "keep_host_memory",
     "key",
     "layer",
     "liveness",
+    "memory",
     "mixed_precision",
     "optimize",
     "parameter",
     "plan",
+    "plot_watched",
     "producers",
+    "profile",
     "prune",
     "recompute",
     "recomputed",
@@ -350,12 +373,15 @@ __all__ = [
     "show",
     "split",
     "state",
+    "summary",
     "summary_by_pass",
+    "to_tensorboard",
     "trace",
     "train",
     "transform",
     "update_pass",
     "var",
+    "watch",
     "worth_fencing",
     "worth_rolling",
 ]

@@ -9,7 +9,7 @@
     ├── UnknownNameError    (LookupError)   a name that no Variable bears
     ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
-    ├── NonFiniteError      (FloatingPointError)  a loss that is no finite number
+    ├── NonFiniteError      (FloatingPointError)  a loss, gradient or next state that is no finite number
     ├── PeerError           (RuntimeError)  another process of the same computation died or hangs
     ├── ClusterError        (RuntimeError)  trainers and parameter servers that cannot go on
     ├── CheckpointError     (OSError)       a checkpoint that cannot be written, or is not what was written
@@ -22,6 +22,7 @@ Every message says what was found, what was expected, and what to write instead.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class OnwardError(Exception):
@@ -65,7 +66,15 @@ class CheckpointError(OnwardError, OSError):
 
 
 class NonFiniteError(OnwardError, FloatingPointError):
-    """A loss is NaN or infinite."""
+    """A loss, a gradient or the next state is NaN or infinite.
+
+    Attributes:
+        state: the State before the step, where ``compile(..., check_finite=True)`` kept it.
+        finding: which op it was, a ``NonFinite``, where that is known.
+    """
+
+    state: Any = None
+    finding: Any = None
 
 
 class PeerError(OnwardError, RuntimeError):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import is_
 from threading import Lock
@@ -32,7 +32,7 @@ from onward.core.errors import TraceError
 from onward.core.names import Names
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import Source, is_library
-from onward.core.words import Kind
+from onward.core.words import Kind, Pass, Placement
 
 Type = jax.ShapeDtypeStruct
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
@@ -588,19 +588,23 @@ def body_over(function: Callable[..., Any], collection: Sequence[Type], *others:
 
 
 def program_of(closed: Any, name: str) -> Program:
-    """A jaxpr (such as the body of a scan) as a Program of its own."""
+    """A jaxpr (such as the body of a scan) as a Program of its own, with the backward passes within."""
     names = Names()
     inputs = tuple(
         Variable(names.new(f"input_{i}"), *_shape(v.aval), Kind.DATA)
         for i, v in enumerate(closed.jaxpr.invars)
     )
-    read = read_jaxpr(closed, inputs, names)
-    return Program(name, inputs, constants=read.constants, ops=read.ops, outputs=read.outputs)
+    read = read_jaxpr(closed, inputs, names, apart=True)
+    ops = (
+        replace(op, made_by=Pass.BACKWARD) if "transpose" in marks else op
+        for op, marks in zip(read.ops, read.under, strict=True)
+    )
+    return Program(name, inputs, constants=read.constants, ops=tuple(ops), outputs=read.outputs)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What ``read_jaxpr`` found; with ``apart``, for each op the transforms that its equation stands under."""
+    """What ``read_jaxpr`` found; with ``apart``, for each op the transforms around its equation."""
 
     ops: tuple[Op, ...]
     outputs: tuple[Variable, ...]
@@ -712,8 +716,10 @@ class _Reader:
             if eqn.primitive is _declare:
                 self.env[eqn.outvars[0]] = self.declarations[eqn.params["name"]]
             elif eqn.primitive.name in _INLINED and not _draws(eqn):
-                whole = self.apart and not here and len(jaxpr.eqns) == 1
-                self.inline(eqn, "" if whole else _below(here, eqn.params.get("name", "call")), place)
+                if self.apart and not here and len(jaxpr.eqns) == 1:
+                    self.inline(eqn, "", None)
+                else:
+                    self.inline(eqn, _below(here, eqn.params.get("name", "call")), place)
             else:
                 self.append(eqn, here, place, unnamed)
 
@@ -798,6 +804,103 @@ class _Reader:
         return found
 
 
+@dataclass(frozen=True)
+class OnDevices:
+    """What every device computes of what ``shard_map`` or ``pmap`` spreads, and where arrays lie."""
+
+    closed: Any
+    replicas: Replicas
+    given: tuple[Placement, ...]
+    made: tuple[Placement, ...]
+
+
+def on_devices(closed: Any) -> OnDevices | None:
+    """What every device computes; None unless all of it is spread, over one axis, whole or by first axes."""
+    jaxpr = closed.jaxpr
+    if len(jaxpr.eqns) != 1 or jaxpr.constvars:
+        return None
+    (eqn,) = jaxpr.eqns
+    inner, outer = (*eqn.invars, *eqn.outvars), (*jaxpr.invars, *jaxpr.outvars)
+    if len(inner) != len(outer) or not all(map(is_, inner, outer)):
+        return None
+    if eqn.primitive.name in _INLINED:
+        return on_devices(_jaxprs_in(tuple(eqn.params.values()))[0])
+    if eqn.primitive.name != "shard_map" or len(eqn.params["mesh"].axis_names) != 1:
+        return None
+    mesh = eqn.params["mesh"]
+    (name,) = mesh.axis_names
+    specs = {(): Placement.REPLICATED, (name,): Placement.SHARDED, ((name,),): Placement.SHARDED}
+    places = [tuple(spec) for key in ("in_specs", "out_specs") for spec in eqn.params[key]]
+    if not all(place in specs for place in places):
+        return None
+    placements = [specs[place] for place in places]
+    count = len(eqn.invars)
+    part, replicas = _closed(eqn.params["jaxpr"]), Replicas(mesh.size, str(name))
+    return _unstacked(OnDevices(part, replicas, tuple(placements[:count]), tuple(placements[count:])))
+
+
+def _unstacked(found: OnDevices) -> OnDevices:
+    """Without the axis of length 1 that ``pmap`` takes off what each device is given, and puts on again."""
+    jaxpr = found.closed.jaxpr
+    readers: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for v in eqn.invars:
+            if not isinstance(v, jex.Literal):
+                readers.setdefault(v, []).append(eqn)
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    taken, put = {}, {}
+    for v, place in zip(jaxpr.invars, found.given, strict=True):
+        first = readers.get(v, [])
+        if place is Placement.SHARDED and [e.primitive.name for e in first] == ["squeeze"]:
+            taken.update({v: first[0]} if first[0].params["dimensions"] == (0,) else {})
+    for v, place in zip(jaxpr.outvars, found.made, strict=True):
+        last = makers.get(v) if place is Placement.SHARDED and v not in readers else None
+        if last is not None and last.primitive.name == "broadcast_in_dim" and _stacks(last):
+            put[v] = last
+    gone = {id(eqn) for eqn in (*taken.values(), *put.values())}
+    inner = jaxpr.replace(
+        invars=[taken[v].outvars[0] if v in taken else v for v in jaxpr.invars],
+        outvars=[put[v].invars[0] if v in put else v for v in jaxpr.outvars],
+        eqns=[eqn for eqn in jaxpr.eqns if id(eqn) not in gone],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    given, made = (
+        tuple(Placement.PER_REPLICA if v in own else p for v, p in zip(group, places, strict=True))
+        for group, places, own in (
+            (jaxpr.invars, found.given, taken),
+            (jaxpr.outvars, found.made, put),
+        )
+    )
+    return OnDevices(_close(inner, found.closed.consts), found.replicas, given, made)
+
+
+def _stacks(eqn: Any) -> bool:
+    """Whether a ``broadcast_in_dim`` adds a first axis of length 1, no more."""
+    operand = eqn.invars[0]
+    return not isinstance(operand, jex.Literal) and eqn.params["shape"] == (1, *operand.aval.shape)
+
+
+def carries_of(body: Body) -> list[tuple[int, int]]:
+    """For a loop the positions (input, output) of what one turn hands to the next.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loop(a, x):
+    ...     return jax.lax.scan(lambda x, _: (a * x, x), x, length=3)
+    >>> carries_of(body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
+    [(1, 0)]
+    """
+    if len(body.equations) != 1 or body.equations[0].primitive.name not in ("scan", "while"):
+        return []
+    (eqn,) = body.equations
+    if eqn.primitive.name == "while":
+        begin, count = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.outvars)
+    else:
+        begin, count = _carry_of_scan(eqn, Body(_jaxprs_in(eqn.params["jaxpr"])[0]))
+    given, made = list(body.closed.jaxpr.invars), list(body.closed.jaxpr.outvars)
+    pairs = zip(eqn.invars[begin : begin + count], eqn.outvars[:count], strict=True)
+    return [(given.index(old), made.index(new)) for old, new in pairs if old in given and new in made]
+
+
 def _below(scope: str, name: str) -> str:
     return f"{scope}/{name}" if scope and name else scope or name
 
@@ -833,9 +936,9 @@ def _primitives_in(eqn: Any) -> Iterator[str]:
                 yield from _primitives_in(inner)
 
 
-_MERGING = ("psum", "pmax", "pmin", "all_gather")
+_MERGING = ("psum", "psum_invariant", "pmax", "pmin", "all_gather")
 _APART = ("axis_index", "reduce_scatter", "all_to_all", "ppermute")
-_COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
+_COLLECTIVES = (*_MERGING, "reduce_scatter", "all_to_all", "ppermute")
 
 
 def _collectives_in(eqn: Any, always: bool = True, times: int = 1) -> Iterator[Collective]:
@@ -868,8 +971,7 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
 def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
     """What is equal of a loop's results: what is carried must be so from one turn to the next."""
     body = Body(_jaxprs_in(eqn.params["jaxpr"])[0])
-    count = _of_equal_rank(eqn.outvars, body.out_avals)  # what is stacked has one axis more outside
-    begin = _of_equal_rank(eqn.invars, body.in_avals) - count
+    begin, count = _carry_of_scan(eqn, body)
     carried = range(begin, begin + count)
     equal = set(_true(told))
     while True:
@@ -878,6 +980,12 @@ def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
             equal -= lost
         else:
             return after
+
+
+def _carry_of_scan(eqn: Any, body: Body) -> tuple[int, int]:
+    """At which operand begins what a loop carries, and how much it is."""
+    count = _of_equal_rank(eqn.outvars, body.out_avals)  # what is stacked has one axis more outside
+    return _of_equal_rank(eqn.invars, body.in_avals) - count, count
 
 
 def _same_of_while(eqn: Any, told: Sequence[bool]) -> set[int]:

@@ -4,8 +4,8 @@
 how long. A compiler writes far fewer arrays than a Program has Variables, by rules that hold on any device:
 
 * a reshape, a name or a barrier is another view of the same array;
-* arithmetic number by number that one reader of its kind (or a reduction) reads is done within that, and
-  never written down; what is cheap to do twice, such as a broadcast, is done within each such reader;
+* arithmetic number by number that is read by one op of its kind, or by a reduction, is done within that and
+  never written down; what is larger than all it reads, such as a broadcast, is done within each such reader;
 * such arithmetic, a loop and a scatter write over an operand that nobody reads later, if it is as large;
 * the next value of state is written over the old one, once that was read for the last time;
 * what nobody reads is not computed.
@@ -16,45 +16,41 @@ An op whose body is several equations is looked into; a loop takes what its own 
 >>> program = ow.trace(lambda w, x: jnp.sum(jnp.exp(x @ w) * 2), jnp.ones((8, 8)), jnp.ones((4, 8)))
 >>> lives = lifetimes(program)
 >>> [(v.name, array.bytes) for array in lives.arrays for v in array.variables]
-[('w', 256), ('x', 128), ('dot_general', 128), ('reduce_sum', 4)]
+[('x', 128), ('w', 256), ('dot_general', 128), ('reduce_sum', 4)]
 >>> lives.bytes[lives.peak]
 516
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import jax
-
+from onward.core.cost import size
+from onward.core.flops import TRANSCENDENTAL
 from onward.core.program import Program, Variable
-from onward.core.steps import Step, Steps
+from onward.core.steps import Step, steps
 
-_VIEWS = {"name", "optimization_barrier", "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy"}
-_CHEAP = {
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "eq", "ge", "gt",
-    "imag", "iota", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "real",
-    "reduce_precision", "rev", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
-    "sign", "slice", "square", "sub", "transpose", "xor",
-}  # fmt: skip
-_DEAR = {
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh", "digamma",
-    "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "integer_pow", "lgamma", "log", "log1p",
-    "logistic", "nextafter", "pow", "rem", "round", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
-}  # fmt: skip
-_ARITHMETIC = _CHEAP | _DEAR
-_REDUCTIONS = {f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or")} | {"argmax", "argmin"}
-_OVER_OPERANDS = _ARITHMETIC | {"scan", "while", "cond", "dynamic_update_slice", "scatter", "scatter-add"}
+_AS_BEFORE = "name optimization_barrier reshape squeeze expand_dims bitcast_convert_type copy copy_p"
+_NUMBER_BY_NUMBER = """
+    abs add add_any and broadcast_in_dim ceil clamp convert_element_type div eq floor ge gt imag integer_pow
+    iota is_finite le lt max min mul ne neg nextafter not or pad real reduce_precision rem rev round select_n
+    shift_left shift_right_arithmetic shift_right_logical sign slice square sub transpose xor
+"""
+_OF_MANY_ONE = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
+_VIEWS = frozenset(_AS_BEFORE.split())
+_ARITHMETIC = TRANSCENDENTAL | set(_NUMBER_BY_NUMBER.split())
+_REDUCTIONS = frozenset(_OF_MANY_ONE.split())
+_OVER_AN_OPERAND = _ARITHMETIC | {"scan", "while", "cond", "dynamic_update_slice", "scatter", "scatter-add"}
 
 
 @dataclass(eq=False)
 class Array:
-    """A piece of memory: who uses it, its bytes, and between which steps, both included, it is taken.
+    """A piece of memory: who lies there, its bytes, and from which step to which, both included.
 
-    What is there before the step begins at -1; what stays after it ends behind the last step.
+    What is there before the first step begins at -1; what stays ends behind the last step.
     """
 
     variables: list[Variable]
@@ -65,34 +61,174 @@ class Array:
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """The arrays of a step.
+    """The arrays of a Program that runs.
 
     Attributes:
         program: what runs.
         steps: its ops, those of several equations taken apart.
         arrays: what lies in memory, in the order in which it comes there.
+        within: for each step what it takes and gives back while it runs: a loop for its turns.
     """
 
     program: Program
     steps: tuple[Step, ...]
     arrays: tuple[Array, ...]
+    within: tuple[int, ...]
 
     @cached_property
     def bytes(self) -> tuple[int, ...]:
-        """What is taken at each step, with what a loop takes within."""
+        """What is taken at each step."""
         change = [0] * (len(self.steps) + 2)
         for array in self.arrays:
             change[max(array.begin, 0)] += array.bytes
             change[min(array.end, len(self.steps)) + 1] -= array.bytes
-        taken = list(accumulate(change))
-        return tuple(now + step.within for now, step in zip(taken, self.steps, strict=False)) or (taken[0],)
+        return tuple(taken + more for taken, more in zip(accumulate(change), self.within, strict=False))
 
     @property
     def peak(self) -> int:
         """The step of most bytes, the first of several."""
-        return max(range(len(self.bytes)), key=self.bytes.__getitem__)
+        return max(range(len(self.bytes)), key=self.bytes.__getitem__, default=0)
 
     def alive(self, step: int) -> tuple[Array, ...]:
         """What lies in memory at a step, the largest first."""
         there = (array for array in self.arrays if array.begin <= step <= array.end and array.bytes)
         return tuple(sorted(there, key=lambda array: -array.bytes))
+
+
+def lifetimes(program: Program, results: Iterable[Variable] = ()) -> Lifetimes:
+    """What lies in memory while a Program runs, op by op in its order.
+
+    Args:
+        program: a Program; of a replicated one what lies on one device is told.
+        results: what is handed out beside the outputs and the next state.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+        >>> lives = lifetimes(program)
+        >>> [program.ops[step.op].type for step in lives.steps][lives.peak], lives.bytes[lives.peak]
+        ('reduce_sum', 36)
+    """
+    return _Walk(program, results, {}).lifetimes()
+
+
+class _Walk:
+    """``read[v]`` are the arrays that are read to read v: its own, or those it is made of on the way."""
+
+    def __init__(self, program: Program, results: Iterable[Variable], turns: dict[Program, int]) -> None:
+        self.program, self.turns = program, turns
+        self.steps = steps(program)
+        self.results = {*program.outputs, *program.next_state.values(), *results}
+        self.readers = self._readers()
+        self.read: dict[Variable, tuple[Array, ...]] = {}
+        self.arrays: list[Array] = []
+
+    def _readers(self) -> dict[Variable, list[Step]]:
+        """Who reads each Variable, of the steps that compute something anybody wants."""
+        readers: dict[Variable, list[Step]] = {}
+        for step in reversed(self.steps):
+            if not step.outputs or any(v in readers or v in self.results for v in step.outputs):
+                for v in dict.fromkeys(step.inputs):
+                    readers.setdefault(v, []).append(step)
+        return readers
+
+    def lifetimes(self) -> Lifetimes:
+        """The arrays: first what is made and how long it is read, then what is written over what."""
+        for v in (*self.program.inputs, *self.program.state, *self.program.constants):
+            self._new(v, -1, len(self.steps))
+        last: dict[Array, int] = {}
+        for i, step in enumerate(self.steps):
+            self._run(i, step, last)
+        for v in self.results:
+            for array in self.read.get(v, ()):
+                array.end = len(self.steps)
+        self._over_state(last)
+        self._over_operands()
+        within = tuple(max(map(self._turn, step.programs), default=0) for step in self.steps)
+        return Lifetimes(self.program, self.steps, tuple(self.arrays), within)
+
+    def _new(self, v: Variable, begin: int, end: int) -> None:
+        array = Array([v], size(v), begin, end)
+        self.arrays.append(array)
+        self.read[v] = (array,)
+
+    def _run(self, i: int, step: Step, last: dict[Array, int]) -> None:
+        """What a step makes, and until when what it reads is needed."""
+        outputs = [v for v in step.outputs if v in self.readers or v in self.results]
+        if step.outputs and not outputs:
+            return
+        if step.kind in _VIEWS:
+            for source, v in zip(step.inputs, step.outputs, strict=False):
+                self._view(source, v)
+            outputs = [v for v in outputs if v not in self.read]
+        elif self._is_done_on_the_way(step):
+            sources = (array for v in step.inputs for array in self._arrays(v))
+            self.read[step.outputs[0]] = tuple(dict.fromkeys(sources))
+            return
+        for v in outputs:
+            self._new(v, i, i)
+        for array in (array for v in step.inputs for array in self._arrays(v)):
+            last[array] = i
+            array.end = max(array.end, i)
+
+    def _view(self, source: Variable, v: Variable) -> None:
+        if v.size == source.size or size(v) == size(source):
+            self.read[v] = self._arrays(source)
+            if len(self.read[v]) == 1:
+                self.read[v][0].variables.append(v)
+
+    def _arrays(self, v: Variable) -> tuple[Array, ...]:
+        return self.read.get(v, ())
+
+    def _is_done_on_the_way(self, step: Step) -> bool:
+        """Whether nobody sees the result of this arithmetic but other arithmetic, which can do it itself."""
+        if step.kind not in _ARITHMETIC or len(step.outputs) != 1 or step.outputs[0] in self.results:
+            return False
+        readers = self._behind_views(step.outputs[0])
+        if len(readers) > 1 and 2 * sum(map(size, step.inputs)) > size(step.outputs[0]):
+            return False
+        return all(reader.kind in _ARITHMETIC or reader.kind in _REDUCTIONS for reader in readers)
+
+    def _behind_views(self, v: Variable) -> list[Step]:
+        """Who reads a Variable, be it by another view; a view that is a result counts itself."""
+        found = []
+        for reader in self.readers.get(v, ()):
+            if reader.kind not in _VIEWS:
+                found.append(reader)
+            else:
+                for source, view in zip(reader.inputs, reader.outputs, strict=False):
+                    if source is v:
+                        found += [reader] if view in self.results else self._behind_views(view)
+        return found
+
+    def _over_state(self, last: dict[Array, int]) -> None:
+        """The next value of state lies where the old one lay, if that is not read any more."""
+        taken = set()
+        for old, new in self.program.next_state.items():
+            (array,) = self.read[old]
+            made = self._arrays(new)
+            if len(made) == 1 and made[0] not in taken and made[0].begin >= max(last.get(array, 0), 0):
+                taken.add(made[0])
+                array.variables += made[0].variables
+                made[0].bytes = 0
+        self.arrays = [array for array in self.arrays if array not in taken]
+
+    def _over_operands(self) -> None:
+        """What ends where something as large begins that may be written over it."""
+        ending: dict[tuple[int, int], list[Array]] = {}
+        for array in self.arrays:
+            if 0 <= array.begin < array.end < len(self.steps):
+                ending.setdefault((array.end, array.bytes), []).append(array)
+        for array in self.arrays:
+            before = ending.get((array.begin, array.bytes))
+            if before and self.steps[array.begin].kind in _OVER_AN_OPERAND:
+                before.pop().end -= 1
+
+    def _turn(self, program: Program) -> int:
+        """What a turn of a loop takes beside what it is given."""
+        if program not in self.turns:
+            walk = _Walk(program, (), self.turns)
+            inside = walk.lifetimes()
+            given = sum(size(v) for v in (*program.inputs, *program.constants))
+            self.turns[program] = max((taken - given for taken in inside.bytes), default=0)
+        return self.turns[program]

@@ -61,6 +61,12 @@ class Source:
         """The name of the function that the line stands in."""
         return self._frame[2]
 
+    @cached_property
+    def calls(self) -> tuple[tuple[str, str, int], ...]:
+        """The calls that led here, outermost first: file, function and line."""
+        frames = self._traceback.frames if self._traceback is not None else ()
+        return tuple((f.file_name, f.function_name, f.line_num) for f in reversed(frames))
+
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
 

@@ -4,21 +4,18 @@ An op is what a person looks at; an equation is what a device does. A gradient o
 or an update rule is one op of several equations; a loop stays one step, with the Programs of its turn.
 
 >>> import jax, jax.numpy as jnp, onward as ow
->>> program = ow.trace(lambda w: jnp.sum(jax.nn.silu(w)), jnp.ones(3))
+>>> program = ow.trace(lambda w: jnp.sum(jax.nn.relu(w)), jnp.ones(3))
 >>> [(program.ops[step.op].type, step.kind) for step in steps(program)]
-[('silu', 'logistic'), ('silu', 'mul'), ('reduce_sum', 'reduce_sum')]
+[('relu', 'max'), ('reduce_sum', 'reduce_sum')]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from onward.core.jaxprs import Body, program_of
 from onward.core.program import Op, Program, Variable
-from onward.core.words import Kind
 
 _LOOPS = ("scan", "while", "cond")
 _SAME = "copy"
@@ -86,12 +83,21 @@ class _Opened:
     ) -> Iterator[Step]:
         """The equations of an op of one equation, which may be a call."""
         inner = tuple(op.body.subprograms.values())
-        if op.type not in _LOOPS and len(inner) == 1 and len(inner[0].outputs) == len(outputs):
+        if op.type in _LOOPS:
+            yield Step(number, op.type, inputs, outputs, inner)
+        elif len(inner) == 1 and _is_called(inner[0], op):
             operands = zip(op.body.operands, inner[0].inputs, strict=True)
-            given = tuple(inputs[x] if isinstance(x, int) else _number(v) for x, v in operands)
+            given = tuple(inputs[x] if isinstance(x, int) else replace(v) for x, v in operands)
             yield from self._inside(number, inner[0], given, outputs)
         else:
-            yield Step(number, op.type, inputs, outputs, inner)
+            yield Step(number, op.type, inputs, outputs)
+
+
+def _is_called(program: Program, op: Op) -> bool:
+    """Whether a Program within an op is what it computes, and not what it does with pairs of numbers."""
+    given = [v.shape for v in program.inputs], [v.shape for v in program.outputs]
+    shapes = [op.inputs[x].shape if isinstance(x, int) else () for x in op.body.operands]
+    return given == (shapes, [v.shape for v in op.outputs])
 
 
 def _own(now: dict[Variable, Variable], v: Variable) -> Variable:
@@ -99,8 +105,3 @@ def _own(now: dict[Variable, Variable], v: Variable) -> Variable:
     if v not in now:
         now[v] = replace(v)
     return now[v]
-
-
-def _number(v: Variable) -> Variable:
-    """What stands for a number that is written into the call."""
-    return replace(v, kind=Kind.CONSTANT)

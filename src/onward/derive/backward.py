@@ -25,7 +25,7 @@ from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
-from onward.core.walk import Where, ancestors, find, listed, name_of, select
+from onward.core.walk import Where, ancestors, find, listed, name_of, producers, select
 from onward.core.words import Kind, Pass
 from onward.derive.differentiate import Rule, flows, rule_for
 
@@ -150,8 +150,11 @@ def _gradients_only(program: Program, *arguments: Any) -> Program:
 class _Draft:
     """An op of the backward pass whose outputs are named once it is known what else adds to them."""
 
-    def __init__(self, kind: str, inputs: Sequence[Variable], body: Body, of: Op | None) -> None:
+    def __init__(
+        self, kind: str, inputs: Sequence[Variable], body: Body, of: Op | None, scope: str = ""
+    ) -> None:
         self.kind, self.inputs, self.body, self.of = kind, tuple(inputs), body, of
+        self.scope = of.scope if of else scope
         self.outputs: list[Variable | None] = [None] * len(body.out_avals)
 
     def op(self) -> Op:
@@ -161,7 +164,7 @@ class _Draft:
             outputs=tuple(v for v in self.outputs if v is not None),
             body=self.body,
             made_by=Pass.BACKWARD,
-            scope=self.of.scope if self.of else "",
+            scope=self.scope,
             source=self.of.source if self.of else None,
             of=self.of.outputs[0] if self.of else None,
         )
@@ -180,6 +183,7 @@ class _Backward:
         self.parts: dict[Variable, list[tuple[_Draft, int] | Variable]] = {}
         self.drafts: list[_Draft] = []
         self.saving: dict[Op, tuple[Op, ...]] = {}
+        self.makers = producers(program)
 
     def seed(self, target: Variable, gradient: Variable | None) -> None:
         """Start from this gradient of a target; from ones where none is given."""
@@ -288,7 +292,9 @@ class _Backward:
             self.named(part, Variable(self.names.new(name), v.shape, v.dtype, Kind.GRADIENT))
             for part in parts
         ]
-        draft = _Draft("sum", terms, _sum(len(terms), v.shape, v.dtype), None)
+        maker = self.makers.get(v)
+        scope = maker.scope if maker is not None else ""
+        draft = _Draft("sum", terms, _sum(len(terms), v.shape, v.dtype), None, scope)
         self.drafts.append(draft)
         return self.named((draft, 0), whole)
 

@@ -26,6 +26,7 @@ from onward.core.walk import producers, substitute
 from onward.core.words import Kind, Pass, UpdateType
 
 _FINITE, _STOP = "finite", "stop"
+CHECK = "check_finite"  # the type of the op that looks at a step as ``check_finite`` does
 KEEP = "keep"  # the type of the ops that keep old values: (whether the step counts, new, old)
 UNSCALE = "unscale"  # the type of the ops that give a scaled gradient its size, which is no rule
 
@@ -68,19 +69,21 @@ def guard(program: Program, action: str = "skip") -> Program:
 
 def skipping(program: Program) -> tuple[Program, Variable]:
     """The Program that leaves out steps which are not finite, and the Variable that tells whether one is."""
-    guarded = _Guard(program)
-    finite = guarded.look(guarded.watched(), jnp.all, ())
+    _expect_unguarded(program)
+    guarded = Guard(program)
+    finite = guarded.look(watched_by_update(program))
     skipped = guarded.number("skipped", (), np.int32)
     guarded.count("count_skipped", (skipped, finite), (skipped,), lambda n, ok: [n + ~ok])
-    guarded.keep(finite, lambda v: not _is_key(v))
+    guarded.keep(finite, lambda v: not is_key(v))
     return guarded.program(), finite
 
 
 def _stopping(program: Program) -> Program:
     """The Program whose state stays the same from the first step on that is not finite."""
-    guarded = _Guard(program)
-    watched = guarded.watched()
-    finite = guarded.look(watched, jnp.asarray, (len(watched),))
+    _expect_unguarded(program)
+    guarded = Guard(program)
+    watched = watched_by_update(program)
+    finite = guarded.look(watched, each=True)
     stopped = guarded.number("stopped", (), np.bool_)
     culprits = guarded.number("culprits", (len(watched),), np.bool_)
     goes_on = Variable(guarded.names.new("goes_on"), (), np.dtype(np.bool_))
@@ -138,24 +141,40 @@ def _place(op: Op | None) -> str:
     )
 
 
+def watched_by_update(program: Program) -> tuple[Variable, ...]:
+    """The loss, the gradients as derived, merged, and read by the update; and the update's numbers."""
+    made = producers(program)
+    read = [g for _, g in program.gradients]
+    derived = [raw for g in read for raw in _derived(g, made)]
+    updating = (op for op in program.ops if op.made_by is Pass.UPDATE)
+    ruled = [v for op in updating for v in op.outputs if v.kind is Kind.GRADIENT]
+    loss = [program.loss] if program.loss is not None else []
+    scheduled = (v for op in program.ops if op.type == "schedule" for v in op.outputs)
+    numbers = (*program.hyperparameters, *scheduled)
+    return tuple(dict.fromkeys((*loss, *derived, *read, *ruled, *numbers)))
+
+
+def _expect_unguarded(program: Program) -> None:
+    """Raise ``GraphError`` unless there is an update to leave out, which nothing leaves out yet."""
+    if not any(p in program.next_state for p, _ in program.gradients):
+        raise GraphError(
+            f"Program {program.name!r} has no update to leave out. Minimize first: "
+            "guard(optimizer.minimize(loss, ...))."
+        )
+    if is_guarded(program):
+        raise GraphError(
+            f"Program {program.name!r} is guarded already: guard it once, with 'skip' or 'stop'. "
+            "Mixed precision in float16 leaves out the steps that overflow by itself."
+        )
+
+
 @dataclass
-class _Guard:
+class Guard:
     """The guard as it grows: ops, new state, and what replaces what."""
 
     source: Program
 
     def __post_init__(self) -> None:
-        pairs = self.source.gradients
-        if not any(p in self.source.next_state for p, _ in pairs):
-            raise GraphError(
-                f"Program {self.source.name!r} has no update to leave out. Minimize first: "
-                "guard(optimizer.minimize(loss, ...))."
-            )
-        if is_guarded(self.source):
-            raise GraphError(
-                f"Program {self.source.name!r} is guarded already: guard it once, with 'skip' or 'stop'. "
-                "Mixed precision in float16 leaves out the steps that overflow by itself."
-            )
         self.names = Names(self.source.variables)
         self.ops: list[Op] = []
         self.state: list[Variable] = []
@@ -163,30 +182,21 @@ class _Guard:
         self.renamed: dict[Variable, Variable] = {}
         self.next_state: dict[Variable, Variable] = {}
 
-    def watched(self) -> tuple[Variable, ...]:
-        """The loss, the gradients as derived, merged, and read by the update; and the update's numbers."""
-        made = producers(self.source)
-        read = [g for _, g in self.source.gradients]
-        derived = [raw for g in read for raw in _derived(g, made)]
-        updating = (op for op in self.source.ops if op.made_by is Pass.UPDATE)
-        ruled = [v for op in updating for v in op.outputs if v.kind is Kind.GRADIENT]
-        loss = [self.source.loss] if self.source.loss is not None else []
-        scheduled = (v for op in self.source.ops if op.type == "schedule" for v in op.outputs)
-        numbers = (*self.source.hyperparameters, *scheduled)
-        return tuple(dict.fromkeys((*loss, *derived, *read, *ruled, *numbers)))
-
-    def look(
-        self, watched: Sequence[Variable], combine: Callable[[Any], Any], shape: tuple[int, ...]
-    ) -> Variable:
-        """The op that tells whether each of these is finite; on all devices the same."""
+    def look(self, watched: Sequence[Variable], each: bool = False) -> Variable:
+        """The op that tells whether all of these, or ``each`` of them, are finite; the same everywhere."""
 
         def finite_of(arrays: Sequence[Any]) -> list[Any]:
-            return [combine(jnp.stack(list(map(_all_finite, arrays))))]
+            found = jnp.stack(list(map(all_finite, arrays)))
+            return [found if each else jnp.all(found)]
 
         types = list(map(_type, watched))
-        body = body_of(lambda *xs: finite_of(xs), *types) if shape else body_over(finite_of, types)
+        body = body_of(lambda *xs: finite_of(xs), *types) if each else body_over(finite_of, types)
+        return self.told(_FINITE, watched, (len(watched),) if each else (), body)
+
+    def told(self, kind: str, watched: Sequence[Variable], shape: tuple[int, ...], body: Body) -> Variable:
+        """What an op says of these; what it says on the device that says no."""
         finite = Variable(self.names.new(_FINITE), shape, np.dtype(np.bool_))
-        self.ops.append(Op(_FINITE, tuple(watched), (finite,), body, Pass.UPDATE, update=UpdateType.ACROSS))
+        self.ops.append(Op(kind, tuple(watched), (finite,), body, Pass.UPDATE, update=UpdateType.ACROSS))
         if equal_variables(self.source).issuperset(watched):
             return finite
         axis = current_axis()
@@ -237,10 +247,11 @@ class _Guard:
     def program(self) -> Program:
         """The Program with the guard at its end."""
         base = substitute(self.source, self.renamed)
+        ops = (replace(op, inputs=tuple(self.renamed.get(v, v) for v in op.inputs)) for op in self.ops)
         return replace(
             base,
             state=(*base.state, *self.state),
-            ops=(*base.ops, *self.ops),
+            ops=(*base.ops, *ops),
             next_state={**base.next_state, **self.next_state},
             initializers=(*base.initializers, *self.initializers),
         )
@@ -248,7 +259,7 @@ class _Guard:
 
 def is_guarded(program: Program) -> bool:
     """Whether steps that are not finite change nothing."""
-    return any(op.type == _FINITE and op.made_by is Pass.UPDATE for op in program.ops)
+    return any(op.type in (_FINITE, CHECK) and op.made_by is Pass.UPDATE for op in program.ops)
 
 
 def _derived(gradient: Variable, made: Mapping[Variable, Op]) -> Iterable[Variable]:
@@ -266,7 +277,7 @@ def _type_of_update(maker: Op | None) -> UpdateType:
     return maker.update or UpdateType.ELEMENTWISE
 
 
-def _all_finite(x: Any) -> Any:
+def all_finite(x: Any) -> Any:
     """NaN and infinity times 0 are NaN: a sum, which is faster than to ask each number."""
     return jnp.sum(x * 0) == 0
 
@@ -277,7 +288,8 @@ def _choice(shape: tuple[int, ...], dtype: Any) -> Body:
     return body_of(lambda ok, new, old: [jnp.where(ok, new, old)], Type((), np.bool_), kind, kind)
 
 
-def _is_key(v: Variable) -> bool:
+def is_key(v: Variable) -> bool:
+    """Whether it holds random keys, which move on whatever becomes of a step."""
     return bool(jnp.issubdtype(v.dtype, jax.dtypes.prng_key))
 
 

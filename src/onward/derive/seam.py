@@ -15,6 +15,7 @@ from onward.core.transform import transform
 from onward.core.walk import prune
 from onward.core.words import Kind, Pass
 from onward.derive.accumulation.accumulate import unaccumulated
+from onward.derive.watch.watch import unwatched
 
 
 def forward_pass(program: Program) -> Program:
@@ -53,6 +54,7 @@ def update_pass(program: Program) -> Program:
         ((Variable('grad(w)', float32[3], gradient),), ['count', 'sgd'])
     """
     expect_one_device(program, "a cut along the gradients")
+    program = unwatched(program)
     ops = tuple(op for op in program.ops if op.made_by is Pass.UPDATE)
     made = {v for op in ops for v in op.outputs}
     following = {old: new for old, new in program.next_state.items() if new in made}

@@ -8,6 +8,7 @@ from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
+from onward.derive.check_finite import check_finite as checked
 from onward.execute.spread import By
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
@@ -22,6 +23,7 @@ def compile(  # noqa: A001
     deadline: float | None = None,
     roll: bool | None = None,
     tune: bool = True,
+    check_finite: bool = False,
 ) -> Step:
     """Compile a Program to one XLA computation, ahead of time.
 
@@ -40,6 +42,13 @@ def compile(  # noqa: A001
             no gradient of an activation within such a layer is fetched. False leaves loops that are there.
         tune: let many small Variables share a buffer, and rewrite what a device is slow at; the results
             are the same. ``print(step.plan())`` tells what was done.
+        check_finite: raise ``NonFiniteError`` where the loss, a gradient or the next state is not finite, and
+            name the op. Such a step changes nothing, nor do those after it, so the State stays, though it is
+            donated: ``error.state``; ``error.finding`` is what ``find_nonfinite`` found. Nothing waits: the
+            next call of the step raises, or the one after that if the step is still computing then; at the
+            latest ``step.expect_going(state)``. Two batches are kept that long. Under your own ``jax.jit`` or
+            ``jax.lax.scan`` nothing can be raised: there ``state["is_finite"]`` tells. What ``guard`` or a
+            loss scale leaves out is no fault.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable bears.
@@ -62,10 +71,14 @@ def compile(  # noqa: A001
             f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
             "optimizer.minimize(loss, params, *data) to train."
         )
-    for word, value, known in (("roll", roll, (True, False, None)), ("tune", tune, (True, False))):
+    switches = (("roll", roll), ("tune", tune), ("check_finite", check_finite))
+    for word, value in switches:
+        known = (True, False, None) if word == "roll" else (True, False)
         if not any(value is choice for choice in known):
             meant = ", or None for where it gains something" if word == "roll" else ""
             raise ArgumentError(f"compile: {word} is {value!r}; expected True or False{meant}.")
+    if check_finite:
+        program = checked(program)
     tuning = Tuning(tune, roll)
     apart = () if tune else None
     return Step(program, listed(fetch), donate, check_feeds, True, tuning, apart, by, deadline)

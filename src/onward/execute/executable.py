@@ -14,6 +14,7 @@ from onward.core.lower import lower
 from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
 from onward.core.words import Placement
+from onward.derive.watch.watch import watching_of
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
@@ -38,8 +39,10 @@ class Executable:
         deadline: float | None = None,
         storage: Storage | None = None,
     ) -> None:
-        wanted = tuple(dict.fromkeys((*program.outputs, *(program[name] for name in fetch))))
-        self.results = Results(wanted, program.loss, program.signature)
+        watching = watching_of(program)
+        looked_at = (v for _, *pair in watching for v in pair)
+        wanted = tuple(dict.fromkeys((*program.outputs, *(program[name] for name in fetch), *looked_at)))
+        self.results = Results(wanted, program.loss, program.signature, watching)
         if storage is not None:
             program = packed(program, storage, wanted)
             wanted = program.outputs
@@ -67,6 +70,12 @@ class Executable:
         found = self._run([own[i] for i in self._order], values)
         count = len(self.layout.changed)
         return found[:count], found[count:]
+
+    @property
+    def text(self) -> str:
+        """What XLA made of it, as text; compile first."""
+        found = self._compiled.as_text() if self._compiled is not None else None
+        return found or ""
 
     @property
     def is_compiled(self) -> bool:

@@ -28,6 +28,7 @@ from onward.core.program import Program
 from onward.core.structure import describe
 from onward.execute.feeds import Feeds, Key
 from onward.execute.loop.groups import Batch, Group, Intake, blaming, grouped
+from onward.execute.nonfinite.checks import Checks
 from onward.execute.out import Out
 from onward.execute.outs import Outs, Part
 from onward.execute.state import SPENT, State
@@ -54,7 +55,7 @@ class ManySteps:
         step: what runs one step.
         donates: let a call reuse the buffers of the State that it replaces.
         checks: look on the host whether labels and ids lie in their range.
-        look: raises if training stopped in a State, as far as that is known without waiting.
+        looks: what raises if a step was not finite, as far as that is known without waiting.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class ManySteps:
         step: Runnable,
         donates: bool = True,
         checks: bool = True,
-        look: Callable[[State], None] = lambda state: None,
+        looks: Checks | None = None,
     ) -> None:
-        self.step, self._donates, self._look = step, donates, look
+        self.step, self._donates, self._looks = step, donates, looks
         self._checks = checks and bool(step.program.bounds)
         self._loops: dict[tuple[int, Key], list[_Loop]] = {}
 
@@ -126,8 +127,11 @@ class ManySteps:
         if group.stacked is None or not (loop := self._loop(state, group)).closes:
             pairs = ((b.number, b.feed or b.data) for b in group.batches)
             return self._one_by_one(state, pairs, outs)
-        self._look(state)
+        if self._looks is not None:
+            self._looks.look(state)
         state, out = loop(state, group.stacked)
+        if self._looks is not None:
+            self._looks.seen(out, [(b.data, b.feed) for b in group.batches])
         outs.append(Part(out, len(group.batches)))
         return state
 

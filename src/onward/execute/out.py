@@ -12,6 +12,7 @@ import jax
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Variable
 from onward.core.structure import Signature
+from onward.derive.watch.reading import Watched, Watching
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +22,7 @@ class Results:
     variables: tuple[Variable, ...]
     loss: Variable | None
     signature: Signature | None
+    watching: tuple[tuple[Watching, Variable, Variable], ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Results) and self._identity == other._identity
@@ -31,7 +33,8 @@ class Results:
     @cached_property
     def _identity(self) -> tuple[Any, ...]:
         tree = self.signature.result.treedef if self.signature is not None else None
-        return tuple(self.position), self.loss and self.loss.name, tree
+        cells = tuple(cell.identity for watching, *_ in self.watching for cell in watching.cells)
+        return tuple(self.position), self.loss and self.loss.name, tree, cells
 
     @cached_property
     def places(self) -> tuple[int, ...] | None:
@@ -107,6 +110,11 @@ class Out:
                 "with has_aux=True."
             )
         return self.value[1]
+
+    @property
+    def watched(self) -> Watched:
+        """Statistics of what ``watch`` was told to look at, by name; empty in steps that it leaves out."""
+        return Watched([(w.cells, self[at], self[numbers]) for w, at, numbers in self.results.watching])
 
     def __repr__(self) -> str:
         return f"Out({', '.join(self.results.position)})"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.program import Variable
+from onward.derive.watch.reading import Watched
 from onward.execute.out import Out
 
 
@@ -76,6 +77,11 @@ class Outs:
     def aux(self) -> Any:
         """What the traced function returned beside the loss (``has_aux=True``)."""
         return self._over(lambda out: out.aux)
+
+    @property
+    def watched(self) -> list[Watched]:
+        """Statistics of what ``watch`` was told to look at, of the steps in which it did."""
+        return [found for out in self if (found := out.watched).step is not None]
 
     def _over(self, pick: Callable[[Out], Any]) -> Any:
         alone = [part.steps is None for part in self._parts]

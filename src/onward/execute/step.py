@@ -17,13 +17,13 @@ from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
 from onward.execute.many_steps import ManySteps
+from onward.execute.nonfinite.checks import Checks
 from onward.execute.out import Out
 from onward.execute.outs import Outs
 from onward.execute.peers.deadline import deadline_of
 from onward.execute.portions import Filling, Portions
 from onward.execute.spread import By
 from onward.execute.state import SPENT, Layout, State
-from onward.execute.stopped import Stopped
 from onward.execute.storage.plan import plan as storage_of
 from onward.execute.storage.storage import Storage
 from onward.execute.tuning import StepPlan, Tuned, Tuning
@@ -54,6 +54,8 @@ class Step:
         deadline: float | None = None,
     ) -> None:
         self.program = program
+        self._checks = Checks.of(program)
+        fetch = fetch if self._checks is None else (*fetch, *self._checks.fetch)
         self.fetch = tuple(find(program, name).name for name in fetch)
         self.layout = Layout.of(program)
         self.traces = 0
@@ -62,7 +64,6 @@ class Step:
         self._bounded = check_feeds and bool(program.bounds)
         self._lock = RLock()
         self.feeds = Feeds(program)
-        self._stopped = Stopped.of(program)
         self._known: set[Layout] = set()
         self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
         self._executable = partial(
@@ -131,11 +132,11 @@ class Step:
         Raises:
             ArgumentError: data of the wrong number, structure, shape or dtype.
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
-            NonFiniteError: with ``guard(program, "stop")``, an earlier step was not finite.
+            NonFiniteError: an earlier step was not finite: see ``check_finite``, ``guard(program, "stop")``.
         """
         state = self._accepted(state)
-        if self._stopped is not None:
-            self._stopped.look(state)
+        if self._checks is not None:
+            self._checks.look(state)
         executable, values, filling = self._find(state, self.feeds.named(data, feed) if feed else data)
         own = self._own(state, executable)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
@@ -149,7 +150,10 @@ class Step:
                 state = self._with(state, executable, lying)
         if filling is not None:
             results = executable.emptied(results, filling)
-        return self._with(state, executable, changed), Out(executable.results, results)
+        out = Out(executable.results, results)
+        if self._checks is not None:
+            self._checks.seen(out, [(data, feed)])
+        return self._with(state, executable, changed), out
 
     def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
         """Run a step for each batch, ``steps`` of them in one compiled call: for small models.
@@ -171,7 +175,7 @@ class Step:
         Raises:
             ArgumentError: no batches, or one of the wrong structure, shape or dtype, named by its number.
             StateError: a State that was given to a step before.
-            NonFiniteError: with ``guard(program, "stop")``, an earlier step was not finite.
+            NonFiniteError: an earlier step was not finite: see ``check_finite``, ``guard(program, "stop")``.
 
         Example:
             >>> import jax.numpy as jnp, onward as ow
@@ -186,12 +190,7 @@ class Step:
     @cached_property
     def _many(self) -> ManySteps:
         donates = self._donate == {v.name for v in self.layout.changed}
-        return ManySteps(self, donates, self._bounded, self._look)
-
-    def _look(self, state: State) -> None:
-        """Raise ``NonFiniteError`` if training stopped in a State, as far as that is known by now."""
-        if self._stopped is not None:
-            self._stopped.look(self._accepted(state))
+        return ManySteps(self, donates, self._bounded, self._checks)
 
     @property
     def function(self) -> Callable[..., tuple[State, Out]]:
@@ -231,10 +230,17 @@ class Step:
         notes = (*tuned.notes, f"run: one step per call: {alone}") if alone else tuned.notes
         return StepPlan(self.program, self._first.program, notes, self.storage)
 
+    def executable(self, state: State, /, *data: Any, **feed: Any) -> Executable:
+        """What runs this data, compiled: for those who look at it."""
+        values = self.feeds.named(data, feed) if feed else data
+        executable, _, _ = self._find(self._accepted(state), values)
+        self._compile(executable)
+        return executable
+
     def expect_going(self, state: State) -> None:
-        """Wait for a State, and raise ``NonFiniteError`` if ``guard(program, "stop")`` stopped there."""
-        if self._stopped is not None:
-            self._stopped.look(self._accepted(state), wait=True)
+        """Wait for a State; raise ``NonFiniteError`` if ``guard(..., "stop")`` or a check stopped there."""
+        if self._checks is not None:
+            self._checks.look(self._accepted(state), wait=True)
 
     def _donated(self, donate: bool | Iterable[Where]) -> frozenset[str]:
         """The names of the Variables whose buffers a step may reuse."""

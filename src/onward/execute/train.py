@@ -77,6 +77,7 @@ def train(
     resume: bool = False,
     devices: int | None = 1,
     merge: Merge | None = None,
+    check_finite: bool = False,
     **options: Any,
 ) -> Trainer:
     """Train a cost on what a reader yields; the first batch shows the shapes that nobody wrote.
@@ -115,7 +116,15 @@ def train(
         program = chosen.minimize(forward, **given)
     store = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
     model = Model(forward, seed=seed)
-    trainer = Trainer(model, program, share=False, checkpoints=store, devices=devices, merge=merge)
+    trainer = Trainer(
+        model,
+        program,
+        share=False,
+        checkpoints=store,
+        devices=devices,
+        merge=merge,
+        check_finite=check_finite,
+    )
     if resume and store is not None and store.entries():
         trainer.restore(fallback=True)
     trainer.train(reader, epochs=epochs, **options)

@@ -6,18 +6,20 @@ trainer.train(reader, epochs=10, test=test_reader)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
-from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.errors import ArgumentError, NonFiniteError, UnknownNameError, nearest
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
 from onward.core.words import Placement
+from onward.derive.check_finite import check_finite as checked
 from onward.derive.for_evaluation import evaluated_parameters
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
@@ -55,6 +57,8 @@ class Trainer:
         checkpoints: where, how often and how many to save; a folder saves at the end and on Ctrl-C.
         devices: how many devices to train on, each on its part of every batch; None for all.
         merge: how their gradients become one; see ``replicate``.
+        check_finite: raise ``NonFiniteError`` where a step is not finite, and name the op; see ``compile``.
+            Such a step changes nothing, and the Trainer can go on.
 
     Attributes:
         history: loss and metrics of every step, and of every test.
@@ -82,6 +86,7 @@ class Trainer:
         checkpoints: Checkpoints | str | PathLike[str] | None = None,
         devices: int | None = 1,
         merge: Merge | None = None,
+        check_finite: bool = False,
     ) -> None:
         if not isinstance(model, Model):
             raise ArgumentError(f"Trainer was given {describe(model)}; expected a Model: Model(network).")
@@ -89,6 +94,8 @@ class Trainer:
         self.program = _program(model, optimizer, parameter_list)
         if devices != 1 or merge is not None:
             self.program = replicate(self.program, devices, merge)
+        if check_finite:
+            self.program = checked(self.program)
         self.evaluator = Evaluator(model)
         self.checkpoints = (
             Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
@@ -119,14 +126,26 @@ class Trainer:
 
     def advance(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> Out:
         """One step, to be called where nothing interrupts it, by one thread."""
-        state, out = self._step(self.joined(), *data, **feed)
+        with self._kept():
+            state, out = self._step(self.joined(), *data, **feed)
         self.take(state)
         self.step += 1
         return out
 
     def expect_going(self) -> None:
-        """Raise ``NonFiniteError`` if ``guard(program, "stop")`` stopped the training."""
-        self._step.expect_going(self.joined())
+        """Raise ``NonFiniteError`` if a check, or ``guard(program, "stop")``, stopped the training."""
+        with self._kept():
+            self._step.expect_going(self.joined())
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Go on from the state that an error kept."""
+        try:
+            yield
+        except NonFiniteError as error:
+            if error.state is not None:
+                self.take(error.state)
+            raise
 
     def train(
         self,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from onward.core.liveness import lifetimes
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass
-from onward.derive.recompute.again import BARRIER
-from onward.derive.recompute.effort import size
 
 
 @dataclass(frozen=True)
@@ -24,30 +23,14 @@ class Peak:
 
 
 def estimated(program: Program) -> Peak:
-    """What is alive at once when ops run in order and nothing is fused; results of the step do not count."""
-    same: dict[Variable, Variable] = {}
-    for op in program.ops:
-        if op.type == BARRIER:
-            same.update((b, same.get(a, a)) for a, b in zip(op.inputs, op.outputs, strict=True))
-    last = {same.get(v, v): i for i, op in enumerate(program.ops) for v in op.inputs}
-    lasting = {*program.inputs, *program.state, *program.constants, *results(program)}
-    ends: dict[int, list[Variable]] = {}
-    alive: set[Variable] = set()
-    now = most = peak = 0
-    holders: tuple[Variable, ...] = ()
-    for i, op in enumerate(program.ops):
-        for v in op.outputs:
-            if v not in same and v not in lasting and v in last:
-                alive.add(v)
-                now += size(v)
-                ends.setdefault(last[v], []).append(v)
-        if now > most:
-            most, peak, holders = now, i, tuple(alive)
-        for v in ends.pop(i, ()):
-            alive.discard(v)
-            now -= size(v)
-    order = sorted(holders, key=lambda v: (-size(v), v.name))
-    return Peak(most, program.ops[peak] if program.ops else None, tuple(order))
+    """What is alive at once when ops run in order; what is given to the step and its results do not count."""
+    lives = lifetimes(program, results(program))
+    end = len(lives.steps)
+    lives = replace(lives, arrays=tuple(a for a in lives.arrays if a.begin >= 0 and a.end < end))
+    if not end:
+        return Peak(0, None, ())
+    holders = tuple(array.variables[0] for array in lives.alive(lives.peak))
+    return Peak(lives.bytes[lives.peak], program.ops[lives.steps[lives.peak].op], holders)
 
 
 def results(program: Program) -> tuple[Variable, ...]:

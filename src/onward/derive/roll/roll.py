@@ -27,6 +27,7 @@ from onward.derive.roll.forward import forward_of
 from onward.derive.roll.line import line_of, returned_by
 from onward.derive.roll.near import nothing_repeats
 from onward.derive.roll.run import Run
+from onward.derive.watch.watch import watched
 
 
 def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
@@ -197,7 +198,7 @@ def _named_later(forward: Program, steps: Iterable[Step]) -> tuple[tuple[str, ..
         else:
             texts = (a for a in (*step.arguments, *step.options.values()) if isinstance(a, str | tuple))
             found = (name for text in texts for name in listed(text) if isinstance(name, str))
-            (read if step.function is prune else changed).update(found)
+            (read if step.function in (prune, watched) else changed).update(found)
     names = [v.name for v in computed]
     return tuple(n for n in names if n in read), tuple(n for n in names if n in changed)
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.structure import describe
+from onward.execute.loop.watch_history import WatchHistory
 
 WAITING = (
     1000  # records that may stay on the device; twice as many at most, as they are fetched by the thousand
@@ -36,9 +37,13 @@ class History(Mapping[str, np.ndarray]):
     """Metrics by name, each an array of one float64 a record, NaN where a record lacks that metric.
 
     ``"step"`` and ``"epoch"`` are names like the others, and come first. Reading waits for the device.
+
+    Attributes:
+        watched: what ``watch`` looked at, in the steps in which it did.
     """
 
     def __init__(self) -> None:
+        self.watched = WatchHistory()
         self._columns: dict[str, array[float]] = {}
         self._fetched = 0
         self._waiting: list[dict[str, Any]] = []

@@ -168,6 +168,7 @@ class Training:
             trainer.batch += 1
         self.metrics = metrics_of(out)
         trainer.history.record(step=trainer.step, epoch=trainer.epoch, **self.metrics)
+        trainer.history.watched.record(out.watched, step=trainer.step, epoch=trainer.epoch)
         if "loss" in self.metrics:
             self._recent.append((trainer.step, trainer.epoch, batch.number, self.metrics["loss"]))
         self.progress.advance(batch_size(batch.fed), **self.metrics)

@@ -1,0 +1,115 @@
+"""Whether a step is finite, told by the step itself, which otherwise changes nothing.
+
+``guard`` looks at what the update reads, and leaves a bad step out or stops. This looks at what the update
+made as well, so that nothing that is not finite ever gets into the state, and it says one thing only, which
+costs less: whether everything was finite. Who runs the step then asks which op it was.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> program = ow.SGD(0.5).minimize(lambda w, x: jnp.sum(jnp.log(w * x)), jnp.ones(2), jnp.ones(2))
+>>> [op.type for op in check_finite(program).ops if op.made_by is ow.Pass.UPDATE]
+['count', 'sgd', 'check_finite', 'go_on', 'keep', 'keep']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.jaxprs import Type, body_over
+from onward.core.program import Program, Variable
+from onward.core.transform import transform
+from onward.core.words import Kind, Pass
+from onward.derive.guard import CHECK, Guard, all_finite, is_guarded, watched_by_update
+
+_GO_ON = "go_on"
+_FEW = 4096  # numbers that are looked at twice without a thought
+
+
+class Check(NamedTuple):
+    """What of a checked Program tells whether its steps are finite.
+
+    ``finite`` is the state Variable that stays True until a step is not finite, and then False; ``following``
+    its next value. ``watched`` are the Variables that are looked at.
+    """
+
+    finite: Variable
+    following: Variable
+    watched: tuple[Variable, ...]
+
+
+@transform
+def check_finite(program: Program) -> Program:
+    """Let the state stay as it is from the first step on that is not finite, and tell that.
+
+    Adds ops, changes none. Looked at are the loss, the gradients, and the next value of every state Variable
+    of floats; of a Program that leaves out bad steps itself (``guard``, float16 with a loss scale) only the
+    latter. A state Variable of at most 4,096 numbers that is infinite by design, such as the best loss so
+    far, may stay so. The state Variable ``is_finite`` is True until a step is not finite. ``compile(program,
+    check_finite=True)`` does this, and raises.
+
+    Args:
+        program: a Program, with or without update, replicated or not.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.5).minimize(lambda w, x: jnp.sum(jnp.log(w * x)), jnp.ones(2), jnp.ones(2))
+        >>> step = ow.compile(check_finite(program)).function
+        >>> state = ow.compile(check_finite(program)).init(jnp.ones(2))
+        >>> state, out = step(state, jnp.array([1.0, 0.0]))
+        >>> state.parameters.tolist(), bool(state["is_finite"])
+        ([1.0, 1.0], False)
+    """
+    if check_of(program) is not None:
+        return program
+    checked = Guard(program)
+    finite = checked.told(CHECK, *_look(program))
+    state = checked.number("is_finite", (), np.bool_, True)
+    checked.count(_GO_ON, (state, finite), (state,), lambda before, now: [before & now])
+    checked.keep(checked.next_state[state], lambda v: True)
+    return checked.program()
+
+
+def check_of(program: Program) -> Check | None:
+    """What tells whether the steps of a Program are finite; None if nothing does."""
+    made = {op.type: op for op in program.ops if op.made_by is Pass.UPDATE}
+    if CHECK not in made or _GO_ON not in made:
+        return None
+    finite, following = made[_GO_ON].inputs[0], made[_GO_ON].outputs[0]
+    return Check(finite, following, made[CHECK].inputs)
+
+
+def _look(program: Program) -> tuple[tuple[Variable, ...], tuple[int, ...], Any]:
+    """What is looked at, and how: all numbers, but for those that may have been infinite before."""
+    following = {new: old for old, new in program.next_state.items() if _is_float(new) and new is not old}
+    lenient = [(new, old) for new, old in following.items() if may_be_infinite(old)]
+    before = () if is_guarded(program) else watched_by_update(program)
+    if program.loss is None and not following:
+        before = program.outputs
+    excepted = {new for new, _ in lenient}
+    strict = [v for v in dict.fromkeys((*before, *following)) if _is_float(v) and v not in excepted]
+    pairs = [v for pair in lenient for v in pair]
+
+    def finite(arrays: Sequence[Any], *pairs: Any) -> list[Any]:
+        found = [all_finite(x) for x in arrays]
+        before_and_after = zip(pairs[1::2], pairs[::2], strict=True)
+        found += [all_finite(new) | ~all_finite(old) for old, new in before_and_after]
+        return [jnp.all(jnp.stack([jnp.bool_(True), *found]))]
+
+    return (*strict, *pairs), (), body_over(finite, *_types(strict, pairs))
+
+
+def _types(strict: Sequence[Variable], pairs: Sequence[Variable]) -> tuple[Any, ...]:
+    kinds = [[Type(v.shape, v.dtype) for v in group] for group in (strict, pairs)]
+    return kinds[0], *kinds[1]
+
+
+def _is_float(v: Variable) -> bool:
+    return bool(jnp.issubdtype(v.dtype, jnp.inexact))
+
+
+def may_be_infinite(v: Variable) -> bool:
+    """Whether infinity may stand in it on purpose, and it is small enough to look at it before and after."""
+    return v.kind is Kind.STATE and v.size <= _FEW

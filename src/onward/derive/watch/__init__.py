@@ -1,0 +1,1 @@
+"""Statistics of Variables, computed inside the step: ``watch``."""

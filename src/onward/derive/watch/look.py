@@ -1,0 +1,103 @@
+"""What the op that looks computes: the statistics of several entries, one after the other in one array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from onward.core.jaxprs import Type, body_of
+from onward.core.program import Variable
+from onward.derive.watch.choice import Entry, Role
+from onward.derive.watch.reading import NOT_NOW, Cell
+from onward.derive.watch.statistics import HERE, Over, Statistic, norm
+
+Env = Mapping[Variable, Any]
+
+
+@dataclass(frozen=True)
+class Look:
+    """An entry, for each of its names the Variables that are read, the devices that have parts of them."""
+
+    entry: Entry
+    read: Sequence[tuple[Variable, ...]]
+    over: Over
+
+    def cells(self, statistics: Sequence[Statistic]) -> list[Statistic]:
+        """Those of the statistics that there are of this entry: of all parameters together the norm."""
+        fitting = [s for s in statistics if self.entry.role is Role.UPDATE or not s.relative]
+        return [s for s in fitting if s.function in _WHOLE] if self.entry.is_whole else fitting
+
+    def numbers(self, statistics: Sequence[Statistic], env: Env) -> Iterator[Any]:
+        """The statistics, each an array."""
+        arrays = [self._array(*(env[v] for v in pair)) for pair in self.read]
+        bases = [env[pair[0]] for pair in self.read]
+        over = HERE if self.entry.role is Role.GRADIENT else self.over
+        for statistic in self.cells(statistics):
+            if self.entry.is_whole:
+                parts = [_norm_of(xs, over) for xs in (arrays, bases)]
+                yield parts[0] / parts[1] if statistic.relative else parts[0]
+            else:
+                yield jnp.asarray(statistic(arrays[0], over, bases[0]))
+
+    def _array(self, x: Any, following: Any = None) -> Any:
+        """The value, the gradient as all devices share it, or the difference that an update makes."""
+        if self.entry.role is Role.GRADIENT and self.over.axis is not None:
+            return lax.pmean(x, self.over.axis)
+        if following is None:
+            return x
+        wide = jnp.promote_types(x.dtype, np.float32)
+        return following.astype(wide) - x.astype(wide)
+
+
+def _norm_of(arrays: Sequence[Any], over: Over) -> Any:
+    """The norm of all numbers of several arrays."""
+    return norm(jnp.stack([NORM(x, over) for x in arrays]), HERE)
+
+
+NORM = Statistic("norm", norm)
+_WHOLE = (norm,)
+
+
+def looking(
+    looks: Sequence[Look], statistics: Sequence[Statistic], every: int, step: Variable | None
+) -> tuple[Callable[..., list[Any]], tuple[Cell, ...], tuple[Variable, ...]]:
+    """What computes the number of the step and all statistics, where each of them lies, and what is read.
+
+    In steps that are not looked at the number is ``NOT_NOW`` and the statistics are zeros.
+    """
+    read = tuple(dict.fromkeys(v for look in looks for pair in look.read for v in pair))
+    inputs = tuple(dict.fromkeys((*([] if step is None else [step]), *read)))
+
+    def found(*values: Any) -> list[Any]:
+        env = dict(zip(inputs, values, strict=True))
+        return [x for look in looks for x in look.numbers(statistics, env)]
+
+    pieces = body_of(found, *(Type(v.shape, v.dtype) for v in inputs)).out_types
+    dtype = jnp.result_type(np.float32, *(piece.dtype for piece in pieces))
+    sizes = [prod(piece.shape) for piece in pieces]
+    begins = accumulate(sizes, initial=0)
+    named = [(look.entry, s) for look in looks for s in look.cells(statistics)]
+    cells = tuple(
+        Cell(entry.label, entry.role, entry.name, s, begin, piece.shape)
+        for (entry, s), begin, piece in zip(named, begins, pieces, strict=False)
+    )
+
+    def packed(*values: Any) -> Any:
+        return jnp.concatenate([x.ravel().astype(dtype) for x in found(*values)])
+
+    def run(*values: Any) -> list[Any]:
+        if step is None:
+            return [jnp.int32(0), packed(*values)]
+        count = values[inputs.index(step)]
+        now = count % every == 0
+        numbers = lax.cond(now, packed, lambda *_: jnp.zeros(sum(sizes), dtype), *values)
+        return [jnp.where(now, count + 1, NOT_NOW), numbers]
+
+    return run, cells, inputs

@@ -1,0 +1,1 @@
+"""Which op made the first number that is not finite."""

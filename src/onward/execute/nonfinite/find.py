@@ -1,0 +1,134 @@
+"""Run a step once more, with an eye on every value, and find the op that made the first bad one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from onward.core.program import Program, Variable
+from onward.core.transform import replayed
+from onward.derive.check_finite import check_of, may_be_infinite
+from onward.derive.guard import KEEP, watched_by_update
+from onward.execute.executable import Executable
+from onward.execute.feeds import Feeds, key_of
+from onward.execute.nonfinite.finding import NonFinite, forward_of, source_of
+from onward.execute.nonfinite.flags import Flags, bad_in, flagged, floats, is_float, lifted
+from onward.execute.nonfinite.inside import inside
+from onward.execute.nonfinite.numbers import Numbers
+from onward.execute.nonfinite.walk_back import Origin, Place, walk_back
+from onward.execute.portions import Portions
+from onward.execute.state import Layout
+
+
+def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> NonFinite | None:
+    """The first value that is not finite and spoils what is looked at; None if that is all finite.
+
+    Two more Programs are compiled: one that returns what is not finite among all values, one that returns
+    what the culprit read.
+
+    Args:
+        program: of one step.
+        state: its values by name, which stay as they are.
+        data: in the order in which the step takes it.
+    """
+    run = _Run(program, state, data)
+    flags = run.flags()
+    devices = max((len(rows) for rows in flags.values()), default=1)
+    watched = looked_at(run.program, flags)
+    where = [(v, device) for v in watched for device in range(devices)]
+    starts = [Place(v, device, bad) for v, device in where for bad in sorted(bad_in(flags, v, device))]
+    walk = walk_back(run.program, flags, starts, devices)
+    origin = walk.first(run.program)
+    if origin is None:
+        return None
+    shown = {op.inputs[1]: op.outputs[0] for op in run.program.ops if op.type == KEEP}
+    spoilt = tuple(dict.fromkeys(shown.get(p.variable, p.variable).name for p in starts))
+    return _told(run, origin, spoilt, devices)
+
+
+def looked_at(program: Program, flags: Flags) -> list[Variable]:
+    """What must be finite: the loss, gradients, next state that was not infinite before; or the outputs."""
+    check = check_of(program)
+    before = {new: old for old, new in program.next_state.items()}
+    if check is None:
+        watched = [*watched_by_update(program), *before]
+    else:
+        before |= {op.inputs[1]: op.inputs[2] for op in program.ops if op.type == KEEP}
+        watched = [v for v in check.watched if v not in program.state or v in program.hyperparameters]
+    if program.loss is None and not program.next_state:
+        watched = list(program.outputs)
+
+    def may_stay(v: Variable) -> bool:
+        old = before.get(v)
+        return old is not None and may_be_infinite(old) and bool(flags[old].any())
+
+    return [v for v in dict.fromkeys(watched) if is_float(v) and not may_stay(v)]
+
+
+def _told(run: _Run, origin: Origin, reaches: tuple[str, ...], devices: int) -> NonFinite:
+    """The whole story of an origin."""
+    place, op = origin.place, origin.op
+    v, device = place.variable, place.device
+    read = op.inputs if op is not None else ()
+    *values, value = run.values([*read, v], device)
+    forward = None if op is None else forward_of(run.program, op)
+    saved = op is not None and op.primal is not None and op.outputs.index(v) >= len(op.primal.out_avals)
+    if op is not None and op.primal is not None and not saved:
+        op = replace(op, outputs=op.outputs[: len(op.primal.out_avals)], body=op.primal, primal=None)
+    parts = () if op is None else inside(op, values, [(op.outputs.index(v), place.bad)])
+    return NonFinite(
+        variable=v,
+        numbers=Numbers.of(v.name, value),
+        op=op,
+        forward=forward,
+        inside=parts,
+        reads=tuple(Numbers.of(x.name, value) for x, value in zip(read, values, strict=True)),
+        device=device if devices > 1 else None,
+        reaches=reaches,
+        of_derivative=saved,
+        source=None if op is None else source_of(op, forward, parts),
+    )
+
+
+class _Run:
+    """One step on its values, of which any can be asked for."""
+
+    def __init__(self, program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> None:
+        self.state = state
+        feeds = Feeds(program)
+        values = feeds.convert(feeds.read(data))
+        if program.replicas is not None:
+            portions = Portions(program)
+            filling = portions.filling(values)
+            values = values if filling is None else portions.filled(values, filling)
+        layout = Layout.of(program)
+        shapes = key_of(values) != key_of([layout.whole(v) for v in program.inputs])
+        self.program = replayed(program, feeds.types(values)) if shapes else program
+        self.data = values
+
+    def flags(self) -> Flags:
+        """What is not finite among all values."""
+        watched = floats(self.program)
+        if not watched:
+            return {}
+        (rows,) = self._results(flagged(self.program))
+        by_variable = np.moveaxis(np.asarray(rows).reshape(-1, len(watched), 3), 1, 0)
+        return dict(zip(watched, by_variable, strict=True))
+
+    def values(self, variables: Sequence[Variable], device: int) -> list[Any]:
+        """What these hold on a device."""
+        distinct = list(dict.fromkeys(variables))
+        found = self._results(lifted(self.program, distinct))
+        each = [x.reshape(-1, *v.shape) for x, v in zip(found, distinct, strict=True)]
+        at = {v: x[device if len(x) > 1 else 0] for v, x in zip(distinct, each, strict=True)}
+        return [at[v] for v in variables]
+
+    def _results(self, program: Program) -> list[Any]:
+        executable = Executable(program, (), ())
+        executable.compile()
+        own = [self.state[v.name] for v in executable.layout.variables]
+        _, _, results = executable(own, executable.feed(self.data))
+        return results[: len(program.outputs)]

@@ -1,0 +1,177 @@
+"""What is told of the first value that was not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onward.core.program import Op, Program, Variable
+from onward.core.source import Source
+from onward.core.words import Kind, Pass
+from onward.execute.nonfinite.inside import Inside
+from onward.execute.nonfinite.numbers import Numbers
+
+_ADVICE = {
+    "div": "A division by zero, or of two infinities: keep the divisor away from 0, or mask before dividing.",
+    "log": "The logarithm of 0 is minus infinity, that of a negative number NaN: add a small number before.",
+    "log1p": "log1p of -1 is minus infinity, of less NaN: keep what it reads above -1.",
+    "sqrt": "The root of a negative number is NaN, and its derivative at 0 infinite: add a small number.",
+    "rsqrt": "1 / sqrt(x) is infinite at 0 and NaN below: add a small number before.",
+    "pow": "A power of a negative number is NaN, and near 0 its derivative infinite: keep the base above 0.",
+    "integer_pow": "A negative power of 0 is infinite: keep what it reads away from 0.",
+    "exp": "What it reads is too large for its dtype: subtract the maximum before, as jax.nn.softmax does.",
+    "exp2": "What it reads is too large for its dtype: subtract the maximum before.",
+    "atan2": "The derivative of arctan2(0, 0) does not exist: keep one of the two away from 0.",
+    "sub": "Infinity minus infinity is NaN: a row that is masked everywhere, or a sum that overflowed.",
+    "gather": "An index lies outside of the array, which reads as NaN: look at the indices.",
+    "acos": "It is NaN outside of [-1, 1], and its derivative is infinite at the ends: clip what it reads.",
+    "asin": "It is NaN outside of [-1, 1], and its derivative is infinite at the ends: clip what it reads.",
+    "convert_element_type": "The number is too large for this dtype: scale it down, or keep it wider.",
+}
+_ELSEWHERE = {
+    Pass.UPDATE: "Look at the hyperparameters: a learning rate, an epsilon of 0, a schedule.",
+    Pass.COLLECTIVE: "Each device's part is finite, their sum is not: scale the loss down.",
+}
+_GIVEN = {
+    Kind.DATA: "It was not finite before the step: look at where this batch comes from.",
+    Kind.PARAMETER: "It was not finite before the step: look at the step before this one, or the checkpoint.",
+    Kind.CONSTANT: "It stands in the function itself.",
+}
+_BEFORE = "It was not finite before the step."
+_OVERFLOW = "Numbers became too large for their dtype: a smaller learning rate, or a clip of the gradients."
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first value of a step that is not finite and spoils the loss, a gradient or the next state.
+
+    Attributes:
+        variable: the value; ``numbers`` says what it holds.
+        op: what made it; None if it was given: data, a parameter, other state.
+        forward: of a gradient op, the op whose gradient it computes.
+        inside: where within the op, from the outermost loop, branch or call to the innermost op.
+        reads: what the op read.
+        device: on which of several devices, counted from 0; None where it ran on one.
+        reaches: the names of what it spoils, of all that was looked at.
+        of_derivative: whether the forward op computed it for the backward pass only.
+        source: the user's line, as far inside as it is known.
+    """
+
+    variable: Variable
+    numbers: Numbers
+    op: Op | None
+    forward: Op | None
+    inside: tuple[Inside, ...]
+    reads: tuple[Numbers, ...]
+    device: int | None
+    reaches: tuple[str, ...]
+    of_derivative: bool
+    source: Source | None
+
+    @property
+    def type(self) -> str:
+        """The type of the innermost op that is known, such as ``log``; ``""`` of what was given."""
+        op = self.inside[-1].op if self.inside else self.op
+        return op.type if op is not None else ""
+
+    @property
+    def made_by(self) -> Pass | None:
+        """The pass it was computed in; what an op computes for its gradient belongs to the backward pass."""
+        if self.op is None:
+            return None
+        return Pass.BACKWARD if self.of_derivative else self.op.made_by
+
+    @property
+    def scope(self) -> str:
+        """The scope of the op."""
+        return self.op.scope if self.op is not None else ""
+
+    @property
+    def file(self) -> str:
+        """The user's file, or an empty string."""
+        return self.source.file if self.source is not None else ""
+
+    @property
+    def line(self) -> int:
+        """The line in it; 0 where none is known."""
+        return self.source.line if self.source is not None else 0
+
+    @property
+    def advice(self) -> str:
+        """What usually helps."""
+        if self.op is None:
+            return _GIVEN.get(self.variable.kind, _BEFORE)
+        for kind in ((self.forward or self.op).type, self.type):
+            if kind in _ADVICE:
+                return _ADVICE[kind]
+        return _ELSEWHERE.get(self.op.made_by, _OVERFLOW)
+
+    def __str__(self) -> str:
+        return "\n".join([self._title, *(f"  {word:<8}{text}" for word, text in self._rows())])
+
+    @property
+    def _title(self) -> str:
+        name = self.variable.name
+        if self.op is None:
+            return f"The {_word(self.variable)} {name!r} is not finite: {self.numbers.bad}."
+        return f"{name!r} is the first value that is not finite: {self.numbers.bad}."
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        if self.op is not None:
+            pass_ = f"for {self.made_by}" if self.of_derivative else str(self.made_by)
+            yield "op", ", ".join(filter(None, (self.op.type, pass_, self.scope and f"scope {self.scope}")))
+        for step in self.inside:
+            yield "inside", " ".join(filter(None, (step.where and f"{step.where}:", step.op.type)))
+        if self.source is not None and self.source.file:
+            yield "line", f"{Path(self.source.file).name}:{self.source.line} in {self.source.function}"
+        if self.device is not None:
+            yield "device", str(self.device)
+        reads = self.inside[-1].reads if self.inside else self.reads
+        for word, numbers in zip(("reads", *[""] * len(reads)), reads, strict=False):
+            yield word, str(numbers)
+        yield "reaches", _several(self.reaches)
+        yield "advice", self.advice
+
+
+def forward_of(program: Program, op: Op) -> Op | None:
+    """The op whose gradient this one computes; None if it computes none."""
+    return next((o for o in program.ops if op.of is not None and op.of in o.outputs), None)
+
+
+def source_of(op: Op, forward: Op | None, inside: tuple[Inside, ...]) -> Source | None:
+    """The user's line, as far inside as it is known.
+
+    Derived ops that compute the same share a body, whose lines are those of the first of them: a line counts
+    only if it stands in the forward op as well, or in a rule of the user's own.
+    """
+    origin = forward or op
+    body = origin.primal or origin.body
+    known = {_place(source) for source in _sources(body.subprograms.values())}
+    own_rule = op.made_by is Pass.UPDATE or body.has_custom_rule
+    for step in reversed(inside):
+        source = step.op.source
+        if source is not None and source.file and (own_rule or _place(source) in known):
+            return source
+    return op.source
+
+
+def _sources(programs: Iterable[Program]) -> Iterator[Source]:
+    for program in programs:
+        for op in program.ops:
+            if op.source is not None and op.source.file:
+                yield op.source
+            yield from _sources(op.subprograms.values())
+
+
+def _place(source: Source) -> tuple[str, int]:
+    return source.file, source.line
+
+
+def _word(v: Variable) -> str:
+    return {Kind.DATA: "data", Kind.PARAMETER: "parameter", Kind.CONSTANT: "constant"}.get(v.kind, "state")
+
+
+def _several(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -1,0 +1,194 @@
+"""Inside an op: which of its equations, in which turn of a loop, made the first number that is not finite.
+
+The op is run once more on the values that it read, part by part: the equations of a gradient op or an update,
+the function that a ``custom_vjp`` calls, the branch that a choice took, the turns of a loop one after the
+other. A loop is walked back turn by turn, through what is carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import jax
+
+from onward.core.jaxprs import Body, program_of
+from onward.core.lower import lower
+from onward.core.program import Op, Program
+from onward.derive.roll.literals import numbers
+from onward.execute.nonfinite.flags import Bad, Flags, bad_in, line_of_flags
+from onward.execute.nonfinite.numbers import Numbers
+from onward.execute.nonfinite.walk_back import Origin, Place, walk_back
+
+Wanted = Iterable[tuple[int, Bad]]  # outputs by position, and in which way they are not finite
+_DEPTH = 16
+
+
+@dataclass(frozen=True)
+class Inside:
+    """An op within an op, where in it (``turn 3 of 10``, ``branch 1``, or nothing to say), what it read."""
+
+    where: str
+    op: Op
+    reads: tuple[Numbers, ...] = ()
+
+
+def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tuple[Inside, ...]:
+    """The ops within this one that made its outputs what they are, from the outermost to the innermost.
+
+    Empty for an op of one primitive, for one whose parts cannot be run alone (collectives), and where what
+    runs alone turns out finite.
+
+    Args:
+        op: the one to look into.
+        values: what it read.
+        wanted: its outputs that are not finite.
+        depth: how many ops it is in already.
+    """
+    body = op.body
+    if body.collectives or body.has_effects or depth > _DEPTH:
+        return ()
+    parts = body.subprograms
+    if len(body.equations) != 1 or (not parts and op.type not in body.primitives):
+        return _straight("", program_of(body.closed, op.type), values, wanted, depth)
+    if not parts or "constant" in body.operands:
+        return ()
+    operands = _operands(body, values)
+    wanted = [(_result(body, j), bad) for j, bad in wanted]
+    kind = body.equations[0].primitive.name
+    if kind == "scan":
+        return _turns(_scan(body, parts["jaxpr"], operands), wanted, depth)
+    if kind == "while":
+        return _turns(_while(body, parts, operands), wanted, depth)
+    if kind == "cond":
+        branch = int(operands[0])
+        return _straight(f"branch {branch}", list(parts.values())[branch], operands[1:], wanted, depth)
+    called = next(iter(parts.values()))
+    if len(called.inputs) != len(operands):
+        return ()
+    return _straight("", called, operands, wanted, depth)
+
+
+def _straight(
+    where: str, program: Program, values: Sequence[Any], wanted: Wanted, depth: int
+) -> tuple[Inside, ...]:
+    """The op of a part without turns."""
+    _, flags = line_of_flags(program)(values)
+    starts = [Place(program.outputs[j], 0, bad) for j, bad in wanted]
+    origin = walk_back(program, flags, starts).first(program)
+    return _closer(where, program, values, origin, depth)
+
+
+def _closer(
+    where: str, program: Program, values: Sequence[Any], origin: Origin | None, depth: int
+) -> tuple[Inside, ...]:
+    """An op of a part, and what is in it in turn."""
+    if origin is None or (op := origin.op) is None:
+        return ()
+    read = jax.jit(lower(program, op.inputs))((), values)
+    wanted = [(op.outputs.index(origin.place.variable), origin.place.bad)]
+    reads = tuple(Numbers.of(v.name, x) for v, x in zip(op.inputs, read, strict=True))
+    return (Inside(where, op, reads), *inside(op, read, wanted, depth + 1))
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A loop taken apart: the values of a turn are what is fixed, carried, and cut from what it runs over."""
+
+    program: Program
+    fixed: Sequence[Any]
+    first: Sequence[Any]
+    turns: Sequence[int] | None
+    cut: Callable[[int], Sequence[Any]]
+    goes_on: Callable[[Sequence[Any]], bool]
+    words: str
+
+    def run(self, upto: int | None = None) -> tuple[list[Flags], Sequence[Any]]:
+        """The flags of every turn, and the values of the turn that would follow."""
+        line, carried, flags = line_of_flags(self.program), self.first, list[Flags]()
+        for turn in self.turns if self.turns is not None else count():
+            values = [*self.fixed, *carried, *self.cut(turn)]
+            if len(flags) == upto or not self.goes_on(carried):
+                return flags, values
+            outputs, found = line(values)
+            carried = outputs[: len(self.first)]
+            flags.append(found)
+        return flags, ()
+
+
+def _turns(loop: _Loop, wanted: Wanted, depth: int) -> tuple[Inside, ...]:
+    """The first turn, and its op, from which what is not finite reached these results of a loop."""
+    flags, _ = loop.run()
+    program, carried = loop.program, len(loop.first)
+    begin = len(loop.fixed)
+    wanted = set(wanted)
+    reached = {(j, bad) for j, bad in wanted if j < carried}
+    found: tuple[int, Origin] | None = None
+    for number in reversed(range(len(flags))):
+        stacked = {p for p in wanted if p[0] >= carried and _holds(flags[number], program, p)}
+        starts = [Place(program.outputs[j], 0, bad) for j, bad in reached | stacked]
+        walk = walk_back(program, flags[number], starts)
+        given = [(program.inputs.index(o.place.variable), o.place.bad) for o in walk.given]
+        walk.given = []
+        origin = walk.first(program)
+        if origin is not None and (walk.births or found is None):
+            found = number, origin
+        reached = {(i - begin, bad) for i, bad in given if begin <= i < begin + carried}
+    if found is None:
+        return ()
+    number, origin = found
+    turn = number if loop.turns is None else loop.turns[number]
+    return _closer(loop.words.format(turn), program, loop.run(number)[1], origin, depth)
+
+
+def _holds(flags: Flags, program: Program, result: tuple[int, Bad]) -> bool:
+    """Whether a result of a turn is not finite in this way."""
+    return result[1] in bad_in(flags, program.outputs[result[0]], 0)
+
+
+def _scan(body: Body, program: Program, operands: Sequence[Any]) -> _Loop:
+    """A scan: what it runs over has one axis more outside than inside."""
+    (call,) = body.calls
+    carried = sum(len(r.shape) == v.ndim for r, v in zip(call.results, program.outputs, strict=True))
+    whole = sum(len(o.shape) == v.ndim for o, v in zip(call.operands, program.inputs, strict=True))
+    length = call.params["length"]
+    turns = range(length)[::-1] if call.params["reverse"] else range(length)
+    return _Loop(
+        program,
+        operands[: whole - carried],
+        operands[whole - carried : whole],
+        turns,
+        lambda turn: [x[turn] for x in operands[whole:]],
+        lambda carried: True,
+        f"turn {{}} of {length} (counted from 0)",
+    )
+
+
+def _while(body: Body, parts: Any, operands: Sequence[Any]) -> _Loop:
+    """A while loop: the condition reads what is fixed for it, and what is carried."""
+    (call,) = body.calls
+    asked, begin = call.params["cond_nconsts"], call.params["body_nconsts"]
+    condition = parts["cond_jaxpr"]
+    ask = jax.jit(lower(condition, condition.outputs))
+    return _Loop(
+        parts["body_jaxpr"],
+        operands[asked : asked + begin],
+        operands[asked + begin :],
+        None,
+        lambda turn: [],
+        lambda carried: bool(ask((), [*operands[:asked], *carried])[0]),
+        "turn {} (counted from 0)",
+    )
+
+
+def _operands(body: Body, values: Sequence[Any]) -> list[Any]:
+    """What the equation is called with: the values, and the numbers that stand in it."""
+    written = iter(numbers(body))
+    return [values[x] if isinstance(x, int) else next(written) for x in body.operands]
+
+
+def _result(body: Body, output: int) -> int:
+    """Which result of the equation an output is."""
+    return int(body.equations[0].outvars.index(body.closed.jaxpr.outvars[output]))

@@ -1,0 +1,149 @@
+"""From what must be finite and is not, back through what is not finite either, to the op that began it.
+
+A value that is not finite and reaches nothing that is looked at is harmless: minus infinity in a mask, which
+a softmax makes zero. So the walk begins at the end. It follows a NaN through NaNs only, for an infinity
+beside it may be there on purpose; where a NaN has no NaN before it, an infinity may have made it, and the
+walk goes on through infinities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from onward.core.jaxprs import Body, program_of
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import producers
+from onward.core.words import Kind
+from onward.execute.nonfinite.flags import Bad, Flags, bad_in
+
+_WORDS = (
+    "add add_any broadcast_in_dim concatenate convert_element_type copy cumlogsumexp cummax cumsum "
+    "dynamic_slice dynamic_update_slice exp exp2 expand_dims expm1 gather log log1p logistic max min name "
+    "optimization_barrier pad psum reduce_max reduce_min reduce_precision reduce_sum reshape rev select_n "
+    "slice sort split squeeze stop_gradient tanh transpose"
+)
+_SAME_SIGN = frozenset(_WORDS.split())
+"""Primitives that make infinity of infinity or of numbers, never of minus infinity, and so on."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value that is not finite in some way: the Variable, the device, the way."""
+
+    variable: Variable
+    device: int
+    bad: Bad
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where what is not finite began: the op and its first bad output; of what is given, no op."""
+
+    place: Place
+    op: Op | None
+
+
+@dataclass
+class Walk:
+    """Where the walk from some places arrives.
+
+    Attributes:
+        births: the ops that make what is not finite of what is finite, or NaN of infinity.
+        on_purpose: the ops in whose code an infinity is written, and constants.
+        given: the inputs and state that were not finite before.
+    """
+
+    births: list[Origin]
+    on_purpose: list[Origin]
+    given: list[Origin]
+
+    def first(self, program: Program) -> Origin | None:
+        """The one to tell of: what was given before what was made, what was made before what was meant."""
+        number = {op: i for i, op in enumerate(program.ops)}
+        order = {v: i for i, v in enumerate((*program.inputs, *program.state))}
+        if self.given:
+            return min(self.given, key=lambda o: (order[o.place.variable], o.place.device))
+        made = self.births or [o for o in self.on_purpose if o.op is not None]
+        if made:
+            return min(made, key=lambda o: (*_order(o, number), o.place.device))
+        return next(iter(self.on_purpose), None)
+
+
+def _order(origin: Origin, number: Mapping[Op, int]) -> tuple[int, int]:
+    """Where an op stands among all, and the value among its outputs."""
+    assert origin.op is not None
+    return number[origin.op], origin.op.outputs.index(origin.place.variable)
+
+
+def walk_back(program: Program, flags: Flags, starts: Iterable[Place], devices: int = 1) -> Walk:
+    """Walk from these places to where they began.
+
+    Args:
+        program: what ran.
+        flags: of all its floats.
+        starts: the values that should be finite and are not.
+        devices: how many it ran on; what a collective op gives comes from all of them.
+    """
+    makers = producers(program)
+    walk = Walk([], [], [])
+    left, seen = list(starts), set[Place]()
+    while left:
+        place = left.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        op = makers.get(place.variable)
+        if op is None:
+            is_constant = place.variable.kind is Kind.CONSTANT
+            (walk.on_purpose if is_constant else walk.given).append(Origin(place, None))
+            continue
+        before = list(_before(op, flags, place, devices))
+        began = not before or (place.bad is Bad.NAN and before[0].bad is not Bad.NAN)
+        if began:
+            meant = place.bad is not Bad.NAN and writes_infinity(op.body)
+            (walk.on_purpose if meant else walk.births).append(Origin(_first_output(op, flags, place), op))
+        left += before
+    return walk
+
+
+def _before(op: Op, flags: Flags, place: Place, devices: int) -> list[Place]:
+    """What an op reads that may have made a place what it is: NaNs for a NaN, if there are any."""
+    found = [
+        Place(v, d, bad)
+        for d in (range(devices) if op.body.collectives else (place.device,))
+        for v in dict.fromkeys(op.inputs)
+        for bad in sorted(bad_in(flags, v, d))
+    ]
+    if place.bad is Bad.NAN:
+        return [p for p in found if p.bad is Bad.NAN] or found
+    if op.body.primitives <= _SAME_SIGN:
+        return [p for p in found if p.bad is place.bad]
+    return found
+
+
+def _first_output(op: Op, flags: Flags, place: Place) -> Place:
+    """The first output of an op that is not finite in this way."""
+    found = (v for v in op.outputs if place.bad in bad_in(flags, v, place.device))
+    return Place(next(found, place.variable), place.device, place.bad)
+
+
+def writes_infinity(body: Body) -> bool:
+    """Whether an infinity stands in the code of a Body, however deep.
+
+    >>> import jax.numpy as jnp
+    >>> from onward.core.jaxprs import body_of
+    >>> writes_infinity(body_of(lambda x: [jnp.maximum(x, -jnp.inf)], jnp.ones(3)))
+    True
+    """
+    if len(body.equations) == 1:
+        if any(isinstance(x, str) and x.lstrip("-") == "inf" for x in body.operands):
+            return True
+        inner = tuple(body.subprograms.values())
+    else:
+        inner = (program_of(body.closed, "body"),)
+    return any(_holds_infinity(part) or any(writes_infinity(op.body) for op in part.ops) for part in inner)
+
+
+def _holds_infinity(program: Program) -> bool:
+    return any(v.size == 1 and "inf" in str(x) for v, x in program.constants.items())

@@ -1,0 +1,1 @@
+"""What changed from one Program to another."""

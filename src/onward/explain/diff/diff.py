@@ -1,0 +1,133 @@
+"""What a transform did: the ops it added, removed, changed and re-wired, and what is kept and handed out.
+
+    diff(program, replicate(program, 8))
+
+Every op of both Programs is told exactly once: it is removed, or added, or it is one pair with its partner,
+the same, re-wired (it computes the same from something else) or changed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onward.core.cost import cost
+from onward.core.liveness import lifetimes
+from onward.core.program import Op, Program
+from onward.core.transform import expect_program
+from onward.explain.diff.compare import Fact, Pair, compared, facts
+from onward.explain.diff.lines import headline, html, text
+from onward.explain.diff.match import Matching, match
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Diff:
+    """From one Program to another; print it. It is false where nothing differs.
+
+    Attributes:
+        before: the first Program.
+        after: the second.
+        added: ops of the second that the first has not.
+        removed: ops of the first that the second has not.
+        rewired: ops that compute the same as before from something else.
+        changed: ops that compute something else, or something of another type, in the same place.
+        same: ops that are as they were.
+        moved: how many of the paired ops stand in another order.
+        facts: differences in feeds, state, what is returned, gradients and next state.
+    """
+
+    before: Program
+    after: Program
+    added: tuple[Op, ...]
+    removed: tuple[Op, ...]
+    rewired: tuple[Pair, ...]
+    changed: tuple[Pair, ...]
+    same: tuple[Pair, ...]
+    moved: int
+    facts: tuple[Fact, ...]
+    matching: Matching
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.rewired or self.changed or self.moved or self.facts)
+
+    def __len__(self) -> int:
+        return len(self.added) + len(self.removed) + len(self.rewired) + len(self.changed)
+
+    @property
+    def costs(self) -> Mapping[str, tuple[int, int]]:
+        """Estimates for both: operations, bytes moved and exchanged, and the bytes of the peak of memory."""
+        old, new = cost(self.before), cost(self.after)
+        before, after = (max(lifetimes(p).bytes, default=0) for p in (self.before, self.after))
+        return {
+            "operations": (old.flops, new.flops),
+            "bytes moved": (old.bytes, new.bytes),
+            "bytes exchanged": (old.exchanged, new.exchanged),
+            "peak memory": (before, after),
+        }
+
+    @property
+    def headline(self) -> str:
+        """All of it in one line."""
+        return headline(self)
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def __repr__(self) -> str:
+        return f"Diff({self.headline!r})"
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+
+def diff(a: Program, b: Program) -> Diff:
+    """What changed from one Program to another.
+
+    Ops that a transform shares are known as objects; what it built anew is recognized by what it computes,
+    so that a Program in another precision, or traced again, does not look all new. Equal changes in many
+    layers are one line.
+
+    Args:
+        a: the Program before, such as what went into a transform.
+        b: the Program after.
+
+    Raises:
+        ArgumentError: one of them is no Program.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(w * x), jnp.ones(3), jnp.ones((8, 3)))
+        >>> changes = diff(program, ow.guard(program))
+        >>> [op.type for op in changes.added], len(changes.removed), bool(diff(program, program))
+        (['finite', 'count_skipped', 'keep', 'keep'], 0, False)
+    """
+    expect_program(a, "diff")
+    expect_program(b, "diff")
+    matching = match(a, b)
+    pairs = [compared(old, new, matching.variables) for old, new in matching.ops.items()]
+    partners = set(matching.ops.values())
+    return Diff(
+        before=a,
+        after=b,
+        added=tuple(op for op in b.ops if op not in partners),
+        removed=tuple(op for op in a.ops if op not in matching.ops),
+        rewired=tuple(p for p in pairs if p.replaced and not p.differences),
+        changed=tuple(p for p in pairs if p.differences),
+        same=tuple(p for p in pairs if not p.replaced and not p.differences),
+        moved=_moved(a, b, matching),
+        facts=tuple(facts(a, b, matching)),
+        matching=matching,
+    )
+
+
+def _moved(a: Program, b: Program, matching: Matching) -> int:
+    """The least number of ops that have to be moved so that all pairs stand in one order."""
+    position = {op: i for i, op in enumerate(b.ops)}
+    ends: list[int] = []
+    for op in a.ops:
+        if op in matching.ops:
+            i = position[matching.ops[op]]
+            k = bisect_left(ends, i)
+            ends[k : k + 1] = [i]
+    return len(matching.ops) - len(ends)

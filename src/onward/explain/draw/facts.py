@@ -1,0 +1,78 @@
+"""What boxes say: what is known of a Program's ops, and the words and numbers for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from onward.core.cost import Cost, cost
+from onward.core.program import Op, Program, Variable
+from onward.explain.draw.scene import shortened
+
+_LONGEST_TYPE = 22
+_SUFFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a Program.
+
+    Attributes:
+        program: the Program.
+        index: the place of each op in it.
+        costs: what each op costs.
+        following: for each next value of state, the Variable whose value it replaces.
+        hyperparameters: the state that people set.
+        lengths: for each op with Programs inside that run more than once, how often they do.
+    """
+
+    program: Program
+    index: Mapping[Op, int]
+    costs: Mapping[Op, Cost]
+    following: Mapping[Variable, Variable]
+    hyperparameters: frozenset[Variable]
+    lengths: Mapping[Op, str]
+
+    def places(self, ops: Iterable[Op]) -> tuple[int, ...]:
+        """Where in the Program these ops are."""
+        return tuple(sorted(self.index[op] for op in ops))
+
+
+def facts_of(program: Program) -> Facts:
+    """The facts about a Program."""
+    index = {op: i for i, op in enumerate(program.ops)}
+    costs = {op: cost(op) for op in program.ops}
+    following = {new: old for old, new in program.next_state.items()}
+    lengths = {op: _length(op, costs[op].endless) for op in program.ops if op.subprograms}
+    return Facts(program, index, costs, following, frozenset(program.hyperparameters), lengths)
+
+
+def _length(op: Op, is_endless: bool) -> str:
+    """How often a loop runs, or that nobody knows."""
+    length = op.attributes.get("length")
+    return f"× {length}" if length else "⟳" if is_endless else ""
+
+
+def census(ops: Iterable[Op], most: int = 5) -> str:
+    """How many ops there are of each type, the most frequent first.
+
+    >>> census([])
+    ''
+    """
+    common = Counter(op.type for op in ops).most_common()
+    shown = [kind if n == 1 else f"{shortened(kind, _LONGEST_TYPE)} × {n}" for kind, n in common[:most]]
+    rest = sum(n for _, n in common[most:])
+    return ", ".join([*shown, *([f"+ {rest}"] if rest else [])])
+
+
+def short_number(n: float) -> str:
+    """A large number in three digits.
+
+    >>> short_number(950), short_number(1234567)
+    ('950', '1.23M')
+    """
+    size, step = float(n), 0
+    while size >= 999.5 and step < len(_SUFFIXES) - 1:
+        size, step = size / 1000, step + 1
+    return f"{size:.3g}{_SUFFIXES[step]}"

@@ -1,0 +1,106 @@
+"""The forward op beside which every other op is drawn.
+
+A gradient op stands beside the forward op it differentiates, a sum of gradients beside the gradient op that
+reads it, an update op where its parameter is first read. Where a Program does not say what an op belongs to,
+the flow of its values does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import consumers, producers
+from onward.core.words import Kind, Pass
+
+Homes = Mapping[Op, Op | None]
+
+
+def spine_of(program: Program) -> tuple[Op, ...]:
+    """The ops in whose order a picture goes down: the forward ops; if there are none, the backward ops."""
+    for made_by in Pass:
+        found = tuple(op for op in program.ops if op.made_by is made_by)
+        if found:
+            return found
+    return ()
+
+
+def homes_of(program: Program, spine: Sequence[Op]) -> Homes:
+    """For each op, the op of the spine it belongs to; None where it belongs to all of them."""
+    return _Homes(program, spine).found()
+
+
+class _Homes:
+    """The search for homes: first those that ops declare, then what neighbours tell."""
+
+    def __init__(self, program: Program, spine: Sequence[Op]) -> None:
+        self.program = program
+        self.place = {op: i for i, op in enumerate(spine)}
+        self.makers = producers(program)
+        self.readers = consumers(program)
+        self.homes: dict[Op, Op | None] = {op: op for op in spine}
+        self.before: dict[Variable, list[Variable]] = {}
+        for old, new in program.next_state.items():
+            self.before.setdefault(new, []).append(old)
+
+    def found(self) -> Homes:
+        """The home of every op."""
+        gradients = list(self.others(Pass.BACKWARD))
+        for op in gradients:
+            if op.of is not None and op.of in self.makers:
+                self.homes[op] = self.makers[op.of]
+        for op in reversed(gradients):
+            if op not in self.homes:
+                self.homes[op] = self.of_reader(op)
+        for op in gradients:
+            if self.homes[op] is None:
+                self.homes[op] = self.of_flow(op) or self.makers.get(self.program.loss)  # type: ignore[arg-type]
+        for op in self.others(Pass.COLLECTIVE, Pass.UPDATE):
+            self.homes[op] = self.of_update(op)
+        for op in reversed(list(self.others(Pass.COLLECTIVE, Pass.UPDATE))):
+            if self.homes[op] is None:
+                self.homes[op] = self.common(
+                    self.homes[r] for v in op.outputs for r in self.readers.get(v, ())
+                )
+        return self.homes
+
+    def others(self, *passes: Pass) -> Iterable[Op]:
+        return (op for op in self.program.ops if op.made_by in passes and op not in self.place)
+
+    def of_reader(self, op: Op) -> Op | None:
+        """Where the first gradient op lives that reads this one."""
+        readers = (r for v in op.outputs for r in self.readers.get(v, ()) if r.made_by is Pass.BACKWARD)
+        return next((home for r in readers if (home := self.homes.get(r)) is not None), None)
+
+    def of_flow(self, op: Op) -> Op | None:
+        """Where the op stands whose values this one reads; the last one for values of the forward pass."""
+        forward = [self.makers[v] for v in op.inputs if v in self.makers and self.makers[v] in self.place]
+        if forward:
+            return max(forward, key=self.place.__getitem__)
+        near = [self.above(v, home) for v in op.inputs if v in self.makers and (home := self.home(v))]
+        return min(near, key=self.place.__getitem__) if near else None
+
+    def home(self, v: Variable) -> Op | None:
+        return self.homes.get(self.makers[v])
+
+    def above(self, gradient: Variable, home: Op) -> Op:
+        """What made the input of an op whose gradient this may be: the first of its type and shape."""
+        makers = (self.makers.get(v) for v in home.inputs if v.type == gradient.type)
+        return next((maker for maker in makers if maker in self.place), home)
+
+    def of_update(self, op: Op) -> Op | None:
+        """Where the state is first read whose next value this is; else where what it reads is made."""
+        for old in sorted(self.replaced(op), key=lambda v: v.kind is not Kind.PARAMETER):
+            for reader in self.readers.get(old, ()):
+                if reader in self.place:
+                    return reader
+        made = (self.makers[v] for v in op.inputs if v in self.makers)
+        return self.common(self.homes.get(maker) for maker in made if self.homes.get(maker) is not None)
+
+    def replaced(self, op: Op) -> list[Variable]:
+        return [old for v in op.outputs for old in self.before.get(v, ())]
+
+    def common(self, homes: Iterable[Op | None]) -> Op | None:
+        """The one home that all of these are."""
+        different = set(homes)
+        return different.pop() if len(different) == 1 else None

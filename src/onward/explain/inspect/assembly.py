@@ -1,0 +1,177 @@
+"""From a traced step to its Program: passes, state, gradients, names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import jax
+
+from onward.core.jaxprs import Body, Type, on_devices, read_jaxpr
+from onward.core.names import Names
+from onward.core.program import Program, Variable
+from onward.core.structure import Signature, Static, Structure
+from onward.core.walk import substitute
+from onward.core.words import Kind, Pass, Placement
+from onward.define.arguments import Leaf, Specification
+from onward.explain.inspect.call import Call
+from onward.explain.inspect.carried import Flow, Part, carried, next_values, parts_of, without
+from onward.explain.inspect.passes import with_passes
+from onward.explain.inspect.roles import facing, gradients_of, loss_among, parameters_among
+from onward.explain.inspect.tracing import Traced
+
+
+class Devices(StrEnum):
+    """How a step that ``shard_map`` or ``pmap`` spreads over devices is looked at, the most telling first.
+
+    ``COPIES``: what one device does, the state that pmap gives each device being the same on all.
+    ``APART``: what one device does, with state of its own. ``WHOLE``: the spread part is one op.
+    """
+
+    COPIES = "copies"
+    APART = "apart"
+    WHOLE = "whole"
+
+
+def assemble(call: Call, found: Traced, devices: Devices) -> Program:
+    """The Program of a traced step."""
+    names = Names()
+    spread = None if devices is Devices.WHOLE else on_devices(found.closed)
+    closed = found.closed if spread is None else spread.closed
+    types = Body(closed).in_types
+    placements = [Placement.REPLICATED] * len(types) if spread is None else spread.given
+    given = _Given.of(call, names, types, placements)
+    reading = read_jaxpr(closed, given.variables, names, apart=True)
+    ops = facing(with_passes(reading.ops, reading.under))
+    returned = Structure(found.treedef, _leaves(found, reading.outputs))
+    flow = Flow(ops, given.variables)
+    pairs = carried(given.parts(), [*parts_of(returned, None)], flow.share)
+    result = without(returned, pairs)
+    following = {**next_values(pairs), **_in_place(given.modules, found, reading.outputs)}
+    state_places = {argument.place for _, argument in pairs}
+    state = [v for i, s in given.plain.items() if i in state_places for v in s.variables]
+    state += given.modules
+    inputs = [v for i, s in given.plain.items() if i not in state_places for v in s.variables]
+    outputs = tuple(dict.fromkeys(result.variables))
+    program = Program(
+        name=call.title,
+        inputs=tuple(inputs),
+        state=tuple(state),
+        constants=reading.constants,
+        ops=ops,
+        outputs=outputs,
+        next_state=following,
+        gradients=gradients_of(ops, following),
+        loss=loss_among(ops, outputs),
+        signature=_signature(call, given, state_places, result),
+        replicas=None if spread is None else spread.replicas,
+    )
+    return _named(program, names, devices is Devices.COPIES)
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """The Variables that go in: those of plain arguments by their place, and those of modules."""
+
+    plain: Mapping[int, Structure]
+    modules: tuple[Variable, ...]
+
+    @classmethod
+    def of(cls, call: Call, names: Names, types: Sequence[Type], placements: Sequence[Placement]) -> _Given:
+        variables = [
+            Variable(names.new(name), tuple(t.shape), t.dtype, Kind.DATA, placement)
+            for (name, _), t, placement in zip(call.leaves, types, placements, strict=True)
+        ]
+        supply = iter(variables)
+        plain = {i: _structure(s, [next(supply) for _ in s.arrays]) for i, s in call.plain.items()}
+        return cls(plain, tuple(supply))
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        return (*(v for s in self.plain.values() for v in s.variables), *self.modules)
+
+    def parts(self) -> Iterator[Part]:
+        """Every part of every plain argument."""
+        start = 0
+        for i, structure in self.plain.items():
+            yield from parts_of(structure, i, start)
+            start += len(structure.leaves)
+
+
+def _structure(specification: Specification, variables: Sequence[Variable]) -> Structure:
+    supply = iter(variables)
+    leaves = tuple(next(supply) if isinstance(leaf, Leaf) else leaf for leaf in specification.leaves)
+    return Structure(specification.treedef, leaves)
+
+
+def _leaves(found: Traced, outputs: Sequence[Variable]) -> tuple[Variable | Static, ...]:
+    """What the step returned: a Variable for every array, and what is none."""
+    supply = iter(outputs)
+    return tuple(next(supply) if static is None else static for static in found.statics)
+
+
+def _in_place(
+    modules: Sequence[Variable], found: Traced, outputs: Sequence[Variable]
+) -> dict[Variable, Variable]:
+    """What replaces the arrays of modules that a step changes in place."""
+    supply = iter(outputs[sum(static is None for static in found.statics) :])
+    pairs = [(v, next(supply)) for v, is_there in zip(modules, found.in_place, strict=True) if is_there]
+    return {
+        old: new for old, new in pairs if new is not old and (new.shape, new.dtype) == (old.shape, old.dtype)
+    }
+
+
+def _signature(call: Call, given: _Given, state_places: set[int], result: Structure) -> Signature:
+    """How a compiled Program is begun, with the arguments that are state, and fed, with the others."""
+    state = [(call.names[i], given.plain[i]) for i in sorted(state_places)]
+    if call.graph is not None:
+        name = ", ".join(call.names[i] for i in call.graph.places)
+        state.append((f"nnx.state(({name}))", _structure(call.graph.state, given.modules)))
+    data = {call.names[i]: s for i, s in given.plain.items() if i not in state_places}
+    return Signature(
+        parameters=_together([s for _, s in state]),
+        model_state=None,
+        data=tuple(data.values()),
+        names=(", ".join(name for name, _ in state) or "state", *data),
+        result=result,
+        has_aux=False,
+    )
+
+
+def _together(structures: Sequence[Structure]) -> Structure:
+    """One structure alone, or a tuple of several."""
+    if len(structures) == 1:
+        return structures[0]
+    treedef = jax.tree_util.treedef_tuple([s.treedef for s in structures])
+    return Structure(treedef, tuple(leaf for s in structures for leaf in s.leaves))
+
+
+def _named(program: Program, names: Names, copies: bool) -> Program:
+    """The Program with the kinds of its Variables, gradients and next values named after what they are of."""
+    places = {Placement.PER_REPLICA: Placement.REPLICATED} if copies else {}
+    trained = parameters_among(program.ops, program.state, program.gradients)
+    program = replace(program, gradients=tuple(pair for pair in program.gradients if pair[0] in trained))
+    new = {
+        v: replace(
+            v,
+            kind=Kind.PARAMETER if v in trained else Kind.STATE,
+            placement=places.get(v.placement, v.placement),
+        )
+        for v in program.state
+    }
+    names_of = _derived_names(program)
+    for op in program.ops:
+        kind = Kind.GRADIENT if op.made_by is Pass.BACKWARD else Kind.ACTIVATION
+        for v in op.outputs:
+            name = names_of.get(v)
+            if name is not None or kind is not v.kind:
+                new[v] = replace(v, name=v.name if name is None else names.new(name), kind=kind)
+    return substitute(program, new)
+
+
+def _derived_names(program: Program) -> dict[Variable, str]:
+    """The names of gradients and of next values; what is both is a gradient."""
+    found = {new: f"next({old.name})" for old, new in program.next_state.items()}
+    found.update({g: f"grad({p.name})" for p, g in program.gradients})
+    return found

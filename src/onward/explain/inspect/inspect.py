@@ -1,0 +1,94 @@
+"""``inspect``: someone's existing JAX training step as a Program, without a rewrite.
+
+>>> import jax, jax.numpy as jnp, onward as ow
+>>> def step(w, x):
+...     loss, grad = jax.value_and_grad(lambda w: jnp.sum(jnp.sin(w * x)))(w)
+...     return w - 0.1 * grad, loss
+>>> print(inspect(step, jnp.ones(3), jnp.ones(3)))
+Program step: 1 feed, 1 parameter (3 numbers), 9 ops
+<BLANKLINE>
+feed      │ f32[3]   x
+parameter │ f32[3]   w
+──────────┼──────────────────────────────────────────────────────────────────────
+forward   │ f32[3]   mul = mul(w, x)
+          │ f32[3]   sin = sin(mul)
+          │ f32[3]   cos = cos(mul)
+          │ f32[]    reduce_sum = reduce_sum(sin, axes=(0,))
+backward  │ f32[3]   broadcast_in_dim = broadcast_in_dim(1.0)
+          │ f32[3]   mul_1 = mul(broadcast_in_dim, cos)
+          │ f32[3]   grad(w) = mul(mul_1, x)
+update    │ f32[3]   mul_3 = mul(0.1, grad(w))
+          │ f32[3]   next(w) = sub(w, mul_3)
+──────────┼──────────────────────────────────────────────────────────────────────
+return    │ f32[]    reduce_sum  (the loss)
+next step │ 1 array  each state Variable x takes the value of next(x)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from onward.core.check import check
+from onward.core.errors import GraphError
+from onward.core.program import Program
+from onward.core.source import user_level
+from onward.core.words import Pass
+from onward.explain.inspect.assembly import Devices, assemble
+from onward.explain.inspect.call import Call, call_of
+from onward.explain.inspect.tracing import Traced, traced_call
+
+_STATELESS = (
+    "{name} returns nothing that replaces one of its arguments, so its Program has data alone, no parameters "
+    "and no state. Inspect the function that returns the updated parameters."
+)
+
+
+def inspect(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
+    """Show someone's JAX training step as a Program: forward, backward and update, found without a rewrite.
+
+    The passes are read off the marks that JAX leaves on what it differentiates. Results that are built as an
+    argument is, and computed from it by the update, are the next value of that argument: it is state then,
+    and a parameter if it has a gradient. All other arguments are data. Nothing is run.
+
+    Args:
+        step: the training step: any function that JAX can trace, jitted or not, with optax, flax.nnx, flax
+            linen, equinox, haiku or none of them.
+        args: what it is called with: arrays, ``jax.ShapeDtypeStruct``, containers and modules of them. Python
+            numbers are data, unless the step needs their values: then they stay as they are.
+        kwargs: the same by name.
+
+    Raises:
+        ArgumentError: no function, or arguments that it does not take.
+        TraceError: the step needs the value of an array, as ``float(loss)`` does, or has side effects.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> def step(w, x):
+        ...     loss, grad = jax.value_and_grad(lambda w: jnp.sum(jnp.sin(w * x)))(w)
+        ...     return w - 0.1 * grad, loss
+        >>> program = inspect(step, jnp.ones(3), jnp.ones(3))
+        >>> [op.type for op in program.ops if op.made_by is ow.Pass.UPDATE]
+        ['mul', 'sub']
+        >>> [(p.name, g.name) for p, g in program.gradients]
+        [('w', 'grad(w)')]
+
+    Source: passes by the names of transformations that JAX keeps for each operation
+        (Bradbury et al. 2018, JAX).
+    """
+    call, found = traced_call(call_of(step, args, kwargs))
+    program = _assembled(call, found)
+    if not program.next_state and any(op.made_by is Pass.BACKWARD for op in program.ops):
+        warnings.warn(_STATELESS.format(name=call.title), stacklevel=user_level())
+    return program
+
+
+def _assembled(call: Call, found: Traced) -> Program:
+    """The checked Program: of one device, if state that is the same on all can be shown to stay so."""
+    for devices in (Devices.COPIES, Devices.APART):
+        try:
+            return check(assemble(call, found, devices))
+        except GraphError:
+            continue
+    return check(assemble(call, found, Devices.WHOLE))

@@ -1,0 +1,87 @@
+"""Which pass each op of a traced training step belongs to, read off what JAX has wrapped around it.
+
+JAX marks every equation of a forward pass ``jvp(...)`` and every equation of a backward pass
+``transpose(jvp(...))``. What bears no mark is told by what it reads and what reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from onward.core.jaxprs import transforms_within
+from onward.core.program import Op, Variable
+from onward.core.words import Pass
+
+
+def with_passes(ops: Sequence[Op], under: Sequence[frozenset[str]]) -> tuple[Op, ...]:
+    """The ops, each with its pass; ``under`` holds the transforms around each.
+
+    A loop, or another op that holds forward and backward equations at once, counts as backward: it makes
+    the gradients. What reads gradients updates; a collective that is not part of the forward pass is one of
+    the collective pass. What reads none is forward if a marked op depends on it, or if only results do.
+    """
+    made_by = [_marked(op, marks) for op, marks in zip(ops, under, strict=True)]
+    _collectives(ops, made_by)
+    _after_gradients(ops, made_by)
+    _before(ops, made_by, Pass.FORWARD, (Pass.FORWARD, Pass.BACKWARD))
+    _before(ops, made_by, Pass.UPDATE, (Pass.UPDATE,))
+    _left_over(ops, made_by)
+    return tuple(replace(op, made_by=found or Pass.FORWARD) for op, found in zip(ops, made_by, strict=True))
+
+
+def is_mixed(op: Op) -> bool:
+    """Whether an op computes a loss and its gradients at once, such as a loop that accumulates gradients."""
+    within = transforms_within(op.body)
+    return "transpose" in within and not op.body.has_custom_rule and op.type not in ("remat2", "checkpoint")
+
+
+def _marked(op: Op, marks: frozenset[str]) -> Pass | None:
+    """The pass that the marks of an op tell, if any."""
+    if "transpose" in marks:
+        return Pass.BACKWARD
+    if "jvp" in marks:
+        return Pass.FORWARD
+    return Pass.BACKWARD if "transpose" in transforms_within(op.body) else None
+
+
+def _collectives(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
+    """What only exchanges numbers, but for what belongs to the forward pass, such as a shared batch norm."""
+    for i, op in enumerate(ops):
+        if made_by[i] is not Pass.FORWARD and op.body.collectives and not op.subprograms:
+            made_by[i] = Pass.COLLECTIVE
+
+
+def _after_gradients(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
+    """What depends on a gradient and bears no mark updates."""
+    reached: set[Variable] = set()
+    for i, op in enumerate(ops):
+        follows = not reached.isdisjoint(op.inputs)
+        if made_by[i] is None and follows:
+            made_by[i] = Pass.UPDATE
+        if made_by[i] is Pass.BACKWARD or follows:
+            reached.update(op.outputs)
+
+
+def _before(
+    ops: Sequence[Op], made_by: list[Pass | None], word: Pass, readers: Collection[Pass | None]
+) -> None:
+    """What bears no mark, and what an op of one of these passes depends on, takes this word."""
+    needed: set[Variable] = set()
+    for i in reversed(range(len(ops))):
+        if made_by[i] is None and not needed.isdisjoint(ops[i].outputs):
+            made_by[i] = word
+        if made_by[i] in readers:
+            needed.update(ops[i].inputs)
+
+
+def _left_over(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
+    """What only results depend on: from scalars alone, such as a step counter, update, the rest forward."""
+    trains = any(found in (Pass.BACKWARD, Pass.UPDATE) for found in made_by)
+    wide: set[Variable] = set()
+    for i, op in enumerate(ops):
+        is_wide = made_by[i] is Pass.FORWARD or any(v.ndim or v in wide for v in op.inputs)
+        if made_by[i] is None:
+            made_by[i] = Pass.FORWARD if is_wide or not trains else Pass.UPDATE
+        if is_wide:
+            wide.update(op.outputs)

@@ -1,0 +1,156 @@
+"""What the Variables and ops of an inspected step are to each other: loss, gradients, facing forward ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from onward.core.program import Op, Variable
+from onward.core.words import Pass
+from onward.explain.inspect.passes import is_mixed
+
+Pair = tuple[Variable, Variable]
+
+_TRANSPOSED = {
+    "broadcast_in_dim": "reduce_sum",
+    "dynamic_update_slice": "dynamic_slice",
+    "pad": "slice",
+    "reduce_sum": "broadcast_in_dim",
+    "scatter-add": "gather",
+}  # what a backward op transposes, where that is not what it is itself
+
+
+def facing(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """The ops, each backward op with the forward op that it belongs to, where that can be told.
+
+    JAX gives the transpose of an equation the place in the code of that equation. Where several forward ops
+    stand in one place, the calls that led to them decide, and then, for the layers that a Python loop makes,
+    what the backward op shares with them; it goes from the last to the first.
+    """
+    forward: dict[tuple[str, str, int], list[tuple[int, Op]]] = {}
+    for i, op in _towards_loss(ops):
+        if (place := _place(op)) is not None:
+            forward.setdefault(place, []).append((i, op))
+    found: list[Op] = []
+    last = len(ops)
+    for op in ops:
+        place = _place(op) if op.made_by is Pass.BACKWARD else None
+        if place is None or place not in forward:
+            found.append(op)
+            continue
+        last, best = _nearest(op, forward[place], last)
+        found.append(replace(op, of=best.outputs[0]))
+    return tuple(found)
+
+
+def _towards_loss(ops: Sequence[Op]) -> list[tuple[int, Op]]:
+    """The forward ops that compute results, not those that only save something for the backward pass."""
+    used = {v for op in ops if op.made_by in (Pass.FORWARD, Pass.BACKWARD) for v in op.inputs}
+    needed: set[Variable] = set()
+    found = []
+    for i in reversed(range(len(ops))):
+        op = ops[i]
+        counts = used.isdisjoint(op.outputs) or not needed.isdisjoint(op.outputs)
+        if op.made_by is Pass.FORWARD and op.inputs and op.outputs and counts:
+            needed.update(op.inputs)
+            found.append((i, op))
+    return found[::-1]
+
+
+def _place(op: Op) -> tuple[str, str, int] | None:
+    """Scope, file and line."""
+    if op.source is None or not op.source.file:
+        return None
+    return op.scope, op.source.file, op.source.line
+
+
+def _nearest(op: Op, candidates: Sequence[tuple[int, Op]], last: int) -> tuple[int, Op]:
+    """The candidate that has most in common with a backward op, walking from the end to the front."""
+    if len(candidates) == 1:
+        return candidates[0]
+    reads = set(op.inputs)
+
+    def common(candidate: tuple[int, Op]) -> tuple[int, int, bool, bool, int]:
+        i, forward = candidate
+        shared = len(reads.intersection((*forward.inputs, *forward.outputs)))
+        transposed = forward.type == _TRANSPOSED.get(op.type, op.type)
+        return _same_calls(op, forward), shared, transposed, i <= last, i
+
+    return max(candidates, key=common)
+
+
+def _same_calls(op: Op, other: Op) -> int:
+    """How many calls led to both."""
+    calls, others = (x.source.calls if x.source is not None else () for x in (op, other))
+    return next((i for i, (a, b) in enumerate(zip(calls, others, strict=False)) if a != b), len(others))
+
+
+def gradients_of(ops: Iterable[Op], following: Mapping[Variable, Variable]) -> tuple[Pair, ...]:
+    """The pairs (parameter, gradient) that can be told.
+
+    From the next value of an array back over updating ops, by way of Variables of its shape alone, stands its
+    gradient, if the update does not put several arrays into one.
+    """
+    makers = {v: op for op in ops for v in op.outputs}
+    order = {op: i for i, op in enumerate(makers.values())}
+    pairs = []
+    for old, new in following.items():
+        is_updated = new in makers and makers[new].made_by is Pass.UPDATE
+        found = _differentiated(old, new, makers) if is_updated else []
+        if jnp.issubdtype(old.dtype, jnp.inexact) and found:
+            pairs.append((old, max(found, key=lambda g: order[makers[g]])))
+    return tuple(pairs)
+
+
+def _differentiated(old: Variable, new: Variable, makers: Mapping[Variable, Op]) -> list[Variable]:
+    """The gradients of the type of a Variable that its next value is made from."""
+    seen, waiting, found = {new}, [new], []
+    while waiting:
+        v = waiting.pop()
+        maker = makers.get(v)
+        if maker is None:
+            continue
+        if maker.made_by in (Pass.BACKWARD, Pass.COLLECTIVE):
+            found += [v] if v.dtype == old.dtype else []
+        elif maker.made_by is Pass.UPDATE:
+            near = [x for x in maker.inputs if x.shape == old.shape and x not in seen]
+            seen.update(near)
+            waiting.extend(near)
+    return found
+
+
+def parameters_among(ops: Sequence[Op], state: Iterable[Variable], pairs: Iterable[Pair]) -> set[Variable]:
+    """The state that is trained: it has a gradient, and the forward pass reads it."""
+    needed: set[Variable] = set()
+    for op in reversed(ops):
+        marked = op.made_by in (Pass.FORWARD, Pass.BACKWARD)
+        if marked and (op.made_by is Pass.FORWARD or is_mixed(op) or not needed.isdisjoint(op.outputs)):
+            needed.update(op.inputs)
+    trained = {p for p, _ in pairs}
+    return {v for v in state if v in trained and v in needed}
+
+
+def loss_among(ops: Sequence[Op], outputs: Iterable[Variable]) -> Variable | None:
+    """The result that is the loss: the scalar of the forward pass from which the backward pass begins.
+
+    Then a scalar that is made of it, such as its mean over devices, or what a loop that accumulates gradients
+    returns; None if no result is one.
+    """
+    makers = {v: op for op in ops for v in op.outputs}
+    scalars = [v for v in outputs if v in makers and not v.shape and jnp.issubdtype(v.dtype, jnp.inexact)]
+    if not any(op.made_by is Pass.BACKWARD for op in ops):
+        return None
+    faced = {op.of for op in ops if op.of is not None}
+    for is_loss in (
+        lambda op: op.outputs[0] in faced,
+        lambda op: op.made_by is Pass.COLLECTIVE,
+        lambda op: op.made_by is Pass.FORWARD,
+        is_mixed,
+        lambda op: any(v in makers and is_mixed(makers[v]) for v in op.inputs),
+    ):
+        for v in scalars:
+            if is_loss(makers[v]):
+                return v
+    return None

@@ -1,0 +1,1 @@
+"""How much memory a step takes, what for, and when."""

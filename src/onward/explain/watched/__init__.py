@@ -1,0 +1,1 @@
+"""What ``watch`` saw over a training: as a picture, as TensorBoard files."""
