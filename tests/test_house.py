@@ -4,11 +4,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
+import onward as ow
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+SVG = "{http://www.w3.org/2000/svg}"
 CODE = ["src", "tests", "benchmarks", "notebooks"]
 
 
@@ -41,7 +45,23 @@ def test_readme_code_runs_and_prints_what_it_shows(capsys):
         elif language == "":
             assert printed.strip() == text.strip()
             shown += 1
-    assert shown == 6
+    assert shown == 10
+
+
+def test_the_picture_of_the_readme_shows_its_program():
+    """Each word of the drawing stands in the file; where, igraph decides."""
+    first = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    path = re.search(r"!\[.*?\]\((.*?)\)", README)
+    assert first is not None
+    assert path is not None
+    names: dict[str, object] = {}
+    exec(compile(first[1], "README.md", "exec"), names)
+    drawn, saved = ow.draw(names["program"]).svg, (ROOT / path[1]).read_text()
+    assert words(saved) == words(drawn)
+
+
+def words(svg):
+    return sorted("".join(element.itertext()) for element in ET.fromstring(svg).iter(f"{SVG}text"))
 
 
 def test_readme_gives_two_commands_that_make_their_own_environment():

@@ -141,6 +141,7 @@ from onward.derive.update.groups import Group
 from onward.derive.update.loss import Loss
 from onward.derive.update.plan import UpdatePlan
 from onward.derive.update.update import append_update
+from onward.derive.watch.statistics import Histogram, Statistic
 from onward.derive.watch.watch import watch
 from onward.distribute.compressed import LowPrecision, PowerSGD, TopK
 from onward.distribute.local import DiLoCo, LocalSGD
@@ -159,7 +160,9 @@ from onward.execute.host_memory import keep_host_memory
 from onward.execute.loop.batches import Batches, batches
 from onward.execute.loop.events import EarlyStop, Event, EventKind, StopTraining
 from onward.execute.loop.history import History
+from onward.execute.loop.watch_history import WatchHistory
 from onward.execute.model import Model
+from onward.execute.nonfinite.finding import NonFinite
 from onward.execute.out import Out
 from onward.execute.outs import Outs
 from onward.execute.restore import Restored
@@ -175,7 +178,7 @@ from onward.explain.diff.diff import Diff, diff
 from onward.explain.draw.draw import Drawing, draw
 from onward.explain.find_nonfinite import find_nonfinite
 from onward.explain.inspect.inspect import inspect
-from onward.explain.memory.memory import Memory, memory
+from onward.explain.memory.memory import Beside, Memory, memory
 from onward.explain.profile.profile import Profile, profile
 from onward.explain.summary.summary import Summary, summary
 from onward.explain.watched.plot import plot_watched
@@ -213,6 +216,7 @@ __all__ = [
     "ArgumentError",
     "Average",
     "Batches",
+    "Beside",
     "Bucketed",
     "Cautious",
     "Centralize",
@@ -241,6 +245,7 @@ __all__ = [
     "GradientRule",
     "GraphError",
     "Group",
+    "Histogram",
     "History",
     "Hyperparameter",
     "HyperparameterError",
@@ -263,6 +268,7 @@ __all__ = [
     "NAdam",
     "Nesterov",
     "Noise",
+    "NonFinite",
     "NonFiniteError",
     "NovoGrad",
     "OnwardError",
@@ -303,6 +309,7 @@ __all__ = [
     "Split",
     "State",
     "StateError",
+    "Statistic",
     "Step",
     "StepPlan",
     "StopTraining",
@@ -319,6 +326,7 @@ __all__ = [
     "UpdatePlan",
     "UpdateType",
     "Variable",
+    "WatchHistory",
     "WeightDecay",
     "Yogi",
     "accumulate",

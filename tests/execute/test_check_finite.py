@@ -10,6 +10,7 @@ import pytest
 import onward as ow
 from onward.derive.check_finite import check_finite, check_of
 from onward.derive.guard import guard
+from onward.execute.step import Step
 from onward.explain.find_nonfinite import find_nonfinite
 
 ONE = np.ones(3, "float32")
@@ -127,6 +128,30 @@ FAULTS = {
     "schedule": (lambda w, x: jnp.sum(w * x), ONE, ow.SGD(lambda step: 1.0 / step), "schedule"),
     "clipped": (lambda w, x: jnp.sum(w**x), -BAD, ow.SGD(0.1, rules=[ow.ClipByValue(1.0)]), "pow"),
 }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_looked_at"),
+    [
+        (ow.SGD(0.1), False),
+        (ow.Adam(0.1), False),
+        (ow.Adagrad(0.1), False),
+        (ow.Lion(0.1), True),  # the sign of infinity is finite
+        (ow.SGD(0.1, rules=[ow.ClipByValue(1.0)]), True),
+        (ow.SGD(0.1, rules=[ow.ClipByGlobalNorm(1.0)]), True),
+    ],
+)
+def test_a_gradient_is_looked_at_unless_the_next_state_shows_it(optimizer, is_looked_at):
+    program = optimizer.minimize(loss, ONE, ONE)
+    watched = {v.name for v in check_of(check_finite(program)).watched}
+    assert ("grad(w)" in watched) == is_looked_at
+    assert {"proposed(w)", program.loss.name} <= watched
+    infinite = np.array([1, np.inf, 1], "float32")
+    state = Step(program, (), True, ahead=False).init(ONE)
+    update = next(op for op in program.ops if op.type == optimizer.name)
+    values = [infinite if v.kind == "gradient" else state[v.name] for v in update.inputs]
+    shows = not all(np.isfinite(x).all() for x in update.body(*values))
+    assert shows or is_looked_at
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -206,7 +206,7 @@ def test_a_guard_stops_between_two_calls():
 
     def look(state):
         jax.block_until_ready(jax.tree.leaves(state))
-        step._stopped.look(state)
+        step._checks.look(state)
 
     with pytest.raises(ow.NonFiniteError):
         ManySteps(step, look=look).run(step.init(parameters()), [*bad, *data(5)], steps=2)

@@ -10,7 +10,7 @@ from onward.core.program import Program
 
 
 @cache
-def mlp() -> Program:
+def mlp(*rules) -> Program:
     def loss(params, x, y):
         with jax.named_scope("hidden"):
             h = jax.nn.relu(x @ params["w1"] + params["b1"])
@@ -19,7 +19,7 @@ def mlp() -> Program:
         return jnp.mean((z - y) ** 2)
 
     params = {"w1": jnp.ones((4, 3)), "b1": jnp.zeros(3), "w2": jnp.ones((3, 2)), "b2": jnp.zeros(2)}
-    return ow.Adam(1e-3).minimize(loss, params, jnp.ones((8, 4)), jnp.ones((8, 2)))
+    return ow.Adam(1e-3, rules=rules).minimize(loss, params, jnp.ones((8, 4)), jnp.ones((8, 2)))
 
 
 def _layer(p, x, i):
@@ -83,6 +83,7 @@ def long_line() -> Program:
 
 PROGRAMS = {
     "accumulated": lambda: ow.accumulate(mlp(), 4),
+    "clipped": lambda: mlp(ow.ClipByGlobalNorm(1.0)),
     "convolutional": convolutional,
     "empty": lambda: Program("empty"),
     "forward": lambda: transformer(2, derive=False),

@@ -192,6 +192,41 @@ def test_an_input_swapped_is_found():
     assert (found.added, found.removed, found.changed, found.facts) == ((), (), (), ())
 
 
+def test_any_two_inputs_of_one_type_swapped_are_found():
+    p = program("residual")
+    for i, op in enumerate(p.ops):
+        pairs = [(j, k) for k in range(len(op.inputs)) for j in range(k)]
+        for j, k in pairs:
+            x, y = op.inputs[j], op.inputs[k]
+            if (x.shape, x.dtype) == (y.shape, y.dtype):
+                inputs = [*op.inputs]
+                inputs[j], inputs[k] = y, x
+                found = diff(p, with_op(p, i, inputs=tuple(inputs)))
+                (pair,) = found.rewired
+                assert (pair.before, pair.replaced) == (op, ((x, y), (y, x)))
+                assert len(found) == 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_any_op_taken_away_is_removed_and_put_back_is_added(model):
+    p = program(model)
+    for i, op in enumerate(p.ops):
+        without = replace(p, ops=(*p.ops[:i], *p.ops[i + 1 :]))
+        found, back = diff(p, without), diff(without, p)
+        assert (found.removed, len(found)) == ((op,), 1)
+        assert (back.added, len(back)) == ((op,), 1)
+
+
+def test_any_attribute_changed_is_found():
+    p = program("residual")
+    for i, op in enumerate(p.ops):
+        for change in ({"made_by": ow.Pass.COLLECTIVE}, {"scope": "elsewhere"}, {"type": "other"}):
+            found = diff(p, with_op(p, i, **change))
+            (pair,) = found.changed
+            assert pair.before is op
+            assert len(pair.differences) == len(found) == 1
+
+
 def test_an_op_removed_is_found():
     p = ow.trace(residual, parameters(), X, Y)
     i = of_type(p, "sin")

@@ -84,6 +84,19 @@ def test_a_click_on_a_closed_scope_opens_it_and_another_one_closes_it():
             assert (node in after.opens) is not was_open
 
 
+def test_a_scope_of_a_vast_program_fills_a_picture_alone(monkeypatch):
+    monkeypatch.setattr("onward.explain.draw.views._VAST", 1)
+    made = draw(transformer(4), depth=1)
+    views = made._album.views()
+    alone = [view for view in views if len(view.path) > 1]
+    assert [name for name, _ in alone[0].path] == ["loss", "embed"]
+    assert alone[0].path[0][1] == 0
+    layer = made._album.tree.layer
+    shown = {i for view in views for box in view.scene.boxes if box.form != "fold" for i in box.ops}
+    first = {i for i, op in enumerate(transformer(4).ops) if layer.get(op, (None, 0))[1] == 0}
+    assert shown >= first
+
+
 def test_what_a_click_says():
     details = data_of(drawing("mlp").html)["details"]
     gradient = next(d for d in details if d["title"] == "relu_grad")

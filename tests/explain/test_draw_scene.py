@@ -89,7 +89,9 @@ def test_everything_is_within_the_picture(name, is_open):
 def test_text_fits_its_box(name, is_open):
     made = scene(name, is_open)
     for box in made.boxes:
-        if box.form in ("pill", "chip"):
+        if box.form == "gate":
+            assert len(box.lines[0]) * SMALL_WIDTH + 10 <= box.height
+        elif box.form in ("pill", "chip"):
             assert len(" ".join(box.lines)) * SMALL_WIDTH + 12 <= box.width + 1e-6, box.lines
         else:
             title = box.lines[0] + ("   " + box.note if box.note else "")
@@ -170,6 +172,17 @@ def test_every_parameter_stands_left_of_the_op_that_reads_it():
         assert abs(pill.y - op[reader].y) <= 24
 
 
+@EVERY
+@FORMS
+def test_every_feed_and_parameter_is_shown(name, is_open):
+    made, program = scene(name, is_open), album(name).program
+    layer = album(name).tree.layer
+    drawn = [op for op in program.ops if not is_open or layer.get(op, (None, 0))[1] == 0]
+    read = {v.name for op in drawn if op.made_by is not Pass.UPDATE for v in op.inputs}
+    shown = {name for box in made.boxes for name in box.variables}
+    assert {v.name for v in (*program.inputs, *program.parameters)} & read <= shown
+
+
 def test_an_update_stands_at_the_height_where_its_parameter_is_read():
     made, program = scene("mlp"), mlp()
     at = {place: box for box in made.boxes for place in box.ops}
@@ -178,6 +191,20 @@ def test_an_update_stands_at_the_height_where_its_parameter_is_read():
             parameter = next(v for v in op.inputs if v in program.parameters)
             pill = next(box for box in made.boxes if box.variables == (parameter.name,))
             assert abs(at[i].middle[1] - pill.middle[1]) <= 12
+
+
+def test_what_reads_all_gradients_stands_between_them_and_the_updates():
+    made, program = scene("clipped"), album("clipped").program
+    gate = next(box for box in made.boxes if box.form == "gate")
+    assert program.ops[gate.ops[0]].type == "clip_by_global_norm"
+    boxes = {box.key: box for box in made.boxes}
+    into = [boxes[e.source] for e in made.edges if e.target == gate.key]
+    out = [boxes[e.target] for e in made.edges if e.source == gate.key]
+    assert len(into) == len(out) == len(program.parameters)
+    assert {box.lane for box in into} == {"backward"}
+    assert {box.lines for box in out} == {("adam",)}
+    assert all(box.right <= gate.x for box in into)
+    assert all(gate.right <= box.x for box in out)
 
 
 def test_lanes_are_those_of_the_program():

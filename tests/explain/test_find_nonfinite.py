@@ -10,6 +10,7 @@ import pytest
 
 import onward as ow
 from onward.core.words import Pass
+from onward.derive.watch.watch import watch
 from onward.execute.step import Step
 from onward.explain.find_nonfinite import find_nonfinite
 
@@ -333,10 +334,10 @@ def test_the_op_the_pass_and_the_line_of_a_fault(name):
     where = [w for w in case.where.split("|") if w]
     assert len(placed(finding)) == len(where), str(finding)
     assert all(text.startswith(w) for text, w in zip(placed(finding), where, strict=True)), str(finding)
-    lines = [line_of(MARKED.get(name, case.loss))]
-    if name == "custom_vjp":  # JAX tells the line of the rule, or only that of the call
-        lines.append(line_of(bad_backward))
     if case.made_by is not UPDATE:
+        # JAX tells the line of a custom_vjp rule, or only that of the call
+        rule = [line_of(bad_backward)] if name == "custom_vjp" else []
+        lines = [line_of(MARKED.get(name, case.loss)), *rule]
         assert (finding.file, finding.line) in lines, str(finding)
 
 
@@ -554,3 +555,13 @@ def test_bad_input():
     step(state, ONE)
     with pytest.raises(ow.StateError, match="took its buffers over"):
         find_nonfinite(step, state, ONE)
+
+
+def test_a_watched_program():
+    program = ow.SGD(0.1).minimize(log_of_zero, ONE, HOLE)
+    step = ow.compile(watch(program, "grad(w)"), check_finite=True)
+    before = step.init(ONE)
+    assert find_nonfinite(step, before, HOLE).type == "log"
+    state, _ = step(before, HOLE)
+    with pytest.raises(ow.NonFiniteError, match="'layer/log' is the first value"):
+        step.expect_going(state)

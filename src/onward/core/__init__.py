@@ -8,6 +8,11 @@ structure   people's containers and the Variables at their leaves
 transform   what a transform is, and the recipe a Program remembers
 check       the rules of the graph
 walk        ancestors, liveness, prune, select
+homes       the scope in which people look for an op
+flops       how many operations a primitive takes
+cost        what an op costs: operations, bytes read, written, exchanged
+steps       ops taken apart, one step for each equation
+liveness    what lies in memory while a step runs
 lower       a Program as one pure function
 show        the text view
 """

@@ -675,8 +675,8 @@ def read_jaxpr(
     """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope.
 
     ``declarations`` holds the Variables that stand for ``declared`` values, ``labels`` the names that some
-    of the outputs shall bear, by position. With ``apart`` a scope is what a person wrote, without the
-    transforms that JAX wrapped around it and without a ``jit`` around everything.
+    of the outputs shall bear, by position. With ``apart`` a scope is what a person wrote, without what JAX
+    wrapped around it: transforms, calls of its own functions, a ``jit`` around everything.
     """
     reader = _Reader(names, declarations or {}, apart)
     reader.env.update(zip(closed.jaxpr.invars, inputs, strict=True))
@@ -719,9 +719,16 @@ class _Reader:
                 if self.apart and not here and len(jaxpr.eqns) == 1:
                     self.inline(eqn, "", None)
                 else:
-                    self.inline(eqn, _below(here, eqn.params.get("name", "call")), place)
+                    self.inline(eqn, _below(here, self.named(eqn)), place)
             else:
                 self.append(eqn, here, place, unnamed)
+
+    def named(self, eqn: Any) -> str:
+        """The scope that a call of a jitted function opens: its name; with ``apart`` only a person's."""
+        (inner,) = _jaxprs_in(tuple(eqn.params.values()))
+        if self.apart and is_library(inner.jaxpr.debug_info.func_filename or "<frozen "):
+            return ""
+        return str(eqn.params.get("name", "call"))
 
     def shown(self, stack: Any) -> str:
         """The scopes of an equation in one text; many equations share one stack."""
@@ -943,7 +950,7 @@ _COLLECTIVES = (*_MERGING, "reduce_scatter", "all_to_all", "ppermute")
 
 def _collectives_in(eqn: Any, always: bool = True, times: int = 1) -> Iterator[Collective]:
     kind = eqn.primitive.name
-    if kind in _COLLECTIVES:
+    if kind in _COLLECTIVES and eqn.params.get("axes") != ():  # vmap leaves sums over no axis
         count = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
         yield Collective(kind, times * int(count), always)
     inner = (e for value in eqn.params.values() for jaxpr in _jaxprs_in(value) for e in jaxpr.jaxpr.eqns)

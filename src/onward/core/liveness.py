@@ -36,8 +36,9 @@ from onward.core.steps import Step, steps
 _AS_BEFORE = "name optimization_barrier reshape squeeze expand_dims bitcast_convert_type copy copy_p"
 _NUMBER_BY_NUMBER = """
     abs add add_any and broadcast_in_dim ceil clamp convert_element_type div eq floor ge gt imag integer_pow
-    iota is_finite le lt max min mul ne neg nextafter not or pad real reduce_precision rem rev round select_n
-    shift_left shift_right_arithmetic shift_right_logical sign slice square sub transpose xor
+    iota is_finite le lt max min mul ne neg nextafter not one_minus_square or pad real reduce_precision rem
+    rev round select_n shift_left shift_right_arithmetic shift_right_logical sign slice square sub transpose
+    xor
 """
 _OF_MANY_ONE = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 _VIEWS = frozenset(_AS_BEFORE.split())

@@ -12,19 +12,20 @@ costs less: whether everything was finite. Who runs the step then asks which op 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Type, body_over
+from onward.core.jaxprs import Body, Signature, Type, body_over, program_of
 from onward.core.program import Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
 from onward.derive.guard import CHECK, Guard, all_finite, is_guarded, watched_by_update
 
 _GO_ON = "go_on"
+_PASSING = {"add", "add_any", "convert_element_type", "mul", "neg", "square", "sub"}
 _FEW = 4096  # numbers that are looked at twice without a thought
 
 
@@ -46,9 +47,10 @@ def check_finite(program: Program) -> Program:
 
     Adds ops, changes none. Looked at are the loss, the gradients, and the next value of every state Variable
     of floats; of a Program that leaves out bad steps itself (``guard``, float16 with a loss scale) only the
-    latter. A state Variable of at most 4,096 numbers that is infinite by design, such as the best loss so
-    far, may stay so. The state Variable ``is_finite`` is True until a step is not finite. ``compile(program,
-    check_finite=True)`` does this, and raises.
+    latter. A gradient that would show there anyway, because the update does arithmetic on each number by
+    itself, is not looked at twice. A state Variable of at most 4,096 numbers that is infinite by design, such
+    as the best loss so far, may stay so. The state Variable ``is_finite`` is True until a step is not finite.
+    ``compile(program, check_finite=True)`` does this, and raises.
 
     Args:
         program: a Program, with or without update, replicated or not.
@@ -89,7 +91,9 @@ def _look(program: Program) -> tuple[tuple[Variable, ...], tuple[int, ...], Any]
     if program.loss is None and not following:
         before = program.outputs
     excepted = {new for new, _ in lenient}
-    strict = [v for v in dict.fromkeys((*before, *following)) if _is_float(v) and v not in excepted]
+    shown = _shown(program, following.keys() - excepted)
+    looked = (v for v in dict.fromkeys((*before, *following)) if _is_float(v))
+    strict = [v for v in looked if v not in excepted and v not in shown]
     pairs = [v for pair in lenient for v in pair]
 
     def finite(arrays: Sequence[Any], *pairs: Any) -> list[Any]:
@@ -99,6 +103,34 @@ def _look(program: Program) -> tuple[tuple[Variable, ...], tuple[int, ...], Any]
         return [jnp.all(jnp.stack([jnp.bool_(True), *found]))]
 
     return (*strict, *pairs), (), body_over(finite, *_types(strict, pairs))
+
+
+def _shown(program: Program, strict: Set[Variable]) -> set[Variable]:
+    """The gradients that need no look: the update hands on what is not finite to what is looked at anyway."""
+    found: dict[tuple[Signature, int], set[int]] = {}
+    shown: set[Variable] = set()
+    for op in program.ops:
+        places = [i for i, v in enumerate(op.inputs) if v.kind is Kind.GRADIENT]
+        if op.made_by is not Pass.UPDATE or len(places) != 1:
+            continue
+        key = op.body.signature, places[0]
+        if key not in found:
+            found[key] = _handed_on(op.body, places[0])
+        if any(op.outputs[j] in strict for j in found[key]):
+            shown.add(op.inputs[places[0]])
+    return shown
+
+
+def _handed_on(body: Body, place: int) -> set[int]:
+    """The outputs that are not finite wherever this input is not: arithmetic on each number by itself."""
+    part = program_of(body.closed, "update")
+    reached = {part.inputs[place]}
+    for op in part.ops:
+        read = op.inputs[:1] if op.type == "div" and op.body.operands[0] == 0 else op.inputs
+        passes = op.type in _PASSING or (op.type == "div" and op.body.operands[0] == 0)
+        if passes and not reached.isdisjoint(read):
+            reached.update(v for v in op.outputs if _is_float(v))
+    return {j for j, v in enumerate(part.outputs) if v in reached}
 
 
 def _types(strict: Sequence[Variable], pairs: Sequence[Variable]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from onward.core.program import Program
 from onward.core.structure import describe
 from onward.execute.feeds import Feeds, Key
 from onward.execute.loop.groups import Batch, Group, Intake, blaming, grouped
-from onward.execute.nonfinite.checks import Checks
+from onward.execute.nonfinite.checks import Arguments
 from onward.execute.out import Out
 from onward.execute.outs import Outs, Part
 from onward.execute.state import SPENT, State
@@ -55,7 +55,8 @@ class ManySteps:
         step: what runs one step.
         donates: let a call reuse the buffers of the State that it replaces.
         checks: look on the host whether labels and ids lie in their range.
-        looks: what raises if a step was not finite, as far as that is known without waiting.
+        look: raises if a step before a State was not finite, as far as that is known without waiting.
+        seen: is told what each call returned, and for which batches.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class ManySteps:
         step: Runnable,
         donates: bool = True,
         checks: bool = True,
-        looks: Checks | None = None,
+        look: Callable[[State], None] = lambda state: None,
+        seen: Callable[[Out, Sequence[Arguments]], None] = lambda out, batches: None,
     ) -> None:
-        self.step, self._donates, self._looks = step, donates, looks
+        self.step, self._donates, self._look, self._seen = step, donates, look, seen
         self._checks = checks and bool(step.program.bounds)
         self._loops: dict[tuple[int, Key], list[_Loop]] = {}
 
@@ -127,11 +129,9 @@ class ManySteps:
         if group.stacked is None or not (loop := self._loop(state, group)).closes:
             pairs = ((b.number, b.feed or b.data) for b in group.batches)
             return self._one_by_one(state, pairs, outs)
-        if self._looks is not None:
-            self._looks.look(state)
+        self._look(state)
         state, out = loop(state, group.stacked)
-        if self._looks is not None:
-            self._looks.seen(out, [(b.data, b.feed) for b in group.batches])
+        self._seen(out, [(b.data, b.feed) for b in group.batches])
         outs.append(Part(out, len(group.batches)))
         return state
 

@@ -81,7 +81,12 @@ class Outs:
     @property
     def watched(self) -> list[Watched]:
         """Statistics of what ``watch`` was told to look at, of the steps in which it did."""
-        return [found for out in self if (found := out.watched).step is not None]
+        each = (
+            watched
+            for part in self._parts
+            for watched in ([part.out.watched] if part.steps is None else part.out.watched.apart(part.steps))
+        )
+        return [watched for watched in each if watched.step is not None]
 
     def _over(self, pick: Callable[[Out], Any]) -> Any:
         alone = [part.steps is None for part in self._parts]

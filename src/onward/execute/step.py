@@ -190,7 +190,8 @@ class Step:
     @cached_property
     def _many(self) -> ManySteps:
         donates = self._donate == {v.name for v in self.layout.changed}
-        return ManySteps(self, donates, self._bounded, self._checks)
+        looks = () if self._checks is None else (self._checks.look, self._checks.seen)
+        return ManySteps(self, donates, self._bounded, *looks)
 
     @property
     def function(self) -> Callable[..., tuple[State, Out]]:

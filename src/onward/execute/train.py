@@ -93,6 +93,7 @@ def train(
         resume: continue from the latest checkpoint, if there is one.
         devices: how many devices to train on, each on its part of every batch; None for all.
         merge: how their gradients become one; see ``replicate``.
+        check_finite: raise ``NonFiniteError`` where a step is not finite, and name the op; see ``compile``.
         options: further arguments of ``Trainer.train``, such as ``test``, ``callbacks``, ``threads``.
 
     Returns:

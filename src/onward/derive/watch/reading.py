@@ -1,9 +1,8 @@
 """What a person reads of a watched step: statistics by name, once the device has computed them.
 
 >>> import jax.numpy as jnp, onward as ow
->>> from onward.derive.watch.watch import watch
 >>> program = ow.SGD(0.5).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
->>> step = ow.compile(watch(program, "mul", updates=True, statistics=["mean", "max"], every=1))
+>>> step = ow.compile(ow.watch(program, "mul", updates=True, statistics=["mean", "max"], every=1))
 >>> state, out = step(step.init(jnp.ones(2)), jnp.array([2.0, 4.0]))
 >>> out.watched
 Watched(step 1: mul mean 3, max 4; update(w) mean -1.5, max -1)
@@ -83,6 +82,11 @@ class Watched(Mapping[str, Mapping[str, Any]]):
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
+
+    def apart(self, steps: int) -> list[Watched]:
+        """Of the statistics of several steps, one more axis in front, those of each; waits for the device."""
+        whole = [(cells, np.asarray(at), np.asarray(numbers)) for cells, at, numbers in self.parts]
+        return [Watched([(cells, at[i], numbers[i]) for cells, at, numbers in whole]) for i in range(steps)]
 
     @cached_property
     def _taken(self) -> tuple[tuple[int, tuple[Cell, ...], np.ndarray], ...]:

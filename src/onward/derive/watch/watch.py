@@ -54,10 +54,13 @@ def watch(
 
     Adds ops, changes none; the training is the same. Computed are the first step and every k-th after it, by
     the step counter; the others cost next to nothing. A gradient is the one that the update starts from:
-    merged over devices, averaged over micro-batches, without loss scale, before rules such as clipping. An
+    merged over devices, averaged over micro-batches, without loss scale, before the optimizer's rules. An
     update is what the step adds to a parameter; a parameter is read before it. Values that differ from device
-    to device count all together, as do those of micro-batches. Watch after ``minimize``; transforms such as
-    ``replicate``, ``accumulate``, ``guard``, ``roll`` may follow or come before.
+    to device count all together, as do those of micro-batches; the gradient of an activation is that of each
+    device's own loss. What is watched stays in memory until it is looked at: the forward pass at its end,
+    the rest when the parameters are updated; activations of micro-batches are joined for that. Watch after
+    ``minimize``; transforms such as ``replicate``, ``accumulate``, ``guard``, ``roll`` may follow or come
+    before. ``split`` takes no watched Program.
 
     Args:
         program: a training Program, or one without an update and ``every=1``.
@@ -82,7 +85,7 @@ def watch(
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> program = ow.SGD(0.5).minimize(lambda w, x: jnp.sum(w * x), jnp.zeros(2), jnp.ones(2))
-        >>> step = ow.compile(watch(program, gradients=True, every=2))
+        >>> step = ow.compile(ow.watch(program, gradients=True, every=2))
         >>> state, out = step(step.init(jnp.zeros(2)), jnp.array([3.0, 4.0]))
         >>> out.watched["grad(w)"]["norm"], out.watched.step
         (5.0, 1)

@@ -1,9 +1,8 @@
 """The statistics of a training, of the steps in which ``watch`` looked, kept without waiting for the device.
 
 >>> import jax.numpy as jnp, onward as ow
->>> from onward.derive.watch.watch import watch
 >>> program = ow.SGD(0.5).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
->>> step = ow.compile(watch(program, gradients=True, statistics=["norm", "max"], every=2))
+>>> step = ow.compile(ow.watch(program, gradients=True, statistics=["norm", "max"], every=2))
 >>> state, history = step.init(jnp.ones(2)), WatchHistory()
 >>> for n in range(1, 6):
 ...     state, out = step(state, jnp.array([3.0 * n, 4.0 * n]))

@@ -23,7 +23,7 @@ from onward.execute.out import Out
 from onward.execute.state import State
 from onward.execute.stopped import Stopped
 
-Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The data of a step, by place and by name."""
 
 _AHEAD = 1  # calls whose verdict may still be open when the next one begins
@@ -33,7 +33,7 @@ class _Verdict(NamedTuple):
     """What a call said of its steps, which may still be computing, and their batches."""
 
     finite: Any
-    batches: Sequence[Batch]
+    batches: Sequence[Arguments]
 
 
 class Checked:
@@ -47,7 +47,8 @@ class Checked:
         """Raise ``NonFiniteError`` if one of the steps before this State was not finite."""
         while self._open:
             finite = self._open[0].finite
-            if not (wait or len(self._open) > _AHEAD or finite.is_ready()):
+            is_known = jax.process_count() == 1 and finite.is_ready()  # all processes must judge at one call
+            if not (wait or is_known or len(self._open) > _AHEAD):
                 return
             verdict = self._open.popleft()
             good = np.atleast_1d(np.asarray(finite))
@@ -55,13 +56,13 @@ class Checked:
                 self._open.clear()
                 raise self._error(state, verdict.batches[int(np.argmin(good))])
 
-    def seen(self, out: Out, batches: Sequence[Batch]) -> None:
+    def seen(self, out: Out, batches: Sequence[Arguments]) -> None:
         """Remember what a call returned for these batches."""
         finite = out[self.check.following.name]
         if not isinstance(finite, jax.core.Tracer):
             self._open.append(_Verdict(finite, batches))
 
-    def _error(self, state: State, batch: Batch) -> NonFiniteError:
+    def _error(self, state: State, batch: Arguments) -> NonFiniteError:
         values = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
         data, feed = batch
         arguments = Feeds(self.program).named(data, feed) if feed else data
@@ -97,7 +98,7 @@ class Checks:
         if self.stopped is not None:
             self.stopped.look(state, wait)
 
-    def seen(self, out: Out, batches: Sequence[Batch]) -> None:
+    def seen(self, out: Out, batches: Sequence[Arguments]) -> None:
         """Remember what a call returned for these batches."""
         if self.checked is not None:
             self.checked.seen(out, batches)

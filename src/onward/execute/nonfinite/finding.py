@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from onward.core.columns import columns
 from onward.core.program import Op, Program, Variable
 from onward.core.source import Source
 from onward.core.words import Kind, Pass
@@ -119,7 +120,7 @@ class NonFinite:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         if self.op is not None:
-            pass_ = f"for {self.made_by}" if self.of_derivative else str(self.made_by)
+            pass_ = "what it saves for backward" if self.of_derivative else str(self.made_by)
             yield "op", ", ".join(filter(None, (self.op.type, pass_, self.scope and f"scope {self.scope}")))
         for step in self.inside:
             yield "inside", " ".join(filter(None, (step.where and f"{step.where}:", step.op.type)))
@@ -128,8 +129,9 @@ class NonFinite:
         if self.device is not None:
             yield "device", str(self.device)
         reads = self.inside[-1].reads if self.inside else self.reads
-        for word, numbers in zip(("reads", *[""] * len(reads)), reads, strict=False):
-            yield word, str(numbers)
+        table = columns([(x.name, x.type, x.words) for x in reads]) if reads else ""
+        for i, line in enumerate(table.splitlines()):
+            yield "" if i else "reads", line
         yield "reaches", _several(self.reaches)
         yield "advice", self.advice
 

@@ -7,8 +7,8 @@ other. A loop is walked back turn by turn, through what is carried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax
 
 from onward.core.jaxprs import Body, program_of
 from onward.core.lower import lower
-from onward.core.program import Op, Program
+from onward.core.program import Op, Program, Variable
 from onward.derive.roll.literals import numbers
 from onward.execute.nonfinite.flags import Bad, Flags, bad_in, line_of_flags
 from onward.execute.nonfinite.numbers import Numbers
@@ -50,64 +50,75 @@ def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tup
     body = op.body
     if body.collectives or body.has_effects or depth > _DEPTH:
         return ()
-    parts = body.subprograms
+    parts, names = body.subprograms, [v.name for v in op.inputs]
     if len(body.equations) != 1 or (not parts and op.type not in body.primitives):
-        return _straight("", program_of(body.closed, op.type), values, wanted, depth)
+        return _straight(_Part("", program_of(body.closed, op.type), names), values, wanted, depth)
     if not parts or "constant" in body.operands:
         return ()
     operands = _operands(body, values)
+    names = [names[x] if isinstance(x, int) else x for x in body.operands]
     wanted = [(_result(body, j), bad) for j, bad in wanted]
     kind = body.equations[0].primitive.name
     if kind == "scan":
-        return _turns(_scan(body, parts["jaxpr"], operands), wanted, depth)
+        return _turns(_scan(body, _Part("", parts["jaxpr"], names), operands), wanted, depth)
     if kind == "while":
-        return _turns(_while(body, parts, operands), wanted, depth)
+        return _turns(_while(body, parts, names, operands), wanted, depth)
     if kind == "cond":
         branch = int(operands[0])
-        return _straight(f"branch {branch}", list(parts.values())[branch], operands[1:], wanted, depth)
+        part = _Part(f"branch {branch}", list(parts.values())[branch], names[1:])
+        return _straight(part, operands[1:], wanted, depth)
     called = next(iter(parts.values()))
     if len(called.inputs) != len(operands):
         return ()
-    return _straight("", called, operands, wanted, depth)
+    return _straight(_Part("", called, names), operands, wanted, depth)
 
 
-def _straight(
-    where: str, program: Program, values: Sequence[Any], wanted: Wanted, depth: int
-) -> tuple[Inside, ...]:
+@dataclass(frozen=True)
+class _Part:
+    """A Program within an op, where it stands in that, and how what it is given is called outside."""
+
+    where: str
+    program: Program
+    names: Sequence[str]
+
+    def name(self, v: Variable) -> str:
+        """What a person calls a Variable of it."""
+        return dict(zip(self.program.inputs, self.names, strict=False)).get(v, v.name)
+
+
+def _straight(part: _Part, values: Sequence[Any], wanted: Wanted, depth: int) -> tuple[Inside, ...]:
     """The op of a part without turns."""
+    program = part.program
     _, flags = line_of_flags(program)(values)
     starts = [Place(program.outputs[j], 0, bad) for j, bad in wanted]
     origin = walk_back(program, flags, starts).first(program)
-    return _closer(where, program, values, origin, depth)
+    return _closer(part, values, origin, depth)
 
 
-def _closer(
-    where: str, program: Program, values: Sequence[Any], origin: Origin | None, depth: int
-) -> tuple[Inside, ...]:
+def _closer(part: _Part, values: Sequence[Any], origin: Origin | None, depth: int) -> tuple[Inside, ...]:
     """An op of a part, and what is in it in turn."""
     if origin is None or (op := origin.op) is None:
         return ()
-    read = jax.jit(lower(program, op.inputs))((), values)
+    read = jax.jit(lower(part.program, op.inputs))((), values)
     wanted = [(op.outputs.index(origin.place.variable), origin.place.bad)]
-    reads = tuple(Numbers.of(v.name, x) for v, x in zip(op.inputs, read, strict=True))
-    return (Inside(where, op, reads), *inside(op, read, wanted, depth + 1))
+    reads = tuple(Numbers.of(part.name(v), x) for v, x in zip(op.inputs, read, strict=True))
+    return (Inside(part.where, op, reads), *inside(op, read, wanted, depth + 1))
 
 
 @dataclass(frozen=True)
 class _Loop:
     """A loop taken apart: the values of a turn are what is fixed, carried, and cut from what it runs over."""
 
-    program: Program
+    part: _Part
     fixed: Sequence[Any]
     first: Sequence[Any]
     turns: Sequence[int] | None
     cut: Callable[[int], Sequence[Any]]
     goes_on: Callable[[Sequence[Any]], bool]
-    words: str
 
     def run(self, upto: int | None = None) -> tuple[list[Flags], Sequence[Any]]:
         """The flags of every turn, and the values of the turn that would follow."""
-        line, carried, flags = line_of_flags(self.program), self.first, list[Flags]()
+        line, carried, flags = line_of_flags(self.part.program), self.first, list[Flags]()
         for turn in self.turns if self.turns is not None else count():
             values = [*self.fixed, *carried, *self.cut(turn)]
             if len(flags) == upto or not self.goes_on(carried):
@@ -121,7 +132,7 @@ class _Loop:
 def _turns(loop: _Loop, wanted: Wanted, depth: int) -> tuple[Inside, ...]:
     """The first turn, and its op, from which what is not finite reached these results of a loop."""
     flags, _ = loop.run()
-    program, carried = loop.program, len(loop.first)
+    program, carried = loop.part.program, len(loop.first)
     begin = len(loop.fixed)
     wanted = set(wanted)
     reached = {(j, bad) for j, bad in wanted if j < carried}
@@ -140,7 +151,8 @@ def _turns(loop: _Loop, wanted: Wanted, depth: int) -> tuple[Inside, ...]:
         return ()
     number, origin = found
     turn = number if loop.turns is None else loop.turns[number]
-    return _closer(loop.words.format(turn), program, loop.run(number)[1], origin, depth)
+    part = replace(loop.part, where=loop.part.where.format(turn))
+    return _closer(part, loop.run(number)[1], origin, depth)
 
 
 def _holds(flags: Flags, program: Program, result: tuple[int, Bad]) -> bool:
@@ -148,38 +160,37 @@ def _holds(flags: Flags, program: Program, result: tuple[int, Bad]) -> bool:
     return result[1] in bad_in(flags, program.outputs[result[0]], 0)
 
 
-def _scan(body: Body, program: Program, operands: Sequence[Any]) -> _Loop:
+def _scan(body: Body, part: _Part, operands: Sequence[Any]) -> _Loop:
     """A scan: what it runs over has one axis more outside than inside."""
+    program = part.program
     (call,) = body.calls
     carried = sum(len(r.shape) == v.ndim for r, v in zip(call.results, program.outputs, strict=True))
     whole = sum(len(o.shape) == v.ndim for o, v in zip(call.operands, program.inputs, strict=True))
     length = call.params["length"]
     turns = range(length)[::-1] if call.params["reverse"] else range(length)
     return _Loop(
-        program,
+        replace(part, where=f"turn {{}} of {length} (counted from 0)"),
         operands[: whole - carried],
         operands[whole - carried : whole],
         turns,
         lambda turn: [x[turn] for x in operands[whole:]],
         lambda carried: True,
-        f"turn {{}} of {length} (counted from 0)",
     )
 
 
-def _while(body: Body, parts: Any, operands: Sequence[Any]) -> _Loop:
+def _while(body: Body, parts: Mapping[str, Program], names: Sequence[str], operands: Sequence[Any]) -> _Loop:
     """A while loop: the condition reads what is fixed for it, and what is carried."""
     (call,) = body.calls
     asked, begin = call.params["cond_nconsts"], call.params["body_nconsts"]
     condition = parts["cond_jaxpr"]
     ask = jax.jit(lower(condition, condition.outputs))
     return _Loop(
-        parts["body_jaxpr"],
+        _Part("turn {} (counted from 0)", parts["body_jaxpr"], names[asked:]),
         operands[asked : asked + begin],
         operands[asked + begin :],
         None,
         lambda turn: [],
         lambda carried: bool(ask((), [*operands[:asked], *carried])[0]),
-        "turn {} (counted from 0)",
     )
 
 

@@ -53,10 +53,10 @@ def _replaced(
 ) -> tuple[tuple[Variable | None, Variable | None], ...]:
     if len(old.inputs) == len(new.inputs):
         both = zip(old.inputs, new.inputs, strict=True)
-        return tuple((x, y) for x, y in both if twins.get(y) is not x)
-    stands = {twins.get(y) for y in new.inputs}
+        return tuple((x, y) for x, y in both if twins.get(y, y) is not x)
+    stands = {twins.get(y, y) for y in new.inputs}
     gone: list[tuple[Variable | None, Variable | None]] = [(x, None) for x in old.inputs if x not in stands]
-    return (*gone, *((None, y) for y in new.inputs if twins.get(y) not in old.inputs))
+    return (*gone, *((None, y) for y in new.inputs if twins.get(y, y) not in old.inputs))
 
 
 SIZES = "other sizes"

@@ -17,8 +17,9 @@ from onward.core.liveness import lifetimes
 from onward.core.program import Op, Program
 from onward.core.transform import expect_program
 from onward.explain.diff.compare import Fact, Pair, compared, facts
-from onward.explain.diff.lines import headline, html, text
+from onward.explain.diff.lines import headline
 from onward.explain.diff.match import Matching, match
+from onward.explain.diff.page import html, text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,8 +99,8 @@ def diff(a: Program, b: Program) -> Diff:
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(w * x), jnp.ones(3), jnp.ones((8, 3)))
-        >>> changes = diff(program, ow.guard(program))
-        >>> [op.type for op in changes.added], len(changes.removed), bool(diff(program, program))
+        >>> changes = ow.diff(program, ow.guard(program))
+        >>> [op.type for op in changes.added], len(changes.removed), bool(ow.diff(program, program))
         (['finite', 'count_skipped', 'keep', 'keep'], 0, False)
     """
     expect_program(a, "diff")

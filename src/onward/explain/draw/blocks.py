@@ -146,6 +146,7 @@ class _Arrangement:
         self, rows: Sequence[Sequence[int]], x: Mapping[int, float], widths: Mapping[int, tuple[float, float]]
     ) -> Block:
         """The block, once it is known where everything stands from left to right."""
+        self.align(rows, x)
         tops, heights, total = self.row_heights(rows)
         left = min((x[v] - widths[v][0] for v in x), default=0.0) - PADDING + BETWEEN
         right = max((x[v] + widths[v][1] for v in x), default=0.0) + PADDING - BETWEEN
@@ -163,6 +164,15 @@ class _Arrangement:
                     points.append((x[v] - anchor, tops[row] + heights[row]))
             made.lines[leaf, None if end is None else self.children[end].node] = points
         return made
+
+    def align(self, rows: Sequence[Sequence[int]], x: Mapping[int, float]) -> None:
+        """Make open groups that have a row for themselves equally wide, border below border."""
+        alone = [row[0] for row in rows if len(row) == 1 and row[0] < len(self.children)]
+        groups = [(x[v], self.children[v]) for v in alone if self.children[v].shape is None]
+        left = min((place - block.left for place, block in groups), default=0.0)
+        right = max((place + block.right for place, block in groups), default=0.0)
+        for place, block in groups:
+            block.left, block.right = place - left, right - place
 
     def anchor(self, rows: Sequence[Sequence[int]], x: Mapping[int, float]) -> float:
         """Where lines from above should meet the group."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from onward.core.cost import Cost, cost
@@ -11,6 +10,7 @@ from onward.core.program import Op, Program, Variable
 from onward.explain.draw.scene import shortened
 
 _LONGEST_TYPE = 22
+_TURNS = ("length", "steps")
 _SUFFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -50,20 +50,16 @@ def facts_of(program: Program) -> Facts:
 
 def _length(op: Op, is_endless: bool) -> str:
     """How often a loop runs, or that nobody knows."""
-    length = op.attributes.get("length")
+    length = next((op.attributes[key] for key in _TURNS if key in op.attributes), None)
     return f"× {length}" if length else "⟳" if is_endless else ""
 
 
-def census(ops: Iterable[Op], most: int = 5) -> str:
-    """How many ops there are of each type, the most frequent first.
-
-    >>> census([])
-    ''
-    """
-    common = Counter(op.type for op in ops).most_common()
-    shown = [kind if n == 1 else f"{shortened(kind, _LONGEST_TYPE)} × {n}" for kind, n in common[:most]]
-    rest = sum(n for _, n in common[most:])
-    return ", ".join([*shown, *([f"+ {rest}"] if rest else [])])
+def together(ops: Collection[Op]) -> str:
+    """What to call several ops: by their type if it is the same."""
+    types = {op.type for op in ops}
+    if len(types) == 1:
+        return f"{shortened(types.pop(), _LONGEST_TYPE)} × {len(ops)}"
+    return f"{len(ops)} ops"
 
 
 def short_number(n: float) -> str:

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, groupby
 
-from onward.core.program import Op, Program
+from onward.core.cost import cost
+from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers
 from onward.explain.draw.homes import homes_of, spine_of
-from onward.explain.draw.repeats import Repeat, repeats_of, stand_ins
+from onward.explain.draw.repeats import Repeat, common, parts_of, repeats_of, stand_ins
 
 MOST_IN_ONE = 60
 """How many boxes one scope shows; more are folded to parts."""
 
+_MOST_STEPS, _LITTLE = 2, 4
 _Key = str | Repeat
 _Path = tuple[_Key, ...]
 
@@ -91,7 +93,6 @@ class _Builder:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.spine = spine_of(program)
-        self.given = {*program.state, *program.constants}
         self.repeats = repeats_of(program)
         self.stands = stand_ins(self.repeats)
         self.homes = homes_of(program, self.spine)
@@ -145,31 +146,36 @@ class _Builder:
 
     def all_paths(self) -> dict[Op, _Path]:
         """For each drawn op the scopes and repeated layers around it, outermost first."""
-        paths: dict[Op, _Path] = {op: _parts(op) for op in self.shown}
+        paths: dict[Op, _Path] = {op: parts_of(op) for op in self.shown}
         for repeat in self.repeats:
-            shared = _common([_parts(op) for layer in repeat.layers for op in layer])
-            own = _common([_parts(op) for op in repeat.layers[0]])
+            shared = common([parts_of(op) for layer in repeat.layers for op in layer])
+            own = common([parts_of(op) for op in repeat.layers[0]])
             for op in repeat.layers[0]:
-                paths[op] = (*shared, repeat, *_parts(op)[len(own) :])
+                paths[op] = (*shared, repeat, *parts_of(op)[len(own) :])
         return paths
 
     def side_ops(self) -> dict[Op, list[Op]]:
-        """The ops that only prepare an input of one other op, from state alone, by that op."""
-        readers = consumers(self.program)
-        spine = set(self.spine)
+        """For each op, the small ones that only prepare an input of it, from state alone."""
         found: dict[Op, list[Op]] = {}
+        belongs: dict[Op, Op] = {}
+        for op, reader in reversed(self.preparations().items()):
+            belongs[op] = belongs.get(reader, reader)
+            found.setdefault(belongs[op], []).insert(0, op)
+        return found
+
+    def preparations(self) -> dict[Op, Op]:
+        """The ops that compute little, from state or what another one made, each with its one reader."""
+        readers, spine = consumers(self.program), set(self.spine)
+        found: dict[Op, Op] = {}
+        steps: dict[Variable, int] = dict.fromkeys((*self.program.state, *self.program.constants), 0)
         for op in self.shown:
             reading = [r for v in op.outputs for r in readers.get(v, ()) if r in spine]
-            if len(reading) != 1 or reading[0] not in self.paths or not self.is_preparation(op):
-                continue
-            ops = found.setdefault(reading[0], [])
-            if self.paths[op] == self.paths[reading[0]]:
-                ops.append(op)
-        return {op: ops for op, ops in found.items() if ops}
-
-    def is_preparation(self, op: Op) -> bool:
-        """Whether an op reads nothing but state, or nothing at all."""
-        return all(v in self.given for v in op.inputs)
+            depth = max((steps.get(v, _MOST_STEPS) for v in op.inputs), default=0) + 1
+            is_near = len(reading) == 1 and self.paths.get(reading[0]) == self.paths[op]
+            if is_near and depth <= _MOST_STEPS and _is_little(op):
+                found[op] = reading[0]
+                steps.update(dict.fromkeys(op.outputs, depth))
+        return found
 
     def level(self, leaves: Sequence[tuple[_Path, Op]], depth: int) -> Iterator[Node]:
         """The nodes of one scope; a scope that is left and entered again makes two."""
@@ -255,27 +261,19 @@ class _Builder:
         return node
 
 
+def _is_little(op: Op) -> bool:
+    """Whether an op does but a few operations for each number it makes."""
+    return cost(op).flops <= _LITTLE * sum(v.size for v in op.outputs)
+
+
 def _key(path: _Path, depth: int) -> _Key | None:
     return path[depth] if len(path) > depth else None
 
 
-def _parts(op: Op) -> tuple[str, ...]:
-    return tuple(op.scope.split("/")) if op.scope else ()
-
-
-def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The scopes that all of these begin with."""
-    first, last = min(paths), max(paths)
-    same = 0
-    while same < len(first) and same < len(last) and first[same] == last[same]:
-        same += 1
-    return first[:same]
-
-
 def _title(repeat: Repeat) -> str:
     """The scopes of the first and the last layer, or what to call layers that have none."""
-    shared = len(_common([_parts(op) for layer in repeat.layers for op in layer]))
-    names = ["/".join(_common([_parts(op) for op in layer])[shared:]) for layer in repeat.layers]
+    shared = len(common([parts_of(op) for layer in repeat.layers for op in layer]))
+    names = ["/".join(common([parts_of(op) for op in layer])[shared:]) for layer in repeat.layers]
     if not names[0]:
         return "layer"
     return names[0] if names[0] == names[-1] else f"{names[0]} … {names[-1]}"

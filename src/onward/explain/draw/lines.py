@@ -13,6 +13,7 @@ from onward.explain.draw.scene import Box, Edge, Point
 from onward.explain.draw.shapes import Shape
 from onward.explain.draw.sight import Sight
 
+_CLOSE = 12.0
 Standing = Mapping[Node, tuple[Block, float, float]]
 """Where each block stands."""
 
@@ -23,6 +24,7 @@ def lines_of(
     blocks: Standing,
     boxes: Mapping[str, Box],
     mirror: float,
+    box_of: Mapping[Op, str],
 ) -> tuple[Edge, ...]:
     """All lines between the boxes of a scene.
 
@@ -32,8 +34,22 @@ def lines_of(
         blocks: where the leaves and groups stand.
         boxes: all boxes in their places.
         mirror: the sum of a place in the forward lane and its mirror image in the backward lane.
+        box_of: the box that stands for each op.
     """
-    return _Lines(sight, shapes, blocks, boxes, mirror).all()
+    return _Lines(sight, shapes, blocks, boxes, mirror, box_of).all()
+
+
+def boxes_of(sight: Sight, shapes: Mapping[Node, Shape]) -> dict[Op, str]:
+    """The box of every op; that of an op of one of equal layers stands for all."""
+    found = {op: key for shape in shapes.values() for op, key in shape.box_of.items()}
+    for leaf in sight.above:
+        if leaf.children or leaf.main is None:
+            continue
+        own = (leaf.main, *leaf.side, *leaf.beside)
+        by_type = {(op.made_by, op.type): found[op] for op in reversed(own) if op in found}
+        known = ((op, by_type.get((op.made_by, op.type))) for op in leaf.ops if op not in found)
+        found.update((op, key) for op, key in known if key is not None)
+    return found
 
 
 class _Lines:
@@ -46,8 +62,10 @@ class _Lines:
         blocks: Standing,
         boxes: Mapping[str, Box],
         mirror: float,
+        box_of: Mapping[Op, str],
     ) -> None:
         self.sight, self.shapes, self.blocks, self.boxes, self.mirror = sight, shapes, blocks, boxes, mirror
+        self.box_of = box_of
         self.edges: dict[tuple[str, str, str], Edge] = {}
 
     def all(self) -> tuple[Edge, ...]:
@@ -58,24 +76,36 @@ class _Lines:
             for box, pill in shape.update:
                 if pill is not None:
                     self.across(box.key, pill.key, "update", pill.variables)
-        box_of = self.box_of()
+        gates = [op for op in self.sight.tree.loose if op in self.box_of]
+        for op in gates:
+            self.through(op, self.box_of[op])
         for maker, op, v in self.sight.read(self.sight.program.ops):
-            begin, end = box_of.get(maker), box_of.get(op)
+            begin, end = self.box_of.get(maker), self.box_of.get(op)
             if begin and end and begin != end:
                 self.line(maker, op, v, begin, end)
         return tuple(self.edges.values())
 
-    def box_of(self) -> Mapping[Op, str]:
-        """The box of every op; that of an op of one of equal layers stands for all."""
-        found = {op: key for shape in self.shapes.values() for op, key in shape.box_of.items()}
-        for leaf in self.sight.above:
-            if leaf.children or leaf.main is None:
-                continue
-            own = (leaf.main, *leaf.side, *leaf.beside)
-            by_type = {(op.made_by, op.type): found[op] for op in reversed(own) if op in found}
-            known = ((op, by_type.get((op.made_by, op.type))) for op in leaf.ops if op not in found)
-            found.update((op, key) for op, key in known if key is not None)
-        return found
+    def through(self, gate: Op, key: str) -> None:
+        """The lines into an op that stands upright, and out of it, each straight ahead."""
+        made = set(gate.outputs)
+        for v in gate.inputs:
+            if source := self.box_of.get(self.sight.makers[v]) if v in self.sight.makers else None:
+                self.straight(source, key, self.boxes[source], v)
+        for op in self.sight.cell:
+            for v in made.intersection(op.inputs):
+                if target := self.box_of.get(op):
+                    self.straight(key, target, self.boxes[target], v)
+
+    def straight(self, source: str, target: str, level: Box, v: Variable) -> None:
+        """A line at the height of one of its boxes, of which the other stands upright."""
+        start, end = self.boxes[source], self.boxes[target]
+        gate = start if level is end else end
+        middle = level.middle[1]
+        within = min(max(middle, gate.y + _CLOSE), gate.bottom - _CLOSE)
+        heights = (within, middle) if gate is start else (middle, within)
+        points = (start.right, heights[0]), (end.x, heights[1])
+        lane = "update" if gate is start else start.lane
+        self.add(Edge(source, target, lane, points, (v.name,), sideways=True))
 
     def line(self, maker: Op, reader: Op, v: Variable, source: str, target: str) -> None:
         """The line from one op to another."""
@@ -131,6 +161,9 @@ class _Lines:
         is_up = bends[0][1] < start.y if bends else start.y > end.y
         first = start.middle[0], start.y if is_up else start.bottom
         last = end.middle[0], end.bottom if is_up else end.y
+        if not bends and abs(first[1] - last[1]) < _CLOSE:
+            both = (max(start.x, end.x) + min(start.right, end.right)) / 2
+            first, last = (both, first[1]), (both, last[1])
         self.add(Edge(source, target, lane, (first, *bends, last), names))
 
     def across(self, source: str, target: str, lane: str, names: tuple[str, ...]) -> None:

@@ -49,12 +49,13 @@ function (key) {
     choose(null);
     Object.keys(view.goes).forEach(mark);
     crumbs();
+    find();
     if (!before) return fit();
-    move(place.x, place.y, place.scale);
+    move(place.x, place.y, Math.max(Math.min(place.scale, stage.clientWidth / view.width), 0.45));
     const after = middleOf(node);
     if (!after) return fit();
-    const x = Math.min(before.x, stage.clientWidth * 0.6), y = Math.min(Math.max(before.y, 40), 120);
-    move(place.x + x - after.x, place.y + y - after.y, place.scale);
+    const free = stage.clientWidth - view.width * place.scale, high = Math.min(Math.max(before.y, 40), 120);
+    move(free >= 0 ? free / 2 : Math.min(20, place.x + before.x - after.x), place.y + high - after.y, place.scale);
     if (view.width * place.scale <= stage.clientWidth && view.height * place.scale <= stage.clientHeight) fit();
   }
 
@@ -103,6 +104,8 @@ function (key) {
     world.querySelectorAll(".box").forEach(function (b) { b.classList.toggle("near", near.has(b.dataset.key)); });
     box.classList.add("chosen");
     tell(data.details[view.says[chosen]]);
+    const over = box.getBoundingClientRect().right - panel.getBoundingClientRect().left + 24;
+    if (over > 0) move(place.x - over, place.y, place.scale);
   }
 
   function tell(details) {

@@ -92,7 +92,7 @@ class _Book:
                 known[key] = len(self.details)
                 self.details.append(_details(box, album))
             said[box.key] = known[key]
-        own = tuple((name, first + number) for name, number in view.path)
+        own = tuple((name, first + number) for name, number in view.path[1 if path else 0 :])
         return {
             "svg": content(view.scene),
             "width": round(view.scene.width),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from onward.core.program import Op, Variable
 from onward.core.words import Pass
 from onward.explain.draw.blocks import Block, block_of
 from onward.explain.draw.facts import Facts
 from onward.explain.draw.fold import Node, Tree
-from onward.explain.draw.lines import lines_of
-from onward.explain.draw.scene import Box, Lane, Scene, shortened
+from onward.explain.draw.lines import boxes_of, lines_of
+from onward.explain.draw.scene import SMALL_WIDTH, Box, Lane, Scene, shortened
 from onward.explain.draw.shapes import GAP, SMALL, shape_of
 from onward.explain.draw.sight import Sight
 
@@ -47,6 +48,8 @@ class _Stage:
         self.boxes: dict[str, Box] = {}
         self.frames: list[Box] = []
         self.blocks: dict[Node, tuple[Block, float, float]] = {}
+        self.box_of = boxes_of(self.sight, self.shapes)
+        self.gates: dict[Op, str] = {}
 
     def scene(self) -> Scene:
         """The scene."""
@@ -64,7 +67,9 @@ class _Stage:
             if self.has(made_by):
                 lanes.append(self.outer_lane(made_by, right))
                 right = lanes[-1].x + lanes[-1].width + _BETWEEN_LANES
-        edges = lines_of(self.sight, self.shapes, self.blocks, self.boxes, self.mirror)
+        edges = lines_of(
+            self.sight, self.shapes, self.blocks, self.boxes, self.mirror, {**self.box_of, **self.gates}
+        )
         bottom = max((b.bottom for b in (*self.boxes.values(), *self.frames)), default=_TOP + 20)
         end = lanes[-1].x + lanes[-1].width + _MARGIN
         boxes = tuple(self.boxes.values())
@@ -102,6 +107,7 @@ class _Stage:
 
     def outer_lane(self, made_by: Pass, x: float) -> Lane:
         """The collective or the update lane: each op at the height of what it belongs to, or below."""
+        begin, x = x, self.put_gates(x) if made_by is Pass.UPDATE else x
         wanted = [(0.0, pair) for pair in self.loose(made_by)]
         for node in self.sight.above:
             shape, (_, _, y) = self.shapes[node], self.blocks[node]
@@ -117,11 +123,33 @@ class _Stage:
             if pill is not None:
                 self.boxes[pill.key] = pill.moved(x + first + 22, free)
             free += SMALL + GAP
-        return Lane(str(made_by), x, max(first + (22 + second if second else 0), _LEAST_LANE))
+        end = x + first + (22 + second if second else 0)
+        return Lane(str(made_by), begin, max(end - begin, _LEAST_LANE))
+
+    def put_gates(self, x: float) -> float:
+        """What reads many gradients stands upright before the updates; returns where these begin."""
+        sources = {op: [b for b in map(self.maker_box, op.inputs) if b] for op in self.tree.loose}
+        wide = [(op, found) for op, found in sources.items() if len(set(found)) > 1]
+        for i, (op, boxes) in enumerate(wide if self.root is self.tree.root else ()):
+            top, bottom = min(b.y for b in boxes) - GAP, max(b.bottom for b in boxes) + GAP
+            title = shortened(op.type, int((bottom - top - 12) / SMALL_WIDTH))
+            key, places = f"gate{i}", self.facts.places([op])
+            self.boxes[key] = Box(key, "gate", "update", x, top, SMALL, bottom - top, (title,), places)
+            self.gates[op] = key
+            x += SMALL + 26
+        return x
+
+    def maker_box(self, v: Variable) -> Box | None:
+        """The box in which a gradient is made."""
+        maker = self.sight.makers.get(v)
+        if maker is None or maker.made_by not in (Pass.BACKWARD, Pass.COLLECTIVE):
+            return None
+        key = self.box_of.get(maker)
+        return self.boxes.get(key) if key else None
 
     def loose(self, made_by: Pass) -> list[tuple[Box, Box | None]]:
         """The boxes of ops that belong to no place of the spine."""
-        ops = tuple(op for op in self.tree.loose if op.made_by is made_by)
+        ops = tuple(op for op in self.tree.loose if op.made_by is made_by and op not in self.gates)
         if not ops or self.root is not self.tree.root:
             return []
         node = Node(-1, "", beside=ops)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onward.core.program import Op, Program
@@ -10,6 +10,7 @@ from onward.core.words import Pass
 from onward.derive.roll.find import find_runs
 from onward.derive.roll.forward import forward_ops
 from onward.derive.roll.line import line_of
+from onward.derive.roll.run import Run
 
 _LEAST_OPS_SAVED = 12
 
@@ -32,8 +33,46 @@ def repeats_of(program: Program) -> tuple[Repeat, ...]:
     first_form = forward_ops(program)
     original = dict(zip(first_form, ops, strict=True))
     line = line_of(replace(program, ops=first_form), frozenset(), frozenset())
-    runs = find_runs(line, lambda run: run.saved >= _LEAST_OPS_SAVED).runs
+    runs = find_runs(line, _is_worth_a_box).runs
     return tuple(Repeat(tuple(tuple(original[op] for op in layer) for layer in run.layers)) for run in runs)
+
+
+def _is_worth_a_box(run: Run) -> bool:
+    """Whether enough is saved, and each scope is either in one layer alone or in all of them."""
+    return run.saved >= _LEAST_OPS_SAVED and are_whole([[op.scope for op in layer] for layer in run.layers])
+
+
+def are_whole(layers: Sequence[Sequence[str]]) -> bool:
+    """Whether layers whose ops have these scopes tear no scope apart.
+
+    >>> are_whole([["a/x", "a/y"], ["b/x", "b/y"]]), are_whole([["x", "y"], ["x", "y"]])
+    (True, True)
+    >>> are_whole([["a", "a"], ["a", "b"]])
+    False
+    """
+    paths = [[tuple(scope.split("/")) for scope in layer] for layer in layers]
+    shared = len(common([path for layer in paths for path in layer]))
+    heads = [{path[shared] for path in layer if len(path) > shared} for layer in paths]
+    are_equal = all(head == heads[0] for head in heads)
+    return are_equal or sum(map(len, heads)) == len(set().union(*heads))
+
+
+def parts_of(op: Op) -> tuple[str, ...]:
+    """The scopes an op is in, outermost first."""
+    return tuple(op.scope.split("/")) if op.scope else ()
+
+
+def common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The scopes that all of these begin with.
+
+    >>> common([("a", "b", "c"), ("a", "b", "d")])
+    ('a', 'b')
+    """
+    first, last = min(paths), max(paths)
+    same = 0
+    while same < len(first) and same < len(last) and first[same] == last[same]:
+        same += 1
+    return first[:same]
 
 
 def stand_ins(repeats: Iterable[Repeat]) -> Mapping[Op, Op]:

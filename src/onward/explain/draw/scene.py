@@ -23,7 +23,8 @@ class Box:
 
     Attributes:
         key: what edges and the script call it.
-        form: ``op``, ``chip`` (a small op), ``fold`` (several ops), ``pill`` (a Variable) or ``frame``.
+        form: ``op``, ``chip`` (a small op), ``gate`` (an op that stands upright across many lines), ``fold``
+            (several ops), ``pill`` (a Variable) or ``frame``.
         lane: the pass whose colours it has, or ``state``.
         lines: its text; the first line is its title.
         ops: the places in the Program of the ops it stands for.

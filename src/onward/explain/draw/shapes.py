@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from onward.core.program import Op, Variable
 from onward.core.show import short_type
 from onward.core.words import Kind, Pass
-from onward.explain.draw.facts import Facts, census, short_number
+from onward.explain.draw.facts import Facts, short_number, together
 from onward.explain.draw.fold import Node
 from onward.explain.draw.scene import Box, shortened, small_width, title_width
 
@@ -162,7 +162,7 @@ class _Shaper:
         feeds = self.feeds()
         if not self.is_first or not feeds:
             return []
-        pill = self.pill("i", feeds[0], "forward")
+        pill = self.pill("d", feeds[0], "forward")
         return [replace(pill, x=-pill.width / 2, y=0)]
 
     def pills(self, above: Sequence[Box]) -> list[Box]:
@@ -212,9 +212,7 @@ class _Shaper:
     def chips(self, key: str, ops: Sequence[Op], lane: str) -> list[Box]:
         """Small boxes for these ops; one for all where they are many."""
         if len(ops) > _MOST_CHIPS:
-            box = self.small(key, lane, (census(ops, 1),), self.facts.places(ops))
-            self.made.box_of.update((op, box.key) for op in ops)
-            return [box]
+            return [self.gathered(key, ops, lane)]
         boxes = []
         for i, op in enumerate(ops):
             boxes.append(self.small(f"{key}{i}", lane, (shortened(op.type, 22),), self.facts.places([op])))
@@ -244,7 +242,7 @@ class _Shaper:
             return None
         key = f"{self.node.number}{made_by.value[0]}"
         title = shortened(self.node.title, _LONGEST_SMALL)
-        words = f"{len(ops)} ops" if len(ops) > 1 else "1 op"
+        words = f"{len(ops):,} ops" if len(ops) > 1 else "1 op"
         flops = sum(self.facts.costs[op].flops for op in ops)
         lines = (title, words, f"{short_number(flops)} FLOPs")
         times = f"× {self.node.times}" if self.node.times > 1 else ""
@@ -260,22 +258,22 @@ class _Shaper:
 
     def updates(self) -> None:
         """Collective and update ops, each update with the next value it makes."""
-        collective, update = self.by_pass[Pass.COLLECTIVE], self.by_pass[Pass.UPDATE]
-        if collective:
-            self.made.collective = self.gathered("x", collective, "collective")
-        boxes = self.gathered("u", update, "update") if update else []
-        by_place = {self.facts.index[op]: op for op in update}
-        for i, box in enumerate(boxes):
-            made = [v for place in box.ops for v in by_place[place].outputs]
+        self.made.collective = self.outer("x", Pass.COLLECTIVE)
+        for i, box in enumerate(self.outer("u", Pass.UPDATE)):
+            made = [v for place in box.ops for v in self.facts.program.ops[place].outputs]
             self.made.update.append((box, self.next_pill(f"n{i}", made)))
 
-    def gathered(self, key: str, ops: Sequence[Op], lane: str) -> list[Box]:
-        """Chips; for a closed group one, with a count."""
-        if not self.node.children or len(ops) == 1:
-            return self.chips(key, ops, lane)
-        box = self.small(key, lane, (census(ops, 1),), self.facts.places(ops))
+    def outer(self, key: str, made_by: Pass) -> list[Box]:
+        """The chips of a lane; a closed group has but one."""
+        ops = self.by_pass[made_by]
+        is_one = self.node.children and len(ops) > 1
+        return [self.gathered(key, ops, str(made_by))] if is_one else self.chips(key, ops, str(made_by))
+
+    def gathered(self, key: str, ops: Sequence[Op], lane: str) -> Box:
+        """One chip for several ops."""
+        box = self.small(key, lane, (together(ops),), self.facts.places(ops))
         self.made.box_of.update((op, box.key) for op in ops)
-        return [box]
+        return box
 
     def next_pill(self, key: str, made: Sequence[Variable]) -> Box | None:
         """The next values of state among these Variables; parameters first."""

@@ -135,15 +135,15 @@ def _head(edge: Edge, lane: str) -> str:
 def _box(box: Box) -> str:
     """An op, several ops, or a Variable."""
     soft = colour(box.lane, soft=True)
-    fill = colour(box.lane) if box.emphasis else "var(--ow-page)" if box.form == "chip" else soft
+    fill = colour(box.lane) if box.emphasis else "var(--ow-page)" if box.form in ("chip", "gate") else soft
     radius = {"pill": box.height / 2, "chip": 6, "fold": 10}.get(box.form, 7)
     more = ' stroke-opacity=".55"' if box.form == "pill" else ' stroke-width="1.6"' * (box.form == "fold")
     cards = (6, 3) if box.form == "fold" and box.note else ()
     under = "".join(_rect(box, soft, radius, ' stroke-opacity=".5"', shift) for shift in cards)
-    words = _small_words(box) if box.form in ("pill", "chip") else _words(box)
+    write = {"pill": _small_words, "chip": _small_words, "gate": _upright_words}.get(box.form, _words)
     return (
         f'<g class="box {box.form}" data-key="{box.key}" data-node="{box.node}">'
-        f"{under}{_rect(box, fill, radius, more)}{words}</g>"
+        f"{under}{_rect(box, fill, radius, more)}{write(box)}</g>"
     )
 
 
@@ -159,6 +159,13 @@ def _small_words(box: Box) -> str:
     more = "".join(f'<tspan class="faint" dx="{SMALL_WIDTH}">{text(word)}</tspan>' for word in rest)
     bold = ' class="name"' if box.form == "pill" else ""
     return _line("small", x, y + 3.7, f"<tspan{bold}>{text(name)}</tspan>{more}")
+
+
+def _upright_words(box: Box) -> str:
+    """The line of text in a box that stands upright."""
+    x, y = box.middle
+    turned = f' transform="rotate(90 {_n(x)} {_n(y)})"'
+    return _line("small", x, y + 3.7, text(box.lines[0]), turned)
 
 
 def _words(box: Box) -> str:

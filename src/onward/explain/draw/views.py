@@ -20,7 +20,7 @@ from onward.explain.draw.sight import visible
 COMFORTABLE, READABLE = 24, 400
 """How many leaves a picture opens by itself, and how many it opens when asked to."""
 
-_MOST_BOXES = 12_000
+_MOST_BOXES, _VAST = 12_000, 3_000
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Walk:
         self.album, self.tree = album, album.tree
         groups = [node for node in self.tree.nodes if node.children]
         size = len(list(visible(self.tree.root, album.opened)))
-        self.is_vast = size * len(groups) * 4 > _MOST_BOXES
+        self.is_vast = size * len(groups) > _VAST
 
     def views(self) -> list[View]:
         """All of them."""

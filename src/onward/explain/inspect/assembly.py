@@ -150,7 +150,7 @@ def _together(structures: Sequence[Structure]) -> Structure:
 def _named(program: Program, names: Names, copies: bool) -> Program:
     """The Program with the kinds of its Variables, gradients and next values named after what they are of."""
     places = {Placement.PER_REPLICA: Placement.REPLICATED} if copies else {}
-    trained = parameters_among(program.ops, program.state, program.gradients)
+    trained = parameters_among(program.ops, program.next_state, program.gradients)
     program = replace(program, gradients=tuple(pair for pair in program.gradients if pair[0] in trained))
     new = {
         v: replace(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.structure import Static, describe, path_keys
-from onward.define.arguments import Leaf, Specification, specify, type_of
+from onward.define.arguments import Leaf, Specification, specify
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,5 +200,5 @@ def _holds_modules(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a result is an array, a number or a tracer."""
-    return type_of(value) is not None
+    """Whether a leaf of a result is an array; a Python number is a fixed value."""
+    return isinstance(value, jax.Array | np.ndarray | np.generic)

@@ -120,7 +120,8 @@ class Flow:
         if updated:
             return updated
         changed = [(n, o) for n, o in pairs if n is not o]
-        if not changed or not all(self.is_kept(n, o) for n, o in changed):
+        gradients = any(self.made_by.get(n) is Pass.BACKWARD for n, _ in changed)
+        if gradients or not any(self.is_kept(n, o) for n, o in changed):
             return -1
         surely = not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
         return 0 if surely or _is_key(old.variables[0]) else -1
@@ -144,35 +145,31 @@ def carried(
     by_form: dict[Any, list[Part]] = {}
     for part in arguments:
         by_form.setdefault(part.form, []).append(part)
-    open_results: list[tuple[Part, list[Part]]] = []
+    choices: list[tuple[Part, list[Part]]] = []
     for new in results:
-        if any(new.within(taken) for taken, _ in open_results):
+        if choices and new.within(choices[-1][0]):
             continue
         fitting = [old for old in by_form.get(new.form, ()) if old.is_built_as(new) and share(new, old) >= 0]
         if fitting:
-            open_results.append((new, fitting))
-    return _decided(open_results, share)
+            choices.append((new, fitting))
+    return _decided(choices, share)
 
 
 def _decided(
     choices: list[tuple[Part, list[Part]]], share: Callable[[Part, Part], int]
 ) -> list[tuple[Part, Part]]:
     decided: list[tuple[Part, Part]] = []
-    rest = list(choices)
-    while rest:
-        rest = [(new, [old for old in fitting if _is_free(old, decided)]) for new, fitting in rest]
-        rest = [(new, fitting) for new, fitting in rest if fitting]
-        if not rest:
-            break
-        new, fitting = min(rest, key=lambda choice: len(choice[1]))
+    while choices:
+        new, fitting = min(choices, key=lambda choice: len(choice[1]))
         best = max(fitting, key=lambda old: (share(new, old), old.place == new.place))
         decided.append((new, best))
-        rest = [choice for choice in rest if choice[0] is not new]
+        rest = ((n, [o for o in olds if not _overlap(o, best)]) for n, olds in choices if n is not new)
+        choices = [(n, olds) for n, olds in rest if olds]
     return decided
 
 
-def _is_free(old: Part, decided: Sequence[tuple[Part, Part]]) -> bool:
-    return not any(old.within(taken) or taken.within(old) for _, taken in decided)
+def _overlap(a: Part, b: Part) -> bool:
+    return a.within(b) or b.within(a)
 
 
 def next_values(pairs: Iterable[tuple[Part, Part]]) -> Mapping[Variable, Variable]:

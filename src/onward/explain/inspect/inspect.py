@@ -52,6 +52,12 @@ def inspect(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
     argument is, and computed from it by the update, are the next value of that argument: it is state then,
     and a parameter if it has a gradient. All other arguments are data. Nothing is run.
 
+    A loop over micro-batches, which computes losses and gradients in turn, is one op of the backward pass;
+    its ``subprograms`` tell its passes apart. What ``shard_map`` or ``pmap`` spreads over devices is shown as
+    what one of them does. ``onward.compile`` runs the Program: ``step.init`` takes the arguments
+    that are state, a tuple of them if they are several, and for modules of flax.nnx the
+    ``nnx.split((model, optimizer))[1]`` of them.
+
     Args:
         step: the training step: any function that JAX can trace, jitted or not, with optax, flax.nnx, flax
             linen, equinox, haiku or none of them.

@@ -121,15 +121,26 @@ def _differentiated(old: Variable, new: Variable, makers: Mapping[Variable, Op])
     return found
 
 
-def parameters_among(ops: Sequence[Op], state: Iterable[Variable], pairs: Iterable[Pair]) -> set[Variable]:
-    """The state that is trained: it has a gradient, and the forward pass reads it."""
+def parameters_among(
+    ops: Sequence[Op], following: Mapping[Variable, Variable], pairs: Iterable[Pair]
+) -> set[Variable]:
+    """The state that is trained: it has a gradient, and the forward pass reads it.
+
+    Where no gradient can be told apart, as when the update works on all of them laid end to end: the
+    floating point arrays that the forward pass reads and the update replaces.
+    """
     needed: set[Variable] = set()
     for op in reversed(ops):
         marked = op.made_by in (Pass.FORWARD, Pass.BACKWARD)
         if marked and (op.made_by is Pass.FORWARD or is_mixed(op) or not needed.isdisjoint(op.outputs)):
             needed.update(op.inputs)
-    trained = {p for p, _ in pairs}
-    return {v for v in state if v in trained and v in needed}
+    made_by = {v: op.made_by for op in ops for v in op.outputs}
+    trained = {p for p, _ in pairs} or {
+        old
+        for old, new in following.items()
+        if old.ndim and jnp.issubdtype(old.dtype, jnp.inexact) and made_by.get(new) is Pass.UPDATE
+    }
+    return trained & needed
 
 
 def loss_among(ops: Sequence[Op], outputs: Iterable[Variable]) -> Variable | None:

@@ -37,17 +37,14 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 
-from onward.core.columns import columns
 from onward.core.liveness import Array, lifetimes
 from onward.core.program import Op, Program, Variable
-from onward.core.show import human_bytes, short_type
+from onward.core.show import human_bytes
 from onward.core.transform import expect_program
 from onward.core.words import Kind, Pass
 from onward.derive.recompute.measure import results
 from onward.explain.memory.plot import Chart, Picture, Point, picture
-
-_SHOWN = 10
-_WIDTH = 32
+from onward.explain.memory.table import place, rows, side_by_side, text
 
 
 class Share(StrEnum):
@@ -156,10 +153,11 @@ class Memory:
     @property
     def peak_op(self) -> Op | None:
         """The op at which they are; None if the Program has no ops."""
-        return self.curve[self._peak].op if self.curve else None
+        return self.curve[self.peak_number].op if self.curve else None
 
     @cached_property
-    def _peak(self) -> int:
+    def peak_number(self) -> int:
+        """The number of that op, counted from 0."""
         return max(range(len(self.curve)), key=lambda i: self.curve[i].bytes, default=0)
 
     @property
@@ -184,7 +182,7 @@ class Memory:
 
         >>> import jax.numpy as jnp, onward as ow
         >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
-        >>> print(str(memory(program).beside(program)).splitlines()[-1])
+        >>> print(str(ow.memory(program).beside(program)).splitlines()[-1])
         all at the peak        36 B   36 B
         """
         return Beside((self, other if isinstance(other, Memory) else memory(other)), labels)
@@ -192,7 +190,7 @@ class Memory:
     def chart(self, title: str | None = None) -> Chart:
         """What the picture shows of it."""
         points = [
-            Point(str(m.op.made_by), _place(m.op), m.bytes, {str(s): n for s, n in m.shares.items()})
+            Point(str(m.op.made_by), place(m.op), m.bytes, {str(s): n for s, n in m.shares.items()})
             for m in self.curve
         ]
         return Chart(title or f"Memory of {self.program.name}", tuple(points))
@@ -202,13 +200,13 @@ class Memory:
         return picture([self.chart()])
 
     def _repr_html_(self) -> str:
-        return self.plot().html(_table_of(self))
+        return self.plot().html(rows(self))
 
     def __repr__(self) -> str:
         return f"Memory({self.program.name!r}, {human_bytes(self.peak)} at the peak)"
 
     def __str__(self) -> str:
-        return _text(self)
+        return text(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,15 +224,7 @@ class Beside:
         return self.plot().html([])
 
     def __str__(self) -> str:
-        one, other = (m.shares for m in self.memories)
-        rows: list[tuple[str, ...]] = [("", *self.labels)]
-        rows += [
-            (share, human_bytes(one[share]), human_bytes(other[share]))
-            for share in Share
-            if one[share] or other[share]
-        ]
-        rows.append(("all at the peak", *(human_bytes(m.peak) for m in self.memories)))
-        return columns(rows, right=(1, 2))
+        return side_by_side(self.memories, self.labels)
 
 
 def memory(program: Program) -> Memory:
@@ -250,58 +240,13 @@ def memory(program: Program) -> Memory:
         ArgumentError: it is no Program.
 
     Example:
-        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> import jax.numpy as jnp, onward as ow
         >>> def loss(w, x):
-        ...     return jnp.sum(jnp.tanh(x @ w))
+        ...     return jnp.sum(jnp.exp(x @ w) * jnp.sin(x @ w))
         >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((8, 8)), jnp.ones((64, 8)))
-        >>> found = memory(program)
+        >>> found = ow.memory(program)
         >>> found.peak, found.peak_op.type, found.shares["saved for backward"]
-        (6412, 'tanh_grad', 2048)
+        (8716, 'dot_general_grad', 4096)
     """
     expect_program(program, "memory")
     return Memory(program)
-
-
-def _text(found: Memory) -> str:
-    """What ``print(memory(program))`` shows."""
-    op = found.peak_op
-    head = f"Memory of {found.program.name}: {human_bytes(found.peak)} at the peak"
-    if op is not None:
-        head += f", at op {found._peak + 1:,} of {len(found.curve):,}: {op.made_by}  {_place(op)}"
-    whole = max(found.peak, 1)
-    shares = [
-        (str(share), human_bytes(n), f"{100 * n / whole:.0f} %", "█" * round(_WIDTH * n / whole))
-        for share, n in found.shares.items()
-        if n
-    ]
-    title, *rows = _table_of(found)
-    return f"{head}\n\n{columns(shares, right=(1, 2))}\n\n{columns([title, *rows], right=(0,))}"
-
-
-def _table_of(found: Memory) -> list[tuple[str, ...]]:
-    """What lies in memory at the peak, a row each; what repeated layers hold in one."""
-    alike: dict[tuple[str, ...], list[Held]] = {}
-    for held in found.held:
-        ends = (
-            _place(held.maker) if held.maker else "there before",
-            _place(held.reader) if held.reader else "stays",
-        )
-        alike.setdefault((short_type(held.variable), str(held.share), *ends), []).append(held)
-    groups = sorted(alike.items(), key=lambda pair: -sum(held.bytes for held in pair[1]))
-    rows: list[tuple[str, ...]] = [("bytes", "at the peak", "type", "for", "made by", "last read by")]
-    for words, group in groups[:_SHOWN]:
-        name = group[0].variable.name if len(group) == 1 else f"{len(group)} x {group[0].variable.name}"
-        rows.append((_total(group), name, *words))
-    if rest := [held for _, group in groups[_SHOWN:] for held in group]:
-        rows.append((_total(rest), f"{len(rest):,} more", "", "", "", ""))
-    return rows
-
-
-def _total(group: Sequence[Held]) -> str:
-    return human_bytes(sum(held.bytes for held in group))
-
-
-def _place(op: Op) -> str:
-    """An op by its type and the user's line."""
-    line = str(op.source) if op.source is not None else ""
-    return f"{op.type}  {line}" if line else op.type

@@ -7,6 +7,8 @@ gradients vanish or explode along the depth is seen at a glance.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -51,13 +53,12 @@ def plot_watched(
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.watch.watch import watch
         >>> program = ow.SGD(0.5).minimize(lambda w: jnp.sum(w**2), jnp.ones(2))
-        >>> step = ow.compile(watch(program, gradients=True, statistics="norm", every=1))
+        >>> step = ow.compile(ow.watch(program, gradients=True, statistics="norm", every=1))
         >>> state, outs = step.run(step.init(jnp.ones(2)), [()] * 3)
         >>> figure = plot_watched(outs.watched)
         >>> [axes.get_title(loc="left") for axes in figure.axes]
-        ['norm']
+        ['norm of grad(w)']
     """
     history = watched_steps(source)
     figures = require("matplotlib.figure", "plot")
@@ -71,7 +72,15 @@ def plot_watched(
     for axes, (statistic, group) in zip(every, panels, strict=True):
         _panel(axes, history, statistic, group, theme)
     every[-1].set_xlabel("step", color=theme["faint"])
+    figure._repr_svg_ = partial(_svg, figure)  # a notebook asks what can draw itself
     return figure
+
+
+def _svg(figure: Any) -> str:
+    """A figure as the text of an SVG."""
+    written = StringIO()
+    figure.savefig(written, format="svg", facecolor=figure.get_facecolor())
+    return written.getvalue()
 
 
 def _statistics(history: WatchHistory, labels: Sequence[str], asked: Any) -> tuple[str, ...]:

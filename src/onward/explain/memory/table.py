@@ -1,0 +1,72 @@
+"""The memory of a step as text: what it is taken for, and what lies there when it is most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from onward.core.columns import columns
+from onward.core.program import Op
+from onward.core.show import human_bytes, short_type
+
+if TYPE_CHECKING:
+    from onward.explain.memory.memory import Held, Memory
+
+_SHOWN = 10
+_WIDTH = 32
+
+
+def text(found: Memory) -> str:
+    """What ``print(memory(program))`` shows."""
+    op = found.peak_op
+    head = f"Memory of {found.program.name}: {human_bytes(found.peak)} at the peak"
+    if op is not None:
+        number = f"op {found.peak_number + 1:,} of {len(found.curve):,}"
+        head += f", at {number}: {op.made_by}  {place(op)}"
+    whole = max(found.peak, 1)
+    shares = [
+        (str(share), human_bytes(n), f"{100 * n / whole:.0f} %", "█" * round(_WIDTH * n / whole))
+        for share, n in found.shares.items()
+        if n
+    ]
+    return f"{head}\n\n{columns(shares, right=(1, 2))}\n\n{columns(rows(found), right=(0,))}"
+
+
+def side_by_side(memories: Sequence[Memory], labels: Sequence[str]) -> str:
+    """The shares of several, a column each."""
+    shares = [found.shares for found in memories]
+    table: list[tuple[str, ...]] = [("", *labels)]
+    for share in shares[0]:
+        if any(each[share] for each in shares):
+            table.append((str(share), *(human_bytes(each[share]) for each in shares)))
+    table.append(("all at the peak", *(human_bytes(found.peak) for found in memories)))
+    return columns(table, right=range(1, len(memories) + 1))
+
+
+def rows(found: Memory) -> list[tuple[str, ...]]:
+    """What lies in memory at the peak, a row each; what repeated layers hold in one."""
+    alike: dict[tuple[str, ...], list[Held]] = {}
+    for held in found.held:
+        ends = (
+            place(held.maker) if held.maker else "there before",
+            place(held.reader) if held.reader else "stays",
+        )
+        alike.setdefault((short_type(held.variable), str(held.share), *ends), []).append(held)
+    groups = sorted(alike.items(), key=lambda pair: -sum(held.bytes for held in pair[1]))
+    table: list[tuple[str, ...]] = [("bytes", "at the peak", "type", "for", "made by", "last read by")]
+    for words, group in groups[:_SHOWN]:
+        name = group[0].variable.name if len(group) == 1 else f"{len(group)} x {group[0].variable.name}"
+        table.append((_total(group), name, *words))
+    if rest := [held for _, group in groups[_SHOWN:] for held in group]:
+        table.append((_total(rest), f"{len(rest):,} more", "", "", "", ""))
+    return table
+
+
+def _total(group: Iterable[Held]) -> str:
+    return human_bytes(sum(held.bytes for held in group))
+
+
+def place(op: Op) -> str:
+    """An op by its type and the user's line."""
+    line = str(op.source) if op.source is not None else ""
+    return f"{op.type}  {line}" if line else op.type
