@@ -66,7 +66,7 @@ def weight(rows, columns):
     return rng.normal(0, rows**-0.5, (rows, columns)).astype(np.float32)
 
 
-SHAPES = {name: (WIDTH, WIDTH) for name in ("query", "key", "value", "out")}
+SHAPES = dict.fromkeys(("query", "key", "value", "out"), (WIDTH, WIDTH))
 SHAPES |= {"wide": (WIDTH, 4 * WIDTH), "narrow": (4 * WIDTH, WIDTH)}
 params = {
     "patch": weight(4, WIDTH),
@@ -82,8 +82,8 @@ program = ow.AdamW(2e-3).minimize(loss, params, *batch)
 #
 # Three lanes: the forward pass runs down, the backward pass comes up on the other side, each gradient beside the
 # op it belongs to, and the update stands where its parameter is read. The four blocks are alike, so they are one
-# box. Click the plus on a box to open it, an op to see its types, cost and line; drag to pan, turn the wheel to
-# zoom.
+# box. Click the plus on a box to open it, an op to see its types, cost and line; drag to pan; once clicked, turn
+# the wheel to zoom.
 
 # %%
 ow.draw(program)

@@ -27,6 +27,7 @@ import onward as ow
 pytestmark = pytest.mark.usefixtures("earlier_objects_frozen")
 ROOT = Path(__file__).parents[1]
 CASES = {
+    "check_finite_time": ["4-layer transformer"],
     "accumulate_time": ["MLP, 16 rows", "transformer, 1 text"],
     "derive_time": ["derive, 3 layers", "and lower, 3 layers", "roll and lower, 3 layers"],
     "first_step_time": ["24-layer transformer, first step"],

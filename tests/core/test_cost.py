@@ -217,22 +217,3 @@ def test_factorizations_by_their_leading_terms():
     ]:
         counts = [flops(call) for call in body_of(lambda x, function=function: [function(x)], x).calls]
         assert expected in counts
-
-
-def test_homes_of_rules_and_collectives():
-    def loss(params, x):
-        for i, w in enumerate(params):
-            with jax.named_scope(f"layer_{i}"):
-                x = jnp.tanh(x @ w)
-        return jnp.mean(x)
-
-    optimizer = ow.Adam(0.1, rules=[ow.ClipByNorm(1.0)])
-    program = optimizer.minimize(loss, [jnp.eye(4)] * 2, jnp.ones((8, 4)))
-    found = ow.homes(ow.replicate(program, devices=8))
-    where = {}
-    for op, home in found.items():
-        where.setdefault(op.type, []).append(home)
-    assert sorted(where["adam"]) == ["layer_0", "layer_1"]
-    assert sorted(where["tanh_grad"]) == ["layer_0", "layer_1"]
-    assert {"layer_0", "layer_1"} <= set(where["all_mean"])
-    assert where["count"] == [""]

@@ -1,20 +1,48 @@
-"""The scope in which people look for an op: where a layer is computed, its gradients and its updates belong.
+"""Where an op belongs: beside which forward op, and in which scope people look for it.
 
-Forward ops say their scope, gradient ops that of the op they differentiate. An update op says none: it
-belongs where its parameter is first read. So all that is done for a layer stands together.
+A gradient op belongs to the forward op it differentiates, a sum of gradients where the gradient op belongs
+that reads it, an update op to the op that first reads its parameter. Where a Program does not say what an op
+belongs to, the flow of its values does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
-from onward.core.words import Pass
+from onward.core.words import Kind, Pass
+
+Homes = Mapping[Op, Op | None]
 
 
-def homes(program: Program) -> Mapping[Op, str]:
-    """For each op the scope it belongs to; an empty one where several are as good as each other.
+def spine_of(program: Program) -> tuple[Op, ...]:
+    """The ops in whose order a picture goes down: the forward ops; if there are none, the backward ops."""
+    for made_by in Pass:
+        found = tuple(op for op in program.ops if op.made_by is made_by)
+        if found:
+            return found
+    return ()
+
+
+def homes(program: Program) -> Homes:
+    """For each op the forward op it belongs to; None where it belongs to several, or to none.
+
+    Args:
+        program: at any stage; one without forward ops is led by its backward ops.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(x @ w), jnp.ones((3, 2)), jnp.ones((4, 3)))
+        >>> found = homes(program)
+        >>> [(op.type, found[op].type) for op in program.ops if op.type in ("dot_general_grad", "sgd")]
+        [('dot_general_grad', 'dot_general'), ('sgd', 'dot_general')]
+    """
+    return _Homes(program, spine_of(program)).found()
+
+
+def scopes(program: Program) -> Mapping[Op, str]:
+    """For each op the scope in which people look for it: its own, or that of the op it belongs to.
 
     Args:
         program: at any stage.
@@ -26,32 +54,83 @@ def homes(program: Program) -> Mapping[Op, str]:
         ...         y = x @ params
         ...     return jnp.sum(y)
         >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((3, 2)), jnp.ones((4, 3)))
-        >>> [(op.type, home) for op, home in homes(program).items() if op.made_by is not ow.Pass.BACKWARD]
+        >>> [(op.type, scope) for op, scope in scopes(program).items() if op.made_by is not ow.Pass.BACKWARD]
         [('dot_general', 'layer'), ('reduce_sum', ''), ('count', ''), ('sgd', 'layer')]
     """
-    found = {op: op.scope for op in program.ops}
-    made = producers(program)
-    first: dict[Variable, str] = {}
-    for op in program.ops:
-        if op.made_by is Pass.FORWARD and op.scope:
-            first.update((v, op.scope) for v in op.inputs if v not in made and v not in first)
-    movable = [op for op in program.ops if not op.scope and op.of is None and op.made_by is not Pass.FORWARD]
-    _move_in_with_readers(program, [op for op in movable if op.made_by is Pass.BACKWARD], found)
-    for op in movable:
-        scopes = (found[made[v]] if v in made else first.get(v, "") for v in op.inputs)
-        found[op] = found[op] or _common(scope for scope in scopes if scope)
-    _move_in_with_readers(program, [op for op in movable if op.made_by is Pass.UPDATE], found)
-    return found
+    return {op: home.scope if home is not None else op.scope for op, home in homes(program).items()}
 
 
-def _move_in_with_readers(program: Program, homeless: Iterable[Op], found: dict[Op, str]) -> None:
-    """Give ops the home of the ops that read what they compute, if these live together."""
-    read_by = consumers(program)
-    for op in reversed([op for op in homeless if not found[op]]):
-        found[op] = _common(found[reader] for v in op.outputs for reader in read_by.get(v, ()))
+class _Homes:
+    """The search for homes: first those that ops declare, then what neighbours tell."""
 
+    def __init__(self, program: Program, spine: Sequence[Op]) -> None:
+        self.program = program
+        self.place = {op: i for i, op in enumerate(spine)}
+        self.makers = producers(program)
+        self.readers = consumers(program)
+        self.homes: dict[Op, Op | None] = {op: op for op in spine}
+        self.before: dict[Variable, list[Variable]] = {}
+        for old, new in program.next_state.items():
+            self.before.setdefault(new, []).append(old)
 
-def _common(scopes: Iterable[str]) -> str:
-    """The one scope that all of these are; empty if they differ."""
-    different = set(scopes)
-    return different.pop() if len(different) == 1 else ""
+    def found(self) -> Homes:
+        """The home of every op."""
+        gradients = list(self.others(Pass.BACKWARD))
+        for op in gradients:
+            if op.of is not None and op.of in self.makers:
+                self.homes[op] = self.makers[op.of]
+        for op in reversed(gradients):
+            if op not in self.homes:
+                self.homes[op] = self.of_reader(op)
+        for op in gradients:
+            if self.homes[op] is None:
+                self.homes[op] = self.of_flow(op) or self.makers.get(self.program.loss)  # type: ignore[arg-type]
+        for op in self.others(Pass.COLLECTIVE, Pass.UPDATE):
+            self.homes[op] = self.of_update(op)
+        for op in reversed(list(self.others(Pass.COLLECTIVE, Pass.UPDATE))):
+            if self.homes[op] is None:
+                self.homes[op] = self.common(
+                    self.homes[r] for v in op.outputs for r in self.readers.get(v, ())
+                )
+        return {op: self.homes[op] for op in self.program.ops}
+
+    def others(self, *passes: Pass) -> Iterable[Op]:
+        return (op for op in self.program.ops if op.made_by in passes and op not in self.place)
+
+    def of_reader(self, op: Op) -> Op | None:
+        """Where the first gradient op lives that reads this one."""
+        readers = (r for v in op.outputs for r in self.readers.get(v, ()) if r.made_by is Pass.BACKWARD)
+        return next((home for r in readers if (home := self.homes.get(r)) is not None), None)
+
+    def of_flow(self, op: Op) -> Op | None:
+        """Where the op stands whose values this one reads; the last one for values of the forward pass."""
+        forward = [self.makers[v] for v in op.inputs if v in self.makers and self.makers[v] in self.place]
+        if forward:
+            return max(forward, key=self.place.__getitem__)
+        near = [self.above(v, home) for v in op.inputs if v in self.makers and (home := self.home(v))]
+        return min(near, key=self.place.__getitem__) if near else None
+
+    def home(self, v: Variable) -> Op | None:
+        return self.homes.get(self.makers[v])
+
+    def above(self, gradient: Variable, home: Op) -> Op:
+        """What made the input of an op whose gradient this may be: the first of its type and shape."""
+        makers = (self.makers.get(v) for v in home.inputs if v.type == gradient.type)
+        return next((maker for maker in makers if maker in self.place), home)
+
+    def of_update(self, op: Op) -> Op | None:
+        """Where the state is first read whose next value this is; else where what it reads is made."""
+        replaced = [old for v in op.outputs for old in self.before.get(v, ())]
+        trained = [old for old in replaced if old.kind is Kind.PARAMETER] or replaced
+        if (home := self.common(filter(None, map(self.first_reader, trained)))) is not None:
+            return home
+        made = (self.makers[v] for v in op.inputs if v in self.makers)
+        return self.common(self.homes.get(maker) for maker in made if self.homes.get(maker) is not None)
+
+    def first_reader(self, v: Variable) -> Op | None:
+        return next((reader for reader in self.readers.get(v, ()) if reader in self.place), None)
+
+    def common(self, homes: Iterable[Op | None]) -> Op | None:
+        """The one home that all of these are."""
+        different = set(homes)
+        return different.pop() if len(different) == 1 else None

@@ -21,8 +21,9 @@ EXTRAS = {
     "cluster": ("ray",),
     "demo": ("sklearn",),
     "orbax": ("orbax",),
-    "plot": ("graphviz", "matplotlib"),
+    "plot": ("igraph", "matplotlib"),
     "serve": ("flatbuffers", "starlette", "uvicorn"),
+    "tensorboard": ("tensorboardX",),
 }
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _WIDTH = 12

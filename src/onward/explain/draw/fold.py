@@ -12,9 +12,9 @@ from functools import cached_property
 from itertools import count, groupby
 
 from onward.core.cost import cost
+from onward.core.homes import homes, spine_of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers
-from onward.explain.draw.homes import homes_of, spine_of
 from onward.explain.draw.repeats import Repeat, common, parts_of, repeats_of, stand_ins
 
 MOST_IN_ONE = 60
@@ -95,7 +95,7 @@ class _Builder:
         self.spine = spine_of(program)
         self.repeats = repeats_of(program)
         self.stands = stand_ins(self.repeats)
-        self.homes = homes_of(program, self.spine)
+        self.homes = homes(program)
         self.shown = [op for op in self.spine if self.stands.get(op, op) is op]
         self.paths = self.all_paths()
         self.sides = self.side_ops()

@@ -170,7 +170,9 @@ function (key) {
   }
 
   stage.addEventListener("wheel", function (event) {
-    if (panel.contains(event.target)) return;
+    const scrolls = document.documentElement.scrollHeight > window.innerHeight;
+    const asked = event.ctrlKey || event.metaKey || root.contains(document.activeElement);
+    if ((scrolls && !asked) || panel.contains(event.target)) return;  // the notebook scrolls until it is clicked
     event.preventDefault();
     const at = point(event);
     zoom(Math.exp(-event.deltaY * (event.deltaMode ? 0.05 : 0.0015)), at.x, at.y);

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from onward.core.cost import Cost, cost, size
-from onward.core.homes import homes
+from onward.core.homes import scopes
 from onward.core.liveness import lifetimes
 from onward.core.program import Op, Program, Variable
 from onward.core.show import short_type
@@ -52,7 +52,7 @@ class Count:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.homes: Mapping[Op, str] = homes(program)
+        self.scopes: Mapping[Op, str] = scopes(program)
         self.place = {op: i for i, op in enumerate(program.ops)}
 
     def row(self, scope: str, made_by: Pass | None, ops: Iterable[Op]) -> Row:
@@ -110,7 +110,7 @@ def rows_of(count: Count, depth: int) -> list[Row]:
     """A row for each scope and pass, scopes in the order of their first op."""
     groups: dict[str, dict[Pass, list[Op]]] = {}
     for op in count.program.ops:
-        scope = "/".join(count.homes[op].split("/")[:depth])
+        scope = "/".join(count.scopes[op].split("/")[:depth])
         groups.setdefault(scope, {}).setdefault(op.made_by, []).append(op)
     return [
         count.row(scope, made_by, passes[made_by])

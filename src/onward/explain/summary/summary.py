@@ -107,7 +107,7 @@ def summary(program: Program, depth: int | None = 1, sort: str | None = None) ->
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         raise ArgumentError(f"summary: depth is {depth!r}; expected a number of levels from 0 on, or None.")
     count = Count(program)
-    levels = depth if depth is not None else max((h.count("/") + 1 for h in count.homes.values()), default=1)
+    levels = depth if depth is not None else max((h.count("/") + 1 for h in count.scopes.values()), default=1)
     found = Summary(
         headline(program), tuple(folded(rows_of(count, levels))), tuple(totals_of(count)), _notes(program)
     )
