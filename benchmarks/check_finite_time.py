@@ -3,8 +3,9 @@
 ``compile(program, check_finite=True)`` against ``compile(program)``, of the same Program. The step that is
 looked at reads all of the next state once more, and gradients where that would not show them, and chooses
 between the state before and after. So it costs as much as a part of an update: little where a model computes
-long for each parameter, much where the update is most of the step, as in the MLP. ``guard(program)``, which looks at the gradients and leaves bad steps out, stands beside it;
-so does the unchecked step itself: how far a median can be off.
+long for each parameter, much where the update is most of the step, as in the MLP. ``guard(program)``, which
+looks at the gradients and leaves bad steps out, stands beside it; so does the unchecked step itself: how far
+a median can be off.
 
 All sides run in one process, in turn in every round, each call waited for by its loss. Before anything is
 timed, the losses of the first ten steps must be equal.

@@ -57,6 +57,7 @@ from onward.define.trace import trace
 from onward.derive import schedules as schedule
 from onward.derive.accumulation.accumulate import accumulate
 from onward.derive.backward import append_backward, gradients
+from onward.derive.check_finite import check_finite
 from onward.derive.clip import clip_by_global_norm
 from onward.derive.error_clip import error_clip
 from onward.derive.fence import fence, fences, worth_fencing
@@ -336,6 +337,7 @@ __all__ = [
     "assign",
     "batches",
     "check",
+    "check_finite",
     "clip_by_global_norm",
     "cluster",
     "compile",

@@ -35,9 +35,11 @@ Slots = Mapping[str, jax.Array]
 
 _TAKEN = {  # types of the other ops of an update pass
     "adjust_scale",
+    "check_finite",
     "constant",
     "count",
     "finite",
+    "go_on",
     "init",
     "keep",
     "narrow",

@@ -30,6 +30,8 @@ _ADVICE = {
     "asin": "It is NaN outside of [-1, 1], and its derivative is infinite at the ends: clip what it reads.",
     "convert_element_type": "The number is too large for this dtype: scale it down, or keep it wider.",
 }
+_AT_ZERO = ("div", "log", "sqrt", "rsqrt", "pow", "integer_pow", "atan2")
+"""Those of them that are told only of ops which read 0 or less: others read too much."""
 _ELSEWHERE = {
     Pass.UPDATE: "Look at the hyperparameters: a learning rate, an epsilon of 0, a schedule.",
     Pass.COLLECTIVE: "Each device's part is finite, their sum is not: scale the loss down.",
@@ -103,10 +105,18 @@ class NonFinite:
         """What usually helps."""
         if self.op is None:
             return _GIVEN.get(self.variable.kind, _BEFORE)
-        for kind in ((self.forward or self.op).type, self.type):
-            if kind in _ADVICE:
-                return _ADVICE[kind]
-        return _ELSEWHERE.get(self.op.made_by, _OVERFLOW)
+        known = (kind for kind in ((self.forward or self.op).type, self.type) if kind in _ADVICE)
+        fitting = (kind for kind in known if kind not in _AT_ZERO or self._reads_zero(kind))
+        return _ADVICE.get(next(fitting, ""), _ELSEWHERE.get(self.op.made_by, _OVERFLOW))
+
+    def _reads_zero(self, kind: str) -> bool:
+        """Whether an op reads a number of 0 or less, or nothing is known of what it reads."""
+        ops = [op for op in (self.forward, self.op, *(step.op for step in self.inside)) if op is not None]
+        if kind == "integer_pow" and all(int(op.attributes.get("y", 0)) > 0 for op in ops):
+            return False
+        read = self.inside[-1].reads if self.inside else self.reads
+        lowest = [numbers.low for numbers in read if numbers.low is not None]
+        return not lowest or min(lowest) <= 0
 
     def __str__(self) -> str:
         return "\n".join([self._title, *(f"  {word:<8}{text}" for word, text in self._rows())])
