@@ -135,7 +135,7 @@ for epoch in range(5):
     state, outs = step.run(state, [(patches[i], labels[i]) for i in order])
     history += outs.watched
     print(f"epoch {epoch + 1}: loss {float(outs.loss.mean()):.3f}")
-ow.plot_watched(history)
+ow.plot_watched(history, statistics=["norm", "ratio"])
 
 # %% [markdown]
 # And the time, measured: how long the instructions of the compiled step took, by the scope they came from.

@@ -65,6 +65,8 @@ def plot_watched(
     labels = chosen(history.labels, names, "plot_watched, names")
     shown = _statistics(history, labels, statistics)
     panels = [(s, group) for s in shown for group in _groups(history, labels, s)]
+    if statistics is None:
+        panels = [(s, g) for s, g in panels if s not in _SHARES or _tells(history, g, s)] or panels
     theme = DARK if dark else LIGHT
     heights = [_height(s, group) for s, group in panels]
     figure = figures.Figure(figsize=(8.5, sum(heights) + 0.2), facecolor=theme["page"], layout="constrained")
