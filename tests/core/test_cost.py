@@ -209,6 +209,49 @@ def test_totals_are_those_of_xla(model, passes):
     assert ow.cost(program).transcendentals == pytest.approx(counted.get("transcendentals", 0), rel=0.05)
 
 
+def only(function, *args):
+    (op,) = (op for op in ow.trace(function, *args).ops if ow.cost(op).flops)
+    return ow.cost(op)
+
+
+def test_what_only_moves_is_free_however_it_is_called():
+    @jax.custom_vjp
+    def turned(x):
+        return x.T
+
+    turned.defvjp(lambda x: (x.T, None), lambda _, g: (g.T,))
+    x = jnp.ones((10, 4))
+    for function in (turned, lambda x: jnp.tile(x, (2, 2)), lambda x: jax.jit(lambda y: y.T)(x)):
+        assert ow.cost(ow.trace(function, x)).flops == 0
+
+
+@pytest.mark.parametrize("how", ["add", "min", "max", "multiply", "subtract"])
+def test_scatters_cost_what_is_scattered(how):
+    places = jnp.array([1, 2])
+    program = ow.trace(lambda x: getattr(x.at[places], how)(jnp.ones((2, 4))), jnp.ones((100, 4)))
+    (op,) = (op for op in program.ops if "scatter" in op.type)
+    assert ow.cost(op).flops == 2 * 4
+
+
+def test_ragged_products():
+    groups = jnp.array([3, 5], jnp.int32)
+    found = only(lambda x, w: lax.ragged_dot(x, w, groups), jnp.ones((8, 4)), jnp.ones((2, 4, 6)))
+    assert found.flops == 2 * 8 * 4 * 6
+
+
+def test_solving_costs_what_the_solver_does():
+    n = 16
+    program = ow.trace(jnp.linalg.solve, jnp.eye(n), jnp.ones((n, n)))
+    triangular, factors = 2 * n**3, 2 * n**3 // 3
+    assert ow.cost(program).flops == pytest.approx(triangular + factors, rel=0.1)
+
+
+def test_a_long_convolution_is_counted_without_a_table_of_all_pairs():
+    image, kernel = jnp.ones((1, 1, 20_000)), jnp.ones((1, 1, 3_000))
+    program = ow.trace(lambda w, x: lax.conv_general_dilated(x, w, (1,), "VALID"), kernel, image)
+    assert ow.cost(program).flops == 2 * 17_001 * 3_000
+
+
 def test_factorizations_by_their_leading_terms():
     x = jnp.eye(12)
     for function, expected in [
@@ -217,3 +260,10 @@ def test_factorizations_by_their_leading_terms():
     ]:
         counts = [flops(call) for call in body_of(lambda x, function=function: [function(x)], x).calls]
         assert expected in counts
+
+
+@pytest.mark.parametrize("wrong", [3, jnp.sum, None])
+def test_no_program_and_no_op(wrong):
+    for function in (ow.cost, ow.homes, ow.draw):
+        with pytest.raises(ow.ArgumentError, match="expected a Program"):
+            function(wrong)

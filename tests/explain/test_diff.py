@@ -6,6 +6,7 @@ from time import perf_counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import onward as ow
@@ -315,3 +316,27 @@ def test_costs_are_those_of_both():
     before, after = costs["operations"]
     assert 0 < after < before
     assert costs["bytes exchanged"] == (0, 4 * 6 * 6 * 4 + 4)
+
+
+def test_constants_of_other_numbers_are_told():
+    def made(c):
+        return ow.trace(lambda w: jnp.sum(w * c), jnp.ones(3))
+
+    found = ow.diff(made(np.arange(3.0, dtype="float32")), made(np.arange(3.0, dtype="float32") + 1))
+    assert found
+    assert "constant ~ 1" in found.headline
+    assert "[0.0, 1.0, 2.0] -> [1.0, 2.0, 3.0]" in str(found)
+    nan = np.array([1.0, np.nan, 2.0], "float32")
+    assert not ow.diff(made(nan), made(nan.copy()))
+
+
+def test_hyperparameters_that_begin_elsewhere_are_told():
+    programs = [ow.SGD(rate).minimize(lambda w: jnp.sum(w**2), jnp.ones(3)) for rate in (0.25, 0.5)]
+    found = ow.diff(*programs)
+    assert found.headline.endswith("no op differs; learning_rate: 0.25 -> 0.5")
+
+
+def test_limits_of_state_that_is_gone_are_no_news():
+    a = ow.AdamW(0.1).minimize(lambda w: jnp.sum(w**2), jnp.ones(3))
+    b = ow.SGD(0.1).minimize(lambda w: jnp.sum(w**2), jnp.ones(3))
+    assert "limit" not in str(ow.diff(a, b))

@@ -663,3 +663,37 @@ def test_a_branch_on_an_array_is_told_what_to_write():
 def test_bad_input(step, args, words):
     with pytest.raises(ArgumentError, match=words):
         inspect(step, *args)
+
+
+@pytest.mark.parametrize("act", [jax.nn.relu, jax.nn.softplus, jnp.tanh])
+def test_a_loop_of_gradients_may_call_functions_with_rules_of_their_own(act):
+    def step(params, xs):
+        def body(total, x):
+            value, gradient = jax.value_and_grad(lambda p: jnp.mean(act(x @ p["w"]) ** 2))(params)
+            return jax.tree.map(jnp.add, total, gradient), value
+
+        gradients, values = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), xs)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), values.mean()
+
+    program = ow.inspect(step, {"w": jnp.ones((4, 4))}, jnp.ones((3, 2, 4)))
+    assert [p.name for p in program.parameters] == ["params/w"]
+
+
+@pytest.mark.parametrize("order", ["before", "behind"])
+@pytest.mark.parametrize(
+    "together", [lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a + 0.5 * b], ids=["+", "-", "+0.5"]
+)
+def test_the_loss_is_what_its_terms_make(together, order):
+    def loss(params, x):
+        h = x @ params["w"]
+        terms = jnp.mean(h**2), jnp.mean(jnp.abs(h))
+        return together(*terms), terms
+
+    def step(params, x):
+        (value, terms), gradients = jax.value_and_grad(loss, has_aux=True)(params, x)
+        following = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return following, (value, terms) if order == "before" else (terms, value)
+
+    program = ow.inspect(step, {"w": jnp.eye(4)}, jnp.ones((4, 4)))
+    place = 0 if order == "before" else 2
+    assert program.loss is program.outputs[place]

@@ -89,6 +89,19 @@ def test_places(path, made_by, scope):
     assert place_of(path, {"a", "a/b"}) == (made_by, scope)
 
 
+def test_scopes_that_are_called_as_passes_are():
+    known = {"update", "head/forward", "a"}
+    assert place_of("jit(f)/forward/update/mul", known) == (ow.Pass.FORWARD, "update")
+    assert place_of("backward/head/forward/dot", known) == (ow.Pass.BACKWARD, "head/forward")
+    assert place_of("backward/update/while/body/forward/a/dot", known) == (ow.Pass.BACKWARD, "a")
+
+
+def test_a_program_without_loss():
+    program = ow.trace(lambda w, x: (x @ w, x), jnp.eye(4), jnp.ones((2, 4)))
+    step = ow.compile(program)
+    assert ow.profile(step, step.init(jnp.eye(4)), jnp.ones((2, 4)), steps=1).seconds > 0
+
+
 def test_own_time_of_what_is_nested_twice():
     events = [("a", 0.0, 100.0), ("b", 10.0, 50.0), ("c", 20.0, 30.0), ("d", 70.0, 10.0), ("e", 200.0, 1.0)]
     assert own_time(events) == {"a": 40.0, "b": 20.0, "c": 30.0, "d": 10.0, "e": 1.0}

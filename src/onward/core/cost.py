@@ -25,9 +25,10 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from onward.core.flops import TRANSCENDENTAL, flops
+from onward.core.flops import TRANSCENDENTAL, flops, has_rule
 from onward.core.jaxprs import Body, Call, Signature, Type
 from onward.core.program import Op, Program
+from onward.core.transform import expect_program
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,9 +97,10 @@ def cost(of: Op | Program) -> Cost:
         >>> {op.type: ow.cost(op).flops for op in program.ops if "dot" in op.type}
         {'dot_general': 128, 'dot_general_grad': 128}
     """
-    if isinstance(of, Program):
-        return sum(map(cost, of.ops), Cost())
-    return _of_body(of.body)
+    if isinstance(of, Op):
+        return _of_body(of.body)
+    expect_program(of, "cost")
+    return sum(map(cost, of.ops), Cost())
 
 
 def size(v: Any) -> int:
@@ -134,8 +136,9 @@ def _counted(body: Body) -> Cost:
 def _of_call(call: Call) -> Cost:
     if call.primitive in _CONTROL:
         return _CONTROL[call.primitive](call)
-    within = sum((_of_body(body) for name in _RUN & call.inner.keys() for body in call.inner[name]), Cost())
-    own = 0 if within.flops else flops(call)
+    runs = [] if has_rule(call) else [body for name in _RUN for body in call.inner.get(name, ())]
+    within = sum(map(_of_body, runs), Cost())
+    own = 0 if runs else flops(call)
     transcendentals = own if call.primitive in TRANSCENDENTAL else 0
     read, written = _moved(call)
     exchanged = _bytes(call.operands) if call.primitive in _EXCHANGES else 0
@@ -155,7 +158,7 @@ def _bytes(types: Iterable[Type]) -> int:
 
 # What runs other ops: their costs, as often as they run.
 
-_RUN = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
+_RUN = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def _scan(call: Call) -> Cost:
@@ -174,6 +177,13 @@ def _cond(call: Call) -> Cost:
 
 def _call(call: Call) -> Cost:
     return sum((_each_apart(body) for bodies in call.inner.values() for body in bodies), Cost())
+
+
+def _solve(call: Call) -> Cost:
+    """The solver alone: what it is checked against and differentiated by does not run."""
+    given = call.params["jaxprs"]
+    before = sum(body is not None for body in (given.matvec, given.vecmat))
+    return _each_apart(call.inner["jaxprs"][before])
 
 
 def _each_apart(body: Body) -> Cost:
@@ -195,6 +205,7 @@ _CONTROL: Mapping[str, Callable[[Call], Cost]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "custom_linear_solve": _solve,
     "checkpoint": _call,
     "remat2": _call,
     "shard_map": _call,

@@ -28,14 +28,20 @@ _ROOTS_AND_EXPONENTIALS = """
 """
 _MOVES = """
     reshape squeeze expand_dims broadcast_in_dim broadcast transpose copy copy_p slice dynamic_slice
-    dynamic_update_slice concatenate pad rev iota scatter split stop_gradient name pvary empty
+    dynamic_update_slice concatenate pad rev iota scatter tile split stop_gradient name pvary empty
     optimization_barrier bitcast_convert_type random_wrap random_unwrap random_seed device_put all_gather
     ppermute all_to_all axis_index debug_callback debug_print pure_callback io_callback sharding_constraint
     reduce_precision real imag complex create_token top_k stack unstack
 """
 TRANSCENDENTAL = frozenset(_ROOTS_AND_EXPONENTIALS.split())
 _FREE = frozenset(_MOVES.split())
+_SCATTERS = ("add", "mul", "sub", "min", "max")
 _THREEFRY = 117  # 20 rounds of an addition, a rotation and an exclusive or; 5 times the key is mixed in
+
+
+def has_rule(call: Call) -> bool:
+    """Whether a primitive has a rule of its own, whatever Body it is given to reduce or to combine with."""
+    return call.primitive in _RULES
 
 
 def flops(call: Call) -> int:
@@ -90,9 +96,14 @@ def _meetings(
     kernel_dilation: int,
 ) -> int:
     """Along one axis, how many pairs of a place of the window and one within it lie on a number."""
-    places = np.arange(result)[:, None] * stride + np.arange(kernel) * kernel_dilation - padding[0]
-    inside = (places >= 0) & (places <= (image - 1) * image_dilation)
-    return int(np.sum(inside & (places % image_dilation == 0)))
+    begins = np.arange(result) * stride - padding[0]
+
+    def met(k: int) -> int:
+        places = begins + k * kernel_dilation
+        inside = (places >= 0) & (places <= (image - 1) * image_dilation)
+        return int(np.sum(inside & (places % image_dilation == 0)))
+
+    return sum(map(met, range(kernel)))
 
 
 def _power(call: Call) -> int:
@@ -145,7 +156,7 @@ def _fourier(call: Call) -> int:
 
 _RULES: Mapping[str, Callable[[Call], int]] = {
     "dot_general": _dot,
-    "ragged_dot": lambda call: 2 * _results(call) * call.operands[0].shape[-1],
+    "ragged_dot_general": lambda call: 2 * _first(call) * call.operands[1].shape[-1],
     "conv_general_dilated": _convolution,
     "integer_pow": _power,
     **dict.fromkeys(
@@ -164,12 +175,7 @@ _RULES: Mapping[str, Callable[[Call], int]] = {
     "select_and_gather_add": lambda call: 2 * _windows(call),
     "sort": _sort,
     "gather": _gathered,
-    "scatter-add": _scattered,
-    "scatter_add": _scattered,
-    "scatter-mul": _scattered,
-    "scatter_mul": _scattered,
-    "scatter_min": _scattered,
-    "scatter_max": _scattered,
+    **dict.fromkeys((f"scatter{sign}{how}" for sign in "-_" for how in _SCATTERS), _scattered),
     "psum": _first,
     "pmax": _first,
     "pmin": _first,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from onward.core.program import Op, Program, Variable
+from onward.core.transform import expect_program
 from onward.core.walk import consumers, producers
 from onward.core.words import Kind, Pass
 
@@ -38,6 +39,7 @@ def homes(program: Program) -> Homes:
         >>> [(op.type, found[op].type) for op in program.ops if op.type in ("dot_general_grad", "sgd")]
         [('dot_general_grad', 'dot_general'), ('sgd', 'dot_general')]
     """
+    expect_program(program, "homes")
     return _Homes(program, spine_of(program)).found()
 
 

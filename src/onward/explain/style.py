@@ -60,6 +60,7 @@ def variables(theme: Mapping[str, str]) -> str:
 
 
 CSS = f"""
+.onward table {{ color: inherit; }}
 .onward {{ {variables(LIGHT)} color: var(--ow-text); background: var(--ow-page); font-family: {FONT}; }}
 @media (prefers-color-scheme: dark) {{ .onward {{ {variables(DARK)} }} }}
 [data-jp-theme-light="true"] .onward {{ {variables(LIGHT)} }}

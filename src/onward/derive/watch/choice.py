@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from onward.core.errors import GraphError
+from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program, Variable
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
@@ -92,11 +92,13 @@ def _of(
 ) -> Iterator[Entry]:
     if choice is False:
         return
+    if isinstance(choice, int | float) and choice is not True:
+        raise ArgumentError(f"watch: {what} is {choice!r}; expected True, False, a pattern, or several.")
     if not among:
-        raise GraphError(
-            f"watch: Program {program.name!r} has no {what}. They come with minimize: "
-            "watch(optimizer.minimize(loss, ...), ...)."
-        )
+        advice = "They come with minimize: watch(optimizer.minimize(loss, ...), ...)."
+        if what == "activations":
+            advice = "A loop over micro-batches keeps them within: watch before accumulate."
+        raise GraphError(f"watch: Program {program.name!r} has no {what}. {advice}")
     chosen = among if choice is True else select(among, listed(choice), f"watch, {what}")
     for p in chosen:
         yield _entry(role, p)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.errors import UnknownNameError, nearest
+from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.jaxprs import Body
 from onward.derive.watch.statistics import Statistic
 
@@ -92,6 +92,11 @@ class Watched(Mapping[str, Mapping[str, Any]]):
     def _taken(self) -> tuple[tuple[int, tuple[Cell, ...], np.ndarray], ...]:
         found = []
         for cells, at, numbers in self.parts:
+            if np.ndim(at):
+                raise ArgumentError(
+                    f"These are the statistics of {len(at)} steps, as a scan returns them. Take them apart: "
+                    f"out.watched.apart({len(at)}) is a list with those of each step."
+                )
             if (step := int(at)) != NOT_NOW:
                 found.append((step, cells, np.asarray(numbers)))
         return tuple(found)

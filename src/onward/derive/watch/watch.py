@@ -56,7 +56,8 @@ def watch(
     the step counter; the others cost next to nothing. A gradient is the one that the update starts from:
     merged over devices, averaged over micro-batches, without loss scale, before the optimizer's rules. An
     update is what the step adds to a parameter; a parameter is read before it. Values that differ from device
-    to device count all together, as do those of micro-batches; the gradient of an activation is that of each
+    to device count all together, as do those of micro-batches, of which those without a batch axis are
+    averaged first; the gradient of an activation is that of each
     device's own loss. What is watched stays in memory until it is looked at: the forward pass at its end,
     the rest when the parameters are updated; activations of micro-batches are joined for that. Watch after
     ``minimize``; transforms such as ``replicate``, ``accumulate``, ``guard``, ``roll`` may follow or come

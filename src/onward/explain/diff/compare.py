@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from onward.core.program import Op, Program, Variable
 from onward.core.show import short_type
 from onward.core.words import Kind
 from onward.explain.diff.match import Matching
+
+_FEW = 4  # numbers that are shown one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +130,7 @@ def facts(a: Program, b: Program, matching: Matching) -> Iterator[Fact]:
         ("constant", tuple(a.constants), tuple(b.constants)),
     ):
         yield from _given(what, old, new, twins)
+    yield from _constants(a, b, twins)
     yield from _begins(a, b, twins)
     yield from _handed_out("return", a.outputs, b.outputs, twins)
     old_loss, loss = ((p.loss,) if p.loss is not None else () for p in (a, b))
@@ -172,11 +180,42 @@ def _begins(a: Program, b: Program, twins: Mapping[Variable, Variable]) -> Itera
         old, new = first.get(twins[v]) if v in twins else None, second.get(v)
         is_same = old is new or (old and new and old.body.signature is new.body.signature)
         if v in twins and not is_same:
-            yield Fact("begins", "~", short_type(v), f"{v.name}: {_maker(old)} -> {_maker(new)}")
+            yield Fact("begins", "~", short_type(v), f"{v.name}: {_beginning(old)} -> {_beginning(new)}")
 
 
-def _maker(op: Op | None) -> str:
-    return op.type if op is not None else "given"
+def _beginning(op: Op | None) -> str:
+    """What state begins as: a few numbers, or the op that makes it."""
+    if op is None:
+        return "given"
+    return op.type if op.inputs or len(op.outputs) > 1 else _few_numbers(op.body()[0]) or op.type
+
+
+def _constants(a: Program, b: Program, twins: Mapping[Variable, Variable]) -> Iterator[Fact]:
+    """Constants that hold other numbers now."""
+    for v, new in b.constants.items():
+        if v in twins and (old := a.constants[twins[v]]) is not new and not same_array(old, new):
+            before, after = _few_numbers(old), _few_numbers(new)
+            yield Fact(
+                "constant", "~", short_type(v), f"{v.name}: {before or 'numbers'} -> {after or 'others'}"
+            )
+
+
+def same_array(a: Any, b: Any) -> bool:
+    """Whether two arrays hold the same numbers, NaN like NaN; random keys by their words.
+
+    >>> same_array(np.array([1.0, np.nan]), np.array([1.0, np.nan])), same_array(np.zeros(2), np.ones(2))
+    (True, False)
+    """
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def _few_numbers(array: Any) -> str:
+    """The numbers of a small array in words; nothing of a large one, or of random keys."""
+    if array.size > _FEW or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return ""
+    return str(np.asarray(array).tolist()).replace("'", "")
 
 
 def _handed_out(
@@ -215,6 +254,7 @@ def _mapped(
 def _limits(a: Program, b: Program, twins: Mapping[Variable, Variable]) -> Iterator[Fact]:
     for what, old, new in (("limit", a.limits, b.limits), ("bound", a.bounds, b.bounds)):
         after = {twins.get(v, v): value for v, value in new.items()}
-        for v in dict.fromkeys((*old, *after)):
+        stay = set(twins.values())
+        for v in dict.fromkeys(v for v in (*old, *after) if v in stay):
             if old.get(v) != after.get(v):
                 yield Fact(what, "~", short_type(v), f"{v.name}: {old.get(v)} -> {after.get(v)}")

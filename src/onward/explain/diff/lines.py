@@ -64,7 +64,7 @@ def headline(found: Diff) -> str:
     ]
     around = [*_gradients(found), *_facts_in_words(found.facts)]
     if not parts and not around:
-        return f"{_title(found)}: nothing differs"
+        return f"{_title(found)}: {'no op differs, see below' if found.facts else 'nothing differs'}"
     told = [", ".join(parts)] if parts else ["no op differs"]
     return f"{_title(found)}: {'; '.join([*told, *around])}"
 
@@ -103,10 +103,12 @@ def _gradients(found: Diff) -> Iterator[str]:
 
 
 def _facts_in_words(found: Sequence[Fact]) -> Iterator[str]:
-    for what, mark in (("feed", "+-~"), ("parameter", "+-~"), ("state", "+-~")):
+    for what, mark in (("feed", "+-~"), ("parameter", "+-~"), ("state", "+-~"), ("constant", "+-~")):
         counted = Counter(fact.mark for fact in found if fact.what == what and fact.mark in mark)
         if counted:
             yield f"{what} {' '.join(f'{mark} {n:,}' for mark, n in counted.items())}"
+    if begins := [fact for fact in found if fact.what == "begins"]:
+        yield begins[0].text if len(begins) == 1 else f"{len(begins):,} begin anew"
 
 
 def lines(found: Diff) -> Iterator[list[Line]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from onward.explain.draw.fold import Node
 from onward.explain.draw.layers import centres, order_of, rows_of
-from onward.explain.draw.scene import Point, title_width
+from onward.explain.draw.scene import TITLE, Point, shortened, title_width
 from onward.explain.draw.shapes import GAP, SMALL, Shape
 from onward.explain.draw.sight import Flow
 
@@ -150,7 +150,7 @@ class _Arrangement:
         tops, heights, total = self.row_heights(rows)
         left = min((x[v] - widths[v][0] for v in x), default=0.0) - PADDING + BETWEEN
         right = max((x[v] + widths[v][1] for v in x), default=0.0) + PADDING - BETWEEN
-        missing = 0 if self.is_root else title_width(self.node.title) + 70 - (right - left)
+        missing = 0 if self.is_root else title_width(shortened(self.node.title, TITLE)) + 70 - (right - left)
         left, right = left - max(missing, 0) / 2, right + max(missing, 0) / 2
         anchor = self.anchor(rows, x)
         made = Block(self.node, None, anchor - left, right - anchor, total)

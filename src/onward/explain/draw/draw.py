@@ -14,6 +14,7 @@ from pathlib import Path
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
+from onward.core.transform import expect_program
 from onward.explain.draw.dot import dot_of
 from onward.explain.draw.page import notebook_of, page_of
 from onward.explain.draw.scene import Scene
@@ -123,6 +124,7 @@ def draw(program: Program, depth: int | None = None) -> Drawing:
         >>> draw(program, depth=1)
         Drawing of Program 'loss': 191 of 199 ops are in 1 folded box
     """
+    expect_program(program, "draw")
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):
         raise ArgumentError(
             f"draw: depth is {depth!r}; it must be a whole number above 0, or None to open what can be read."

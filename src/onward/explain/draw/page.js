@@ -50,6 +50,7 @@ function (key) {
     Object.keys(view.goes).forEach(mark);
     crumbs();
     find();
+    grow();
     if (!before) return fit();
     move(place.x, place.y, Math.max(Math.min(place.scale, stage.clientWidth / view.width), 0.45));
     const after = middleOf(node);
@@ -57,6 +58,12 @@ function (key) {
     const free = stage.clientWidth - view.width * place.scale, high = Math.min(Math.max(before.y, 40), 120);
     move(free >= 0 ? free / 2 : Math.min(20, place.x + before.x - after.x), place.y + high - after.y, place.scale);
     if (view.width * place.scale <= stage.clientWidth && view.height * place.scale <= stage.clientHeight) fit();
+  }
+
+  function grow() {  // never smaller again: what stands below would jump
+    if (root.closest(".ow-whole")) return;
+    const high = view.height * Math.min(1, stage.clientWidth / view.width);
+    stage.style.height = Math.round(Math.max(stage.clientHeight * (number > 0), Math.min(Math.max(high, 260), 620))) + "px";
   }
 
   function middleOf(node) {
@@ -232,10 +239,6 @@ function (key) {
   search.oninput = find;
   search.onkeydown = function (event) { event.stopPropagation(); };
   tools.append(search, all);
-  if (!root.closest(".ow-whole")) {
-    const first = data.views[0], high = first.height * Math.min(1, stage.clientWidth / first.width);
-    stage.style.height = Math.round(Math.min(Math.max(high, 260), 620)) + "px";
-  }
   show(0);
   window.addEventListener("resize", fit);
 }

@@ -14,7 +14,7 @@ from onward.explain.draw.blocks import Block, block_of
 from onward.explain.draw.facts import Facts
 from onward.explain.draw.fold import Node, Tree
 from onward.explain.draw.lines import boxes_of, lines_of
-from onward.explain.draw.scene import SMALL_WIDTH, Box, Lane, Scene, shortened
+from onward.explain.draw.scene import SMALL_WIDTH, TITLE, Box, Lane, Scene, shortened
 from onward.explain.draw.shapes import GAP, SMALL, shape_of
 from onward.explain.draw.sight import Sight
 
@@ -101,7 +101,7 @@ class _Stage:
         width = block.left + block.right
         for lane, left in (("forward", x - block.left), ("backward", self.mirror - x - block.right)):
             if any(str(op.made_by) == lane for op in node.ops):
-                lines = (shortened(node.title, 30),) if lane == "forward" else ()
+                lines = (shortened(node.title, TITLE),) if lane == "forward" else ()
                 box = Box(f"{node.number}{lane[0]}", "frame", lane, left, y, width, block.height, lines)
                 self.frames.append(replace(box, note=times if lane == "forward" else "", node=node.number))
 

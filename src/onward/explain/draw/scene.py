@@ -15,6 +15,7 @@ Point = tuple[float, float]
 TITLE_SIZE, SMALL_SIZE = 12.0, 10.5
 TITLE_WIDTH, SMALL_WIDTH = 7.5, 6.6
 """How wide a character of the monospaced font is, with what the widest such font needs more."""
+TITLE = 30  # characters of the title of an open scope
 
 
 @dataclass(frozen=True)

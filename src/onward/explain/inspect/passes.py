@@ -32,8 +32,8 @@ def with_passes(ops: Sequence[Op], under: Sequence[frozenset[str]]) -> tuple[Op,
 
 def is_mixed(op: Op) -> bool:
     """Whether an op computes a loss and its gradients at once, such as a loop that accumulates gradients."""
-    within = transforms_within(op.body)
-    return "transpose" in within and not op.body.has_custom_rule and op.type not in ("remat2", "checkpoint")
+    one_rule = ("remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+    return "transpose" in transforms_within(op.body) and next(op.body.calls).primitive not in one_rule
 
 
 def _marked(op: Op, marks: frozenset[str]) -> Pass | None:

@@ -143,6 +143,15 @@ def parameters_among(
     return trained & needed
 
 
+def _computed_from(ops: Sequence[Op], v: Variable) -> set[Variable]:
+    """What a Variable is computed from, itself included."""
+    needed = {v}
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+    return needed
+
+
 def loss_among(ops: Sequence[Op], outputs: Iterable[Variable]) -> Variable | None:
     """The result that is the loss: the scalar of the forward pass from which the backward pass begins.
 
@@ -154,8 +163,11 @@ def loss_among(ops: Sequence[Op], outputs: Iterable[Variable]) -> Variable | Non
     if not any(op.made_by is Pass.BACKWARD for op in ops):
         return None
     faced = {op.of for op in ops if op.of is not None}
+    if terms := {v for v in scalars if makers[v].outputs[0] in faced}:
+        place = {op: i for i, op in enumerate(ops)}
+        whole = [v for v in scalars if terms <= _computed_from(ops, v)]
+        return min(whole or terms, key=lambda v: place[makers[v]])
     for is_loss in (
-        lambda op: op.outputs[0] in faced,
         lambda op: op.made_by is Pass.COLLECTIVE,
         lambda op: op.made_by is Pass.FORWARD,
         is_mixed,

@@ -7,7 +7,7 @@ for their pass and below it their own. An instruction that fuses several bears t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from onward.core.program import Program
@@ -40,21 +40,32 @@ def places(text: str, program: Program) -> Mapping[str, Place]:
     return found
 
 
-def place_of(path: str, known: Iterable[str]) -> Place:
+def place_of(path: str, known: Collection[str]) -> Place:
     """The pass and the scope in the scopes of an instruction.
 
-    Within a loop the pass is that of the loop, the scope that of the op in its body.
+    Within a loop the pass is that of the loop, the scope that of the op in its body. A scope may have the
+    name of a pass.
 
     >>> place_of("jit(f)/backward/a/while/body/forward/a/fc/dot_general", {"a", "a/fc"})
     Place(made_by=<Pass.BACKWARD: 'backward'>, scope='a/fc')
     """
     words = path.split("/")
-    at = [i for i, word in enumerate(words) if word in _PASSES]
-    if not at:
+    marked = next((i for i, word in enumerate(words) if word in _PASSES), None)
+    if marked is None:
         return Place(None, "")
-    inner = words[at[-1] + 1 :]
-    fitting = ("/".join(inner[:n]) for n in range(len(inner), 0, -1))
-    return Place(_PASSES[words[at[0]]], next((scope for scope in fitting if scope in known), ""))
+    made_by, scope = _PASSES[words[marked]], ""
+    at: int | None = marked
+    while at is not None:
+        length = _longest(words[at + 1 :], known)
+        scope = "/".join(words[at + 1 : at + 1 + length])
+        later = range(at + 1 + length, len(words))
+        at = next((i for i in later if words[i] in _PASSES), None)
+    return Place(made_by, scope)
+
+
+def _longest(words: Sequence[str], known: Collection[str]) -> int:
+    """How many words the longest known scope takes that these begin with."""
+    return next((n for n in range(len(words), 0, -1) if "/".join(words[:n]) in known), 0)
 
 
 def scopes_of(program: Program) -> Iterator[str]:

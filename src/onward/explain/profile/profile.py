@@ -98,8 +98,9 @@ def profile(step: Step, state: State, data: Any, steps: int = 10, depth: int = 1
     """Measure where the time of a step goes.
 
     The step runs as it is compiled, repeated layers as a loop where ``compile`` makes one; what is measured
-    there counts in the scope of an op within, what is counted from the ops in that of the loop. It runs on
-    copies: the State is not spent.
+    there counts in the scope of an op within, what is counted from the ops in that of the loop. An update
+    counts outside of scopes, as one instruction may update parameters of many. On several devices all numbers
+    are those of all devices together. It runs on copies: the State is not spent.
 
     Args:
         step: what ``compile`` returned.
@@ -128,7 +129,7 @@ def profile(step: Step, state: State, data: Any, steps: int = 10, depth: int = 1
     arguments, named = Intake(step.feeds, False).arguments(data)
     state, out = step(jax.tree.map(jnp.copy, state), *arguments, **named)
     executable = step.executable(state, *arguments, **named)
-    jax.block_until_ready(out.loss if out.loss is not None else jax.tree.leaves(state))
+    jax.block_until_ready((jax.tree.leaves(state), jax.tree.leaves(out)))
     clock = []
     with recorded(module_of(executable.text)) as spent:
         for _ in range(steps):
@@ -157,11 +158,12 @@ def _cut(place: Place, depth: int) -> Place:
 
 
 def _costs(program: Program, depth: int) -> Mapping[Place, Cost]:
-    """What the ops cost by pass and scope, those within a loop where the loop stands."""
+    """What the ops cost by pass and scope on all devices, those within a loop where the loop stands."""
+    devices = program.replicas.count if program.replicas is not None else 1
     found: dict[Place, Cost] = {}
     for op in program.ops:
         place = _cut(Place(op.made_by, op.scope), depth)
-        found[place] = found.get(place, Cost()) + cost(op)
+        found[place] = found.get(place, Cost()) + cost(op) * devices
     return found
 
 

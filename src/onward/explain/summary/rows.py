@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from onward.core.cost import Cost, cost, size
@@ -125,4 +125,5 @@ def totals_of(count: Count) -> list[Row]:
     ops = count.program.ops
     by_pass = [(p, [op for op in ops if op.made_by is p]) for p in Pass]
     rows = [count.row("total", made_by, mine) for made_by, mine in by_pass if mine]
-    return [*rows, count.row("total", None, ops)]
+    every = sum(p.size for p in count.program.parameters)
+    return [*rows, replace(count.row("total", None, ops), parameters=every)]

@@ -118,6 +118,11 @@ def _notes(program: Program) -> tuple[str, ...]:
     notes = []
     if program.replicas is not None:
         notes.append(f"Numbers are those of each of {program.replicas.count} devices.")
+    read = {v for op in program.ops for v in op.inputs}
+    if unread := [p.name for p in program.parameters if p not in read]:
+        notes.append(
+            f"In no row, as nothing reads them: {', '.join(unread[:3])}{' ...' * (len(unread) > 3)}."
+        )
     if cost(program).endless:
         notes.append("A while loop counts as one turn: nobody knows its length before it runs.")
     return tuple(notes)

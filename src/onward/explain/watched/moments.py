@@ -40,8 +40,8 @@ def _recorded(source: Any) -> WatchHistory:
             f"Expected trainer.history, a WatchHistory or a list of out.watched, not {describe(source)}."
         )
     history = WatchHistory()
-    for watched in steps:
-        history.record(watched, step=watched.step or 0)
+    for number, watched in enumerate(steps, start=1):
+        history.record(watched, step=watched.step or number)  # 0 where a Program counts no steps
     return history
 
 
