@@ -92,6 +92,14 @@ def test_collectives_and_devices(program):
     assert found.total.ops >= len(program.ops)
 
 
+def test_parameters_that_nothing_reads_are_in_the_total():
+    params = {"w": jnp.ones((3, 3)), "unused": jnp.ones(10)}
+    found = ow.summary(ow.trace(lambda p, x: jnp.sum(x @ p["w"]), params, jnp.ones((2, 3))))
+    assert found.total.parameters == 19
+    assert sum(row.parameters for row in found.rows) == 9
+    assert "in the total alone: unused" in str(found).replace("params/", "")
+
+
 def test_a_while_loop_is_told():
     program = ow.trace(lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x + 1, x), jnp.ones(4))
     assert "counts as one turn" in str(ow.summary(program))

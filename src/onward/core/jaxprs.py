@@ -1188,3 +1188,15 @@ def windows_of(body: Body) -> Windows | None:
     if not touching or len(body.in_avals) != 1 + backward:
         return None
     return Windows(sizes, backward, body.closed.jaxpr.invars.index(eqn.invars[0]))
+
+
+def result_of(body: Body, output: int) -> int:
+    """Which result of its one equation an output of a Body is.
+
+    >>> import jax, jax.numpy as jnp
+    >>> swapped = body_of(lambda x: jax.lax.scan(lambda c, _: (c + x, c), x, None, 2)[::-1], jnp.ones(3))
+    >>> result_of(swapped, 0), result_of(swapped, 1)
+    (1, 0)
+    """
+    (eqn,) = body.equations
+    return list(map(id, eqn.outvars)).index(id(body.closed.jaxpr.outvars[output]))

@@ -40,7 +40,9 @@ def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> N
     watched = looked_at(run.program, flags)
     where = [(v, device) for v in watched for device in range(devices)]
     starts = [Place(v, device, bad) for v, device in where for bad in sorted(bad_in(flags, v, device))]
-    walk = walk_back(run.program, flags, starts, devices)
+    # gradients and the next state are computed after the loss, and spoilt by what spoilt it
+    of_loss = [place for place in starts if place.variable is run.program.loss]
+    walk = walk_back(run.program, flags, of_loss or starts, devices)
     origin = walk.first(run.program)
     if origin is None:
         return None
@@ -89,6 +91,7 @@ def _told(run: _Run, origin: Origin, reaches: tuple[str, ...], devices: int) -> 
         device=device if devices > 1 else None,
         reaches=reaches,
         of_derivative=saved,
+        is_written=parts[-1].is_written if parts else origin.is_written,
         source=None if op is None else source_of(op, forward, parts),
     )
 

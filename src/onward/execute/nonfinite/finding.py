@@ -6,10 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from onward.core.columns import columns
+from onward.core.jaxprs import Body
 from onward.core.program import Op, Program, Variable
 from onward.core.source import Source
 from onward.core.words import Kind, Pass
+from onward.derive.roll.literals import numbers
 from onward.execute.nonfinite.inside import Inside
 from onward.execute.nonfinite.numbers import Numbers
 
@@ -58,6 +62,7 @@ class NonFinite:
         device: on which of several devices, counted from 0; None where it ran on one.
         reaches: the names of what it spoils, of all that was looked at.
         of_derivative: whether the forward op computed it for the backward pass only.
+        is_written: whether it stands in the function itself: a ``jnp.inf``, a ``jnp.nan``.
         source: the user's line, as far inside as it is known.
     """
 
@@ -70,12 +75,13 @@ class NonFinite:
     device: int | None
     reaches: tuple[str, ...]
     of_derivative: bool
+    is_written: bool
     source: Source | None
 
     @property
     def type(self) -> str:
         """The type of the innermost op that is known, such as ``log``; ``""`` of what was given."""
-        op = self.inside[-1].op if self.inside else self.op
+        op, _ = self._innermost
         return op.type if op is not None else ""
 
     @property
@@ -83,7 +89,7 @@ class NonFinite:
         """The pass it was computed in; what an op computes for its gradient belongs to the backward pass."""
         if self.op is None:
             return None
-        return Pass.BACKWARD if self.of_derivative else self.op.made_by
+        return Pass.BACKWARD if self.of_derivative else _pass_within(self.op, self.inside)
 
     @property
     def scope(self) -> str:
@@ -105,17 +111,27 @@ class NonFinite:
         """What usually helps."""
         if self.op is None:
             return _GIVEN.get(self.variable.kind, _BEFORE)
+        if self.is_written:
+            return _GIVEN[Kind.CONSTANT]
         known = (kind for kind in ((self.forward or self.op).type, self.type) if kind in _ADVICE)
         fitting = (kind for kind in known if kind not in _AT_ZERO or self._reads_zero(kind))
         return _ADVICE.get(next(fitting, ""), _ELSEWHERE.get(self.op.made_by, _OVERFLOW))
+
+    @property
+    def _innermost(self) -> tuple[Op | None, tuple[Numbers, ...]]:
+        """The innermost op that is known, and what it read."""
+        return (self.inside[-1].op, self.inside[-1].reads) if self.inside else (self.op, self.reads)
 
     def _reads_zero(self, kind: str) -> bool:
         """Whether an op reads a number of 0 or less, or nothing is known of what it reads."""
         ops = [op for op in (self.forward, self.op, *(step.op for step in self.inside)) if op is not None]
         if kind == "integer_pow" and all(int(op.attributes.get("y", 0)) > 0 for op in ops):
             return False
-        read = self.inside[-1].reads if self.inside else self.reads
-        lowest = [numbers.low for numbers in read if numbers.low is not None]
+        op, read = self._innermost
+        assert op is not None
+        if kind == "div" and len(op.body.equations) == 1:
+            return next(op.body.calls).primitive == "div" and _divides_by_zero(op.body, read)
+        lowest = [x.low for x in read if x.low is not None]
         return not lowest or min(lowest) <= 0
 
     def __str__(self) -> str:
@@ -138,12 +154,32 @@ class NonFinite:
             yield "line", f"{Path(self.source.file).name}:{self.source.line} in {self.source.function}"
         if self.device is not None:
             yield "device", str(self.device)
-        reads = self.inside[-1].reads if self.inside else self.reads
+        _, reads = self._innermost
         table = columns([(x.name, x.type, x.words) for x in reads]) if reads else ""
         for i, line in enumerate(table.splitlines()):
             yield "" if i else "reads", line
         yield "reaches", _several(self.reaches)
         yield "advice", self.advice
+
+
+def _divides_by_zero(body: Body, reads: tuple[Numbers, ...]) -> bool:
+    """Whether the range of the divisor holds 0, or it is not finite itself."""
+    divisor = body.operands[-1]
+    if not isinstance(divisor, int):
+        return bool(np.any(numbers(body)[-1] == 0)) if numbers(body) else True
+    x = reads[divisor]
+    return x.low is None or x.high is None or not x.is_finite or x.low <= 0 <= x.high
+
+
+def _pass_within(op: Op, inside: tuple[Inside, ...]) -> Pass:
+    """The pass of the innermost op. One op that holds both passes runs the ops of each below its name."""
+    for part in op.subprograms.values():
+        for step in inside if part.gradients else ():
+            here = [o for o in part.ops if step.op.scope == (f"{o.made_by}/{o.scope}" if o.scope else o.made_by)]
+            if here:
+                is_own = any(step.op.type in (o.primal or o.body).primitives for o in here)
+                return here[0].made_by if is_own else Pass.BACKWARD
+    return op.made_by
 
 
 def forward_of(program: Program, op: Op) -> Op | None:

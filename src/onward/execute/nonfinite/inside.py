@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from onward.core.jaxprs import Body, program_of
+from onward.core.jaxprs import Body, program_of, result_of
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
 from onward.derive.roll.literals import numbers
@@ -28,11 +28,15 @@ _DEPTH = 16
 
 @dataclass(frozen=True)
 class Inside:
-    """An op within an op, where in it (``turn 3 of 10``, ``branch 1``, or nothing to say), what it read."""
+    """An op within an op, where in it (``turn 3 of 10``, ``branch 1``, or nothing to say), what it read.
+
+    ``is_written``: what is not finite stands in the code of the op.
+    """
 
     where: str
     op: Op
     reads: tuple[Numbers, ...] = ()
+    is_written: bool = False
 
 
 def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tuple[Inside, ...]:
@@ -57,8 +61,8 @@ def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tup
         return ()
     operands = _operands(body, values)
     names = [names[x] if isinstance(x, int) else x for x in body.operands]
-    wanted = [(_result(body, j), bad) for j, bad in wanted]
-    kind = body.equations[0].primitive.name
+    wanted = [(result_of(body, j), bad) for j, bad in wanted]
+    kind = next(body.calls).primitive
     if kind == "scan":
         return _turns(_scan(body, _Part("", parts["jaxpr"], names), operands), wanted, depth)
     if kind == "while":
@@ -102,7 +106,8 @@ def _closer(part: _Part, values: Sequence[Any], origin: Origin | None, depth: in
     read = jax.jit(lower(part.program, op.inputs))((), values)
     wanted = [(op.outputs.index(origin.place.variable), origin.place.bad)]
     reads = tuple(Numbers.of(part.name(v), x) for v, x in zip(op.inputs, read, strict=True))
-    return (Inside(part.where, op, reads), *inside(op, read, wanted, depth + 1))
+    found = Inside(part.where, op, reads, origin.is_written)
+    return (found, *inside(op, read, wanted, depth + 1))
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ def _turns(loop: _Loop, wanted: Wanted, depth: int) -> tuple[Inside, ...]:
         given = [(program.inputs.index(o.place.variable), o.place.bad) for o in walk.given]
         walk.given = []
         origin = walk.first(program)
-        if origin is not None and (walk.births or found is None):
+        if origin is not None and (walk.births or found is None or found[1].is_written):
             found = number, origin
         reached = {(i - begin, bad) for i, bad in given if begin <= i < begin + carried}
     if found is None:
@@ -198,8 +203,3 @@ def _operands(body: Body, values: Sequence[Any]) -> list[Any]:
     """What the equation is called with: the values, and the numbers that stand in it."""
     written = iter(numbers(body))
     return [values[x] if isinstance(x, int) else next(written) for x in body.operands]
-
-
-def _result(body: Body, output: int) -> int:
-    """Which result of the equation an output is."""
-    return int(body.equations[0].outvars.index(body.closed.jaxpr.outvars[output]))

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from onward.core.jaxprs import Body, program_of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
 from onward.core.words import Kind
-from onward.execute.nonfinite.flags import Bad, Flags, bad_in
+from onward.derive.roll.literals import numbers
+from onward.execute.nonfinite.flags import Bad, Flags, bad_in, is_float
 
 _WORDS = (
     "add add_any broadcast_in_dim concatenate convert_element_type copy cumlogsumexp cummax cumsum "
@@ -38,10 +41,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where what is not finite began: the op and its first bad output; of what is given, no op."""
+    """Where what is not finite began: the op and its first bad output; of what is given, no op.
+
+    ``is_written``: such a number stands in the code of the op.
+    """
 
     place: Place
     op: Op | None
+    is_written: bool = False
 
 
 @dataclass
@@ -101,8 +108,9 @@ def walk_back(program: Program, flags: Flags, starts: Iterable[Place], devices: 
         before = list(_before(op, flags, place, devices))
         began = not before or (place.bad is Bad.NAN and before[0].bad is not Bad.NAN)
         if began:
-            meant = place.bad is not Bad.NAN and writes_infinity(op.body)
-            (walk.on_purpose if meant else walk.births).append(Origin(_first_output(op, flags, place), op))
+            origin = Origin(_first_output(op, flags, place), op, writes(op.body, place.bad))
+            meant = origin.is_written and place.bad is not Bad.NAN
+            (walk.on_purpose if meant else walk.births).append(origin)
         left += before
     return walk
 
@@ -128,22 +136,25 @@ def _first_output(op: Op, flags: Flags, place: Place) -> Place:
     return Place(next(found, place.variable), place.device, place.bad)
 
 
-def writes_infinity(body: Body) -> bool:
-    """Whether an infinity stands in the code of a Body, however deep.
+def writes(body: Body, bad: Bad) -> bool:
+    """Whether a NaN, or an infinity of either sign, stands in the code of a Body, however deep.
 
     >>> import jax.numpy as jnp
     >>> from onward.core.jaxprs import body_of
-    >>> writes_infinity(body_of(lambda x: [jnp.maximum(x, -jnp.inf)], jnp.ones(3)))
-    True
+    >>> body = body_of(lambda x: [jnp.maximum(x, -jnp.inf)], jnp.ones(3))
+    >>> writes(body, Bad.PLUS), writes(body, Bad.NAN)
+    (True, False)
     """
-    if len(body.equations) == 1:
-        if any(isinstance(x, str) and x.lstrip("-") == "inf" for x in body.operands):
-            return True
-        inner = tuple(body.subprograms.values())
-    else:
-        inner = (program_of(body.closed, "body"),)
-    return any(_holds_infinity(part) or any(writes_infinity(op.body) for op in part.ops) for part in inner)
+    if any(_holds(x, bad) for x in numbers(body)):
+        return True
+    is_one = len(body.equations) == 1
+    inner = tuple(body.subprograms.values()) if is_one else (program_of(body.closed, "body"),)
+    return any(_has_constant(part, bad) or any(writes(op.body, bad) for op in part.ops) for part in inner)
 
 
-def _holds_infinity(program: Program) -> bool:
-    return any(v.size == 1 and "inf" in str(x) for v, x in program.constants.items())
+def _has_constant(program: Program, bad: Bad) -> bool:
+    return any(is_float(v) and _holds(np.asarray(x), bad) for v, x in program.constants.items())
+
+
+def _holds(array: np.ndarray, bad: Bad) -> bool:
+    return bool(np.any(np.isnan(array) if bad is Bad.NAN else np.isinf(array)))

@@ -120,9 +120,8 @@ def _notes(program: Program) -> tuple[str, ...]:
         notes.append(f"Numbers are those of each of {program.replicas.count} devices.")
     read = {v for op in program.ops for v in op.inputs}
     if unread := [p.name for p in program.parameters if p not in read]:
-        notes.append(
-            f"In no row, as nothing reads them: {', '.join(unread[:3])}{' ...' * (len(unread) > 3)}."
-        )
+        names = f"{', '.join(unread[:3])}{' ...' * (len(unread) > 3)}"
+        notes.append(f"Parameters that nothing reads are in the total alone: {names}.")
     if cost(program).endless:
         notes.append("A while loop counts as one turn: nobody knows its length before it runs.")
     return tuple(notes)
