@@ -71,10 +71,12 @@ class NonFiniteError(OnwardError, FloatingPointError):
     Attributes:
         state: the State before the step, where ``compile(..., check_finite=True)`` kept it.
         finding: which op it was, a ``NonFinite``, where that is known.
+        undone: how many steps were begun since that state and changed nothing, as far as that is known.
     """
 
     state: Any = None
     finding: Any = None
+    undone: int = 0
 
 
 class PeerError(OnwardError, RuntimeError):

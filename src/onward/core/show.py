@@ -293,6 +293,18 @@ def human_bytes(count: int) -> str:
     raise AssertionError("unreachable")
 
 
+def human_number(count: float) -> str:
+    """A count in three digits, in the unit a person would use.
+
+    >>> human_number(12), human_number(2500), human_number(1_234_567), human_number(3e9)
+    ('12', '2.5 k', '1.23 M', '3 G')
+    """
+    size, units = float(count), ["", " k", " M", " G", " T"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g}{units[0]}"
+
+
 def _numbers(variables: Iterable[Variable]) -> int:
     return sum(prod(v.shape) for v in variables)
 

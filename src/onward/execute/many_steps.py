@@ -56,7 +56,7 @@ class ManySteps:
         donates: let a call reuse the buffers of the State that it replaces.
         checks: look on the host whether labels and ids lie in their range.
         look: raises if a step before a State was not finite, as far as that is known without waiting.
-        seen: is told what each call returned, and for which batches.
+        seen: is told of each call: the State before, that after it, what it returned, for which batches.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ManySteps:
         donates: bool = True,
         checks: bool = True,
         look: Callable[[State], None] = lambda state: None,
-        seen: Callable[[Out, Sequence[Arguments]], None] = lambda out, batches: None,
+        seen: Callable[[State, State, Out, Sequence[Arguments]], None] = lambda *call: None,
     ) -> None:
         self.step, self._donates, self._look, self._seen = step, donates, look, seen
         self._checks = checks and bool(step.program.bounds)
@@ -130,10 +130,10 @@ class ManySteps:
             pairs = ((b.number, b.feed or b.data) for b in group.batches)
             return self._one_by_one(state, pairs, outs)
         self._look(state)
-        state, out = loop(state, group.stacked)
-        self._seen(out, [(b.data, b.feed) for b in group.batches])
+        following, out = loop(state, group.stacked)
+        self._seen(state, following, out, [(b.data, b.feed) for b in group.batches])
         outs.append(Part(out, len(group.batches)))
-        return state
+        return following
 
     def _loop(self, state: State, group: Group) -> _Loop:
         tree: Any = jax.tree.structure(state)

@@ -134,7 +134,7 @@ class Step:
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
             NonFiniteError: an earlier step was not finite: see ``check_finite``, ``guard(program, "stop")``.
         """
-        state = self._accepted(state)
+        state = given = self._accepted(state)
         if self._checks is not None:
             self._checks.look(state)
         executable, values, filling = self._find(state, self.feeds.named(data, feed) if feed else data)
@@ -150,10 +150,10 @@ class Step:
                 state = self._with(state, executable, lying)
         if filling is not None:
             results = executable.emptied(results, filling)
-        out = Out(executable.results, results)
+        out, following = Out(executable.results, results), self._with(state, executable, changed)
         if self._checks is not None:
-            self._checks.seen(out, [(data, feed)])
-        return self._with(state, executable, changed), out
+            self._checks.seen(given, following, out, [(data, feed)])
+        return following, out
 
     def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
         """Run a step for each batch, ``steps`` of them in one compiled call: for small models.
@@ -323,13 +323,18 @@ class Step:
             is_packed = state.storage is not None or self.storage is None
             return state if is_packed else self._stored(state.values)
         if state.layout not in self._known:
-            self._expect_all(state.layout)
+            begun = {} if self._checks is None else self._checks.begun
+            added = {v: x for v, x in begun.items() if v.name not in state.layout.position}
+            self._expect_all(state.layout, added)
+            if added:
+                values = {v.name: x for v, x in added.items()} | {name: state[name] for name in state}
+                return self._stored([values[v.name] for v in self.layout.variables])
             self._known.add(state.layout)
         return state
 
-    def _expect_all(self, layout: Layout) -> None:
-        """Raise ``StateError`` unless the State of another Step holds what this one needs."""
-        known = set(map(layout.identity_of, layout.variables))
+    def _expect_all(self, layout: Layout, added: Iterable[Variable]) -> None:
+        """Raise ``StateError`` unless the State of another Step, and what is added, is all that is needed."""
+        known = {*map(layout.identity_of, layout.variables), *map(self.layout.identity_of, added)}
         if lacking := [v for v in self.layout.variables if self.layout.identity_of(v) not in known]:
             raise StateError(
                 f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which "

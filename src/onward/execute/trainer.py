@@ -139,12 +139,13 @@ class Trainer:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Go on from the state that an error kept."""
+        """Go on from the state that an error kept; steps that changed nothing do not count."""
         try:
             yield
         except NonFiniteError as error:
             if error.state is not None:
                 self.take(error.state)
+                self.step -= error.undone
             raise
 
     def train(

@@ -7,11 +7,13 @@ is run once more then, on the State that it left alone and on its batch, and the
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import NonFiniteError
@@ -19,14 +21,17 @@ from onward.core.program import Program
 from onward.derive.check_finite import Check, check_of
 from onward.execute.feeds import Feeds
 from onward.execute.nonfinite.find import find
+from onward.execute.nonfinite.finding import NonFinite
 from onward.execute.out import Out
-from onward.execute.state import State
+from onward.execute.state import State, is_deleted
 from onward.execute.stopped import Stopped
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The data of a step, by place and by name."""
 
 _AHEAD = 1  # calls whose verdict may still be open when the next one begins
+_LINES = 16  # States at once whose batches are kept
+_AT_LEAST = 64  # calls after which a State of which nothing is known is waited for
 
 
 class _Verdict(NamedTuple):
@@ -36,40 +41,99 @@ class _Verdict(NamedTuple):
     batches: Sequence[Arguments]
 
 
+class _Line(NamedTuple):
+    """The calls that led to a State, told by its flag, and of which nothing is known yet."""
+
+    flag: ReferenceType[Any]
+    verdicts: tuple[_Verdict, ...]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody can go on from that State."""
+        return (flag := self.flag()) is None or is_deleted(flag)
+
+
 class Checked:
-    """Raises for a checked Program, and keeps the batches of which nothing is known yet."""
+    """Raises for a State of a checked Program, and keeps the batches of which nothing is known yet.
+
+    Any number of States may run through one Step, from any thread: what is known of a State hangs on the
+    array of its flag.
+    """
 
     def __init__(self, program: Program, check: Check) -> None:
         self.program, self.check = program, check
-        self._open: deque[_Verdict] = deque()
+        self._lines: dict[int, _Line] = {}
+        self._lock = Lock()
+        self._calls = 0
 
     def look(self, state: State, wait: bool = False) -> None:
         """Raise ``NonFiniteError`` if one of the steps before this State was not finite."""
-        while self._open:
-            finite = self._open[0].finite
-            is_known = jax.process_count() == 1 and finite.is_ready()  # all processes must judge at one call
-            if not (wait or is_known or len(self._open) > _AHEAD):
-                return
-            verdict = self._open.popleft()
-            good = np.atleast_1d(np.asarray(finite))
-            if not good.all() and _has_stopped(state, self.check):
-                self._open.clear()
-                raise self._error(state, verdict.batches[int(np.argmin(good))])
+        self._calls += 1
+        flag = self._flag(state)
+        if flag is None:
+            return
+        verdicts = self._verdicts(flag)
+        if not verdicts and (wait or _is_known(flag) or self._calls % _AT_LEAST == 0) and not bool(flag):
+            self._stop(state)
+        open_ = verdicts
+        while open_ and (wait or len(open_) > _AHEAD or _is_known(open_[0].finite)):
+            if not (good := np.atleast_1d(np.asarray(open_[0].finite))).all():
+                self._stop(state, open_, int(np.argmin(good)))
+            open_ = open_[1:]
+        if open_ is not verdicts:
+            self._keep(flag, open_)
 
-    def seen(self, out: Out, batches: Sequence[Arguments]) -> None:
-        """Remember what a call returned for these batches."""
-        finite = out[self.check.following.name]
-        if not isinstance(finite, jax.core.Tracer):
-            self._open.append(_Verdict(finite, batches))
+    def seen(self, before: State, after: State, out: Out, batches: Sequence[Arguments]) -> None:
+        """Remember what a call returned for these batches, which led from one State to another."""
+        finite, flag = out[self.check.following.name], self._flag(after)
+        if flag is not None and not isinstance(finite, jax.core.Tracer):
+            old = self._array(before)
+            verdicts = self._verdicts(old)
+            with self._lock:
+                self._lines.pop(id(old), None)
+            self._keep(flag, (*verdicts, _Verdict(finite, batches)))
 
-    def _error(self, state: State, batch: Arguments) -> NonFiniteError:
+    def _array(self, state: State) -> Any:
+        """The array that tells whether all was finite before a State."""
+        name, storage = self.check.finite.name, state.storage
+        return state.buffers[state.layout.position[name] if storage is None else storage.place[name][0]]
+
+    def _flag(self, state: State) -> Any:
+        """The same; None if it is spent, or traced, or that of several States in one."""
+        flag = self._array(state)
+        is_one = not isinstance(flag, jax.core.Tracer) and flag.shape == () and not is_deleted(flag)
+        return flag if is_one else None
+
+    def _verdicts(self, flag: Any) -> tuple[_Verdict, ...]:
+        """What is open of the State with this flag."""
+        line = self._lines.get(id(flag))
+        return line.verdicts if line is not None and line.flag() is flag else ()
+
+    def _keep(self, flag: Any, verdicts: tuple[_Verdict, ...]) -> None:
+        with self._lock:
+            kept = {key: line for key, line in self._lines.items() if not line.is_over and key != id(flag)}
+            if verdicts:
+                kept[id(flag)] = _Line(ref(flag), verdicts)
+            self._lines = dict(list(kept.items())[-_LINES:])
+
+    def _stop(self, state: State, verdicts: Sequence[_Verdict] = (), place: int = 0) -> None:
+        """Raise for a State, unless it is spent in part, with what is found in this batch of the first call."""
+        if state.is_spent:
+            return
+        words = _NO_BATCH
+        finding = self._found(state, verdicts[0].batches[place]) if verdicts else None
+        if verdicts:
+            words = _NOT_AGAIN if finding is None else str(finding)
+        error = NonFiniteError(_MESSAGE.format(words))
+        error.finding, error.state = finding, state.replace({self.check.finite.name: True})
+        error.undone = sum(len(v.batches) for v in verdicts) - place
+        raise error
+
+    def _found(self, state: State, batch: Arguments) -> NonFinite | None:
+        """The first op that is not finite in this step."""
         values = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
         data, feed = batch
-        arguments = Feeds(self.program).named(data, feed) if feed else data
-        finding = find(self.program, values, arguments)
-        error = NonFiniteError(_MESSAGE.format(finding if finding is not None else _NOT_AGAIN))
-        error.finding, error.state = finding, state.replace({self.check.finite.name: True})
-        return error
+        return find(self.program, values, Feeds(self.program).named(data, feed) if feed else data)
 
 
 class Checks:
@@ -77,11 +141,13 @@ class Checks:
 
     Attributes:
         fetch: the names that the step has to return for that.
+        begun: what they add to the state, and its first values: a State without can be given these.
     """
 
     def __init__(self, stopped: Stopped | None, checked: Checked | None) -> None:
         self.stopped, self.checked = stopped, checked
         self.fetch = () if checked is None else (checked.check.following.name,)
+        self.begun = {} if checked is None else {checked.check.finite: jnp.bool_(True)}
 
     @classmethod
     def of(cls, program: Program) -> Checks | None:
@@ -98,10 +164,15 @@ class Checks:
         if self.stopped is not None:
             self.stopped.look(state, wait)
 
-    def seen(self, out: Out, batches: Sequence[Arguments]) -> None:
-        """Remember what a call returned for these batches."""
+    def seen(self, before: State, after: State, out: Out, batches: Sequence[Arguments]) -> None:
+        """Remember what a call returned for these batches, which led from one State to another."""
         if self.checked is not None:
-            self.checked.seen(out, batches)
+            self.checked.seen(before, after, out, batches)
+
+
+def _is_known(flag: Any) -> bool:
+    """Whether a flag may be read without waiting; all processes must judge at one call."""
+    return jax.process_count() == 1 and bool(not hasattr(flag, "is_ready") or flag.is_ready())
 
 
 _MESSAGE = (
@@ -111,11 +182,7 @@ _NOT_AGAIN = (
     "Run once more, it is finite: its batch was changed meanwhile (a reader that fills the same array again),"
     " or the compiled step rounds in another way."
 )
-
-
-def _has_stopped(state: State, check: Check) -> bool:
-    """Whether a State is one that the check holds; another may come from elsewhere."""
-    if state.is_spent or check.finite.name not in state.layout.position:
-        return False
-    flag = state[check.finite.name]
-    return not isinstance(flag, jax.core.Tracer) and not bool(flag)
+_NO_BATCH = (
+    "Which batch it was is not known: the State was copied, or came out of jax.jit or jax.lax.scan. Look "
+    "yourself: find_nonfinite(step, error.state, batch)."
+)

@@ -175,7 +175,9 @@ def _pass_within(op: Op, inside: tuple[Inside, ...]) -> Pass:
     """The pass of the innermost op. One op that holds both passes runs the ops of each below its name."""
     for part in op.subprograms.values():
         for step in inside if part.gradients else ():
-            here = [o for o in part.ops if step.op.scope == (f"{o.made_by}/{o.scope}" if o.scope else o.made_by)]
+            here = [
+                o for o in part.ops if step.op.scope == (f"{o.made_by}/{o.scope}" if o.scope else o.made_by)
+            ]
             if here:
                 is_own = any(step.op.type in (o.primal or o.body).primitives for o in here)
                 return here[0].made_by if is_own else Pass.BACKWARD

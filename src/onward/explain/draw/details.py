@@ -8,8 +8,8 @@ from typing import Any
 
 from onward.core.cost import Cost
 from onward.core.program import Op, Program, Variable
-from onward.core.show import human_bytes, nbytes, short_type
-from onward.explain.draw.facts import Facts, short_number
+from onward.core.show import human_bytes, human_number, nbytes, short_type
+from onward.explain.draw.facts import Facts
 from onward.explain.draw.scene import Box
 
 _MOST_OPS, _MOST_VARIABLES, _MOST_TYPES = 24, 24, 14
@@ -98,6 +98,6 @@ def _lists(
 
 
 def _costs(cost: Cost) -> list[tuple[str, str]]:
-    rows = [("FLOPs", short_number(cost.flops) if cost.flops else "")]
+    rows = [("FLOPs", human_number(cost.flops) if cost.flops else "")]
     rows += [("reads", human_bytes(cost.read)), ("writes", human_bytes(cost.written))]
     return [*rows, ("exchanges", human_bytes(cost.exchanged) if cost.exchanged else "")]

@@ -11,7 +11,6 @@ from onward.explain.draw.scene import shortened
 
 _LONGEST_TYPE = 22
 _TURNS = ("length", "steps")
-_SUFFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,3 @@ def together(ops: Collection[Op]) -> str:
     if len(types) == 1:
         return f"{shortened(types.pop(), _LONGEST_TYPE)} × {len(ops)}"
     return f"{len(ops)} ops"
-
-
-def short_number(n: float) -> str:
-    """A large number in three digits.
-
-    >>> short_number(950), short_number(1234567)
-    ('950', '1.23M')
-    """
-    size, step = float(n), 0
-    while size >= 999.5 and step < len(_SUFFIXES) - 1:
-        size, step = size / 1000, step + 1
-    return f"{size:.3g}{_SUFFIXES[step]}"

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from onward.core.program import Op, Variable
-from onward.core.show import short_type
+from onward.core.show import human_number, short_type
 from onward.core.words import Kind, Pass
-from onward.explain.draw.facts import Facts, short_number, together
+from onward.explain.draw.facts import Facts, together
 from onward.explain.draw.fold import Node
 from onward.explain.draw.scene import Box, shortened, small_width, title_width
 
@@ -184,7 +184,7 @@ class _Shaper:
             return [self.pill(f"{key}{i}", v, lane) for i, v in enumerate(variables)]
         if any(v.kind is not Kind.PARAMETER for v in variables) and noun == "parameters":
             noun = "arrays"
-        size = short_number(sum(v.size for v in variables))
+        size = human_number(sum(v.size for v in variables))
         text = (f"{len(variables)} {noun}", size)
         return [self.small(key, lane, text, variables=tuple(v.name for v in variables), form="pill")]
 
@@ -244,7 +244,7 @@ class _Shaper:
         title = shortened(self.node.title, _LONGEST_SMALL)
         words = f"{len(ops):,} ops" if len(ops) > 1 else "1 op"
         flops = sum(self.facts.costs[op].flops for op in ops)
-        lines = (title, words, f"{short_number(flops)} FLOPs")
+        lines = (title, words, f"{human_number(flops)} FLOPs")
         times = f"× {self.node.times}" if self.node.times > 1 else ""
         width = max(
             title_width(title) + title_width(times) + (16 if times else 0), *map(small_width, lines[1:])

@@ -16,7 +16,9 @@ from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement
 from onward.define.arguments import Leaf, Specification
 from onward.explain.inspect.call import Call
-from onward.explain.inspect.carried import Flow, Part, carried, next_values, parts_of, without
+from onward.explain.inspect.carried import carried, next_values, without
+from onward.explain.inspect.flow import Flow
+from onward.explain.inspect.parts import Part, parts_of
 from onward.explain.inspect.passes import with_passes
 from onward.explain.inspect.roles import facing, gradients_of, loss_among, parameters_among
 from onward.explain.inspect.tracing import Traced
@@ -46,7 +48,7 @@ def assemble(call: Call, found: Traced, devices: Devices) -> Program:
     ops = facing(with_passes(reading.ops, reading.under))
     returned = Structure(found.treedef, _leaves(found, reading.outputs))
     flow = Flow(ops, given.variables)
-    pairs = carried(given.parts(), [*parts_of(returned, None)], flow.share)
+    pairs = carried(given.parts(), [*parts_of(returned, None)], flow)
     result = without(returned, pairs)
     following = {**next_values(pairs), **_in_place(given.modules, found, reading.outputs)}
     state_places = {argument.place for _, argument in pairs}
@@ -150,7 +152,7 @@ def _together(structures: Sequence[Structure]) -> Structure:
 def _named(program: Program, names: Names, copies: bool) -> Program:
     """The Program with the kinds of its Variables, gradients and next values named after what they are of."""
     places = {Placement.PER_REPLICA: Placement.REPLICATED} if copies else {}
-    trained = parameters_among(program.ops, program.next_state, program.gradients)
+    trained = parameters_among(program.ops, program.next_state)
     program = replace(program, gradients=tuple(pair for pair in program.gradients if pair[0] in trained))
     new = {
         v: replace(

@@ -88,7 +88,7 @@ def _same_calls(op: Op, other: Op) -> int:
 
 
 def gradients_of(ops: Iterable[Op], following: Mapping[Variable, Variable]) -> tuple[Pair, ...]:
-    """The pairs (parameter, gradient) that can be told.
+    """The pairs (parameter, gradient) that can be told: both are of one type.
 
     From the next value of an array back over updating ops, by way of Variables of its shape alone, stands its
     gradient, if the update does not put several arrays into one.
@@ -97,15 +97,17 @@ def gradients_of(ops: Iterable[Op], following: Mapping[Variable, Variable]) -> t
     order = {op: i for i, op in enumerate(makers.values())}
     pairs = []
     for old, new in following.items():
-        is_updated = new in makers and makers[new].made_by is Pass.UPDATE
-        found = _differentiated(old, new, makers) if is_updated else []
-        if jnp.issubdtype(old.dtype, jnp.inexact) and found:
+        found = [g for g in _differentiated(old, new, makers) if g.dtype == old.dtype]
+        if found:
             pairs.append((old, max(found, key=lambda g: order[makers[g]])))
     return tuple(pairs)
 
 
 def _differentiated(old: Variable, new: Variable, makers: Mapping[Variable, Op]) -> list[Variable]:
-    """The gradients of the type of a Variable that its next value is made from."""
+    """The gradients of the shape of a Variable that the update makes its next value from."""
+    updated = new in makers and makers[new].made_by is Pass.UPDATE
+    if not updated or not jnp.issubdtype(old.dtype, jnp.inexact):
+        return []
     seen, waiting, found = {new}, [new], []
     while waiting:
         v = waiting.pop()
@@ -113,7 +115,7 @@ def _differentiated(old: Variable, new: Variable, makers: Mapping[Variable, Op])
         if maker is None:
             continue
         if maker.made_by in (Pass.BACKWARD, Pass.COLLECTIVE):
-            found += [v] if v.dtype == old.dtype else []
+            found += [v] if jnp.issubdtype(v.dtype, jnp.inexact) else []
         elif maker.made_by is Pass.UPDATE:
             near = [x for x in maker.inputs if x.shape == old.shape and x not in seen]
             seen.update(near)
@@ -121,12 +123,10 @@ def _differentiated(old: Variable, new: Variable, makers: Mapping[Variable, Op])
     return found
 
 
-def parameters_among(
-    ops: Sequence[Op], following: Mapping[Variable, Variable], pairs: Iterable[Pair]
-) -> set[Variable]:
-    """The state that is trained: it has a gradient, and the forward pass reads it.
+def parameters_among(ops: Sequence[Op], following: Mapping[Variable, Variable]) -> set[Variable]:
+    """The state that is trained: it has a gradient, of its own type or another, and the forward pass reads it.
 
-    Where no gradient can be told apart, as when the update works on all of them laid end to end: the
+    Where no such gradient can be told apart, as when the update works on all of them laid end to end: the
     floating point arrays that the forward pass reads and the update replaces.
     """
     needed: set[Variable] = set()
@@ -134,13 +134,13 @@ def parameters_among(
         marked = op.made_by in (Pass.FORWARD, Pass.BACKWARD)
         if marked and (op.made_by is Pass.FORWARD or is_mixed(op) or not needed.isdisjoint(op.outputs)):
             needed.update(op.inputs)
-    made_by = {v: op.made_by for op in ops for v in op.outputs}
-    trained = {p for p, _ in pairs} or {
+    makers = {v: op for op in ops for v in op.outputs}
+    return {old for old, new in following.items() if old in needed and _differentiated(old, new, makers)} or {
         old
         for old, new in following.items()
-        if old.ndim and jnp.issubdtype(old.dtype, jnp.inexact) and made_by.get(new) is Pass.UPDATE
+        if old in needed and old.ndim and jnp.issubdtype(old.dtype, jnp.inexact)
+        if new in makers and makers[new].made_by is Pass.UPDATE
     }
-    return trained & needed
 
 
 def _computed_from(ops: Sequence[Op], v: Variable) -> set[Variable]:

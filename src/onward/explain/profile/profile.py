@@ -19,6 +19,7 @@ from onward.core.columns import columns
 from onward.core.cost import Cost, cost
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
+from onward.core.show import human_number
 from onward.core.structure import describe
 from onward.core.words import Pass
 from onward.execute.loop.groups import Intake
@@ -26,7 +27,6 @@ from onward.execute.state import State
 from onward.execute.step import Step
 from onward.explain.profile.hlo import Place, module_of, places
 from onward.explain.profile.trace import recorded
-from onward.explain.summary.words import human_number
 
 _HEAD = ("scope", "pass", "ms", "share", "FLOP", "share", "GFLOP/s", "GB/s")
 _NOTE = (

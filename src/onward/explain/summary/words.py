@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
-from onward.core.show import human_bytes
+from onward.core.show import human_bytes, human_number
 from onward.explain.summary.rows import Row
 
 NUMBERS = ("ops", "parameters", "flops", "read", "written", "saved", "live", "exchanged")
@@ -52,17 +52,3 @@ def cell(row: Row, name: str) -> str:
     if name in BYTES:
         return human_bytes(value) if value else "-"
     return f"{value:,}" if name in NUMBERS and value else str(value or "-" if name in NUMBERS else value)
-
-
-def human_number(count: int) -> str:
-    """A count in the unit a person would use.
-
-    >>> human_number(12), human_number(2500), human_number(3_000_000_000)
-    ('12', '2.50 k', '3.00 G')
-    """
-    size = float(count)
-    for unit in ("", "k", "M", "G", "T"):
-        if size < 1000 or unit == "T":
-            return f"{size:.2f} {unit}" if unit else str(count)
-        size /= 1000
-    raise AssertionError("unreachable")

@@ -1,0 +1,107 @@
+"""What the results of a step are computed from: which arguments, by which of its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+
+import jax
+import numpy as np
+
+from onward.core.jaxprs import carries_of
+from onward.core.program import Op, Variable
+from onward.core.words import Pass
+from onward.explain.inspect.parts import Part
+
+_RESHAPING = ("convert_element_type", "copy", "pvary", "reshape", "squeeze")
+_COUNTING = (*_RESHAPING, "add", "clamp", "cond", "max", "min", "select_n", "sub")
+
+
+class Flow:
+    """From which arguments a Variable is computed by updating ops alone, or by forward ops alone.
+
+    A loop that trains for several steps makes what it carries from what was carried into it.
+    """
+
+    def __init__(self, ops: Sequence[Op], given: Sequence[Variable]) -> None:
+        self.bits = {v: 1 << i for i, v in enumerate(given)}
+        self.updated = dict(self.bits)
+        self.forward = dict(self.bits)
+        self.counted = counted_on(ops, self.bits)
+        self.makers = {v: op for op in ops for v in op.outputs}
+        for op in ops:
+            updated = forward = 0
+            for v in op.inputs:
+                updated |= self.updated.get(v, 0)
+                forward |= self.forward.get(v, 0)
+            for v in op.outputs:
+                passes_on = op.made_by in (Pass.UPDATE, Pass.COLLECTIVE) or op.type in _RESHAPING
+                self.updated[v] = updated if passes_on else 0
+                self.forward[v] = forward if op.made_by is Pass.FORWARD else 0
+            for old, new in carries_of(op.body) if op.made_by is Pass.BACKWARD else ():
+                self.updated[op.outputs[new]] = self.updated.get(op.inputs[old], 0)
+
+    def is_updated(self, new: Variable, old: Variable) -> bool:
+        """Whether the update makes one from the other."""
+        made = new in self.makers and self.makers[new].made_by is not Pass.FORWARD
+        return made and bool(self.updated[new] & self.bits[old])
+
+    def is_kept(self, new: Variable, old: Variable) -> bool:
+        """Whether it is the argument itself, or what the forward pass makes of it."""
+        return new is old or bool(self.forward.get(new, 0) & self.bits[old])
+
+    def share(self, new: Part, old: Part) -> int:
+        """How many arrays of a part the update makes from those of another; -1 if it does not replace it."""
+        pairs = [*zip(new.variables, old.variables, strict=True)]
+        changed = [(n, o) for n, o in pairs if n is not o]
+        if new.is_numbers and not all(self.counted.get(n, 0) & self.bits[o] for n, o in changed):
+            return -1
+        updated = sum(self.is_updated(n, o) for n, o in pairs)
+        if updated:
+            return updated
+        gradients = any(n in self.makers and self.makers[n].made_by is Pass.BACKWARD for n, _ in changed)
+        if gradients or not any(self.is_kept(n, o) for n, o in changed):
+            return -1
+        surely = not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
+        return 0 if surely or _is_key(old.variables[0]) else -1
+
+    def reads(self, part: Part, other: Part) -> bool:
+        """Whether a part is computed from what the ops make in another."""
+        wanted = {v for v in other.variables if v in self.makers}
+        seen, waiting = set(part.variables), [*part.variables]
+        while waiting:
+            maker = self.makers.get(waiting.pop())
+            new = set(maker.inputs) - seen if maker is not None else set()
+            if not wanted.isdisjoint(new):
+                return True
+            seen |= new
+            waiting.extend(new)
+        return False
+
+
+def counted_on(ops: Iterable[Op], bits: Mapping[Variable, int]) -> dict[Variable, int]:
+    """From which numbers among the arguments each number is computed by way of numbers alone.
+
+    Whatever is added to a number, or chosen in place of it, it is counted on. It is scaled only by numbers
+    that are not made of arrays, but for truth values: a learning rate times a norm is no learning rate.
+    """
+    counted = {v: bit for v, bit in bits.items() if not v.shape}
+    wide: set[Variable] = set()
+    for op in ops:
+        is_wide = any(v.dtype != np.bool_ and (v.shape or v in wide) for v in op.inputs)
+        passes_on = op.type in _COUNTING or not is_wide
+        sources = (
+            [counted.get(v, 0) for v in op.inputs] if op.made_by is not Pass.BACKWARD and passes_on else []
+        )
+        wide.update(op.outputs if is_wide else ())
+        counted.update((v, reduce(or_, sources, 0)) for v in op.outputs if not v.shape)
+        counted.update((op.outputs[new], counted.get(op.inputs[old], 0)) for old, new in carries_of(op.body))
+    return counted
+
+
+def _is_key(v: Variable) -> bool:
+    """Whether it is a random key, or a number that is counted on."""
+    return bool(jax.numpy.issubdtype(v.dtype, jax.dtypes.prng_key)) or (
+        v.dtype == np.uint32 and v.shape == (2,)
+    )
