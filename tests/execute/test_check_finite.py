@@ -1,6 +1,7 @@
 """Steps that are not finite raise, name the op, and leave the state as it was."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,83 @@ def test_another_state_after_a_bad_step_is_not_blamed(step):
     for batch in BATCHES[:3]:
         state, _ = step(state, batch)
     step.expect_going(state)
+
+
+def test_each_of_two_states_is_judged_by_itself(step):
+    bad, good = step.init(ONE), step.init(2 * ONE)
+    for i, batch in enumerate([BAD, *BATCHES[:5]]):
+        try:
+            bad, _ = step(bad, batch)
+        except ow.NonFiniteError as error:
+            caught, made = error, i
+            break
+        good, _ = step(good, BATCHES[i])
+    assert made <= 2
+    assert (caught.finding.type, caught.finding.numbers.first, caught.undone) == ("log", (1,), made)
+    np.testing.assert_array_equal(caught.state.parameters, ONE)
+    step.expect_going(good)
+    assert_close(values_of(good), reference(BATCHES[:made], params=2 * ONE))
+
+
+def test_a_state_stays_to_blame_however_many_others_are_run(step):
+    bad, _ = step(step.init(ONE), BAD)
+    for _ in range(2):
+        good = step.init(ONE)
+        for batch in BATCHES[:3]:
+            good, _ = step(good, batch)
+    for _ in range(2):  # whoever catches the error and goes on regardless gets it again
+        with pytest.raises(ow.NonFiniteError, match="'log' is the first value"):
+            step.expect_going(bad)
+    step.expect_going(good)
+
+
+def test_states_in_threads(step):
+    def trained(number):
+        state, _ = step(step.init(ONE), BATCHES[0])
+        for batch in [BAD if number % 2 else BATCHES[1], *BATCHES[2:4]]:
+            state, _ = step(state, batch)
+        step.expect_going(state)
+        return state
+
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(trained, number) for number in range(4)]
+    expected = {False: reference(BATCHES[:4]), True: reference(BATCHES[:1])}
+    for number, call in enumerate(calls):
+        error = call.exception()
+        assert isinstance(error, ow.NonFiniteError) == bool(number % 2)
+        if error is not None:
+            assert error.finding.type == "log"
+        assert_close(values_of(call.result() if error is None else error.state), expected[bool(number % 2)])
+
+
+def test_a_copy_of_a_bad_state_raises_without_a_batch(step):
+    state, _ = step(step.init(ONE), BAD)
+    copy = state.copy()
+    for state in (copy, copy.replace({"learning_rate": 0.5})):
+        with pytest.raises(ow.NonFiniteError, match="Which batch it was is not known") as caught:
+            step.expect_going(state)
+        assert (caught.value.finding, caught.value.undone) == (None, 0)
+    state, _ = step(caught.value.state, BATCHES[0])
+    step.expect_going(state)
+
+
+def test_a_state_of_a_step_without_the_check_is_taken_over(step):
+    plain = ow.compile(PROGRAM)
+    for _ in range(2):
+        state, _ = plain(plain.init(ONE), BATCHES[0])
+        state, _ = step(state, BATCHES[1])
+    state, _ = step.run(state, BATCHES[2:4], steps=2)
+    state, _ = step(state, BAD)
+    with pytest.raises(ow.NonFiniteError, match="'log' is the first value") as caught:
+        step.expect_going(state)
+    assert_close(values_of(caught.value.state), reference(BATCHES[:4]))
+    back, _ = plain(caught.value.state, BATCHES[4])
+    assert_close(values_of(back), reference(BATCHES[:5]))
+    other = ow.compile(ow.SGD(0.1).minimize(lambda v, x: jnp.sum(v * x), ONE, ONE)).init(ONE)
+    with pytest.raises(ow.StateError, match="has no 'w'"):
+        step(other, BATCHES[0])
+    with pytest.raises(ow.StateError, match="took its buffers over"):
+        step(state, BATCHES[0]) and step(state, BATCHES[0])
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -256,7 +334,8 @@ def test_under_a_trace_the_state_tells(step):
     state, _ = jax.jit(lambda s, xs: jax.lax.scan(lambda s, x: step(s, x), s, xs))(step.init(ONE), stacked)
     assert not bool(state["is_finite"])
     assert_close(values_of(state), reference(BATCHES[:2]))
-    step.expect_going(state)  # no call on the host saw it
+    with pytest.raises(ow.NonFiniteError, match="Which batch it was is not known"):
+        step.expect_going(state)  # no call on the host saw it
 
 
 def test_a_checked_program_is_checked_once():
@@ -304,8 +383,10 @@ def test_a_trainer_goes_on_from_the_state_before():
     with pytest.raises(ow.NonFiniteError, match="'log' is the first value"):
         trainer.train([(0 * x, y), (x, y), (x, y)], progress=False)
     np.testing.assert_array_equal(trainer["fc_0/w"], before)
+    assert (trainer.step, int(trainer["step"])) == (2, 2)
     trainer.update(x, y)
     trainer.expect_going()
+    assert (trainer.step, int(trainer["step"])) == (3, 3)
     assert not np.array_equal(trainer["fc_0/w"], before)
     with pytest.raises(ow.NonFiniteError):
         ow.train(network, [(0 * x, y)], check_finite=True, progress=False)

@@ -259,6 +259,20 @@ def plain(w, x):
     return jnp.sum(w * x)
 
 
+def written(w, x):
+    return plain(w, x) * jnp.where(x[0] > 0.5, jnp.inf, 1.0)  # here
+
+
+def written_in_scans(w, x):
+    def within(h, i):
+        return h * jnp.where(i == 2, jnp.inf, 1.0), None  # here
+
+    def body(h, _):
+        return jax.lax.scan(within, h, jnp.arange(4))[0], None
+
+    return jax.lax.scan(body, plain(w, x), None, length=3)[0]
+
+
 class Divided(ow.GradientRule):
     def update(self, parameter, gradient, slots, hyperparameters):
         return gradient / (gradient - gradient), slots  # here
@@ -306,6 +320,8 @@ CASES = {
     "scan, backward": Case(scan_backward, GAP, "scan", BACKWARD, "turn 3 of 5"),
     "arccos, backward": Case(arccos_at_one, HOLE, "acos", BACKWARD),
     "overflow, backward": Case(gradient_overflow, 1e30 * ONE, "mul", BACKWARD, w=1e-30 * ONE),
+    "written": Case(written, HOLE, "select_n", FORWARD),
+    "written in scans": Case(written_in_scans, HOLE, "select_n", FORWARD, "turn 0 of 3|turn 2 of 4"),
     "epsilon": Case(plain, HOLE, "adam", UPDATE, optimizer=ow.Adam(0.1, epsilon=0.0)),
     "adagrad": Case(plain, HOLE, "adagrad", UPDATE, optimizer=ow.Adagrad(0.1, epsilon=0.0)),
     "large rate": Case(plain, 1e10 * ONE, "sgd", UPDATE, optimizer=ow.SGD(1e30)),
@@ -473,7 +489,35 @@ def test_the_micro_batch_of_an_accumulated_program():
     x[5, 1] = 0
     finding = found_in(program, ONE, x)
     assert (finding.type, placed(finding)[0]) == ("log", "turn 2 of 4 (counted from 0)"), str(finding)
-    assert finding.line == line_of(per_example)[1]
+    assert (finding.line, finding.made_by) == (line_of(per_example)[1], FORWARD)
+
+
+def test_the_pass_within_an_accumulated_program():
+    x = np.array([[1, 1, 1], [1, 0, 1]], "float32")
+    program = ow.accumulate(ow.SGD(0.1).minimize(root_at_zero, ONE, x), 2, is_sum=True)
+    finding = found_in(program, ONE, x)
+    assert (finding.made_by, placed(finding)) == (BACKWARD, ["turn 1 of 2 (counted from 0)"]), str(finding)
+    assert finding.line == line_of(root_at_zero)[1]
+
+
+WRITTEN, LARGE, ZERO = "It stands in the function itself", "Numbers became too large", "A division by zero"
+ADVICE = {
+    "written": (written, ONE, WRITTEN),
+    "in a scan": (written_in_scans, ONE, WRITTEN),
+    "nan": (lambda w, x: jnp.sum(w * jnp.where(x > 0, x, jnp.nan)), HOLE, WRITTEN),
+    "array": (lambda w, x: jnp.sum(w * x * np.array([1, np.inf, 2], "float32")), ONE, WRITTEN),
+    "zero": (division, HOLE, ZERO),
+    "divided by a written zero": (lambda w, x: jnp.sum(w * x / 0.0), ONE, ZERO),
+    "negative over small": (lambda w, x: jnp.sum(w * x / 1e-30 / 1e-30), -ONE, LARGE),
+    "negative over small data": (lambda w, x: jnp.sum(-1e30 * w / x), 1e-20 * ONE, LARGE),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_the_advice(name):
+    loss, x, advice = ADVICE[name]
+    finding = found_in(ow.trace(loss, ONE, x), ONE, x)
+    assert finding.advice.startswith(advice), str(finding)
 
 
 def test_the_scaled_gradient_that_overflows_in_mixed_precision():

@@ -590,6 +590,231 @@ def test_ops_that_only_state_and_results_depend_on():
     assert kinds(program, Pass.FORWARD)["dot_general"] == 2 * LAYERS
 
 
+ONES, NUMBER = jnp.ones(3), np.float32(0.1)
+
+
+def bent_loss(w, x):
+    return jnp.sum(jnp.sin(w * x))
+
+
+def log_norm(w, x, rate):
+    loss, grad = jax.value_and_grad(bent_loss)(w, x)
+    update = -rate * grad
+    return w + update, loss, jnp.linalg.norm(update)
+
+
+def log_clipped_norm(w, x, most):
+    loss, grad = jax.value_and_grad(bent_loss)(w, x)
+    grad = grad * jnp.minimum(1, most / jnp.linalg.norm(grad))
+    return w - 0.1 * grad, {"loss": loss, "norm": jnp.linalg.norm(grad)}
+
+
+def log_clip_factor(w, x, most):
+    loss, grad = jax.value_and_grad(bent_loss)(w, x)
+    factor = jnp.minimum(1, most / jnp.linalg.norm(grad))
+    return w - 0.1 * factor * grad, factor, loss
+
+
+def log_decayed_norm(w, x, decay):
+    loss, grad = jax.value_and_grad(bent_loss)(w, x)
+    grad = grad + decay * w
+    return w - 0.1 * grad, loss, jnp.linalg.norm(grad)
+
+
+def log_two_norms(w, x, rate):
+    loss, grad = jax.value_and_grad(bent_loss)(w, x)
+    update = -rate * grad
+    return w + update, (loss, jnp.linalg.norm(update)), (jnp.max(update), jnp.linalg.norm(rate * w))
+
+
+def log_rate(w, x, rate):
+    loss, grad = jax.value_and_grad(bent_loss)(w, x)
+    now = 0.5 * rate
+    return {"loss": loss, "rate": now}, w - now * grad
+
+
+def log_penalized_loss(w, x, strength):
+    loss, grad = jax.value_and_grad(lambda w: bent_loss(w, x) + strength * jnp.sum(w**2))(w)
+    return w - 0.1 * grad, loss
+
+
+def log_unscaled_loss(w, x, scale):
+    loss, grad = jax.value_and_grad(lambda w: scale * bent_loss(w, x))(w)
+    return w - 0.1 * grad / scale, loss / scale
+
+
+PLACES = {
+    "last": (lambda step, w, x, number: step(w, x, number), NUMBER),
+    "dict": (lambda step, w, x, hyper: step(w, x, hyper["rate"]), {"rate": NUMBER}),
+    "pair": (lambda step, w, x, hyper: step(w, x, hyper[0] * hyper[1]), (NUMBER, NUMBER)),
+}
+LOGGING = (
+    *(log_norm, log_clipped_norm, log_clip_factor, log_decayed_norm, log_two_norms, log_rate),
+    *(log_penalized_loss, log_unscaled_loss),
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("step", LOGGING)
+def test_a_hyperparameter_is_data_whatever_is_logged(step, place):
+    call, number = PLACES[place]
+    for program in (
+        inspect(partial(call, step), ONES, ONES, number),
+        inspect(lambda w, n, x: call(step, w, x, n), ONES, number, ONES),
+    ):
+        assert [p.name for p in program.state] == ["w"] == [v.name for v in program.next_state]
+        assert len(program.inputs) == 1 + len(jax.tree.leaves(number))
+    results = jax.tree.leaves(call(step, ONES, ONES, number))
+    (new,) = [r for r in results if r.shape == (3,)]
+    given = [ONES], [*jax.tree.leaves(number), ONES]
+    np.testing.assert_allclose(lower(program, [*program.next_state.values()])(*given)[0], new, rtol=1e-6)
+    logged = lower(program, program.outputs)(*given)
+    np.testing.assert_allclose(logged, [r for r in results if r is not new], rtol=1e-6)
+
+
+def test_a_hyperparameter_of_numbers_alone():
+    def step(w, b, x, rate):
+        loss, (dw, db) = jax.value_and_grad(lambda w, b: jnp.sum((w * x + b) ** 2), argnums=(0, 1))(w, b)
+        return w - rate * dw, b - rate * db, loss, rate * dw
+
+    program = inspect(step, NUMBER, NUMBER, ONES, NUMBER)
+    assert [(p.name, g.name) for p, g in program.gradients] == [("w", "grad(w)"), ("b", "grad(b)")]
+    assert [v.name for v in program.inputs] == ["x", "rate"]
+
+
+def test_numbers_alone():
+    def step(w, x, y, rate):
+        loss, grad = jax.value_and_grad(lambda w: (w * x - y) ** 2)(w)
+        update = -rate * grad
+        return w + update, loss, update
+
+    program = inspect(step, NUMBER, NUMBER, NUMBER, NUMBER)
+    assert ([v.name for v in program.state], len(program.outputs)) == (["w"], 2)
+
+
+def test_rates_of_layers_are_no_norms():
+    def step(w, rates, x):
+        loss, grad = jax.value_and_grad(bent_loss)(w, x)
+        update = -rates * grad
+        return w + update, jnp.stack([jnp.linalg.norm(update[:i]) for i in (1, 2, 3)]), loss
+
+    assert [v.name for v in inspect(step, ONES, ONES, ONES).state] == ["w"]
+
+
+def count(w, number, x):
+    return w - jax.grad(bent_loss)(w, x), number + 1
+
+
+def count_and_log(w, number, x):
+    now = number + 1
+    return {"now": now}, w - jax.grad(bent_loss)(w, x) / now, now
+
+
+def rate_decays(w, number, x):
+    return 0.9 * number, w - number * jax.grad(bent_loss)(w, x)
+
+
+def loss_scale(w, number, x):
+    loss, grad = jax.value_and_grad(lambda w: number * bent_loss(w, x))(w)
+    fine = jnp.all(jnp.isfinite(grad))
+    return jnp.where(fine, w - grad / number, w), loss / number, number * jnp.where(fine, 2.0, 0.5)
+
+
+def loss_scale_by_loss(w, number, x):
+    loss, grad = jax.value_and_grad(lambda w: number * bent_loss(w, x))(w)
+    chosen = jnp.where(jnp.isfinite(loss), number * 2, number / 2)
+    return {"loss": loss / number, "scale": chosen}, (w - grad / number, chosen)
+
+
+def running_norm(w, number, x):
+    grad = jax.grad(bent_loss)(w, x)
+    return {"w": w - grad, "norm": 0.9 * number + 0.1 * jnp.linalg.norm(grad)}
+
+
+@pytest.mark.parametrize(
+    "step", [count, count_and_log, rate_decays, loss_scale, loss_scale_by_loss, running_norm]
+)
+def test_a_number_that_is_counted_on_is_state(step):
+    program = inspect(step, ONES, NUMBER, ONES)
+    assert [v.name for v in program.state] == ["w", "number"]
+    wanted = [program.next_state[v] for v in program.state]
+    found = lower(program, wanted)([ONES, NUMBER], [ONES])
+    results = jax.tree.leaves(step(ONES, NUMBER, ONES))
+    for new in found:
+        assert any(r.shape == new.shape and np.allclose(r, new, rtol=1e-6) for r in results)
+    assert [v.shape for v in wanted] == [(3,), ()]
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(0.1), optax.sgd(0.1), optax.lion(0.1)])
+def test_updates_that_are_returned_before_the_parameters(optimizer):
+    def step(params, opt_state, x):
+        grads = jax.grad(lambda p: bent_loss(p["w"], x) + p["b"] ** 2)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return updates, opt_state, optax.apply_updates(params, updates)
+
+    params = {"w": ONES, "b": NUMBER}
+    program = inspect(step, params, optimizer.init(params), ONES)
+    assert [p.name for p in program.parameters] == ["params/b", "params/w"]
+    assert (len(program.outputs), len(program.inputs)) == (2, 1)
+    given = jax.tree.leaves((params, optimizer.init(params)))
+    found = lower(program, [program.next_state[p] for p in program.parameters])(given, [ONES])
+    expected = jax.tree.leaves(step(params, optimizer.init(params), ONES)[2])
+    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_update_with_decay_that_is_returned_before_the_weights():
+    def step(w, x):
+        loss, grad = jax.value_and_grad(bent_loss)(w, x)
+        update = -0.1 * (grad + 0.01 * w)
+        return loss, update, w + update
+
+    compiled = ow.compile(inspect(step, ONES, ONES))
+    state, out = compiled(compiled.init(ONES), ONES)
+    np.testing.assert_allclose(state.parameters, step(ONES, ONES)[2], rtol=1e-6)
+    np.testing.assert_allclose(out.value[1], step(ONES, ONES)[1], rtol=1e-6)
+
+
+def test_a_moving_average_of_the_weights():
+    def step(average, w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.sum((w - average) ** 2 * x))(w)
+        w = w - 0.1 * grad
+        return loss, w, 0.9 * average + 0.1 * w
+
+    program = inspect(step, 2 * ONES, ONES, ONES)
+    assert [(p.name, g.name) for p, g in program.gradients] == [("w", "grad(w)")]
+    assert [p.name for p in program.parameters] == ["w"], "the average is read, but not trained"
+    found = lower(program, [program.next_state[v] for v in program.state])([2 * ONES, ONES], [ONES])
+    np.testing.assert_allclose(found, step(2 * ONES, ONES, ONES)[:0:-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_master_weights_and_copies_of_low_precision(copied):
+    def loss(h, x):
+        return jnp.sum((h * x.astype(jnp.bfloat16)).astype(jnp.float32))
+
+    def step(weights, x):
+        master, low = weights
+        low = low if copied else master.astype(jnp.bfloat16)
+        value, grad = jax.value_and_grad(loss)(low, x)
+        master = master - 0.1 * grad.astype(jnp.float32)
+        return (master, master.astype(jnp.bfloat16)), value
+
+    program = inspect(step, (ONES, ONES.astype(jnp.bfloat16)), ONES)
+    assert [p.name for p in program.parameters] == [f"weights/{int(copied)}"], "what the forward pass reads"
+    assert len(program.next_state) == 2
+    assert all(p.dtype == g.dtype for p, g in program.gradients)
+
+
+def test_weights_of_which_some_are_rounded():
+    def step(w, x):
+        rounded = {"a": w["a"].astype(jnp.bfloat16), "b": w["b"]}
+        grad = jax.grad(lambda w: jnp.sum(w["a"] * w["b"] * x))(rounded)
+        return jax.tree.map(lambda w, g: w - 0.1 * g.astype(jnp.float32), w, grad)
+
+    program = inspect(step, {"a": ONES, "b": ONES}, ONES)
+    assert [p.name for p in program.parameters] == ["w/a", "w/b"]
+
+
 def test_numbers_strings_and_functions():
     @partial(jax.jit, static_argnames=("mode", "repeats", "activation"))
     def step(w, x, rate, mode, *, repeats, activation):

@@ -44,11 +44,13 @@ def compile(  # noqa: A001
             are the same. ``print(step.plan())`` tells what was done.
         check_finite: raise ``NonFiniteError`` where the loss, a gradient or the next state is not finite, and
             name the op. Such a step changes nothing, nor do those after it, so the State stays, though it is
-            donated: ``error.state``; ``error.finding`` is what ``find_nonfinite`` found. Nothing waits: the
-            next call of the step raises, or the one after that if the step is still computing then; at the
-            latest ``step.expect_going(state)``. Two batches are kept that long. Under your own ``jax.jit`` or
-            ``jax.lax.scan`` nothing can be raised: there ``state["is_finite"]`` tells. What ``guard`` or a
-            loss scale leaves out is no fault.
+            donated: ``error.state``; ``error.finding`` is what ``find_nonfinite`` found. The next call with
+            that State raises, or the one after that if the step is still computing then: a call waits for the
+            one before the last, so the host runs at most two calls ahead. ``step.expect_going(state)`` waits
+            and raises. Two batches of each State are kept that long. Any number of States may run through
+            the step; one of a step without this check is taken over. Under your own ``jax.jit`` or
+            ``jax.lax.scan`` nothing can be raised, and no batch is kept: there ``state["is_finite"]`` tells,
+            and ``step.expect_going`` after it. What ``guard`` or a loss scale leaves out is no fault.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable bears.

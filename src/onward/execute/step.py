@@ -327,7 +327,8 @@ class Step:
             added = {v: x for v, x in begun.items() if v.name not in state.layout.position}
             self._expect_all(state.layout, added)
             if added:
-                values = {v.name: x for v, x in added.items()} | {name: state[name] for name in state}
+                values = {v.name: jax.numpy.array(x, v.dtype) for v, x in added.items()}
+                values |= {name: state[name] for name in state}
                 return self._stored([values[v.name] for v in self.layout.variables])
             self._known.add(state.layout)
         return state

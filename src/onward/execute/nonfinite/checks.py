@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import NonFiniteError
@@ -117,7 +116,7 @@ class Checked:
             self._lines = dict(list(kept.items())[-_LINES:])
 
     def _stop(self, state: State, verdicts: Sequence[_Verdict] = (), place: int = 0) -> None:
-        """Raise for a State, unless it is spent in part, with what is found in this batch of the first call."""
+        """Raise for a State, unless it is spent in part, with what is found in a batch of the first call."""
         if state.is_spent:
             return
         words = _NO_BATCH
@@ -147,7 +146,7 @@ class Checks:
     def __init__(self, stopped: Stopped | None, checked: Checked | None) -> None:
         self.stopped, self.checked = stopped, checked
         self.fetch = () if checked is None else (checked.check.following.name,)
-        self.begun = {} if checked is None else {checked.check.finite: jnp.bool_(True)}
+        self.begun = {} if checked is None else {checked.check.finite: True}
 
     @classmethod
     def of(cls, program: Program) -> Checks | None:

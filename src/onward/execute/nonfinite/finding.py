@@ -172,16 +172,23 @@ def _divides_by_zero(body: Body, reads: tuple[Numbers, ...]) -> bool:
 
 
 def _pass_within(op: Op, inside: tuple[Inside, ...]) -> Pass:
-    """The pass of the innermost op. One op that holds both passes runs the ops of each below its name."""
+    """The pass of the innermost op, where one op holds both."""
+    own, saving = _alike(op, inside)
+    return own[0].made_by if own else Pass.BACKWARD if saving else op.made_by
+
+
+def _alike(op: Op, inside: tuple[Inside, ...]) -> tuple[list[Op], list[Op]]:
+    """Of an op that holds both passes, the ops that what is inside may be: themselves, or what they save."""
     for part in op.subprograms.values():
         for step in inside if part.gradients else ():
             here = [
                 o for o in part.ops if step.op.scope == (f"{o.made_by}/{o.scope}" if o.scope else o.made_by)
             ]
-            if here:
-                is_own = any(step.op.type in (o.primal or o.body).primitives for o in here)
-                return here[0].made_by if is_own else Pass.BACKWARD
-    return op.made_by
+            own = [o for o in here if step.op.type in (o.primal or o.body).primitives]
+            saving = [o for o in here if o not in own and step.op.type in o.body.primitives]
+            if own or saving:
+                return own, saving
+    return [], []
 
 
 def forward_of(program: Program, op: Op) -> Op | None:
@@ -203,7 +210,9 @@ def source_of(op: Op, forward: Op | None, inside: tuple[Inside, ...]) -> Source 
         source = step.op.source
         if source is not None and source.file and (own_rule or _place(source) in known):
             return source
-    return op.source
+    own, saving = _alike(op, inside)
+    alike = {_place(o.source): o.source for o in own or saving if o.source is not None}
+    return next(iter(alike.values())) if len(alike) == 1 else op.source
 
 
 def _sources(programs: Iterable[Program]) -> Iterator[Source]:

@@ -47,7 +47,10 @@ def assemble(call: Call, found: Traced, devices: Devices) -> Program:
     reading = read_jaxpr(closed, given.variables, names, apart=True)
     ops = facing(with_passes(reading.ops, reading.under))
     returned = Structure(found.treedef, _leaves(found, reading.outputs))
-    flow = Flow(ops, given.variables)
+    differentiated = {
+        v for op, marks in zip(ops, reading.under, strict=True) if "jvp" in marks for v in op.outputs
+    }
+    flow = Flow(ops, given.variables, differentiated)
     pairs = carried(given.parts(), [*parts_of(returned, None)], flow)
     result = without(returned, pairs)
     following = {**next_values(pairs), **_in_place(given.modules, found, reading.outputs)}

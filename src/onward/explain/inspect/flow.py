@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
-from operator import or_
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -15,32 +13,40 @@ from onward.core.words import Pass
 from onward.explain.inspect.parts import Part
 
 _RESHAPING = ("convert_element_type", "copy", "pvary", "reshape", "squeeze")
+_REDUCING = ("reduce_max", "reduce_min", "reduce_prod", "reduce_sum")
 _COUNTING = (*_RESHAPING, "add", "clamp", "cond", "max", "min", "select_n", "sub")
 
 
 class Flow:
     """From which arguments a Variable is computed by updating ops alone, or by forward ops alone.
 
+    A norm of an argument is not its next value: an update does not flow through sums over an array.
     A loop that trains for several steps makes what it carries from what was carried into it.
     """
 
-    def __init__(self, ops: Sequence[Op], given: Sequence[Variable]) -> None:
+    def __init__(
+        self, ops: Sequence[Op], given: Sequence[Variable], differentiated: Collection[Variable]
+    ) -> None:
         self.bits = {v: 1 << i for i, v in enumerate(given)}
         self.updated = dict(self.bits)
         self.forward = dict(self.bits)
-        self.counted = counted_on(ops, self.bits)
+        self.counted, self.wide = counted_on(ops, self.bits, differentiated)
         self.makers = {v: op for op in ops for v in op.outputs}
+        self.trains = any(op.made_by is Pass.BACKWARD for op in ops)
         for op in ops:
-            updated = forward = 0
-            for v in op.inputs:
-                updated |= self.updated.get(v, 0)
-                forward |= self.forward.get(v, 0)
-            for v in op.outputs:
-                passes_on = op.made_by in (Pass.UPDATE, Pass.COLLECTIVE) or op.type in _RESHAPING
-                self.updated[v] = updated if passes_on else 0
-                self.forward[v] = forward if op.made_by is Pass.FORWARD else 0
-            for old, new in carries_of(op.body) if op.made_by is Pass.BACKWARD else ():
-                self.updated[op.outputs[new]] = self.updated.get(op.inputs[old], 0)
+            self._through(op)
+
+    def _through(self, op: Op) -> None:
+        is_update = op.made_by in (Pass.UPDATE, Pass.COLLECTIVE) and op.type not in _REDUCING
+        updated = forward = 0
+        for v in op.inputs:
+            updated |= self.updated.get(v, 0)
+            forward |= self.forward.get(v, 0)
+        for v in op.outputs:
+            self.updated[v] = updated if is_update or op.type in _RESHAPING else 0
+            self.forward[v] = forward if op.made_by is Pass.FORWARD else 0
+        for old, new in carries_of(op.body) if op.made_by is Pass.BACKWARD else ():
+            self.updated[op.outputs[new]] = self.updated.get(op.inputs[old], 0)
 
     def is_updated(self, new: Variable, old: Variable) -> bool:
         """Whether the update makes one from the other."""
@@ -55,8 +61,11 @@ class Flow:
         """How many arrays of a part the update makes from those of another; -1 if it does not replace it."""
         pairs = [*zip(new.variables, old.variables, strict=True)]
         changed = [(n, o) for n, o in pairs if n is not o]
-        if new.is_numbers and not all(self.counted.get(n, 0) & self.bits[o] for n, o in changed):
-            return -1
+        if new.is_numbers and changed:
+            if not all(self.counted.get(n, 0) & self.bits[o] for n, o in changed):
+                return -1
+            if self.trains and self.wide.isdisjoint(new.variables):
+                return len(changed)
         updated = sum(self.is_updated(n, o) for n, o in pairs)
         if updated:
             return updated
@@ -80,28 +89,34 @@ class Flow:
         return False
 
 
-def counted_on(ops: Iterable[Op], bits: Mapping[Variable, int]) -> dict[Variable, int]:
+def counted_on(
+    ops: Iterable[Op], bits: Mapping[Variable, int], differentiated: Collection[Variable]
+) -> tuple[dict[Variable, int], set[Variable]]:
     """From which numbers among the arguments each number is computed by way of numbers alone.
 
-    Whatever is added to a number, or chosen in place of it, it is counted on. It is scaled only by numbers
-    that are not made of arrays, but for truth values: a learning rate times a norm is no learning rate.
+    Whatever is added to a number, or chosen in place of it, it is counted on. It is scaled only by what is
+    neither made of arrays nor differentiated, but for truth values: a learning rate times a gradient is no
+    learning rate. Also returned: what is made of such.
     """
     counted = {v: bit for v, bit in bits.items() if not v.shape}
-    wide: set[Variable] = set()
+    wide = set(differentiated)
     for op in ops:
-        is_wide = any(v.dtype != np.bool_ and (v.shape or v in wide) for v in op.inputs)
-        passes_on = op.type in _COUNTING or not is_wide
-        sources = (
-            [counted.get(v, 0) for v in op.inputs] if op.made_by is not Pass.BACKWARD and passes_on else []
-        )
-        wide.update(op.outputs if is_wide else ())
-        counted.update((v, reduce(or_, sources, 0)) for v in op.outputs if not v.shape)
+        is_marked = not wide.isdisjoint(op.outputs)
+        is_wide = [v.dtype != np.bool_ and bool(v.shape or v in wide) for v in op.inputs]
+        if op.made_by is Pass.BACKWARD or is_marked or any(is_wide):
+            wide.update(op.outputs)
+        source = 0
+        for i, v in enumerate(op.inputs):
+            others = is_wide[:i] + is_wide[i + 1 :]
+            is_scaled = not is_marked and not any(others if op.type in ("mul", "div") else is_wide)
+            source |= counted.get(v, 0) if op.type in _COUNTING or is_scaled else 0
+        counted.update((v, source) for v in op.outputs if not v.shape and op.made_by is not Pass.BACKWARD)
         counted.update((op.outputs[new], counted.get(op.inputs[old], 0)) for old, new in carries_of(op.body))
-    return counted
+    return counted, wide
 
 
 def _is_key(v: Variable) -> bool:
-    """Whether it is a random key, or a number that is counted on."""
+    """Whether it is a random key."""
     return bool(jax.numpy.issubdtype(v.dtype, jax.dtypes.prng_key)) or (
         v.dtype == np.uint32 and v.shape == (2,)
     )

@@ -50,7 +50,9 @@ def inspect(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
 
     The passes are read off the marks that JAX leaves on what it differentiates. Results that are built as an
     argument is, and computed from it by the update, are the next value of that argument: it is state then,
-    and a parameter if it has a gradient. All other arguments are data. Nothing is run.
+    and a parameter if it has a gradient. All other arguments are data. A number alone is state if it is
+    counted on (a step, a loss scale), not if it scales a result (a learning rate beside a norm).
+    Nothing is run.
 
     A loop over micro-batches, which computes losses and gradients in turn, is one op of the backward pass;
     its ``subprograms`` tell its passes apart. What ``shard_map`` or ``pmap`` spreads over devices is shown as

@@ -87,28 +87,44 @@ def _same_calls(op: Op, other: Op) -> int:
     return next((i for i, (a, b) in enumerate(zip(calls, others, strict=False)) if a != b), len(others))
 
 
-def gradients_of(ops: Iterable[Op], following: Mapping[Variable, Variable]) -> tuple[Pair, ...]:
+def gradients_of(ops: Sequence[Op], following: Mapping[Variable, Variable]) -> tuple[Pair, ...]:
     """The pairs (parameter, gradient) that can be told: both are of one type.
 
     From the next value of an array back over updating ops, by way of Variables of its shape alone, stands its
     gradient, if the update does not put several arrays into one.
     """
-    makers = {v: op for op in ops for v in op.outputs}
-    order = {op: i for i, op in enumerate(makers.values())}
+    order = {v: i for i, op in enumerate(ops) for v in op.outputs}
     pairs = []
-    for old, new in following.items():
-        found = [g for g in _differentiated(old, new, makers) if g.dtype == old.dtype]
+    for old, gradients in _gradients_behind(ops, following).items():
+        found = [g for g in gradients if g.dtype == old.dtype]
         if found:
-            pairs.append((old, max(found, key=lambda g: order[makers[g]])))
+            pairs.append((old, max(found, key=order.__getitem__)))
     return tuple(pairs)
 
 
-def _differentiated(old: Variable, new: Variable, makers: Mapping[Variable, Op]) -> list[Variable]:
-    """The gradients of the shape of a Variable that the update makes its next value from."""
-    updated = new in makers and makers[new].made_by is Pass.UPDATE
-    if not updated or not jnp.issubdtype(old.dtype, jnp.inexact):
-        return []
-    seen, waiting, found = {new}, [new], []
+def _gradients_behind(
+    ops: Sequence[Op], following: Mapping[Variable, Variable]
+) -> dict[Variable, list[Variable]]:
+    """For floating point state the gradients of its shape that the update makes its next value from.
+
+    What is made from the next value of other weights, as a slowly moving copy is, has not their gradient.
+    """
+    makers = {v: op for op in ops for v in op.outputs}
+    read = _read_forward(ops)
+    weights = {new for old, new in following.items() if old in read}
+    behind = {}
+    for old, new in following.items():
+        if jnp.issubdtype(old.dtype, jnp.inexact) and new in makers and makers[new].made_by is Pass.UPDATE:
+            others = {v for v in weights if v is not new and v.dtype == old.dtype}
+            behind[old] = _differentiated(old, new, makers, others)
+    return behind
+
+
+def _differentiated(
+    old: Variable, new: Variable, makers: Mapping[Variable, Op], others: set[Variable]
+) -> list[Variable]:
+    """The gradients of the shape of a Variable that its next value is made from, not by way of others."""
+    seen, waiting, found = {new, *others}, [new], []
     while waiting:
         v = waiting.pop()
         maker = makers.get(v)
@@ -124,23 +140,24 @@ def _differentiated(old: Variable, new: Variable, makers: Mapping[Variable, Op])
 
 
 def parameters_among(ops: Sequence[Op], following: Mapping[Variable, Variable]) -> set[Variable]:
-    """The state that is trained: it has a gradient, of its own type or another, and the forward pass reads it.
+    """The state that is trained: the forward pass reads it, and it has a gradient of any type.
 
     Where no such gradient can be told apart, as when the update works on all of them laid end to end: the
     floating point arrays that the forward pass reads and the update replaces.
     """
+    read = _read_forward(ops)
+    behind = _gradients_behind(ops, following)
+    return {v for v in behind if v in read and behind[v]} or {v for v in behind if v in read and v.ndim}
+
+
+def _read_forward(ops: Sequence[Op]) -> set[Variable]:
+    """What the forward pass reads, or an op that is forward and backward at once."""
     needed: set[Variable] = set()
     for op in reversed(ops):
         marked = op.made_by in (Pass.FORWARD, Pass.BACKWARD)
         if marked and (op.made_by is Pass.FORWARD or is_mixed(op) or not needed.isdisjoint(op.outputs)):
             needed.update(op.inputs)
-    makers = {v: op for op in ops for v in op.outputs}
-    return {old for old, new in following.items() if old in needed and _differentiated(old, new, makers)} or {
-        old
-        for old, new in following.items()
-        if old in needed and old.ndim and jnp.issubdtype(old.dtype, jnp.inexact)
-        if new in makers and makers[new].made_by is Pass.UPDATE
-    }
+    return needed
 
 
 def _computed_from(ops: Sequence[Op], v: Variable) -> set[Variable]:
