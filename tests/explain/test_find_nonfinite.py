@@ -609,3 +609,10 @@ def test_a_watched_program():
     state, _ = step(before, HOLE)
     with pytest.raises(ow.NonFiniteError, match="'layer/log' is the first value"):
         step.expect_going(state)
+
+
+def test_what_is_not_defined_is_not_called_too_large():
+    program = ow.SGD(0.1).minimize(lambda w: jnp.sum(jnp.arctanh(w)), jnp.zeros(2))
+    found = ow.find_nonfinite(program, [jnp.array([0.5, 2.0]), jnp.float32(0.1), jnp.int32(0)])
+    assert found.numbers.nan == 1
+    assert found.advice.startswith("It is not defined for what this op reads")

@@ -46,6 +46,7 @@ _GIVEN = {
     Kind.CONSTANT: "It stands in the function itself.",
 }
 _BEFORE = "It was not finite before the step."
+_UNDEFINED = "It is not defined for what this op reads, of which the range stands above."
 _OVERFLOW = "Numbers became too large for their dtype: a smaller learning rate, or a clip of the gradients."
 
 
@@ -115,12 +116,16 @@ class NonFinite:
             return _GIVEN[Kind.CONSTANT]
         known = (kind for kind in ((self.forward or self.op).type, self.type) if kind in _ADVICE)
         fitting = (kind for kind in known if kind not in _AT_ZERO or self._reads_zero(kind))
-        return _ADVICE.get(next(fitting, ""), _ELSEWHERE.get(self.op.made_by, _OVERFLOW))
+        rest = _UNDEFINED if self.numbers.nan and self._reads_finite() else _OVERFLOW
+        return _ADVICE.get(next(fitting, ""), _ELSEWHERE.get(self.op.made_by, rest))
 
     @property
     def _innermost(self) -> tuple[Op | None, tuple[Numbers, ...]]:
         """The innermost op that is known, and what it read."""
         return (self.inside[-1].op, self.inside[-1].reads) if self.inside else (self.op, self.reads)
+
+    def _reads_finite(self) -> bool:
+        return all(numbers.is_finite for numbers in self._innermost[1])
 
     def _reads_zero(self, kind: str) -> bool:
         """Whether an op reads a number of 0 or less, or nothing is known of what it reads."""
