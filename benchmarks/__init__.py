@@ -1,6 +1,7 @@
 """What Onward costs, each file one question.
 
     accumulate_time   what does a step over micro-batches cost, beside optax.MultiSteps?
+    check_finite_time what does it cost to look at every step for NaN and infinity?
     derive_time       what does it cost to trace a function and derive its backward pass?
     first_step_time   how long does a person wait for the first step of a deep model?
     multi_device      what do more devices bring, and what does it cost to merge gradients over them?

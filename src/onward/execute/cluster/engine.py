@@ -130,8 +130,10 @@ class Engine:
         self._links: list[_RayLink] = []
         self._kept: list[Any] = []
         self._stack = ExitStack()
+        self._door = _Door()
 
     def __enter__(self) -> Self:
+        self._door = _Door()
         with ExitStack() as stack:
             stack.enter_context(_home.used(self.start))
             stack.callback(self._end_all)
@@ -193,7 +195,7 @@ class Engine:
             raise ArgumentError(UNSENT.format(name=name, found=found)) from error
         except ValueError as error:
             raise ArgumentError(f"{name}: {error}") from error
-        link = _RayLink(name, actor)
+        link = _RayLink(name, actor, self._door)
         self._links.append(link)
         self._kept.append(made)
         return link
@@ -218,19 +220,28 @@ class Engine:
         require("ray", "cluster").kill(cast("_RayLink", link).actor, no_restart=not restart)
 
     def _end_all(self) -> None:
+        self._door.is_open = False
         ray = require("ray", "cluster")
         for link in self._links:
             with suppress(Exception):  # a cluster that is gone has ended them
                 ray.kill(link.actor)
 
 
+@dataclass
+class _Door:
+    """Whether the Engine that started a process is still open; its kill may land later than a call."""
+
+    is_open: bool = True
+
+
 @dataclass(frozen=True, eq=False)
 class _RayLink:
     name: str
     actor: Any
+    door: _Door
 
     def call(self, method: str, *arguments: Any) -> _RayPending:
-        if not require("ray", "cluster").is_initialized():  # or Ray would start itself
+        if not self.door.is_open or not require("ray", "cluster").is_initialized():  # or Ray starts itself
             raise Unreachable(CLOSED.format(name=self.name))
         return _RayPending(self.name, self.actor.call.remote(method, *arguments))
 
