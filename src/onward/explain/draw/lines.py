@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
@@ -16,27 +16,6 @@ from onward.explain.draw.sight import Sight
 _CLOSE = 12.0
 Standing = Mapping[Node, tuple[Block, float, float]]
 """Where each block stands."""
-
-
-def lines_of(
-    sight: Sight,
-    shapes: Mapping[Node, Shape],
-    blocks: Standing,
-    boxes: Mapping[str, Box],
-    mirror: float,
-    box_of: Mapping[Op, str],
-) -> tuple[Edge, ...]:
-    """All lines between the boxes of a scene.
-
-    Args:
-        sight: which op reads of which.
-        shapes: the boxes that stand for ops.
-        blocks: where the leaves and groups stand.
-        boxes: all boxes in their places.
-        mirror: the sum of a place in the forward lane and its mirror image in the backward lane.
-        box_of: the box that stands for each op.
-    """
-    return _Lines(sight, shapes, blocks, boxes, mirror, box_of).all()
 
 
 def boxes_of(sight: Sight, shapes: Mapping[Node, Shape]) -> dict[Op, str]:
@@ -52,21 +31,27 @@ def boxes_of(sight: Sight, shapes: Mapping[Node, Shape]) -> dict[Op, str]:
     return found
 
 
-class _Lines:
-    """The making of the lines of one scene."""
+@dataclass(eq=False)
+class Lines:
+    """The making of the lines between the boxes of a scene.
 
-    def __init__(
-        self,
-        sight: Sight,
-        shapes: Mapping[Node, Shape],
-        blocks: Standing,
-        boxes: Mapping[str, Box],
-        mirror: float,
-        box_of: Mapping[Op, str],
-    ) -> None:
-        self.sight, self.shapes, self.blocks, self.boxes, self.mirror = sight, shapes, blocks, boxes, mirror
-        self.box_of = box_of
-        self.edges: dict[tuple[str, str, str], Edge] = {}
+    Attributes:
+        sight: which op reads of which.
+        shapes: the boxes that stand for ops.
+        blocks: where the leaves and groups stand.
+        boxes: all boxes in their places.
+        mirror: the sum of a place in the forward lane and its mirror image in the backward lane.
+        box_of: the box that stands for each op.
+        edges: the lines that were made, by the boxes they join and their kind.
+    """
+
+    sight: Sight
+    shapes: Mapping[Node, Shape]
+    blocks: Standing
+    boxes: Mapping[str, Box]
+    mirror: float
+    box_of: Mapping[Op, str]
+    edges: dict[tuple[str, str, str], Edge] = field(default_factory=dict)
 
     def all(self) -> tuple[Edge, ...]:
         """The lines, one for all that go from one box to another."""

@@ -13,7 +13,7 @@ from onward.core.words import Pass
 from onward.explain.draw.blocks import Block, block_of
 from onward.explain.draw.facts import Facts
 from onward.explain.draw.fold import Node, Tree
-from onward.explain.draw.lines import boxes_of, lines_of
+from onward.explain.draw.lines import Lines, boxes_of
 from onward.explain.draw.scene import SMALL_WIDTH, TITLE, Box, Lane, Scene, shortened
 from onward.explain.draw.shapes import GAP, SMALL, shape_of
 from onward.explain.draw.sight import Sight
@@ -67,9 +67,8 @@ class _Stage:
             if self.has(made_by):
                 lanes.append(self.outer_lane(made_by, right))
                 right = lanes[-1].x + lanes[-1].width + _BETWEEN_LANES
-        edges = lines_of(
-            self.sight, self.shapes, self.blocks, self.boxes, self.mirror, {**self.box_of, **self.gates}
-        )
+        box_of = {**self.box_of, **self.gates}
+        edges = Lines(self.sight, self.shapes, self.blocks, self.boxes, self.mirror, box_of).all()
         bottom = max((b.bottom for b in (*self.boxes.values(), *self.frames)), default=_TOP + 20)
         end = lanes[-1].x + lanes[-1].width + _MARGIN
         boxes = tuple(self.boxes.values())
