@@ -6,6 +6,7 @@
     distribute  one Program for many devices
     execute     a Program becomes an executable and runs
     explain     what a person wants to know about a Program
+    serve       a trained Program becomes a file, and answers
     shell       the command line
 
 >>> import jax.numpy as jnp, onward as ow
@@ -34,6 +35,7 @@ from onward.core.errors import (
     HyperparameterError,
     LossError,
     MissingExtraError,
+    ModelFileError,
     NonFiniteError,
     OnwardError,
     PeerError,
@@ -184,6 +186,8 @@ from onward.explain.profile.profile import Profile, profile
 from onward.explain.summary.summary import Summary, summary
 from onward.explain.watched.plot import plot_watched
 from onward.explain.watched.tensorboard import TensorBoard, to_tensorboard
+from onward.serve.export.load import load, load_step
+from onward.serve.export.save import save
 
 __version__ = version("onward")
 
@@ -264,6 +268,7 @@ __all__ = [
     "Merge",
     "MissingExtraError",
     "Model",
+    "ModelFileError",
     "Momentum",
     "Muon",
     "NAdam",
@@ -330,6 +335,7 @@ __all__ = [
     "WatchHistory",
     "WeightDecay",
     "Yogi",
+    "__version__",
     "accumulate",
     "ancestors",
     "append_backward",
@@ -364,6 +370,8 @@ __all__ = [
     "key",
     "layer",
     "liveness",
+    "load",
+    "load_step",
     "memory",
     "mixed_precision",
     "optimize",
@@ -379,6 +387,7 @@ __all__ = [
     "rewrite",
     "roll",
     "rolls_of",
+    "save",
     "schedule",
     "show",
     "split",

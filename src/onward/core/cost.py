@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 
+from onward.core.described import DescribedBody
 from onward.core.flops import TRANSCENDENTAL, flops, has_rule
 from onward.core.jaxprs import Body, Call, Signature, Type
 from onward.core.program import Op, Program
@@ -125,6 +126,10 @@ def _of_body(body: Body) -> Cost:
 
 
 def _counted(body: Body) -> Cost:
+    if isinstance(body, DescribedBody):
+        if body.description.cost is None:
+            return Cost()
+        return Cost(*body.description.cost[:5], endless=len(body.description.cost) > 5)
     calls = list(body.calls)
     parts = list(map(_of_call, calls))
     total = sum(parts, Cost())

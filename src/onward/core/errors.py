@@ -13,6 +13,7 @@
     ├── PeerError           (RuntimeError)  another process of the same computation died or hangs
     ├── ClusterError        (RuntimeError)  trainers and parameter servers that cannot go on
     ├── CheckpointError     (OSError)       a checkpoint that cannot be written, or is not what was written
+    ├── ModelFileError      (OSError)       a model file that cannot be written, or is not what was written
     └── MissingExtraError   (ImportError)   an optional package that is not installed
 
     UnreachedWarning        (UserWarning)   a parameter that was to be trained and is not reached
@@ -63,6 +64,10 @@ class StateError(OnwardError, RuntimeError):
 
 class CheckpointError(OnwardError, OSError):
     """A checkpoint cannot be written, or is not what was written."""
+
+
+class ModelFileError(OnwardError, OSError):
+    """A model file cannot be written, or is not what was written."""
 
 
 class NonFiniteError(OnwardError, FloatingPointError):

@@ -391,7 +391,7 @@ class _EquationBody(Body):
 
     @cached_property
     def signature(self) -> Signature:
-        return _interned(_key([], [], self._invars, [self._eqn], self._outvars))
+        return interned(_key([], [], self._invars, [self._eqn], self._outvars))
 
     @property
     def _parts(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
@@ -410,7 +410,8 @@ _of_jaxprs: WeakKeyDictionary[Any, Signature] = WeakKeyDictionary()
 _interning = Lock()
 
 
-def _interned(key: Any) -> Signature:
+def interned(key: Any) -> Signature:
+    """The one Signature of everything that has this key."""
     with _interning:
         return _signatures.setdefault(key, Signature())
 
@@ -422,7 +423,7 @@ def _signature(jaxpr: Any) -> Signature:
         closed = _closed(jaxpr)
         inner = closed.jaxpr
         key = _key(inner.constvars, closed.consts, inner.invars, inner.eqns, inner.outvars)
-        known = _of_jaxprs[jaxpr] = _interned(key)
+        known = _of_jaxprs[jaxpr] = interned(key)
     return known
 
 

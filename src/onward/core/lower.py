@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from onward.core.jaxprs import as_one_call, joined
-from onward.core.program import Program, Variable
+from onward.core.program import Code, Program, Variable
 
 _ONLY_TRACED = "call_hi_primitive"  # since jax 0.11: what a trace takes apart, and what cannot be lowered
 
@@ -31,6 +32,8 @@ def lower(program: Program, outputs: Sequence[Variable], at_once: bool = False) 
         >>> float(run([jnp.ones(2)], [jnp.arange(2.0)])[0])
         1.0
     """
+    if program.code is not None:
+        return _by_code(program, program.code, outputs)
     if at_once and not any(_ONLY_TRACED in op.body.primitives for op in program.ops):
         return _at_once(program, outputs)
     return _op_by_op(program, outputs)
@@ -57,5 +60,21 @@ def _at_once(program: Program, outputs: Sequence[Variable]) -> Callable[..., lis
 
     def run(state: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         return call(*state, *inputs, *constants)
+
+    return run
+
+
+def _by_code(program: Program, code: Code, outputs: Sequence[Variable]) -> Callable[..., list[Any]]:
+    """What a loaded Program computes; data and state that these outputs do not depend on may be missing."""
+    place = {name: i for i, name in enumerate(code.gives)}
+
+    def run(state: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        named = {v.name: x for v, x in program.constants.items()}
+        named |= {v.name: x for v, x in zip(program.state, state, strict=True)}
+        named |= {v.name: x for v, x in zip(program.inputs, inputs, strict=True)}
+        found = code.call(
+            *(named[v.name] if v.name in named else jnp.empty(v.shape, v.dtype) for v in code.reads)
+        )
+        return [named[v.name] if v.name in named else found[place[v.name]] for v in outputs]
 
     return run

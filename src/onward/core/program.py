@@ -15,7 +15,7 @@ Variable('w', float32[3], parameter)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -134,6 +134,21 @@ class Replicas:
     weight: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Code:
+    """What computes a loaded Program as a whole: its ops say what they are, and have no code of their own.
+
+    Attributes:
+        call: from the values of ``reads``, in this order, to those of ``gives``.
+        reads: all state, data and constants that it takes.
+        gives: the names of all Variables that it computes. What nobody asks for, a compiler leaves out.
+    """
+
+    call: Callable[..., Sequence[Any]]
+    reads: tuple[Variable, ...]
+    gives: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Program:
     """A training program, or a part of one.
@@ -144,7 +159,8 @@ class Program:
     ``SEED``. ``limits`` holds, for hyperparameters such as the decay of an average, the number below which
     they must stay. ``bounds`` holds, for integer data such as labels and embedding ids, the number below
     which they must lie, and what they are for. With ``replicas`` the types are those on one device; what is
-    placed ``sharded`` is one device's part, laid end to end along the first axis.
+    placed ``sharded`` is one device's part, laid end to end along the first axis. ``code`` is what computes a
+    Program that was loaded from a file.
     """
 
     name: str
@@ -163,6 +179,7 @@ class Program:
     signature: Signature | None = None
     recipe: Recipe | None = None
     replicas: Replicas | None = None
+    code: Code | None = None
 
     @property
     def parameters(self) -> tuple[Variable, ...]:

@@ -38,6 +38,13 @@ class Source:
     def __init__(self, traceback: Any) -> None:
         self._traceback = traceback
 
+    @classmethod
+    def at(cls, file: str, line: int, function: str) -> Source:
+        """A place that is known already."""
+        source = cls(None)
+        source.__dict__["_frame"] = (file, line, function)
+        return source
+
     @cached_property
     def _frame(self) -> tuple[str, int, str]:
         frames = self._traceback.frames if self._traceback is not None else ()

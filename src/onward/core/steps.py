@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from onward.core.described import DescribedBody
 from onward.core.jaxprs import Body, program_of
 from onward.core.program import Op, Program, Variable
 
@@ -49,7 +50,9 @@ class _Opened:
 
     def steps(self, number: int, op: Op) -> Iterator[Step]:
         """The equations of an op."""
-        if not op.body.holds_functions:
+        if isinstance(op.body, DescribedBody):
+            yield from self._one(number, op, op.inputs, op.outputs)
+        elif not op.body.holds_functions:
             (kind,) = op.body.primitives
             yield Step(number, kind, op.inputs, op.outputs)
         else:

@@ -40,6 +40,10 @@ class Model:
         seed: what declared parameters are initialized from.
         options: further arguments of ``trace``, such as ``feed`` or ``has_aux``.
 
+    Attributes:
+        topology: the forward Program.
+        about: what the file says that it was loaded from: path, sha256, license, versions; empty otherwise.
+
     Raises:
         ArgumentError: a network whose shapes nothing shows.
 
@@ -57,11 +61,23 @@ class Model:
     def __init__(
         self, network: Any, parameters: Any = None, state: Any = None, *, seed: int = 0, **options: Any
     ) -> None:
-        self.topology = _topology(network, options)
+        topology = _topology(network, options)
+        values = initialized(topology, _given(topology, parameters, state), seed)
+        self._begin(topology, values, {})
+
+    @classmethod
+    def of(cls, topology: Program, values: Mapping[Variable, Any], about: Mapping[str, Any]) -> Model:
+        """A Model of a forward Program with these values of its state, such as ``load`` returns."""
+        model = cls.__new__(cls)
+        model._begin(topology, values, about)
+        return model
+
+    def _begin(self, topology: Program, values: Mapping[Variable, Any], about: Mapping[str, Any]) -> None:
+        self.topology = topology
+        self.about = about
         self.lock = RLock()
         self._made: dict[Any, Any] = {}
-        layout = Layout.of(self.topology)
-        values = initialized(self.topology, _given(self.topology, parameters, state), seed)
+        layout = Layout.of(topology)
         self.state = State(layout, [values[v] for v in layout.variables])
 
     @property

@@ -74,6 +74,8 @@ class Step:
         shapes = key_of([self.layout.whole(v) for v in program.inputs])
         self._tuned = {shapes: self._tuning(program, self.fetch)}
         first = self._tuned[shapes].program
+        if program.code is not None:  # runs as a whole, on arrays as they are
+            apart = None
         self.storage = None if apart is None else storage_of(first, apart)
         self._first = self._executable(first, storage=self.storage)
         self._executables = {(self.storage, shapes): self._first}

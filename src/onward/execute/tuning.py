@@ -70,6 +70,8 @@ class Tuning:
 
     def __call__(self, program: Program, fetch: Sequence[str]) -> Tuned:
         """The Program to compile, of which these names are fetched."""
+        if program.code is not None:
+            return Tuned(program, ("loaded from a file: compiled as it was saved",))
         program, note = self._rolled(program, fetch)
         notes = [note]
         if self.is_on:

@@ -1,0 +1,109 @@
+"""A Body of which only the description is there: what an op of a Program from a file is.
+
+It has types, attributes and operands, so that a Program can be printed, drawn, checked and pruned; it has no
+jaxpr, so that it can neither be run alone nor differentiated. What computes the Program is ``Program.code``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+from onward.core.errors import GraphError
+from onward.core.jaxprs import Body, Signature, Type, interned
+from onward.core.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """What is known of a Body.
+
+    Attributes:
+        type: the word for what it computes.
+        inputs: the types that it takes.
+        outputs: the types that it gives.
+        attributes: its parameters in words.
+        operands: positions of inputs, and literal numbers as text.
+        subprograms: the Programs within a loop or a branch.
+        cost: the numbers of its ``Cost``, in the order of its fields; None where they are not known.
+    """
+
+    type: str
+    inputs: tuple[Type, ...]
+    outputs: tuple[Type, ...]
+    attributes: Mapping[str, str]
+    operands: tuple[int | str, ...]
+    subprograms: Mapping[str, Program]
+    cost: tuple[int, ...] | None = None
+
+
+class DescribedBody(Body):
+    """A Body made of its description."""
+
+    def __init__(self, description: Description) -> None:
+        self.description = description
+
+    @property
+    def closed(self) -> NoReturn:
+        """There is none; asking for it raises ``GraphError``."""
+        raise GraphError(
+            f"This {self.description.type!r} was loaded from a file, in which ops have no code of their own: "
+            "the Program runs as a whole, and nothing can be differentiated, rewritten or run op by op. Trace "
+            "the function again for that; or save a compiled step to go on training: save(step, path, state)."
+        )
+
+    @property
+    def text(self) -> str:
+        """What stands in place of a jaxpr."""
+        return f"{self.description.type}, loaded from a file"
+
+    @cached_property
+    def in_avals(self) -> Sequence[Any]:
+        """For every input its type."""
+        return self.description.inputs
+
+    @cached_property
+    def out_avals(self) -> Sequence[Any]:
+        """For every output its type."""
+        return self.description.outputs
+
+    @cached_property
+    def signature(self) -> Signature:
+        """Equal for bodies of the same description."""
+        d = self.description
+        types = tuple((t.shape, t.dtype) for t in (*d.inputs, *d.outputs))
+        named = tuple(d.attributes.items()), d.operands, d.cost
+        inner = tuple((name, id(part)) for name, part in d.subprograms.items())
+        return interned((d.type, len(d.inputs), types, named, inner))
+
+    @property
+    def has_effects(self) -> bool:
+        """None, as no file can hold any."""
+        return False
+
+    @cached_property
+    def primitives(self) -> frozenset[str]:
+        """The word for what it computes."""
+        return frozenset((self.description.type,))
+
+    @property
+    def equations(self) -> Sequence[Any]:
+        """None."""
+        return ()
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """Its parameters in words."""
+        return self.description.attributes
+
+    @property
+    def operands(self) -> tuple[int | str, ...]:
+        """What it is called with: positions of inputs, and literal numbers as text."""
+        return self.description.operands
+
+    @cached_property
+    def subprograms(self) -> Mapping[str, Program]:
+        """The Programs within."""
+        return self.description.subprograms

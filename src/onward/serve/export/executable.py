@@ -1,0 +1,123 @@
+"""The part of a model file that computes: a Program as StableHLO, written and read by ``jax.export``.
+
+It takes state, data and constants as one flat list and gives every Variable that the Program computes; what
+is not asked for is left out when it is compiled, so that asking for one activation costs what it costs.
+
+StableHLO can call functions of the process that runs it (custom calls). A file is not run if it calls others
+than those that JAX itself emits for its primitives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax import export
+
+from onward.core.errors import ArgumentError, ModelFileError
+from onward.core.extras import require
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+
+Type = jax.ShapeDtypeStruct
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_CALL = re.compile(r"custom_call\s*@(?:\"([^\"]*)\"|([\w.$-]+))")
+_HARMLESS = re.compile(
+    r"shape_assertion|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement"
+    r"|lapack_\w+|(?:cu|hip)(?:solver|blas|sparse)?_\w+"
+    r"|LuDecomposition|Eigh|Qr|ProductOfElementaryHouseholderReflectors|ApproxTopK"
+    r"|stablehlo\.dynamic_\w+"
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """An executable as bytes, and for which platforms it is."""
+
+    data: bytes
+    platforms: tuple[str, ...]
+    convention: int
+
+
+def exported(program: Program, gives: Sequence[Variable]) -> Written:
+    """The executable of a Program, for all platforms if JAX can lower it for all.
+
+    Raises:
+        ArgumentError: it cannot be exported at all; the message holds what JAX says.
+    """
+    require("flatbuffers", "serve")
+    reads = reads_of(program)
+    state = (*program.state, *program.constants)  # constants as well are arrays of the file, not of the code
+    run = lower(replace(program, state=state, constants={}), gives)
+
+    def function(*values: Any) -> list[Any]:
+        return run(values[: len(state)], values[len(state) :])
+
+    types = [Type(v.shape, v.dtype) for v in reads]
+    try:
+        return _written(function, types, PLATFORMS)
+    except Exception as first:
+        try:
+            return _written(function, types, (jax.default_backend(),))
+        except Exception:
+            raise ArgumentError(_reason(program, first)) from first
+
+
+def reads_of(program: Program) -> tuple[Variable, ...]:
+    """What the executable of a Program takes, in order."""
+    return (*program.state, *program.constants, *program.inputs)
+
+
+def _written(function: Callable[..., Any], types: Sequence[Type], platforms: Sequence[str]) -> Written:
+    found = export.export(jax.jit(function), platforms=platforms)(*types)
+    return Written(bytes(found.serialize()), tuple(found.platforms), found.calling_convention_version)
+
+
+def _reason(program: Program, error: Exception) -> str:
+    said = " ".join(str(error).split())[:300]
+    effects = [op for op in program.ops if op.body.has_effects or "callback" in op.type]
+    if effects:
+        (op, *_) = effects
+        where = f" at {op.source}" if op.source is not None and op.source.file else ""
+        return (
+            f"{program.name!r} cannot be exported: {op.type!r}{where} calls Python while it runs, which no "
+            "file can hold. Take the print or the callback out of the network."
+        )
+    return f"{program.name!r} cannot be exported: {said}"
+
+
+def loaded(data: bytes, what: str) -> Callable[..., Sequence[Any]]:
+    """The function that an executable computes.
+
+    Raises:
+        ModelFileError: no executable, or one that calls what it must not.
+    """
+    require("flatbuffers", "serve")
+    try:
+        found = export.deserialize(bytearray(data))
+        text = found.mlir_module()
+    except Exception as error:
+        raise ModelFileError(
+            f"{what}: its executable is not one that jax.export of JAX {jax.__version__} reads "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
+        ) from error
+    if foreign := sorted(calls_in(text) - {c for c in calls_in(text) if _HARMLESS.fullmatch(c)}):
+        raise ModelFileError(
+            f"{what}: its executable calls {foreign[0][:60]!r} in the process that runs it, which no model "
+            "needs. It is not run."
+        )
+    return found.call
+
+
+def calls_in(text: str) -> set[str]:
+    """The functions outside of a StableHLO module, given as text, that it calls.
+
+    >>> sorted(calls_in('%0 = stablehlo.custom_call @Sharding(%1) %2 = stablehlo.custom_call @"a b"(%1)'))
+    ['Sharding', 'a b']
+    """
+    found = [quoted or plain for quoted, plain in _CALL.findall(text)]
+    unread = text.count("custom_call") - len(found)
+    return {*found, *(["a function without a readable name"] if unread > 0 else [])}

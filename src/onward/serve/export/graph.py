@@ -1,0 +1,249 @@
+"""The graph as data: names, types, wiring, attributes, scopes and lines, but no code.
+
+``described`` makes JSON data of a Program, whose lengths may depend on the batch; a ``Template`` gives the
+Program back for any batch. What computes it stands elsewhere in the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from onward.core.cost import cost
+from onward.core.described import DescribedBody, Description
+from onward.core.program import Op, Program, Variable
+from onward.core.source import Source
+from onward.core.structure import Signature
+from onward.core.words import Kind, Pass, Placement, UpdateType
+from onward.serve.export import containers
+from onward.serve.export.dimensions import evaluated, written
+from onward.serve.export.kinds import dtype_of, name_of
+
+Type = jax.ShapeDtypeStruct
+_LATER: Any = None  # the value of a constant, which is no part of the graph
+_COST = ("flops", "read", "written", "exchanged", "transcendentals")
+
+
+def described(program: Program, example: Program | None = None) -> dict[str, Any]:
+    """A Program as JSON data.
+
+    Args:
+        program: the one that is exported, some of whose lengths may be symbolic.
+        example: the same one for a batch of known length, which costs are taken from; None: without costs.
+
+    Raises:
+        ValueError: a dtype that no file can hold.
+    """
+    return _Writer(program, example).record()
+
+
+class _Writer:
+    """One Program on its way to JSON: its Variables are numbered."""
+
+    def __init__(self, program: Program, example: Program | None) -> None:
+        self.program = program
+        self.variables = list(program.variables.values())
+        self.number = {v: i for i, v in enumerate(self.variables)}
+        examples = () if example is None else example.ops
+        self.examples = {op.outputs[0].name: op for op in examples if op.outputs}
+
+    def record(self) -> dict[str, Any]:
+        program, number = self.program, self.number
+        pairs = [(a, b) for a, b in program.next_state.items()]
+        return {
+            "name": program.name,
+            "variables": [
+                [v.name, name_of(v.dtype), list(map(written, v.shape)), str(v.kind)] for v in self.variables
+            ],
+            "inputs": self._numbers(program.inputs),
+            "state": self._numbers(program.state),
+            "constants": self._numbers(program.constants),
+            "ops": list(map(self._op, program.ops)),
+            "outputs": self._numbers(program.outputs),
+            "next_state": [self._numbers(pair) for pair in pairs],
+            "gradients": [self._numbers(pair) for pair in program.gradients],
+            "loss": None if program.loss is None else number[program.loss],
+            "hyperparameters": self._numbers(program.hyperparameters),
+            "limits": [[number[v], limit] for v, limit in program.limits.items()],
+            "bounds": [[number[v], *bound] for v, bound in program.bounds.items()],
+            "signature": self._signature(program.signature),
+        }
+
+    def _numbers(self, variables: Any) -> list[int]:
+        return [self.number[v] for v in variables]
+
+    def _op(self, op: Op) -> dict[str, Any]:
+        body, like = op.primal or op.body, self._like(op)
+        parts = {} if like is None else like.subprograms
+        required: dict[str, Any] = {
+            "type": op.type,
+            "inputs": self._numbers(op.inputs),
+            "outputs": self._numbers(op.outputs),
+            "pass": str(op.made_by),
+            "operands": list(body.operands),
+        }
+        optional = {
+            "scope": op.scope,
+            "attributes": dict(op.attributes),
+            "line": self._line(op),
+            "of": None if op.of is None else self.number.get(op.of),
+            "update": op.update and str(op.update),
+            "cost": None if like is None else _cost(like),
+            "subprograms": {name: described(p, parts.get(name)) for name, p in op.subprograms.items()},
+        }
+        return required | {key: value for key, value in optional.items() if value not in (None, "", {})}
+
+    def _line(self, op: Op) -> list[Any] | None:
+        """Where the op came from: of the path only the last part, which tells nothing about the machine."""
+        if op.source is None or not op.source.file:
+            return None
+        return [os.path.basename(op.source.file), op.source.line, op.source.function]
+
+    def _like(self, op: Op) -> Op | None:
+        """The same op in the example."""
+        found = self.examples.get(op.outputs[0].name) if op.outputs else None
+        return found if found is not None and found.type == op.type else None
+
+    def _signature(self, signature: Signature | None) -> dict[str, Any] | None:
+        if signature is None:
+            return None
+        state = signature.model_state
+        return {
+            "parameters": containers.described(signature.parameters, self.number),
+            "model_state": None if state is None else containers.described(state, self.number),
+            "data": [containers.described(s, self.number) for s in signature.data],
+            "names": list(signature.names),
+            "result": containers.described(signature.result, self.number),
+            "has_aux": signature.has_aux,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """A Program as it stands in a file: JSON data, whose lengths wait for the size of the batch."""
+
+    record: Mapping[str, Any]
+
+    def program(self, sizes: Mapping[str, int]) -> Program:
+        """The Program where the free lengths have these sizes; its constants have no values yet.
+
+        Raises:
+            ValueError, TypeError, LookupError: the record is none that ``described`` makes.
+        """
+        return _Reader(self.record, sizes).program()
+
+    def lengths(self, field: str) -> list[tuple[str, list[int | str]]]:
+        """Name and shape of the Variables in a field such as ``"inputs"``, free lengths as text."""
+        listed = (self.record["variables"][i] for i in self.record[field])
+        return [(name, shape) for name, _, shape, _ in listed]
+
+
+class _Reader:
+    """One Program on its way from JSON."""
+
+    def __init__(self, record: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        self.record, self.sizes = record, sizes
+        self.variables = [self._variable(*fields) for fields in record["variables"]]
+
+    def _variable(self, name: str, dtype: str, shape: list[int | str], kind: str) -> Variable:
+        lengths = tuple(evaluated(n, self.sizes) for n in shape)
+        return Variable(_text(name), lengths, dtype_of(dtype), Kind(kind), Placement.REPLICATED)
+
+    def program(self) -> Program:
+        record = self.record
+        return Program(
+            name=_text(record["name"]),
+            inputs=self._all(record["inputs"]),
+            state=self._all(record["state"]),
+            constants=dict.fromkeys(self._all(record["constants"]), _LATER),
+            ops=tuple(map(self._op, record["ops"])),
+            outputs=self._all(record["outputs"]),
+            next_state=dict(map(self._pair, record["next_state"])),
+            gradients=tuple(map(self._pair, record["gradients"])),
+            loss=None if record["loss"] is None else self._one(record["loss"]),
+            hyperparameters=self._all(record["hyperparameters"]),
+            limits={self._one(i): float(limit) for i, limit in record["limits"]},
+            bounds={self._one(i): (int(n), _text(what)) for i, n, what in record["bounds"]},
+            signature=self._signature(record["signature"]),
+        )
+
+    def _one(self, number: int) -> Variable:
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{str(number)[:40]} is the number of no Variable")
+        return self.variables[number]
+
+    def _all(self, numbers: Sequence[int]) -> tuple[Variable, ...]:
+        return tuple(map(self._one, numbers))
+
+    def _pair(self, numbers: Sequence[int]) -> tuple[Variable, Variable]:
+        first, second = self._all(numbers)
+        return first, second
+
+    def _op(self, record: Mapping[str, Any]) -> Op:
+        inputs, outputs = self._all(record["inputs"]), self._all(record["outputs"])
+        return Op(
+            type=_text(record["type"]),
+            inputs=inputs,
+            outputs=outputs,
+            body=DescribedBody(self._description(record, inputs, outputs)),
+            made_by=Pass(record["pass"]),
+            scope=_text(record.get("scope", "")),
+            source=_source(record.get("line")),
+            of=None if (of := record.get("of")) is None else self._one(of),
+            update=None if (update := record.get("update")) is None else UpdateType(update),
+        )
+
+    def _description(
+        self, record: Mapping[str, Any], inputs: Sequence[Variable], outputs: Sequence[Variable]
+    ) -> Description:
+        parts = record.get("subprograms", {})
+        return Description(
+            type=record["type"],
+            inputs=tuple(Type(v.shape, v.dtype) for v in inputs),
+            outputs=tuple(Type(v.shape, v.dtype) for v in outputs),
+            attributes={_text(key): _text(value) for key, value in record.get("attributes", {}).items()},
+            operands=tuple(_operand(o, len(inputs)) for o in record["operands"]),
+            subprograms={_text(name): _Reader(part, self.sizes).program() for name, part in parts.items()},
+            cost=None if (cost := record.get("cost")) is None else tuple(map(int, cost)),
+        )
+
+    def _signature(self, record: Mapping[str, Any] | None) -> Signature | None:
+        if record is None:
+            return None
+        state = record["model_state"]
+        return Signature(
+            parameters=containers.rebuilt(record["parameters"], self.variables),
+            model_state=None if state is None else containers.rebuilt(state, self.variables),
+            data=tuple(containers.rebuilt(part, self.variables) for part in record["data"]),
+            names=tuple(map(_text, record["names"])),
+            result=containers.rebuilt(record["result"], self.variables),
+            has_aux=bool(record["has_aux"]),
+        )
+
+
+def _cost(op: Op) -> list[int]:
+    found = cost(op)
+    return [*(getattr(found, field) for field in _COST), *([1] if found.endless else [])]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} is no text")
+    return value
+
+
+def _operand(value: Any, count: int) -> int | str:
+    if isinstance(value, int) and not 0 <= value < count:
+        raise ValueError(f"an op has no input {value}")
+    return value if isinstance(value, int) else _text(value)
+
+
+def _source(line: Any) -> Source | None:
+    if line is None:
+        return None
+    file, number, function = line
+    return Source.at(_text(file), int(number), _text(function))

@@ -1,0 +1,208 @@
+"""``load``: what a file of ``save`` holds, without the code that made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from onward.core.errors import ModelFileError, OnwardError
+from onward.core.program import Program
+from onward.execute.checkpoint.encoding import Form, decode
+from onward.execute.checkpoint.manifest import take
+from onward.execute.model import Model
+from onward.execute.state import Layout, State
+from onward.execute.step import Step
+from onward.execute.tuning import Tuning
+from onward.serve.export import container, executable
+from onward.serve.export.container import EXPECTED, Contents
+from onward.serve.export.graph import Template
+from onward.serve.export.save import CONSTANT, EXECUTABLE, FORMAT, GRAPH
+from onward.serve.export.variant import Loaded, Variant
+
+_KINDS = {"model": "load(path)", "training": "load_step(path)"}
+
+
+def load(path: str | PathLike[str]) -> Model:
+    """The Model that a file holds: an Evaluator runs it, and ``print(model.topology)`` shows it.
+
+    Nothing of the file is executed but the arithmetic of the model. What cannot be done without the code of
+    the network, such as deriving gradients, says so. ``model.about`` holds what the file says of itself.
+
+    Args:
+        path: a file that ``save(model, path)`` wrote.
+
+    Raises:
+        ModelFileError: no such file, a damaged or foreign one, or one that this version cannot read.
+
+    Example:
+        >>> import tempfile, onward as ow
+        >>> def network():
+        ...     return ow.layer.fc(ow.data("x", (None, 4)), 2, name="output")
+        >>> path = ow.save(ow.Model(network, seed=1), tempfile.mkdtemp() + "/trained.model")
+        >>> ow.load(path)
+        Model('network', 2 parameters, 10 numbers)
+    """
+    file = _File(Path(path), "model")
+    program = file.program()
+    named = {v.name: v for v in program.state}
+    return Model.of(program, {named[name]: x for name, x in file.values(program).items()}, file.about)
+
+
+def load_step(path: str | PathLike[str]) -> tuple[Step, State]:
+    """The compiled step that a file holds, and its State, to go on training where it stood.
+
+    Args:
+        path: a file that ``save(step, path, state)`` wrote.
+
+    Raises:
+        ModelFileError: no such file, a damaged or foreign one, or one that this version cannot read.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, onward as ow
+        >>> two = jnp.ones(2)
+        >>> step = ow.compile(ow.SGD(0.25).minimize(lambda w, x: jnp.sum((w - x) ** 2), two, two))
+        >>> path = ow.save(step, tempfile.mkdtemp() + "/half.model", step.init(jnp.zeros(2)))
+        >>> step, state = ow.load_step(path)             # elsewhere, without the loss function
+        >>> state, out = step(state, jnp.array([1.0, 2.0]))
+        >>> float(out.loss), state.parameters.tolist()
+        (5.0, [0.5, 1.0])
+    """
+    file = _File(Path(path), "training")
+    program = file.program()
+    values = file.values(program)
+    fetch = tuple(map(str, take(file.said, "fetch", list)))
+    step = Step(program, fetch, donate=True, tuning=Tuning(False, False))
+    return step, State(step.layout, [values[v.name] for v in Layout.of(program).variables])
+
+
+class _File:
+    """A model file that was read whole: what it says, checked as it is taken."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path = path
+        self.contents: Contents = container.read(path)
+        self.said = self.contents.about
+        with _Telling(path):
+            self._expect(kind)
+
+    def _expect(self, kind: str) -> None:
+        """Raise ``ModelFileError`` unless it is of this kind, and written by no later Onward."""
+        written, here = take(self.said, "onward", str), version("onward")
+        found_format = take(self.said, "format", int)
+        if found_format > FORMAT or _major(written) > _major(here):
+            raise ModelFileError(
+                f"{self.path} was written by Onward {written[:20]} (format {found_format}); this is Onward "
+                f"{here}, which reads files up to its own major version and format {FORMAT}. Update Onward: "
+                "pip install -U onward"
+            )
+        if (found := take(self.said, "kind", str)) != kind:
+            how = _KINDS.get(found)
+            holds = f"holds a {found} Program: {how}" if how else f"holds {found[:40]!r}"
+            raise ModelFileError(f"{self.path} {holds}, not {_KINDS[kind]}.")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the file says of itself, for people."""
+        fields = ("name", "onward", "jax", "license", "about", "inputs", "outputs")
+        found = {field: self.said.get(field) for field in fields}
+        return {"path": str(self.path), "sha256": self.contents.sha256, **found}
+
+    def program(self) -> Program:
+        """The Program as it was saved."""
+        with _Telling(self.path):
+            variants = take(self.said, "variants", list)
+            if not variants:
+                raise ValueError("it holds no Program")
+            found = tuple(self._variant(i, said) for i, said in enumerate(variants))
+            return Loaded(found, take(self.said, "kind", str) == "training").program()
+
+    def values(self, program: Program) -> dict[str, Any]:
+        """The state by name."""
+        with _Telling(self.path):
+            forms = take(self.said, "arrays", dict)
+            found = {v.name: self._array(v.name, forms[v.name]) for v in program.state}
+            for v in program.state:
+                self._expect_type(v.name, found[v.name], v.shape, v.dtype)
+            return found
+
+    def _variant(self, i: int, said: Mapping[str, Any]) -> Variant:
+        record = json.loads(self._bytes(f"{GRAPH}{i}"))
+        sizes = {str(name): int(size) for name, size in take(said, "sizes", dict).items()}
+        forms = take(said, "constants", dict)
+        constants = {name: self._array(f"{CONSTANT}{i}:{name}", form) for name, form in forms.items()}
+        return Variant(Template(record), sizes, self._call(i, said), constants)
+
+    def _call(self, i: int, said: Mapping[str, Any]) -> Callable[..., Sequence[Any]]:
+        """What computes a variant; if JAX has moved on too far, a function that says so."""
+        convention = take(said, "convention", int)
+        first = export.minimum_supported_calling_convention_version
+        last = export.maximum_supported_calling_convention_version
+        if not first <= convention <= last:
+            return partial(self._too_far, convention, (first, last))
+        return executable.loaded(self._bytes(f"{EXECUTABLE}{i}"), str(self.path))
+
+    def _too_far(self, convention: int, window: tuple[int, int], *values: Any) -> NoReturn:
+        raise ModelFileError(
+            f"{self.path} was written with JAX {self.said.get('jax')}, whose executables have version "
+            f"{convention}; JAX {jax.__version__} runs versions {window[0]} to {window[1]}. Parameters and "
+            "graph are all here (model.parameters, print(model.topology)): give them to the code of the "
+            "network and save again, or run the file with the JAX that wrote it."
+        )
+
+    def _array(self, name: str, record: Mapping[str, Any]) -> Any:
+        """An array of the file in its own dtype."""
+        shape, generator = tuple(take(record, "shape", list)), record.get("generator")
+        form = Form(take(record, "dtype", str), shape, generator)
+        stored: np.ndarray = self.contents.arrays[name]
+        if (stored.dtype, stored.shape) != (form.stored_dtype, form.stored_shape):
+            raise ValueError(f"{name[:60]!r} is not stored as it is described")
+        return jnp.array(decode(form, stored))
+
+    def _expect_type(self, name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> None:
+        if value.shape == shape and value.dtype == dtype:
+            return
+        if dtype in (np.float64, np.int64, np.uint64, np.complex128):
+            raise ModelFileError(
+                f"{self.path} holds {name!r} in {dtype}, which JAX takes only where it is told so: "
+                'jax.config.update("jax_enable_x64", True), before load.'
+            )
+        raise ValueError(f"{name[:60]!r} is {value.dtype}{list(value.shape)} and not what the graph says")
+
+    def _bytes(self, name: str) -> bytes:
+        return self.contents.arrays[name].tobytes()
+
+
+class _Telling:
+    """Turns whatever is wrong with what a file says into a ``ModelFileError`` that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, ModelFileError) or not isinstance(error, Exception):
+            return
+        said = " ".join(str(error).split())[:200]
+        what = said if isinstance(error, ValueError | OnwardError) else f"{type(error).__name__}: {said}"
+        raise ModelFileError(
+            f"{self.path} is sealed, and says what no Onward writes: {what}. {EXPECTED}"
+        ) from error
+
+
+def _major(written: str) -> int:
+    head = written.partition(".")[0]
+    if not head.isdecimal() or len(head) > 6:
+        raise ValueError(f"{written[:20]!r} is no version")
+    return int(head)
