@@ -186,6 +186,7 @@ from onward.explain.profile.profile import Profile, profile
 from onward.explain.summary.summary import Summary, summary
 from onward.explain.watched.plot import plot_watched
 from onward.explain.watched.tensorboard import TensorBoard, to_tensorboard
+from onward.serve.endpoint.endpoint import Endpoint
 from onward.serve.export.load import load, load_step
 from onward.serve.export.save import save
 
@@ -243,6 +244,7 @@ __all__ = [
     "DoG",
     "Drawing",
     "EarlyStop",
+    "Endpoint",
     "Evaluator",
     "Event",
     "EventKind",

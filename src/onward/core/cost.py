@@ -127,9 +127,7 @@ def _of_body(body: Body) -> Cost:
 
 def _counted(body: Body) -> Cost:
     if isinstance(body, DescribedBody):
-        if body.description.cost is None:
-            return Cost()
-        return Cost(*body.description.cost[:5], endless=len(body.description.cost) > 5)
+        return Cost(**body.description.cost)
     calls = list(body.calls)
     parts = list(map(_of_call, calls))
     total = sum(parts, Cost())

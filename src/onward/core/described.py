@@ -7,7 +7,7 @@ jaxpr, so that it can neither be run alone nor differentiated. What computes the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ class Description:
         attributes: its parameters in words.
         operands: positions of inputs, and literal numbers as text.
         subprograms: the Programs within a loop or a branch.
-        cost: the numbers of its ``Cost``, in the order of its fields; None where they are not known.
+        cost: the fields of its ``Cost``, where they are known.
     """
 
     type: str
@@ -36,7 +36,7 @@ class Description:
     attributes: Mapping[str, str]
     operands: tuple[int | str, ...]
     subprograms: Mapping[str, Program]
-    cost: tuple[int, ...] | None = None
+    cost: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DescribedBody(Body):
@@ -50,8 +50,8 @@ class DescribedBody(Body):
         """There is none; asking for it raises ``GraphError``."""
         raise GraphError(
             f"This {self.description.type!r} was loaded from a file, in which ops have no code of their own: "
-            "the Program runs as a whole, and nothing can be differentiated, rewritten or run op by op. Trace "
-            "the function again for that; or save a compiled step to go on training: save(step, path, state)."
+            "the Program runs as a whole; nothing can be differentiated, rewritten or run op by op. For "
+            "that, trace the function again; to train on, save a compiled step: save(step, path, state)."
         )
 
     @property
@@ -74,7 +74,7 @@ class DescribedBody(Body):
         """Equal for bodies of the same description."""
         d = self.description
         types = tuple((t.shape, t.dtype) for t in (*d.inputs, *d.outputs))
-        named = tuple(d.attributes.items()), d.operands, d.cost
+        named = tuple(d.attributes.items()), d.operands, tuple(d.cost.items())
         inner = tuple((name, id(part)) for name, part in d.subprograms.items())
         return interned((d.type, len(d.inputs), types, named, inner))
 

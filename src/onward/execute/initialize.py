@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest
 from onward.core.placement import whole_shape
 from onward.core.program import SEED, Program, Variable
 from onward.core.structure import Structure, describe
@@ -20,6 +20,9 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
     """Every state Variable with its value: the given ones, and what the initializers make of the seed.
 
     An initializer runs only if something that it makes is not given.
+
+    Raises:
+        StateError: some state is neither given nor made.
     """
     values: dict[Variable, Any] = {SEED: seed_of(seed), **given}
     for op in program.initializers:
@@ -29,6 +32,11 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
         for v, value in zip(op.outputs, made, strict=True):
             values.setdefault(v, copied(_everywhere(value, v, program), v.dtype))
     del values[SEED]
+    if lacking := [v.name for v in program.state if v not in values]:
+        raise StateError(
+            f"Nothing here makes a first value of {', '.join(map(repr, lacking[:5]))}, which {program.name!r} "
+            "keeps. A Program from a file goes on from the State that load_step returned beside it."
+        )
     return values
 
 

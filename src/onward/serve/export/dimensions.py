@@ -22,8 +22,8 @@ def written(length: Any) -> int | str:
     return length if isinstance(length, int) else str(length)
 
 
-def evaluated(length: int | str, sizes: Mapping[str, int]) -> int:
-    """A stored length where the free lengths have these sizes.
+def evaluated(length: int | str, sizes: Mapping[str, Any]) -> int:
+    """A stored length where the free lengths have these sizes: numbers, or symbols of another trace.
 
     Raises:
         ValueError: no expression in these sizes, or one whose value is no length.
@@ -33,7 +33,7 @@ def evaluated(length: int | str, sizes: Mapping[str, int]) -> int:
         (17, 7)
     """
     value = length if isinstance(length, int) else _value(_parsed(length), sizes)
-    if not 0 <= value <= _LARGEST:
+    if isinstance(value, int) and not 0 <= value <= _LARGEST:
         raise ValueError(f"{str(length)[:40]!r} is {value}, which is the length of nothing")
     return value
 
@@ -59,14 +59,14 @@ def _parsed(text: str) -> ast.expr:
         raise ValueError(f"{text[:40]!r} is no length") from error
 
 
-def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
+def _value(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
     found = _computed(node, sizes)
-    if abs(found) > _LARGEST:
+    if isinstance(found, int) and abs(found) > _LARGEST:
         raise ValueError(f"{ast.unparse(node)[:40]!r} is larger than any length")
     return found
 
 
-def _computed(node: ast.expr, sizes: Mapping[str, int]) -> int:
+def _computed(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant(value=int() as number) if type(number) is int:
             return number
@@ -75,7 +75,7 @@ def _computed(node: ast.expr, sizes: Mapping[str, int]) -> int:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return neg(_value(operand, sizes))
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 0 <= power <= 8:
-            return int(_value(left, sizes) ** power)
+            return _value(left, sizes) ** power
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _BINARY:
             return _BINARY[type(operator)](_value(left, sizes), _value(right, sizes))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS and len(args) == 2:

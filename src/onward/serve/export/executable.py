@@ -21,6 +21,8 @@ from onward.core.errors import ArgumentError, ModelFileError
 from onward.core.extras import require
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
+from onward.serve.export.dimensions import written
+from onward.serve.export.kinds import name_of
 
 Type = jax.ShapeDtypeStruct
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -89,8 +91,17 @@ def _reason(program: Program, error: Exception) -> str:
     return f"{program.name!r} cannot be exported: {said}"
 
 
-def loaded(data: bytes, what: str) -> Callable[..., Sequence[Any]]:
-    """The function that an executable computes.
+@dataclass(frozen=True)
+class Executable:
+    """What an executable computes, and the types that it takes and gives, free lengths as text."""
+
+    call: Callable[..., Sequence[Any]]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+def loaded(data: bytes, what: str) -> Executable:
+    """An executable that can be called.
 
     Raises:
         ModelFileError: no executable, or one that calls what it must not.
@@ -109,7 +120,20 @@ def loaded(data: bytes, what: str) -> Callable[..., Sequence[Any]]:
             f"{what}: its executable calls {foreign[0][:60]!r} in the process that runs it, which no model "
             "needs. It is not run."
         )
-    return found.call
+    return Executable(found.call, tuple(map(_type, found.in_avals)), tuple(map(_type, found.out_avals)))
+
+
+def _type(aval: Any) -> str:
+    return type_text(name_of(aval.dtype), list(map(written, aval.shape)))
+
+
+def type_text(dtype: str, shape: Sequence[int | str]) -> str:
+    """A type whose lengths may be free.
+
+    >>> type_text("float32", ["b", 10])
+    'float32[b, 10]'
+    """
+    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 def calls_in(text: str) -> set[str]:

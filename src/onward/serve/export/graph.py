@@ -21,11 +21,12 @@ from onward.core.structure import Signature
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.serve.export import containers
 from onward.serve.export.dimensions import evaluated, written
+from onward.serve.export.executable import type_text
 from onward.serve.export.kinds import dtype_of, name_of
 
 Type = jax.ShapeDtypeStruct
 _LATER: Any = None  # the value of a constant, which is no part of the graph
-_COST = ("flops", "read", "written", "exchanged", "transcendentals")
+_COUNTS = ("flops", "read", "written", "exchanged", "transcendentals", "endless")
 
 
 def described(program: Program, example: Program | None = None) -> dict[str, Any]:
@@ -136,6 +137,18 @@ class Template:
         """
         return _Reader(self.record, sizes).program()
 
+    @property
+    def types(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The types of what its executable takes, and of what it gives."""
+        record = self.record
+        takes = (*record["state"], *record["constants"], *record["inputs"])
+        gives = (i for op in record["ops"] for i in op["outputs"])
+        return tuple(map(self._type, takes)), tuple(map(self._type, gives))
+
+    def _type(self, number: int) -> str:
+        _, dtype, shape, _ = self.record["variables"][number]
+        return type_text(dtype, shape)
+
     def lengths(self, field: str) -> list[tuple[str, list[int | str]]]:
         """Name and shape of the Variables in a field such as ``"inputs"``, free lengths as text."""
         listed = (self.record["variables"][i] for i in self.record[field])
@@ -208,7 +221,9 @@ class _Reader:
             attributes={_text(key): _text(value) for key, value in record.get("attributes", {}).items()},
             operands=tuple(_operand(o, len(inputs)) for o in record["operands"]),
             subprograms={_text(name): _Reader(part, self.sizes).program() for name, part in parts.items()},
-            cost=None if (cost := record.get("cost")) is None else tuple(map(int, cost)),
+            cost={
+                field: _count(value) for field, value in record.get("cost", {}).items() if field in _COUNTS
+            },
         )
 
     def _signature(self, record: Mapping[str, Any] | None) -> Signature | None:
@@ -225,14 +240,20 @@ class _Reader:
         )
 
 
-def _cost(op: Op) -> list[int]:
-    found = cost(op)
-    return [*(getattr(found, field) for field in _COST), *([1] if found.endless else [])]
+def _cost(op: Op) -> dict[str, int]:
+    """What of its cost is not 0."""
+    return {field: value for field, value in vars(cost(op)).items() if value}
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{str(value)[:40]!r} is no text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 2**80:
+        raise ValueError(f"{str(value)[:40]} is no cost")
     return value
 
 

@@ -24,22 +24,27 @@ from onward.execute.state import Layout, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 from onward.serve.export import container, executable
+from onward.serve.export.batches import CONSTANT, EXECUTABLE, GRAPH
 from onward.serve.export.container import EXPECTED, Contents
 from onward.serve.export.graph import Template
-from onward.serve.export.save import CONSTANT, EXECUTABLE, FORMAT, GRAPH
+from onward.serve.export.save import FORMAT
 from onward.serve.export.variant import Loaded, Variant
 
 _KINDS = {"model": "load(path)", "training": "load_step(path)"}
 
 
-def load(path: str | PathLike[str]) -> Model:
+def load(path: str | PathLike[str], *, sha256: str | None = None) -> Model:
     """The Model that a file holds: an Evaluator runs it, and ``print(model.topology)`` shows it.
 
     Nothing of the file is executed but the arithmetic of the model. What cannot be done without the code of
     the network, such as deriving gradients, says so. ``model.about`` holds what the file says of itself.
 
+    Damage is found, and no code of Python is in a file. Still, of a stranger's file give the SHA-256 that it
+    must have: the reader of StableHLO that is part of JAX can be made to crash by whoever sets out to.
+
     Args:
         path: a file that ``save(model, path)`` wrote.
+        sha256: what ``model.about["sha256"]`` must be.
 
     Raises:
         ModelFileError: no such file, a damaged or foreign one, or one that this version cannot read.
@@ -52,32 +57,33 @@ def load(path: str | PathLike[str]) -> Model:
         >>> ow.load(path)
         Model('network', 2 parameters, 10 numbers)
     """
-    file = _File(Path(path), "model")
+    file = _File(Path(path), "model", sha256)
     program = file.program()
     named = {v.name: v for v in program.state}
     return Model.of(program, {named[name]: x for name, x in file.values(program).items()}, file.about)
 
 
-def load_step(path: str | PathLike[str]) -> tuple[Step, State]:
+def load_step(path: str | PathLike[str], *, sha256: str | None = None) -> tuple[Step, State]:
     """The compiled step that a file holds, and its State, to go on training where it stood.
 
     Args:
         path: a file that ``save(step, path, state)`` wrote.
+        sha256: the checksum that the file must have; see ``load``.
 
     Raises:
         ModelFileError: no such file, a damaged or foreign one, or one that this version cannot read.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, onward as ow
-        >>> two = jnp.ones(2)
-        >>> step = ow.compile(ow.SGD(0.25).minimize(lambda w, x: jnp.sum((w - x) ** 2), two, two))
-        >>> path = ow.save(step, tempfile.mkdtemp() + "/half.model", step.init(jnp.zeros(2)))
+        >>> w, x = jnp.zeros(2), jnp.ones((4, 2))
+        >>> step = ow.compile(ow.SGD(0.5).minimize(lambda w, x: jnp.mean((w - x) ** 2), w, x))
+        >>> path = ow.save(step, tempfile.mkdtemp() + "/half.model", step.init(w))
         >>> step, state = ow.load_step(path)             # elsewhere, without the loss function
-        >>> state, out = step(state, jnp.array([1.0, 2.0]))
+        >>> state, out = step(state, jnp.array([[1.0, 2.0]]))
         >>> float(out.loss), state.parameters.tolist()
-        (5.0, [0.5, 1.0])
+        (2.5, [0.5, 1.0])
     """
-    file = _File(Path(path), "training")
+    file = _File(Path(path), "training", sha256)
     program = file.program()
     values = file.values(program)
     fetch = tuple(map(str, take(file.said, "fetch", list)))
@@ -88,9 +94,14 @@ def load_step(path: str | PathLike[str]) -> tuple[Step, State]:
 class _File:
     """A model file that was read whole: what it says, checked as it is taken."""
 
-    def __init__(self, path: Path, kind: str) -> None:
+    def __init__(self, path: Path, kind: str, sha256: str | None) -> None:
         self.path = path
         self.contents: Contents = container.read(path)
+        if sha256 is not None and sha256.lower() != self.contents.sha256:
+            raise ModelFileError(
+                f"{path} is whole, and not the file that was asked for: its SHA-256 is "
+                f"{self.contents.sha256}; expected {sha256[:80]}."
+            )
         self.said = self.contents.about
         with _Telling(path):
             self._expect(kind)
@@ -140,16 +151,20 @@ class _File:
         sizes = {str(name): int(size) for name, size in take(said, "sizes", dict).items()}
         forms = take(said, "constants", dict)
         constants = {name: self._array(f"{CONSTANT}{i}:{name}", form) for name, form in forms.items()}
-        return Variant(Template(record), sizes, self._call(i, said), constants)
+        template = Template(record)
+        return Variant(template, sizes, self._call(i, said, template), constants)
 
-    def _call(self, i: int, said: Mapping[str, Any]) -> Callable[..., Sequence[Any]]:
+    def _call(self, i: int, said: Mapping[str, Any], template: Template) -> Callable[..., Sequence[Any]]:
         """What computes a variant; if JAX has moved on too far, a function that says so."""
         convention = take(said, "convention", int)
         first = export.minimum_supported_calling_convention_version
         last = export.maximum_supported_calling_convention_version
         if not first <= convention <= last:
             return partial(self._too_far, convention, (first, last))
-        return executable.loaded(self._bytes(f"{EXECUTABLE}{i}"), str(self.path))
+        found = executable.loaded(self._bytes(f"{EXECUTABLE}{i}"), str(self.path))
+        if (found.takes, found.gives) != template.types:
+            raise ValueError("its graph and its executable are not of one Program")
+        return found.call
 
     def _too_far(self, convention: int, window: tuple[int, int], *values: Any) -> NoReturn:
         raise ModelFileError(

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax import export
 
-from onward.core.errors import ArgumentError, OnwardError
+from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
 from onward.core.show import short_type
-from onward.core.source import user_level
 from onward.core.structure import describe
-from onward.core.transform import replayed
 from onward.execute.checkpoint.encoding import encode
-from onward.execute.feeds import data_names
 from onward.execute.model import Model
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.serve.export import container
-from onward.serve.export.executable import Written, exported
-from onward.serve.export.graph import described
+from onward.serve.export.batches import Shapes, writings
 
 FORMAT = 1
-BATCH = "b"
-GRAPH, EXECUTABLE, CONSTANT = "onward:graph:", "onward:executable:", "onward:constant:"
-Shapes = Mapping[str, Sequence[int | str]]
 
 
 def save(
@@ -78,7 +66,7 @@ def save(
         (3, 2)
     """
     program, values, kind = _taken(what, state)
-    variants = _variants(program, batch, shapes)
+    parts = writings(program, batch, shapes)
     arrays = {v.name: encode(v.name, value) for v, value in values.items()}
     said = {
         "format": FORMAT,
@@ -89,46 +77,16 @@ def save(
         "license": license,
         "about": _words(about or {}),
         "fetch": list(what.fetch) if isinstance(what, Step) else [],
-        "inputs": [f"{v.name} {short_type(v)}" for v in variants[0].program.inputs],
-        "outputs": [f"{v.name} {short_type(v)}" for v in variants[0].program.outputs],
+        "inputs": [f"{v.name} {short_type(v)}" for v in parts[0].program.inputs],
+        "outputs": [f"{v.name} {short_type(v)}" for v in parts[0].program.outputs],
         "arrays": {name: vars(form) for name, (form, _) in arrays.items()},
-        "variants": [variant.said for variant in variants],
+        "variants": [part.said for part in parts],
     }
     stored = {name: bits for name, (_, bits) in arrays.items()}
-    for i, variant in enumerate(variants):
-        stored |= variant.arrays(i, program)
+    for i, part in enumerate(parts):
+        stored |= part.arrays(i, program)
     container.write(Path(path), said, stored)
     return Path(path)
-
-
-@dataclass(frozen=True, eq=False)
-class _Variant:
-    """A Program on its way into the file, some of its lengths free."""
-
-    program: Program
-    sizes: Mapping[str, int]
-    executable: Written
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """What the header says of it."""
-        written = self.executable
-        return {
-            "sizes": dict(self.sizes),
-            "platforms": list(written.platforms),
-            "convention": written.convention,
-            "constants": {v.name: vars(encode(v.name, x)[0]) for v, x in self.program.constants.items()},
-        }
-
-    def arrays(self, i: int, example: Program) -> dict[str, np.ndarray]:
-        """Its graph, its executable and its constants as arrays."""
-        graph = json.dumps(described(self.program, example), allow_nan=False).encode()
-        constants = self.program.constants.items()
-        return {
-            f"{GRAPH}{i}": np.frombuffer(graph, np.uint8),
-            f"{EXECUTABLE}{i}": np.frombuffer(self.executable.data, np.uint8),
-            **{f"{CONSTANT}{i}:{v.name}": encode(v.name, x)[1] for v, x in constants},
-        }
 
 
 def _taken(what: Any, state: State | None) -> tuple[Program, dict[Variable, Any], str]:
@@ -161,126 +119,3 @@ def _words(about: Mapping[str, str]) -> dict[str, str]:
     ]:
         raise ArgumentError(f"about={{...}} holds {wrong[0]!r}, which is no text; expected names and texts.")
     return dict(about)
-
-
-def _variants(program: Program, batch: Any, shapes: Shapes | None) -> list[_Variant]:
-    if batch is not None:
-        return [_fixed(program, n) for n in _lengths(batch)]
-    try:
-        return [_free(program, shapes or {})]
-    except (OnwardError, ValueError, TypeError, NotImplementedError) as error:
-        if shapes:
-            raise ArgumentError(f"{program.name!r} cannot be saved with these shapes: {error}") from error
-        length = _batch_length(program)
-        found = [_fixed(program, None)]
-        if length not in (None, 1):
-            found += _attempted(program, 1)
-        if length is not None:
-            _warn(program, [length, 1][: len(found)], error)
-        return found
-
-
-def _lengths(batch: Any) -> list[int]:
-    found = [batch] if isinstance(batch, int) else list(batch)
-    if not found or not all(type(n) is int and n > 0 for n in found):
-        raise ArgumentError(f"batch={batch!r}; expected a length such as 1, or several, (1, 8, 64).")
-    return list(dict.fromkeys(found))
-
-
-def _warn(program: Program, lengths: list[int], error: Exception) -> None:
-    said = " ".join(str(error).split())[:300]
-    warnings.warn(
-        f"{program.name!r} cannot be exported for a batch of any length; the file takes batches of "
-        f"{' or '.join(map(str, lengths))}. save(..., batch=(1, 8, 64)) chooses. The reason: {said}",
-        stacklevel=user_level(),
-    )
-
-
-def _attempted(program: Program, length: int) -> list[_Variant]:
-    try:
-        return [_fixed(program, length)]
-    except OnwardError:
-        return []
-
-
-def _free(program: Program, shapes: Shapes) -> _Variant:
-    """The Program with free lengths: that of the batch, and those that are named."""
-    if not program.inputs:
-        return _fixed(program, None)
-    wanted = _wanted(program, shapes)
-    names = sorted({n for shape in wanted.values() for n in shape if isinstance(n, str)})
-    if not names:
-        return _fixed(program, None)
-    symbols: dict[Any, Any] = dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
-    whole = {name: tuple(symbols.get(n, n) for n in shape) for name, shape in wanted.items()}
-    found = _replayed(program, whole)
-    lengths = [pair for v in program.inputs for pair in zip(wanted[v.name], v.shape, strict=True)]
-    return _variant(program, found, {n: size for n, size in lengths if isinstance(n, str)})
-
-
-def _fixed(program: Program, length: int | None) -> _Variant:
-    """The Program for batches of one length; None: the one that it has."""
-    if length is None or length == _batch_length(program):
-        return _variant(program, program, {})
-    shapes = {
-        name: tuple(length if n == BATCH else n for n in shape)
-        for name, shape in _wanted(program, {}).items()
-    }
-    return _variant(program, _replayed(program, shapes), {})
-
-
-def _variant(program: Program, found: Program, sizes: Mapping[str, int]) -> _Variant:
-    if [v.name for v in found.state] != [v.name for v in program.state]:
-        raise ArgumentError("another length of the batch gives it another state")
-    return _Variant(found, sizes, exported(found, [v for op in found.ops for v in op.outputs]))
-
-
-def _replayed(program: Program, shapes: Mapping[str, tuple[Any, ...]]) -> Program:
-    assert program.signature is not None
-    types = tuple(
-        s.unflatten(jax.ShapeDtypeStruct(shapes[v.name], v.dtype) for v in s.variables)
-        for s in program.signature.data
-    )
-    return replayed(program, types)
-
-
-def _wanted(program: Program, shapes: Shapes) -> dict[str, tuple[int | str, ...]]:
-    """The shape of each data Variable of the signature, free lengths by name."""
-    assert program.signature is not None
-    data = [v for s in program.signature.data for v in s.variables]
-    known = {v.name: v for v in data}
-    if unknown := sorted(shapes.keys() - known.keys()):
-        raise ArgumentError(f"shapes= names {unknown[0]!r}; the data is {', '.join(known)}.")
-    length, fixed = _batch_length(program), _fixed_data(program)
-
-    def shape(v: Variable) -> tuple[int | str, ...]:
-        if v.name in shapes:
-            return _checked(v, tuple(shapes[v.name]))
-        follows = v.shape[:1] == (length,) and v.name not in fixed
-        return (BATCH, *v.shape[1:]) if follows else v.shape
-
-    return {v.name: shape(v) for v in data}
-
-
-def _checked(v: Variable, shape: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    fits = len(shape) == len(v.shape) and all(
-        isinstance(n, str) or n == m for n, m in zip(shape, v.shape, strict=False)
-    )
-    if not fits or not all(n.isidentifier() for n in shape if isinstance(n, str)):
-        raise ArgumentError(
-            f"shapes= gives {v.name!r} the shape {shape}; it was traced as {v.type}. Give a name for each "
-            'length that is free, and leave the others: ("b", 16).'
-        )
-    return shape
-
-
-def _batch_length(program: Program) -> int | None:
-    """How long the batch was when the Program was traced."""
-    fixed = _fixed_data(program)
-    lengths = (v.shape[0] for v in program.inputs if v.shape and v.name not in fixed and v.size)
-    return next(lengths, None)
-
-
-def _fixed_data(program: Program) -> frozenset[str]:
-    declared = frozenset() if program.recipe is None else program.recipe.origin.fixed_data
-    return declared & {*data_names(program)}

@@ -1,0 +1,336 @@
+"""A saved model answers as the model does: same numbers, same names, any batch, without its code."""
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.core.described import DescribedBody
+
+
+def images(n, seed=0):
+    return np.random.default_rng(seed).normal(size=(n, 6, 6, 1)).astype("float32")
+
+
+def classifier():
+    h = ow.layer.conv(ow.data("images", (None, 6, 6, 1)), 4, 3, act="relu")
+    h = ow.layer.dropout(ow.layer.batch_norm(h).reshape(h.shape[0], -1), 0.5)
+    return ow.layer.cross_entropy(ow.layer.fc(h, 3, name="output"), ow.data("labels", (None,), "int32"))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = ow.Model(classifier, seed=3, batch_size=8)
+    trainer = ow.Trainer(model, ow.Adam(1e-2))
+    for seed in range(3):
+        trainer.update(images(8, seed), np.arange(8) % 3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory):
+    return ow.save(trained, tmp_path_factory.mktemp("model") / "trained.model", license="MIT")
+
+
+@pytest.fixture(scope="module")
+def loaded(saved):
+    return ow.load(saved)
+
+
+def answers(model, n):
+    evaluator = ow.Evaluator(model)
+    loss = evaluator.forward(images(n), np.arange(n) % 3).loss
+    return np.asarray(loss), np.asarray(evaluator.activation("output"))
+
+
+def test_at_the_traced_shape_answers_are_equal_to_the_bit(trained, loaded):
+    for expected, found in zip(answers(trained, 8), answers(loaded, 8), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("n", [1, 5, 33])
+def test_at_another_batch_size_answers_are_equal(trained, loaded, n):
+    for expected, found in zip(answers(trained, n), answers(loaded, n), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_in_another_process_without_the_source(trained, saved, tmp_path):
+    """No class, function or file of this test is there, nor any library but Onward's own."""
+    code = f"""
+        import sys
+        import numpy as np, onward as ow
+        model = ow.load({str(saved)!r})
+        evaluator = ow.Evaluator(model)
+        x = np.load("x.npy")
+        evaluator.forward(images=x)
+        np.save("at_8.npy", evaluator.activation("output"))
+        evaluator.forward(images=x[:3])
+        np.save("at_3.npy", evaluator.activation("output"))
+        assert "dropout_0" in str(model.topology)
+        print([m for m in ("flax", "equinox", "optax", "haiku", "sklearn", "ray") if m in sys.modules])
+    """
+    np.save(tmp_path / "x.npy", images(8))
+    command = [sys.executable, "-I", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "at_8.npy"), answers(trained, 8)[1])
+    np.testing.assert_allclose(np.load(tmp_path / "at_3.npy"), answers(trained, 8)[1][:3], atol=1e-6)
+
+
+def test_parameters_and_statistics_are_those_that_were_saved(trained, loaded):
+    assert set(loaded.state) == {v.name for v in trained.test_program.state}
+    for name in loaded.state:
+        np.testing.assert_array_equal(loaded[name], trained[name])
+
+
+def test_the_graph_can_be_printed_checked_costed_and_drawn(trained, loaded):
+    graph = loaded.topology
+    assert ow.check(graph) is graph
+    assert all(isinstance(op.body, DescribedBody) for op in graph.ops)
+    assert {op.scope for op in graph.ops} == {op.scope for op in trained.test_program.ops}
+    expected = {op.outputs[0].name: ow.cost(op) for op in trained.test_program.ops}
+    costs = {op.outputs[0].name: ow.cost(op) for op in graph.ops if op.outputs[0].name in expected}
+    named = {n for n in costs if expected[n].flops and expected[n] == costs[n]}
+    assert {"output/dot_general", "conv_0/conv_general_dilated"} <= named
+    line = next(op.source for op in graph.ops if op.type == "conv_general_dilated")
+    assert str(line).startswith("test_model_file.py:")
+    assert "output" in ow.draw(graph).svg
+    assert "conv_0" in str(ow.summary(graph))
+    assert ow.memory(graph).peak > 0
+
+
+def test_shapes_that_the_graph_shows_follow_the_batch(loaded):
+    recipe = loaded.topology.recipe
+    assert recipe is not None
+    types = jax.ShapeDtypeStruct((21, 6, 6, 1), "float32"), jax.ShapeDtypeStruct((21,), "int32")
+    assert recipe.replay(types)["dropout_0"].shape == (21, 144)
+
+
+def test_what_the_file_says_of_itself(saved, loaded):
+    assert loaded.about["license"] == "MIT"
+    assert loaded.about["inputs"] == ["images f32[b,6,6,1]", "labels i32[b]"]
+    assert ow.load(saved, sha256=loaded.about["sha256"].upper())
+    with pytest.raises(ow.ModelFileError, match="not the file that was asked for"):
+        ow.load(saved, sha256="0" * 64)
+
+
+def test_a_loaded_model_takes_a_checkpoint_and_other_parameters(trained, saved, tmp_path):
+    model = ow.load(saved)
+    model.replace({"output/b": jnp.ones(3)})
+    assert not np.array_equal(answers(model, 8)[1], answers(trained, 8)[1])
+    trained.save(tmp_path)
+    model.restore(tmp_path)
+    np.testing.assert_array_equal(answers(model, 8)[1], answers(trained, 8)[1])
+
+
+def test_a_loaded_model_is_saved_again(trained, loaded, tmp_path):
+    again = ow.load(ow.save(loaded, tmp_path / "again.model"))
+    np.testing.assert_array_equal(answers(again, 8)[1], answers(trained, 8)[1])
+    np.testing.assert_allclose(answers(again, 5)[1], answers(trained, 5)[1], atol=1e-6)
+
+
+def test_what_needs_the_code_says_so(loaded):
+    with pytest.raises(ow.OnwardError, match="loaded from a file"):
+        ow.Trainer(loaded, ow.SGD(0.1))
+
+
+def test_wrong_data_is_named(loaded):
+    evaluator = ow.Evaluator(loaded, ["output"])
+    with pytest.raises(ow.ArgumentError, match=r"takes images\[b, 6, 6, 1\]"):
+        evaluator.forward(images=np.zeros((2, 5, 6, 1), "float32"))
+    with pytest.raises(ow.ArgumentError, match="picture"):
+        evaluator.forward(picture=images(2))
+
+
+# Networks of other kinds.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Affine:
+    w: jax.Array
+    b: jax.Array
+
+
+def test_parameters_in_classes_of_the_user_become_dicts(tmp_path):
+    def network(layers, x, scale):
+        for layer in layers:
+            x = jnp.tanh(x @ layer.w + layer.b)
+        return {"out": x * scale["by"], "pair": (x.sum(1), None)}
+
+    layers = [Affine(jnp.full((4, 4), 0.1), jnp.zeros(4)), Affine(jnp.eye(4), jnp.ones(4))]
+    x, scale = np.ones((3, 4), "float32"), {"by": np.float32(2.0)}
+    program = ow.trace(network, layers, x, scale)
+    model = ow.load(ow.save(ow.Model(program, layers), tmp_path / "m"))
+    assert model.parameters[1].keys() == {"b", "w"}
+    found = ow.Evaluator(model).forward(x[:2], scale).value
+    expected = network(layers, x[:2], scale)
+    np.testing.assert_allclose(found["out"], expected["out"], atol=1e-6)
+    np.testing.assert_allclose(found["pair"][0], expected["pair"][0], atol=1e-6)
+
+
+def test_model_state_comes_along(tmp_path):
+    def loss(w, stats, x):
+        return jnp.mean((x - stats["mean"]) @ w), {"mean": stats["mean"] + 1}
+
+    w, stats, x = jnp.ones((3, 1)), {"mean": jnp.full(3, 5.0)}, np.ones((4, 3), "float32")
+    program = ow.trace(loss, w, x, state=stats)
+    model = ow.load(ow.save(ow.Model(program, w, stats), tmp_path / "m"))
+    assert model.state.model_state["mean"].tolist() == [5, 5, 5]
+    assert float(ow.Evaluator(model).forward(x).loss) == -12
+
+
+def test_loops_of_free_length(tmp_path):
+    """A recurrence, free in the batch and in the time."""
+
+    def network(w, x):
+        def turn(h, now):
+            h = jnp.tanh(now + h @ w)
+            return h, h
+
+        return jax.lax.scan(turn, jnp.zeros((x.shape[0], 4)), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    w = jax.random.normal(jax.random.key(0), (4, 4))
+    x = np.random.default_rng(0).normal(size=(3, 11, 4)).astype("float32")
+    model = ow.Model(ow.trace(network, w, x[:2, :7]), w)
+    found = ow.load(ow.save(model, tmp_path / "m", shapes={"x": ("b", "t", 4)}))
+    assert any(op.subprograms for op in found.topology.ops)
+    np.testing.assert_allclose(ow.Evaluator(found).forward(x).value, network(w, x), atol=1e-6)
+
+
+def test_rare_dtypes_and_constants(tmp_path):
+    table = jnp.arange(6.0).reshape(3, 2)
+
+    def network(w, i):
+        return table[i].astype(jnp.bfloat16) * w
+
+    w = jnp.asarray([1.5, -2.0], jnp.bfloat16)
+    i = np.array([2, 0], "int32")
+    model = ow.load(ow.save(ow.Model(ow.trace(network, w, i), w), tmp_path / "m"))
+    value = ow.Evaluator(model).forward(i).value
+    assert (value.dtype, value.tolist()) == (jnp.bfloat16, [[6, -10], [0, -2]])
+
+
+def needs_the_length(w, x):
+    return w * x.reshape(2 if x.shape[0] % 2 == 0 else 1, -1).sum(1)
+
+
+def test_a_network_that_needs_the_length_takes_those_that_are_saved(tmp_path):
+    x = np.arange(4, dtype="float32")
+    model = ow.Model(ow.trace(needs_the_length, jnp.float32(2), x), jnp.float32(2))
+    with pytest.warns(UserWarning, match="takes batches of 4 or 1"):
+        found = ow.load(ow.save(model, tmp_path / "m"))
+    evaluator = ow.Evaluator(found)
+    assert evaluator.forward(x).value.tolist() == [2, 10]
+    assert evaluator.forward(x[3:]).value.tolist() == [6]
+    with pytest.raises(ow.ArgumentError, match=r"takes x\[4\]; or x\[1\]"):
+        evaluator.forward(x[:2])
+    several = ow.load(ow.save(model, tmp_path / "m", batch=(2, 3)))
+    assert ow.Evaluator(several).forward(x[:3]).value.tolist() == [6]
+
+
+# A training step.
+
+
+def regression(params, x, y):
+    h = ow.layer.dropout(jnp.tanh(x @ params["w1"]), 0.25)
+    return jnp.mean((h @ params["w2"] - y) ** 2)
+
+
+@pytest.fixture(scope="module")
+def stepping():
+    params = {"w1": jnp.full((3, 8), 0.3), "w2": jnp.ones((8, 1))}
+    x = np.random.default_rng(1).normal(size=(6, 3)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    program = ow.Adam(1e-2).minimize(regression, params, x, y)
+    step = ow.compile(program, fetch=["grad(w1)"], tune=False)
+    state, _ = step(step.init(params), x, y)
+    return step, state, x, y
+
+
+def continued(step, state, x, y):
+    losses = []
+    state = state.copy()
+    for _ in range(4):
+        state, out = step(state, x, y)
+        losses.append(float(out.loss))
+    return losses, state, out
+
+
+def test_training_goes_on_as_if_it_had_not_been_interrupted(stepping, tmp_path):
+    step, state, x, y = stepping
+    expected, final, last = continued(step, state, x, y)
+    other, begun = ow.load_step(ow.save(step, tmp_path / "half.model", state))
+    losses, found, out = continued(other, begun, x, y)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(found["w1"], final["w1"], rtol=1e-5)
+    np.testing.assert_allclose(out["grad(w1)"], last["grad(w1)"], rtol=1e-4, atol=1e-7)
+    assert found.parameters.keys() == {"w1", "w2"}
+    assert [op.made_by for op in other.program.ops][-1] is ow.Pass.UPDATE
+
+
+def test_fine_tuning_on_other_batches_with_another_learning_rate(stepping, tmp_path):
+    step, state, x, y = stepping
+    other, begun = ow.load_step(ow.save(step, tmp_path / "half.model", state))
+    begun = begun.replace({"learning_rate": 0.0})
+    state, out = other(begun.copy(), x[:4], y[:4])
+    assert np.array_equal(state["w2"], begun["w2"])
+    fetching = ow.compile(other.program, fetch=["grad(w2)"])
+    _, out = fetching(begun, x, y)
+    assert out["grad(w2)"].shape == (8, 1)
+
+
+def test_what_is_not_in_the_file_of_a_step_is_said(stepping, tmp_path):
+    step, state, _, _ = stepping
+    path = ow.save(step, tmp_path / "half.model", state)
+    with pytest.raises(ow.ModelFileError, match=r"load_step\(path\)"):
+        ow.load(path)
+    other, _ = ow.load_step(path)
+    with pytest.raises(ow.OnwardError, match="State"):
+        other.init({"w1": jnp.zeros((3, 8)), "w2": jnp.zeros((8, 1))})
+
+
+# What cannot be saved.
+
+
+def test_a_callback_is_named_with_its_line(tmp_path):
+    def network(w, x):
+        jax.debug.print("{}", x.sum())
+        return w * x
+
+    model = ow.Model(ow.trace(network, jnp.float32(1), jnp.ones(2)), jnp.float32(1))
+    with pytest.raises(ow.ArgumentError, match=r"at test_model_file\.py:\d+ calls Python"):
+        ow.save(model, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_calls_teach(trained, stepping, tmp_path):
+    step, state, _, _ = stepping
+    path = tmp_path / "m"
+    for wrong, text in [
+        (lambda: ow.save(classifier, path), r"save\(model, path\)"),
+        (lambda: ow.save(step, path), r"save\(step, path, state\)"),
+        (lambda: ow.save(trained, path, state), "has its own"),
+        (lambda: ow.save(trained, path, batch=0), "batch=0"),
+        (lambda: ow.save(trained, path, shapes={"pixels": ("b",)}), "'pixels'"),
+        (lambda: ow.save(trained, path, shapes={"images": ("b", 6)}), "float32"),
+        (lambda: ow.save(trained, path, about={"n": 1}), "about"),
+    ]:
+        with pytest.raises(ow.ArgumentError, match=text):
+            wrong()
+    replicated = ow.compile(ow.replicate(step.program, devices=2))
+    with pytest.raises(ow.ArgumentError, match="before replicate"):
+        ow.save(replicated, path, state)
+    assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(trained, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ow.ModelFileError, match="cannot be written"):
+        ow.save(trained, tmp_path / "file" / "m")
