@@ -1,77 +1,34 @@
 """For which batches a Program is written to a file: of any length where it can be, else of some.
 
-The function is traced again with symbols in place of lengths, as ``jax.export`` allows. A function that asks
-how long its batch is may then take another path than it took with numbers, in silence: so the ops of both
-traces are compared.
+The function is traced again with symbols in place of lengths, as ``jax.export`` allows, and the result compared
+with what it is for numbers.
 
 Source: the shape polymorphism of ``jax.export`` (JAX documentation, "Shape polymorphism").
 """
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import export
 
 from onward.core.errors import ArgumentError, OnwardError
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import replayed
-from onward.execute.checkpoint.encoding import encode
 from onward.execute.feeds import data_names
-from onward.serve.export.dimensions import evaluated, written
-from onward.serve.export.executable import Written, exported
-from onward.serve.export.graph import described
+from onward.serve.export.agreement import expect_same
+from onward.serve.export.executable import exported
+from onward.serve.export.writing import Writing
 
 BATCH = "b"
-GRAPH, EXECUTABLE, CONSTANT = "onward:graph:", "onward:executable:", "onward:constant:"
 Shapes = Mapping[str, Sequence[int | str]]
-_LENGTH = "dim_as_value"  # the op that makes a number of a symbol
 
 
-@dataclass(frozen=True, eq=False)
-class Writing:
-    """A Program on its way into the file, some of its lengths free.
-
-    Attributes:
-        program: the Program, symbols among its lengths.
-        sizes: what the symbols stood for when it was traced.
-        executable: what computes it.
-    """
-
-    program: Program
-    sizes: Mapping[str, int]
-    executable: Written
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """What the header says of it."""
-        written = self.executable
-        return {
-            "sizes": dict(self.sizes),
-            "platforms": list(written.platforms),
-            "convention": written.convention,
-            "constants": {v.name: vars(encode(v.name, x)[0]) for v, x in self.program.constants.items()},
-        }
-
-    def arrays(self, i: int, example: Program) -> dict[str, np.ndarray]:
-        """Its graph, its executable and its constants as arrays."""
-        graph = json.dumps(described(self.program, example), allow_nan=False).encode()
-        constants = self.program.constants.items()
-        return {
-            f"{GRAPH}{i}": np.frombuffer(graph, np.uint8),
-            f"{EXECUTABLE}{i}": np.frombuffer(self.executable.data, np.uint8),
-            **{f"{CONSTANT}{i}:{v.name}": encode(v.name, x)[1] for v, x in constants},
-        }
-
-
-def writings(program: Program, batch: Any, shapes: Shapes | None) -> list[Writing]:
+def writings(program: Program, values: Mapping[str, Any], batch: Any, shapes: Shapes | None) -> list[Writing]:
     """What is written of a Program: once for any batch, or once for each length.
 
     Raises:
@@ -80,7 +37,7 @@ def writings(program: Program, batch: Any, shapes: Shapes | None) -> list[Writin
     if batch is not None:
         return [_fixed(program, n) for n in _lengths(batch)]
     try:
-        return [_free(program, shapes or {})]
+        return [_free(program, values, shapes or {})]
     except (OnwardError, ValueError, TypeError, NotImplementedError) as error:
         if shapes:
             raise ArgumentError(f"{program.name!r} cannot be saved with these shapes: {error}") from error
@@ -116,7 +73,7 @@ def _attempted(program: Program, length: int) -> list[Writing]:
         return []
 
 
-def _free(program: Program, shapes: Shapes) -> Writing:
+def _free(program: Program, values: Mapping[str, Any], shapes: Shapes) -> Writing:
     """The Program with free lengths: that of the batch, and those that are named."""
     if not program.inputs:
         return _fixed(program, None)
@@ -125,55 +82,30 @@ def _free(program: Program, shapes: Shapes) -> Writing:
     if not names:
         return _fixed(program, None)
     symbols: dict[Any, Any] = dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
-    whole = {name: tuple(symbols.get(n, n) for n in shape) for name, shape in wanted.items()}
-    found = _replayed(program, whole)
+
+    def replay(lengths: Mapping[Any, Any]) -> Program:
+        filled = {name: tuple(lengths.get(n, n) for n in shape) for name, shape in wanted.items()}
+        return _replayed(program, filled)
+
     lengths = [pair for v in program.inputs for pair in zip(wanted[v.name], v.shape, strict=True)]
     sizes = {n: size for n, size in lengths if isinstance(n, str)}
-    _expect_same(program, found, sizes)
-    return _variant(program, found, sizes)
-
-
-def _expect_same(program: Program, found: Program, sizes: Mapping[str, int]) -> None:
-    """Raise ``ArgumentError`` unless a trace with symbols has the ops that the one with numbers has."""
-    if 1 in sizes.values():  # of an axis of length 1 JAX makes other ops than of any other
-        sizes = {n: size + 1 for n, size in sizes.items()}
-        lengths = {v.name: tuple(evaluated(written(n), sizes) for n in v.shape) for v in found.inputs}
-        program = _replayed(program, lengths)
-    expected = [(op.type, [(v.shape, v.dtype) for v in op.outputs]) for op in _without_lengths(program)]
-    seen = [
-        (op.type, [(tuple(evaluated(written(n), sizes) for n in v.shape), v.dtype) for v in op.outputs])
-        for op in _without_lengths(found)
-    ]
-    if expected != seen:
-        first = next((e for e, s in zip(expected, seen, strict=False) if e != s), (expected or seen)[-1])
-        raise ArgumentError(
-            f"the function does something else when it does not know the length, as at {first[0]!r}: it "
-            "compares or divides lengths"
-        )
-
-
-def _without_lengths(program: Program) -> Iterator[Op]:
-    """The ops but those that only compute with the length of the batch."""
-    lengths: set[Variable] = set()
-    for op in program.ops:
-        if op.type == _LENGTH or (op.inputs and lengths.issuperset(op.inputs)):
-            lengths.update(op.outputs)
-        else:
-            yield op
+    writing = _writing(program, replay(symbols), sizes)
+    expect_same(writing, replay, values)
+    return writing
 
 
 def _fixed(program: Program, length: int | None) -> Writing:
     """The Program for batches of one length; None: the one that it has."""
     if length is None or length == _batch_length(program):
-        return _variant(program, program, {})
+        return _writing(program, program, {})
     shapes = {
         name: tuple(length if n == BATCH else n for n in shape)
         for name, shape in _wanted(program, {}).items()
     }
-    return _variant(program, _replayed(program, shapes), {})
+    return _writing(program, _replayed(program, shapes), {})
 
 
-def _variant(program: Program, found: Program, sizes: Mapping[str, int]) -> Writing:
+def _writing(program: Program, found: Program, sizes: Mapping[str, int]) -> Writing:
     if [v.name for v in found.state] != [v.name for v in program.state]:
         raise ArgumentError("another length of the batch gives it another state")
     return Writing(found, sizes, exported(found, [v for op in found.ops for v in op.outputs]))

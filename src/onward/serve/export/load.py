@@ -24,11 +24,11 @@ from onward.execute.state import Layout, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 from onward.serve.export import container, executable
-from onward.serve.export.batches import CONSTANT, EXECUTABLE, GRAPH
 from onward.serve.export.container import EXPECTED, Contents
 from onward.serve.export.graph import Template
 from onward.serve.export.save import FORMAT
 from onward.serve.export.variant import Loaded, Variant
+from onward.serve.export.writing import CONSTANT, EXECUTABLE, GRAPH
 
 _KINDS = {"model": "load(path)", "training": "load_step(path)"}
 

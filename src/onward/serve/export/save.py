@@ -66,7 +66,7 @@ def save(
         (3, 2)
     """
     program, values, kind = _taken(what, state)
-    parts = writings(program, batch, shapes)
+    parts = writings(program, {v.name: x for v, x in values.items()}, batch, shapes)
     arrays = {v.name: encode(v.name, value) for v, value in values.items()}
     said = {
         "format": FORMAT,
