@@ -1,7 +1,7 @@
 """Whether a Program that was traced with symbols for lengths does what it does with numbers.
 
-A function may ask how long its batch is, and a symbol answers some questions wrongly in silence: it is equal to
-no number. So the ops of both traces are compared, and where they differ, the numbers that both compute.
+A function may ask how long its batch is, and a symbol answers some questions wrongly in silence: it is equal
+to no number. So the ops of both traces are compared, and where they differ, the numbers that both compute.
 """
 
 from __future__ import annotations

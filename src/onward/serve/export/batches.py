@@ -1,7 +1,7 @@
 """For which batches a Program is written to a file: of any length where it can be, else of some.
 
-The function is traced again with symbols in place of lengths, as ``jax.export`` allows, and the result compared
-with what it is for numbers.
+The function is traced again with symbols in place of lengths, as ``jax.export`` allows, and the result
+compared with what it is for numbers.
 
 Source: the shape polymorphism of ``jax.export`` (JAX documentation, "Shape polymorphism").
 """

@@ -66,7 +66,10 @@ def write(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     try:
         make_folder(path.parent)
         with _appearing(path) as part:
+            part.touch()
+            mode = part.stat().st_mode  # who may read it, as with any new file
             save_file(dict(arrays), part, metadata)
+            part.chmod(mode)
             return _seal(part)
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelFileError(f"{path} cannot be written: {error}.") from error
