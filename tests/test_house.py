@@ -9,11 +9,12 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import onward as ow
+from onward.shell.main import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SVG = "{http://www.w3.org/2000/svg}"
-CODE = ["src", "tests", "benchmarks", "notebooks"]
+CODE = ["src", "tests", "benchmarks", "notebooks", "docs"]
 
 
 def run(*command: str) -> None:
@@ -70,6 +71,24 @@ def test_readme_gives_two_commands_that_make_their_own_environment():
     assert all(c.startswith("python3 -m venv ") for c in commands)
     assert commands[0].endswith("onward demo")
     assert ".venv-test/bin/pytest" in commands[1]
+
+
+def test_the_links_of_the_readme_lead_to_files():
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert len(targets) > 10
+    assert [path for path in targets if not (ROOT / path).is_file()] == []
+
+
+def test_the_readme_lists_every_notebook():
+    listed = re.findall(r"\]\((notebooks/\w+\.py)\)", README)
+    assert listed == [f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("[0-9]*.py"))]
+
+
+def test_the_readme_lists_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
+    assert re.findall(r"^\| `onward (\w+)", README, re.MULTILINE) == commands
 
 
 def test_ci_runs_the_command_of_the_readme():

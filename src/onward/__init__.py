@@ -337,7 +337,6 @@ __all__ = [
     "WatchHistory",
     "WeightDecay",
     "Yogi",
-    "__version__",
     "accumulate",
     "ancestors",
     "append_backward",

@@ -105,6 +105,12 @@ def test_the_graph_can_be_printed_checked_costed_and_drawn(trained, loaded):
     assert ow.memory(graph).peak > 0
 
 
+def test_a_diff_with_what_was_traced_shows_what_free_lengths_change(trained, loaded):
+    difference = str(ow.diff(trained.test_program, loaded.topology))
+    assert "dim_as_value" in difference
+    assert "otherwise" not in difference
+
+
 def test_shapes_that_the_graph_shows_follow_the_batch(loaded):
     recipe = loaded.topology.recipe
     assert recipe is not None

@@ -1,7 +1,4 @@
-"""The command line."""
-
-import subprocess
-import sys
+"""``onward demo``."""
 
 import pytest
 from safetensors.numpy import load_file
@@ -39,22 +36,6 @@ def test_a_fifth_is_held_out():
     assert not held_out & {image.tobytes() for image in train.images}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--epochs", "0"], "0 is not a number of at least 1"),
-        (["demo", "--epochs", "many"], "many is not a number of at least 1"),
-        (["dmo"], "invalid choice: 'dmo'"),
-        ([], "required: COMMAND"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_folder_that_does_not_exist_is_an_error_without_a_traceback(capsys):
     assert main(["demo", "--epochs", "1", "--out", "/nowhere/at/all.safetensors"]) == 1
     assert "/nowhere/at" in capsys.readouterr().err
@@ -63,10 +44,3 @@ def test_a_folder_that_does_not_exist_is_an_error_without_a_traceback(capsys):
 def test_a_missing_extra_says_how_to_get_it():
     with pytest.raises(ImportError, match=r"pip install 'onward\[demo\]'"):
         require("no_such_package.datasets", "demo")
-
-
-def test_python_m_onward_is_onward():
-    done = subprocess.run(
-        [sys.executable, "-m", "onward", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "demo" in done.stdout

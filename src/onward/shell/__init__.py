@@ -1,1 +1,1 @@
-"""The command line: ``onward demo``, ``onward launch``; also ``python -m onward``."""
+"""The command line: ``onward demo``, ``onward show``, ...; also ``python -m onward``."""

@@ -1,4 +1,4 @@
-"""``onward doctor``: what is here to compute with, and what would make it faster, in words.
+"""``onward doctor``: what is here to compute with, what is missing, and what would make it faster, in words.
 
 It looks and changes nothing; every line it gives advice on says what to write.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,15 +18,20 @@ import jax
 from onward.execute.host_memory import can_keep_host_memory
 
 EXTRAS = {
-    "cluster": ("ray",),
-    "demo": ("sklearn",),
-    "orbax": ("orbax",),
-    "plot": ("igraph", "matplotlib"),
-    "serve": ("flatbuffers", "starlette", "uvicorn"),
-    "tensorboard": ("tensorboardX",),
+    "cluster": "trainers and parameter servers",
+    "demo": "the digits of onward demo",
+    "orbax": "checkpoints of arrays sharded over hosts",
+    "plot": "drawings and curves",
+    "serve": "answers over HTTP",
+    "tensorboard": "curves for TensorBoard",
+    "bench": "the libraries that onward bench compares with",
 }
+"""What each extra is for, in the order in which they are told."""
+
+_REQUIREMENT = re.compile(r"([\w.-]+)[^;]*?(?:>=\s*([\d.]+))?[^;]*?(?:;.*extra == ['\"](\w+)['\"].*)?")
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-_WIDTH = 12
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_WIDTH = 14
 
 
 class Finding(NamedTuple):
@@ -35,6 +40,14 @@ class Finding(NamedTuple):
     what: str
     found: str
     advice: str = ""
+
+
+class Requirement(NamedTuple):
+    """A package that is needed, its least version, and the extra that it belongs to, if any."""
+
+    package: str
+    least: str
+    extra: str
 
 
 def doctor() -> None:
@@ -53,43 +66,87 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
         >>> findings["python"].found == platform.python_version()
         True
     """
-    yield Finding("onward", _version("onward"))
+    needed = requirements(requires("onward") or ())
+    yield Finding("onward", version("onward"))
     yield Finding("python", platform.python_version())
-    yield Finding("jax", _version("jax"))
-    yield _devices(environment.get("XLA_FLAGS", ""))
-    yield _extras()
+    yield from (_package(r) for r in needed if not r.extra)
+    yield _devices(environment)
+    yield from extras(needed)
     yield _host_memory()
     yield _compilation_cache()
     yield _precision()
 
 
-def _version(package: str) -> str:
+def requirements(lines: Iterable[str]) -> list[Requirement]:
+    """What the metadata of a package says that it needs.
+
+    Example:
+        >>> requirements(["jax>=0.10.2", "ray>=2.60; extra == 'cluster'"])[1]
+        Requirement(package='ray', least='2.60', extra='cluster')
+    """
+    found = (_REQUIREMENT.fullmatch(line) for line in lines)
+    return [Requirement(m[1], m[2] or "0", m[3] or "") for m in found if m]
+
+
+def extras(needed: Iterable[Requirement]) -> Iterator[Finding]:
+    """For each extra the versions of what belongs to it, or what is missing or too old."""
+    everything = list(needed)
+    for extra, purpose in EXTRAS.items():
+        packages = [r for r in everything if r.extra == extra]
+        found = ", ".join(_said(r) for r in packages)
+        right = all(_is_there(r) for r in packages)
+        yield Finding(f"[{extra}]", found, "" if right else f"{purpose}: pip install 'onward[{extra}]'")
+
+
+def _package(needed: Requirement) -> Finding:
+    advice = f"pip install -U '{needed.package}>={needed.least}'"
+    return Finding(needed.package, _said(needed), "" if _is_there(needed) else advice)
+
+
+def _said(needed: Requirement) -> str:
+    """A package with its version and what is wrong with it."""
+    found = _version(needed.package)
+    if found is None:
+        return f"no {needed.package}"
+    shown = f"{needed.package} {found}" if needed.extra else found
+    return shown if _is_there(needed) else f"{shown} (too old: Onward needs {needed.least})"
+
+
+def _is_there(needed: Requirement) -> bool:
+    found = _version(needed.package)
+    return found is not None and _numbers(found) >= _numbers(needed.least)
+
+
+def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed as a package"
+        return None
 
 
-def _devices(flags: str) -> Finding:
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with."""
+    return tuple(int(n) for n in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
+
+
+def _devices(environment: Mapping[str, str]) -> Finding:
     devices = jax.devices()
     found = f"{len(devices)} x {devices[0].device_kind}, {os.cpu_count()} cores"
-    forced = _DEVICE_COUNT.search(flags)
+    forced = _DEVICE_COUNT.search(environment.get("XLA_FLAGS", ""))
+    is_cpu = devices[0].platform == "cpu"
     if forced:
         advice = (
             f"XLA_FLAGS makes {forced[1]} devices of one CPU: right to test replicate, slower to train with."
         )
-    elif devices[0].platform == "cpu":
+    elif is_cpu and _NVIDIA_DRIVER.exists() and not environment.get("JAX_PLATFORMS"):
+        advice = (
+            "This machine has an NVIDIA driver, and this JAX computes on the CPU: pip install 'jax[cuda13]'"
+        )
+    elif is_cpu:
         advice = "For several host devices: XLA_FLAGS=--xla_force_host_platform_device_count=2"
     else:
         advice = ""
     return Finding("devices", found, advice)
-
-
-def _extras() -> Finding:
-    lacking = [extra for extra, modules in EXTRAS.items() if not all(map(find_spec, modules))]
-    present = [extra for extra in EXTRAS if extra not in lacking]
-    advice = f"pip install 'onward[{','.join(lacking)}]'" if lacking else ""
-    return Finding("extras", ", ".join(present) or "none", advice)
 
 
 def _host_memory() -> Finding:

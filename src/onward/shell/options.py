@@ -1,0 +1,52 @@
+"""How every command speaks: the shape of its help, and the numbers it takes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from textwrap import fill
+from typing import Any
+
+_WIDTH = 78
+
+
+def add_command(
+    commands: Any, name: str, summary: str, description: str, examples: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """A command, with its line in the list of commands, its own text, and examples below its options."""
+    shown = "".join(f"\n  {line}" for line in examples)
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description="\n\n".join(fill(part, _WIDTH) for part in description.split("\n\n")),
+        epilog=f"examples:{shown}" if shown else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return command
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A duration above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < 1e7:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0 and below 10,000,000")
+    return found

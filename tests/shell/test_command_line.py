@@ -1,0 +1,86 @@
+"""The command line as a whole: its help, what it says to what it does not know, and how it ends."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import onward as ow
+from onward.shell.main import main
+
+COMMANDS = ["demo", "show", "bench", "serve", "launch", "doctor"]
+
+
+@pytest.fixture
+def ended(capsys, monkeypatch):
+    """Runs a command that ends by itself, in a terminal of 80 columns; returns status and what it printed."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        return stop.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_alone_it_lists_the_commands_in_the_order_of_their_use(ended):
+    told = ended()
+    assert told == ended("--help") == ended("help")
+    listed = re.findall(r"^    (\w+) ", told[1], re.MULTILINE)
+    assert [name for name in listed if name in COMMANDS] == COMMANDS
+    assert told[0] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])
+def test_every_command_has_help_that_fits_a_terminal(ended, name):
+    status, told, _ = ended(name, "--help")
+    assert status == 0
+    assert told == ended("help", name)[1]
+    described, _, examples = told.partition("examples:\n")
+    assert max(map(len, described.splitlines())) <= 80
+    assert all(f"onward {name}" in line or "curl" in line for line in examples.splitlines())
+    assert bool(examples) == (name != "doctor")
+
+
+def test_version(ended):
+    assert ended("--version")[:2] == (0, f"onward {ow.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--epochs", "0"], "0 is not a number of at least 1"),
+        (["demo", "--epochs", "many"], "many is not a number of at least 1"),
+        (["dmo"], "there is no command 'dmo'. The nearest names are 'demo'."),
+        (["--verbose"], "the following arguments are required: COMMAND"),
+        (["show"], "the following arguments are required: TARGET"),
+        (["show", "train.py:loss", "--batch", "-1"], "-1 is not a number of at least 1"),
+        (["launch", "-n", "2", "--deadline", "0", "x.py"], "0 is not a number of seconds above 0"),
+    ],
+)
+def test_wrong_arguments_are_explained(ended, arguments, message):
+    status, _, told = ended(*arguments)
+    assert status == 2
+    assert message in told
+
+
+def test_ctrl_c_ends_it_quietly(tmp_path, capsys):
+    (tmp_path / "stopped_by_hand.py").write_text("raise KeyboardInterrupt")
+    assert main(["show", f"{tmp_path}/stopped_by_hand.py:f"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_nobody_reads_on_is_not_an_error(tmp_path):
+    """As in ``onward show ... | head``: the reader is gone before all is written."""
+    path = tmp_path / "long.py"
+    lines = ["import onward as ow", "def f():", "    x = ow.data('x', (4,))", *["    x = x + 1"] * 190]
+    path.write_text("\n".join([*lines, "    return x"]))
+    command = [sys.executable, "-m", "onward", "show", f"{path}:f"]
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
