@@ -7,6 +7,7 @@
     multi_device      what do more devices bring, and what does it cost to merge gradients over them?
     parameter_server  what do parameter servers cost beside bare Ray, and what does a step send?
     recompute_time    what does it cost to train in half the memory?
+    serving           what does batching bring to a server, and does it lose or mix up an answer?
     step_time         does a step of Onward cost more than the one written by hand, or less?
     threads           what do threads bring that share one model?
     update_time       what does the update alone cost, beside optax?
@@ -23,5 +24,6 @@
 Sides are measured in turn, in rounds, and compared round by round, so that whatever else the
 machine does falls on all of them. The numbers are those of the machine they were measured on. Beside the
 benchmarks: ``models`` are plain functions, ``workloads`` say what all sides compute, ``sides`` holds them in
-the words of each library, ``worker`` gives a side its process, ``contest`` measures many, ``harness`` two.
+the words of each library, ``worker`` gives a side its process, ``contest`` measures many, ``harness`` two,
+``load`` sends requests.
 """

@@ -15,7 +15,8 @@
 #
 # You write the forward pass as a pure function. Onward traces it into a graph, derives the backward and the
 # update operators, and runs the whole as one compiled computation. Here it learns to read handwritten
-# digits, and you see the graph grow by one pass at a time.
+# digits, and you see the graph grow by one pass at a time. The picture at the end shows the training, and what the loss
+# wants of single pixels.
 
 # %%
 import jax

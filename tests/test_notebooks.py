@@ -1,8 +1,13 @@
-"""Every notebook runs from top to bottom, and ends in a picture."""
+"""Every notebook runs from top to bottom, and ends in a picture.
 
+With ONWARD_NOTEBOOKS=FOLDER each one is written there as it ran, for the documentation.
+"""
+
+import os
 from pathlib import Path
 
 import jupytext
+import nbformat
 import pytest
 from nbclient import NotebookClient
 
@@ -21,6 +26,8 @@ def test_notebook(path, tmp_path):
     NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
+    if folder := os.environ.get("ONWARD_NOTEBOOKS"):
+        nbformat.write(notebook, Path(folder) / f"{path.stem}.ipynb")
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert any(map(is_picture, cells[-1].outputs))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from tests.compiled import compiled_once
 
 import onward as ow
 
@@ -17,21 +17,9 @@ SIZE = 8  # two batches of 8 and one of 4
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Programs that are alike are compiled once for all tests here."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def programs_compiled_once(tmp_path_factory):
+    with compiled_once(tmp_path_factory.mktemp("cache")):
+        yield
 
 
 def network():

@@ -340,3 +340,10 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(trained, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ow.ModelFileError, match="cannot be written"):
         ow.save(trained, tmp_path / "file" / "m")
+
+
+def test_a_model_that_is_trained_on_two_devices(tmp_path):
+    model = ow.Model(classifier, seed=3, batch_size=8)
+    ow.Trainer(model, ow.SGD(0.1), devices=2).update(images(8), np.arange(8) % 3)
+    found = ow.load(ow.save(model, tmp_path / "m"))
+    np.testing.assert_allclose(answers(found, 8)[1], answers(model, 8)[1], atol=1e-6)

@@ -16,7 +16,8 @@
 # One Program, cut into a trainer and servers that run in processes of their own, on this machine or on many; and
 # the numbers are those of one device, whoever dies on the way.
 #
-# A trainer reads batches and computes gradients. A server keeps a part of the parameters and updates it.
+# A trainer reads batches and computes gradients. A server keeps a part of the parameters and updates it. The picture
+# at the end shows a training in which a server is killed, laid over one in which nothing happens.
 
 # %%
 import os
@@ -31,7 +32,6 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import onward as ow
-from onward.execute.cluster.engine import Engine
 
 rng = np.random.default_rng(0)
 digits = load_digits()
@@ -94,6 +94,8 @@ print(ow.plan(cut))
 # `cluster.train` starts Ray here, a process for each trainer and each server, and ends all of them. The trainers
 # take turns with the batches. In the mode `sync`, the default, an update is the mean of both gradients, which
 # both computed at the same parameters. So two trainers with batches of 32 are one device with batches of 64.
+#
+# (Ray takes seconds to start. Who trains more than once keeps it open, with an `Engine`.)
 
 
 # %%
@@ -101,6 +103,8 @@ def batches_of(size):
     return ow.batches({"images": images[train], "labels": labels[train]}, size)
 
 
+stack = ExitStack()
+stack.enter_context(ow.cluster.Engine())
 settings = {"parameters": params, "trainers": 2, "servers": 2, "epochs": 3, "progress": False}
 sync = ow.cluster.train(program, batches_of(32), **settings)
 
@@ -122,8 +126,6 @@ print(f"sent at each step: {sync.history['sent'].max():.0f} bytes; planned: {ow.
 # once, at parameters that have moved on meanwhile, by `staleness` updates. `Bounded(4)` lets nobody get more than
 # four steps ahead of the slowest: it bounds the `lag`, in steps, and thereby the staleness, in updates. A reader that
 # takes two arguments reads for one trainer; that of trainer 1 is slow.
-#
-# (Ray takes seconds to start. Who trains more than once keeps it open.)
 
 
 # %%
@@ -133,9 +135,6 @@ def uneven(trainer, trainers):
             time.sleep(0.04 * trainer)
             yield batch
 
-
-stack = ExitStack()
-stack.enter_context(Engine())
 
 runs = {}
 for mode in ("async", ow.cluster.Bounded(4)):
@@ -169,6 +168,7 @@ while run.is_running and (version := run.versions[0]) < 24:
 killed_at = run.versions[1]
 os.kill(run.servers[1].pid, signal.SIGKILL)
 run.wait()
+stack.close()
 for version, value in accuracies.items():
     print(f"after {version:2} updates  accuracy {value:.3f}")
 print(*run.events, sep="\n")
@@ -186,7 +186,8 @@ print(f"{run.versions} updates, all parameters equal, accuracy {accuracy(run.mod
 # %% [markdown]
 # ## Tables travel by rows
 #
-# Of an embedding table a batch reads some rows. These alone are asked for, and only their gradients are sent.
+# Of an embedding table a batch reads some rows. These alone are asked for, and only their gradients are sent: the plan
+# tells how many bytes for each of them. The table itself never travels.
 # `lazy=` leaves the slots of all other rows alone too, which is cheaper, and not the same as momentum on all rows.
 
 
@@ -199,18 +200,9 @@ table = {
     "table": rng.normal(size=(100_000, 16)).astype(np.float32),
     "out": np.ones((16, 1), np.float32),
 }
-texts = [rng.integers(0, 100_000, size).astype(np.int32) for size in (64, 256, 1024)]
-embedding = ow.Momentum(0.1).minimize(scores, table, texts[0])
-print(ow.plan(ow.split(embedding, servers=1, lazy=["table"])))
-
-found = ow.cluster.train(
-    embedding, texts, parameters=table, trainers=1, servers=1, lazy=["table"], progress=False
-)
-stack.close()
-for words, sent in zip(texts, found.history["sent"], strict=True):
-    rows = len(np.unique(words))
-    print(f"{rows:5} rows touched   {sent / 1024:6.1f} KiB sent   {sent / rows:.0f} bytes a row")
-print(f"{table['table'].nbytes / 1024:.0f} KiB the whole table")
+words = rng.integers(0, 100_000, 64).astype(np.int32)
+embedding = ow.Momentum(0.1).minimize(scores, table, words)
+print(ow.plan(ow.split(embedding, servers=2, lazy=["table"])))
 
 # %% [markdown]
 # ## On many machines

@@ -1,0 +1,165 @@
+"""The body of a request becomes arrays that a plan takes, or a sentence that says what is wrong.
+
+JSON is an object with the data by name; npy holds the one input that a plan has, npz several.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError, nearest
+from onward.serve.endpoint.npy import array_of, arrays_of
+from onward.serve.endpoint.plan import Arrays, Input, Plan
+from onward.serve.endpoint.refusal import Refusal
+
+JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
+
+
+def read(body: bytes, media_type: str, plan: Plan, most: int) -> Arrays:
+    """The arrays of a request, of the very names, shapes and dtypes that a plan takes.
+
+    Args:
+        body: all of it.
+        media_type: what the request says that it is.
+        plan: what is asked.
+        most: bytes that arrays may take once unpacked.
+
+    Raises:
+        Refusal: with what was found and what was expected.
+    """
+    kind = media_type.partition(";")[0].strip().lower()
+    if kind not in _READERS:
+        raise Refusal(
+            415,
+            f"The content type is {kind[:80] or 'missing'}; expected {JSON}, {NPY} or {NPZ}. "
+            f'With curl: -H "content-type: {JSON}".',
+        )
+    given = _READERS[kind](body, plan, most)
+    _expect_names(given, plan)
+    return _converted(given, plan)
+
+
+def rows_of(feed: Arrays, plan: Plan) -> int:
+    """How many examples there are.
+
+    Raises:
+        Refusal: none, or not as many of each input.
+    """
+    counts = {x.name: len(feed[x.name]) for x in plan.inputs if x.batched}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{n} of {name}" for name, n in counts.items())
+        raise Refusal(422, f"There are {found}; expected one number of examples for all of them.")
+    rows = next(iter(counts.values()), 1)
+    if not rows:
+        raise Refusal(422, f"There is no example. Expected: {plan.expected}, with n of at least 1.")
+    return rows
+
+
+def _read_json(body: bytes, plan: Plan, most: int) -> Mapping[str, Any]:
+    try:
+        found = json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_once)
+    except UnicodeDecodeError as error:
+        raise Refusal(400, f"The body is no JSON: byte {error.start} is not UTF-8.") from None
+    except RecursionError:
+        raise Refusal(400, f"The JSON is nested too deep. Expected: {plan.expected}.") from None
+    except ValueError as error:
+        raise Refusal(400, f"The body is no JSON: {str(error)[:200]}.") from None
+    if not isinstance(found, dict):
+        raise Refusal(422, f"The JSON is {_kind(found)}; expected an object by name: {plan.expected}.")
+    for name, value in found.items():
+        if not isinstance(value, list | int | float):
+            raise Refusal(422, f"{name[:80]!r} is {_kind(value)}; expected numbers: {plan.expected}.")
+    return found
+
+
+def _read_npy(body: bytes, plan: Plan, most: int) -> Mapping[str, Any]:
+    if len(plan.inputs) != 1:
+        raise Refusal(415, f"An npy file holds one array; expected {plan.expected}. Send {NPZ} or {JSON}.")
+    return {plan.inputs[0].name: array_of(body)}
+
+
+def _read_npz(body: bytes, plan: Plan, most: int) -> Mapping[str, Any]:
+    return arrays_of(body, most, len(plan.inputs))
+
+
+_READERS: Mapping[str, Callable[[bytes, Plan, int], Mapping[str, Any]]] = {
+    JSON: _read_json,
+    NPY: _read_npy,
+    NPZ: _read_npz,
+}
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number that JSON can hold; such numbers travel as {NPY}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object holds the same name twice")
+    return found
+
+
+def _expect_names(given: Mapping[str, Any], plan: Plan) -> None:
+    for name in given:
+        if name not in plan.by_name:
+            raise Refusal(422, _surplus(name, plan))
+    if missing := [x for x in plan.by_name if x not in given]:
+        raise Refusal(422, f"{', '.join(map(repr, missing))} was not given. Expected: {plan.expected}.")
+
+
+def _surplus(name: str, plan: Plan) -> str:
+    if any(v.name == name for v in plan.model.test_program.inputs):
+        return (
+            f"{', '.join(plan.fetch)} does not depend on {name!r}. Leave it out, or ask for what does by "
+            f"?fetch=NAME. Expected: {plan.expected}."
+        )
+    return (
+        f"There is no data named {name[:80]!r}. {nearest(name[:80], plan.by_name)} Expected: {plan.expected}."
+    )
+
+
+def _converted(given: Mapping[str, Any], plan: Plan) -> Arrays:
+    values = [_array(x, given[x.name], plan) for x in plan.inputs]
+    try:
+        arrays = [np.asarray(x) for x in plan.feeds.convert(values)]
+        plan.feeds.check_bounds(arrays)
+    except ArgumentError as error:
+        raise Refusal(422, f"{error} Expected: {plan.expected}.") from None
+    return {x.name: array for x, array in zip(plan.inputs, arrays, strict=True)}
+
+
+def _array(x: Input, value: Any, plan: Plan) -> np.ndarray:
+    """What was given as an array of the right shape, whose dtype is looked at later."""
+    array = value if isinstance(value, np.ndarray) else _listed(x, value, plan)
+    found, expected = array.shape, x.variable.shape
+    if len(found) == len(expected) and found[x.batched :] == expected[x.batched :]:
+        return array
+    lacks = x.batched and found == expected[1:]
+    advice = " It lacks the axis of the examples: one example is sent as [example]." * lacks
+    shown = str(list(found))[:80]
+    raise Refusal(422, f"{x.name!r} has the shape {shown}.{advice} Expected: {plan.expected}.")
+
+
+def _listed(x: Input, value: Any, plan: Plan) -> np.ndarray:
+    """The array of nested lists; whole numbers are taken where the model takes fractions."""
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError, RecursionError, MemoryError):
+        sentence = f"{x.name!r} has lists of different lengths or depths. Expected: {plan.expected}."
+        raise Refusal(422, sentence) from None
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise Refusal(422, f"{x.name!r} holds a number beyond what {x.variable.dtype} can hold.")
+    if array.dtype.kind in "bi" and jax.numpy.issubdtype(x.variable.dtype, np.floating):
+        return array.astype(x.variable.dtype)
+    return array
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

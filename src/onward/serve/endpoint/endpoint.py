@@ -1,0 +1,230 @@
+"""Endpoint: a Model answers over HTTP, the requests of many clients computed together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+from onward.core.errors import ArgumentError, OnwardError
+from onward.serve.endpoint.batcher import Batcher
+from onward.serve.endpoint.metrics import Counts
+from onward.serve.endpoint.routes import Routes
+from onward.serve.endpoint.served import Served
+from onward.serve.endpoint.server import bound, serve, served_aside, url_of
+from onward.serve.endpoint.source import Source, opened
+from onward.serve.endpoint.watch import Watch
+
+LOG = logging.getLogger("onward.serve")
+
+
+class Endpoint:
+    """An ASGI application that answers what a Model computes; any ASGI server runs it, ``run`` brings one.
+
+    Requests that come while others are computed are joined into one batch, where a trial has shown that an
+    example's answer does not depend on its neighbours. All share the parameters of the model, which are read
+    when a batch is computed: what a Trainer publishes meanwhile is answered from then on.
+
+    Args:
+        model: a Model, or the path of a file that ``ow.save`` wrote.
+        outputs: names of Variables to answer; without them what the network returns for each example.
+        name: what the endpoint is called; the network's name unless given.
+        max_batch: examples that are computed at once, and that one request may hold.
+        latency: seconds for which a request waits for others at most. It waits only where others were there
+            lately: a client that is alone never does.
+        timeout: seconds that a body may take to come, and an answer to be computed.
+        max_body: bytes that a request may have.
+        max_waiting: requests that may wait; further ones are refused at once, to be asked again later.
+        reload_token: who knows it may exchange the model by ``POST /reload``; nobody without it.
+
+    Raises:
+        ArgumentError: nothing that could be served is returned or named; the message lists layers.
+        UnknownNameError: an output that no Variable bears the name of.
+        MissingExtraError: starlette is not installed.
+
+    Example:
+        >>> import json, urllib.request
+        >>> import onward as ow
+        >>> def network():
+        ...     return ow.layer.fc(ow.data("x", (None, 4)), 2)
+        >>> endpoint = Endpoint(ow.Model(network), max_batch=4)
+        >>> with endpoint.running() as url:
+        ...     body = json.dumps({"x": [[0, 0, 0, 0]]}).encode()
+        ...     request = urllib.request.Request(url + "/predict", body, {"content-type": "application/json"})
+        ...     print(urllib.request.urlopen(request).read().decode())
+        {"outputs":{"fc_0":[[0.0,0.0]]}}
+    """
+
+    def __init__(
+        self,
+        model: Source,
+        *,
+        outputs: Iterable[str] = (),
+        name: str | None = None,
+        max_batch: int = 32,
+        latency: float = 0.002,
+        timeout: float = 30.0,
+        max_body: int = 16 * 2**20,
+        max_waiting: int = 1024,
+        reload_token: str | None = None,
+    ) -> None:
+        _expect_positive(max_batch=max_batch, timeout=timeout, max_body=max_body, max_waiting=max_waiting)
+        if not 0 <= latency < timeout:
+            raise ArgumentError(
+                f"latency is {latency}; expected seconds from 0 to below the timeout, {timeout}."
+            )
+        self._outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+        self.max_batch, self.timeout, self.max_body = max_batch, timeout, max_body
+        self.reload_token = reload_token
+        self.draining = False
+        self.counts = Counts()
+        self.batcher = Batcher(latency, max_waiting, self.counts)
+        self._preparer = ThreadPoolExecutor(1, "onward-prepare")
+        self._reloading = Lock()
+        self._reload_error: str | None = None
+        self.served = self._made(model)
+        self.name = name or self.served.source.model.topology.name
+        self._application = Routes(self).application()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer as the ASGI protocol says."""
+        await self._application(scope, receive, send)
+
+    def run(self, host: str = "127.0.0.1", port: int = 8000, *, watch: bool = False) -> None:
+        """Answer at an address until SIGTERM or Ctrl-C; every request that was accepted is answered first.
+
+        At SIGHUP the model is read from its file again.
+
+        Args:
+            host: the address to listen at; ``"0.0.0.0"`` for all of this machine.
+            port: 0 for any that is free; the one that was found is printed.
+            watch: read the file again as well whenever it has changed.
+
+        Raises:
+            ServeError: the port is taken or may not be used.
+            ArgumentError: there is no file to watch.
+        """
+        path = self.served.source.path
+        if watch and path is None:
+            raise ArgumentError("There is no file to watch: the endpoint was made from a Model, not a path.")
+        with bound(host, port) as listener:
+            self.warm_up()
+            print(f"{self.name} answers at {url_of(listener)}  ({self._manner()})", flush=True)
+            looking = Watch(path, self._reload_or_say) if watch and path is not None else None
+            try:
+                serve(self, listener, self.timeout + 5, self._reload_or_say)
+            finally:
+                if looking is not None:
+                    looking.close()
+        answered = self.counts.total("onward_requests_total")
+        print(f"{self.name} has ended; {answered:,.0f} requests were answered", flush=True)
+
+    @contextmanager
+    def running(self, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+        """Answer from a thread while a block runs, which gets the address: for tests and notebooks.
+
+        Raises:
+            ServeError: the port is taken or may not be used.
+        """
+        with bound(host, port) as listener:
+            self.warm_up()
+            with served_aside(self, listener, self.timeout + 5):
+                yield url_of(listener)
+
+    def warm_up(self) -> None:
+        """Compile what is asked for by default, and find whether requests may be joined.
+
+        Raises:
+            OnwardError: the model takes no batch.
+        """
+        self.draining = False
+        self.batcher.open()
+        self.served.ask().result()
+
+    def reload(self, model: Source | None = None) -> None:
+        """Exchange the model; requests that came before are answered by the one that they came to.
+
+        The new one is loaded, compared and compiled beside the old one, which answers until that is done and
+        goes on answering if it fails.
+
+        Args:
+            model: a Model or a path; without it the file that the endpoint was made from.
+
+        Raises:
+            ArgumentError: other inputs or outputs than before, or there is no file.
+            ModelFileError: the file holds no model.
+        """
+        with self._reloading:
+            try:
+                new = self._made(self._again() if model is None else model)
+                self.served.expect_same_interface(new)
+                new.ask().result()
+            except Exception as error:
+                self._reload_error = f"{type(error).__name__}: {error}"
+                self.counts.add("onward_reloads_total", result="failed")
+                raise
+            self.served, self._reload_error = new, None
+            self.counts.add("onward_reloads_total", result="done")
+
+    def health(self) -> dict[str, Any]:
+        """Whether it answers, with which model, and how requests are joined."""
+        served, asked = self.served, self.served.ask()
+        joining = asked.result().joining if asked.done() and not asked.exception() else None
+        return {
+            "ready": joining is not None and not self.draining,
+            "name": self.name,
+            "version": served.source.version,
+            "inputs": [str(x) for x in served.plan.inputs],
+            "outputs": list(served.plan.fetch),
+            "batch_sizes": list(joining.sizes) if joining else [],
+            "joined": joining is not None and not joining.alone,
+            "alone_because": (joining.alone or None) if joining else None,
+            "waiting": self.batcher.waiting,
+            "reload_error": self._reload_error,
+        }
+
+    def metrics(self) -> str:
+        """What was counted, in the text format of Prometheus."""
+        return self.counts.text(onward_waiting=(self.batcher.waiting, "Requests that wait to be computed."))
+
+    def close(self) -> None:
+        """Compute what waits, and end the thread that computes."""
+        self.batcher.close(self.timeout)
+
+    def _made(self, model: Source) -> Served:
+        return Served(opened(model), self._outputs, self.max_batch, self._preparer)
+
+    def _again(self) -> Source:
+        path = self.served.source.path
+        if path is None:
+            raise ArgumentError("The endpoint was made from a Model, not from a file; write reload(model).")
+        return path
+
+    def _reload_or_say(self) -> None:
+        """Reload; what goes wrong is said in the log and by ``/health``."""
+        try:
+            self.reload()
+            LOG.warning("%s: the model was exchanged for version %s", self.name, self.served.source.version)
+        except (OnwardError, OSError) as error:
+            LOG.error("%s: the model was not exchanged: %s", self.name, error)
+        except Exception:
+            LOG.exception("%s: the model was not exchanged", self.name)
+
+    def _manner(self) -> str:
+        """How requests are computed, in words."""
+        joining = self.served.ask().result().joining
+        return (
+            f"one request at a time: {joining.alone}" if joining.alone else f"batches of up to {joining.most}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.name!r}, version {self.served.source.version})"
+
+
+def _expect_positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise ArgumentError(f"{name} is {value}; expected a number above 0.")

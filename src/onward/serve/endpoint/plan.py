@@ -1,0 +1,163 @@
+"""One way of asking a model: which data goes in, which Variables come out.
+
+>>> import numpy as np, onward as ow
+>>> def network():
+...     return ow.layer.fc(ow.data("x", (None, 4)), 2)
+>>> plan = Plan.of(ow.Model(network), ())
+>>> plan.fetch, [str(x) for x in plan.inputs]
+(('fc_0',), ['x float32[n,4]'])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from onward.core.errors import ArgumentError
+from onward.core.program import Program, Variable
+from onward.core.walk import descendants
+from onward.derive.batch import WEIGHT, batch_names
+from onward.execute.evaluator import Evaluator
+from onward.execute.feeds import Feeds, data_names
+from onward.execute.model import Model, Request
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One array of a request.
+
+    Attributes:
+        variable: which the Program reads.
+        batched: whether its first axis runs over the examples.
+    """
+
+    variable: Variable
+    batched: bool
+
+    @property
+    def name(self) -> str:
+        """The name by which a request gives it."""
+        return self.variable.name
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Its shape; None stands for the number of examples."""
+        return (None, *self.variable.shape[1:]) if self.batched else self.variable.shape
+
+    def __str__(self) -> str:
+        lengths = ",".join("n" if n is None else str(n) for n in self.shape)
+        return f"{self.name} {self.variable.dtype}[{lengths}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What computes some Variables of a Model, from the data that they need and from no other.
+
+    Attributes:
+        model: whose parameters are read as they are when a batch is computed.
+        fetch: the names of what comes out, in order.
+        inputs: what goes in.
+        feeds: what turns a request's values into arrays of the right dtypes, or says what is wrong.
+    """
+
+    model: Model
+    fetch: tuple[str, ...]
+    inputs: tuple[Input, ...]
+    feeds: Feeds
+
+    @classmethod
+    def of(cls, model: Model, fetch: Iterable[str]) -> Plan:
+        """The plan for these names; for none, what the network returns for each example.
+
+        Raises:
+            UnknownNameError: no Variable bears such a name.
+            ArgumentError: nothing is named and the network returns nothing for each example, or no array.
+        """
+        whole = model.test_program
+        split = _batched(whole)
+        names = tuple(whole[name].name for name in dict.fromkeys(fetch)) or _returned(whole, split)
+        program = Request(names, only=True).program(whole)
+        for v in (*program.inputs, *(program[name] for name in names)):
+            _expect_numbers(v)
+        inputs = tuple(Input(v, v.name in split) for v in program.inputs)
+        return cls(model, names, inputs, Feeds(program))
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Input]:
+        """The inputs by name."""
+        return {x.name: x for x in self.inputs}
+
+    @property
+    def expected(self) -> str:
+        """What goes in, in words."""
+        return ", ".join(map(str, self.inputs)) or "nothing"
+
+    def outputs(self) -> list[Variable]:
+        """The Variables that come out."""
+        return [self.model.test_program[name] for name in self.fetch]
+
+    def run(self, feed: Arrays) -> list[np.ndarray]:
+        """Compute on arrays of the right names, shapes and dtypes, with an Evaluator made for the purpose."""
+        out = Evaluator(self.model, self.fetch).forward(**self._arguments(feed))
+        return [np.asarray(out[name]) for name in self.fetch]
+
+    def _arguments(self, feed: Arrays) -> Mapping[str, Any]:
+        """The data arguments that the inputs are part of, in their containers."""
+        program = self.model.test_program
+        assert program.signature is not None
+        arguments = {}
+        for structure, name in zip(program.signature.data, data_names(program), strict=True):
+            if any(v.name in feed for v in structure.variables):
+                arguments[name] = structure.unflatten(_value(feed, v) for v in structure.variables)
+        return arguments
+
+
+def _value(feed: Arrays, v: Variable) -> Any:
+    """The array of a Variable; what nothing asked for reads may be anything."""
+    return feed[v.name] if v.name in feed else np.zeros(v.shape, v.dtype)
+
+
+def _batched(program: Program) -> tuple[str, ...]:
+    """The names of the data that has a row for each example."""
+    fixed = program.recipe.origin.fixed_data if program.recipe is not None else frozenset()
+    return batch_names(program, (), WEIGHT, fixed)
+
+
+def _per_example(program: Program, split: tuple[str, ...]) -> set[Variable]:
+    """What has as many rows as there are examples and depends on them."""
+    read = [v for v in program.inputs if v.name in split]
+    rows = {v.shape[0] for v in read}
+    return {v for v in descendants(program, read) if v.shape and v.shape[0] in rows} - set(read)
+
+
+def _returned(program: Program, split: tuple[str, ...]) -> tuple[str, ...]:
+    rows = _per_example(program, split)
+    names = tuple(dict.fromkeys(v.name for v in program.outputs if v in rows))
+    if not names:
+        raise ArgumentError(_nothing_returned(program, rows))
+    return names
+
+
+def _nothing_returned(program: Program, rows: set[Variable]) -> str:
+    scoped = {op.scope for op in program.ops}
+    layers = [v.name for v in program.variables.values() if v in rows and v.name in scoped]
+    names = layers or [v.name for v in program.variables.values() if v in rows]
+    shown = ", ".join(map(repr, names[-8:]))
+    returned = ", ".join(f"{v.name} {v.type}" for v in program.outputs) or "nothing"
+    return (
+        f"{program.name} returns {returned}, and nothing with a row for each example that could be served. "
+        f"Name what is to be answered, outputs=[...], of {shown}{' and others' if len(names) > 8 else ''}."
+    )
+
+
+def _expect_numbers(v: Variable) -> None:
+    kinds = (jax.numpy.integer, jax.numpy.floating, jax.numpy.bool_)
+    if not any(jax.numpy.issubdtype(v.dtype, kind) for kind in kinds):
+        raise ArgumentError(f"{v.name!r} is {v.type}; only real numbers and booleans can be served.")

@@ -1,0 +1,47 @@
+"""Where the model of an endpoint comes from: an object of this process, or a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from onward.core.errors import ArgumentError
+from onward.core.structure import describe
+from onward.execute.model import Model
+from onward.serve.export.load import load
+
+Source = Model | str | PathLike[str]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with what tells one version of it from another.
+
+    Attributes:
+        model: what computes.
+        version: the beginning of the file's SHA-256; ``memory`` for a model of this process.
+        path: the file; None for a model of this process.
+    """
+
+    model: Model
+    version: str = "memory"
+    path: Path | None = None
+
+
+def opened(source: Source) -> Opened:
+    """The model itself, or the one in a file.
+
+    Raises:
+        ArgumentError: something else was given.
+        ModelFileError: the file holds no model.
+    """
+    if isinstance(source, Model):
+        return Opened(source)
+    if not isinstance(source, str | PathLike):
+        raise ArgumentError(
+            f"Endpoint was given {describe(source)}; expected a Model, or a path that ow.save wrote to."
+        )
+    path = Path(source)
+    model = load(path)
+    return Opened(model, str(model.about["sha256"])[:16], path)

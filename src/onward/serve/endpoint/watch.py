@@ -1,0 +1,46 @@
+"""Looks whether the file of a model has changed, and reloads it once it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+
+class Watch:
+    """A thread that calls ``reload`` after a file was replaced and has come to rest.
+
+    Args:
+        path: the file.
+        reload: what to call.
+        every: seconds between two looks.
+    """
+
+    def __init__(self, path: Path, reload: Any, every: float = 1.0) -> None:
+        self.path, self.reload, self.every = path, reload, every
+        self._ended = Event()
+        self._thread = Thread(target=self._look, name="onward-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        served = before = _mark(self.path)
+        while not self._ended.wait(self.every):
+            now = _mark(self.path)
+            if now is not None and now == before != served:  # twice the same: nobody is writing
+                served = now
+                self.reload()
+            before = now
+
+
+def _mark(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file does; None while there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,523 @@
+"""An Endpoint over HTTP: every route, every way to ask wrongly, faults, limits, reloads."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jax
+import numpy as np
+import pytest
+from benchmarks.load import Sent, drive, garbage_of, post
+
+import onward as ow
+from onward.serve.endpoint.endpoint import Endpoint
+from onward.serve.endpoint.refusal import ServeError
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+
+
+def network() -> Any:
+    x, y = ow.data("x", (None, 4)), ow.data("y", (None,), "int32")
+    hidden = ow.layer.fc(x, 6, act="tanh", name="hidden")
+    return ow.layer.cross_entropy(ow.layer.fc(hidden, 3, name="head"), y)
+
+
+def two_inputs() -> Any:
+    a, b = ow.data("a", (None, 2)), ow.data("b", (None,), "int32")
+    return a * b[:, None] + 1
+
+
+def mixing() -> Any:
+    x = ow.data("x", (None, 4))
+    return ow.layer.fc(x - x.mean(0), 3)
+
+
+class Asked:
+    """A connection to a server."""
+
+    def __init__(self, url: str) -> None:
+        self.address = urlsplit(url).hostname or "", urlsplit(url).port or 0
+
+    def __call__(
+        self, path: str, body: Any = None, method: str = "", **headers: str
+    ) -> tuple[int, Any, Mapping[str, str]]:
+        if isinstance(body, dict | list):
+            body, headers = json.dumps(body).encode(), {"content_type": "application/json", **headers}
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = http.client.HTTPConnection(*self.address, timeout=30)
+        try:
+            connection.request(method or ("GET" if body is None else "POST"), path, body, named)
+            response = connection.getresponse()
+            content: Any = response.read()
+            if response.headers.get_content_type() == "application/json":
+                content = json.loads(content)
+            return response.status, content, response.headers
+        finally:
+            connection.close()
+
+
+@contextmanager
+def asked(endpoint: Endpoint) -> Iterator[Asked]:
+    with endpoint.running() as url:
+        yield Asked(url)
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def npz(**arrays: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model() -> ow.Model:
+    return ow.Model(network, seed=3)
+
+
+@pytest.fixture(scope="module")
+def ask(model: ow.Model) -> Iterator[Asked]:
+    endpoint = Endpoint(model, outputs=["head"], name="digits", max_batch=4, max_body=200_000, timeout=10)
+    with asked(endpoint) as ask:
+        yield ask
+
+
+def alone(model: ow.Model, name: str, **data: Any) -> np.ndarray:
+    return np.asarray(ow.Evaluator(model, [name]).forward(**data)[name])
+
+
+# ---------------------------------------------------------------------------- answers
+
+
+def test_rows_are_those_of_an_evaluator(ask: Asked, model: ow.Model) -> None:
+    parts = [X[i : i + 1 + i % 3] for i in range(12)]
+    sent = [
+        Sent(post("/predict", json.dumps({"x": p.tolist()}).encode()), alone(model, "head", x=p))
+        for p in parts
+    ]
+    tally = drive(ask.address, sent * 5, clients=12)
+    assert (tally.good, tally.lost, tally.wrong) == (60, 0, [])
+
+
+@pytest.mark.parametrize("path", ["/activation/hidden", "/predict?fetch=hidden", "/activation/hidden/w"])
+def test_activations(ask: Asked, model: ow.Model, path: str) -> None:
+    reads = not path.endswith("w")
+    status, answer, _ = ask(path, {"x": X[:2].tolist()} if reads else {})
+    [(name, found)] = answer["outputs"].items()
+    expected = alone(model, "hidden", x=X[:2]) if reads else model["hidden/w"]
+    assert (status, name) == (200, "hidden" if reads else "hidden/w")
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_what_mixes_examples_is_computed_for_each_request(ask: Asked, model: ow.Model) -> None:
+    sent = []
+    for i in range(6):
+        data = {"x": X[i : i + 2], "y": np.array([0, i % 3], "int32")}
+        body = json.dumps({name: a.tolist() for name, a in data.items()}).encode()
+        expected = np.asarray(ow.Evaluator(model).forward(**data).value)
+        sent.append(Sent(post("/predict?fetch=loss", body), expected))
+    tally = drive(ask.address, sent, clients=6)
+    assert (tally.good, tally.wrong) == (6, [])
+
+
+def test_a_network_that_mixes_its_batch_is_not_batched() -> None:
+    model = ow.Model(mixing)
+    with asked(Endpoint(model, max_batch=4)) as ask:
+        health = ask("/health")[1]
+        expected = alone(model, "fc_0", x=X[:3])
+        body = json.dumps({"x": X[:3].tolist()}).encode()
+        tally = drive(ask.address, [Sent(post("/predict", body), expected)] * 20, clients=5)
+    assert health["joined"] is False
+    assert "depends on the other examples" in health["alone_because"]
+    assert (tally.good, tally.wrong) == (20, [])
+
+
+@pytest.mark.parametrize(
+    "accept", ["application/x-npy", "application/x-npz", "*/*", "text/html, application/*;q=0.5"]
+)
+def test_npy_in_and_out(ask: Asked, model: ow.Model, accept: str) -> None:
+    for array in (X[:3], np.asfortranarray(X[:3])):
+        status, answer, headers = ask("/predict", npy(array), content_type="application/x-npy", accept=accept)
+        assert status == 200
+        if accept.endswith("npy"):
+            found = np.load(io.BytesIO(answer))
+        elif accept.endswith("npz"):
+            found = np.load(io.BytesIO(answer))["head"]
+        else:
+            found = answer["outputs"]["head"]
+        np.testing.assert_allclose(found, alone(model, "head", x=X[:3]), rtol=1e-5)
+        assert headers["x-model-version"] == "memory"
+
+
+def test_several_inputs_and_outputs() -> None:
+    program = ow.trace(two_inputs)
+    endpoint = Endpoint(ow.Model(program), outputs=[program.outputs[0].name, "mul"], max_batch=2)
+    a, b = X[:2, :2], np.array([3, 4], "int32")
+    with asked(endpoint) as ask:
+        for body, kind in (
+            (npz(a=a, b=b), "application/x-npz"),
+            ({"a": a.tolist(), "b": [3, 4]}, "application/json"),
+        ):
+            status, answer, _ = ask("/predict", body, content_type=kind, accept="application/x-npz")
+            assert status == 200
+            np.testing.assert_allclose(np.load(io.BytesIO(answer))["mul"], a * b[:, None], rtol=1e-6)
+        status, answer, _ = ask("/predict", npy(a), content_type="application/x-npy")
+        assert (status, "application/x-npz" in answer["error"]) == (415, True)
+        status, answer, _ = ask(
+            "/predict", npz(a=a, b=b), content_type="application/x-npz", accept="application/x-npy"
+        )
+        assert status == 406
+        status, answer, _ = ask("/predict", {"a": [[1, 2]], "b": [1, 2]})
+        assert (status, answer["error"]) == (
+            422,
+            "There are 1 of a, 2 of b; expected one number of examples for all of them.",
+        )
+
+
+def test_numbers_that_json_cannot_hold_are_null() -> None:
+    with asked(Endpoint(ow.Model(lambda: jax.numpy.log(ow.data("x", (None,)))), max_batch=1)) as ask:
+        [found] = ask("/predict", {"x": [0]})[1]["outputs"].values()
+        exact = np.load(io.BytesIO(ask("/predict", {"x": [0]}, accept="application/x-npy")[1]))
+    assert found == [None]
+    assert exact.tolist() == [-np.inf]
+
+
+# ---------------------------------------------------------------------------- pages
+
+
+def test_health_program_and_openapi(ask: Asked, model: ow.Model) -> None:
+    status, health, _ = ask("/health")
+    assert (status, health["ready"], health["joined"], health["batch_sizes"]) == (200, True, True, [1, 2, 4])
+    assert health["inputs"] == ["x float32[n,4]"]
+    assert ask("/program")[1].decode() == f"{model.topology}\n"
+    document = ask("/openapi.json")[1]
+    predict = document["paths"]["/predict"]["post"]
+    rows = predict["requestBody"]["content"]["application/json"]["schema"]["properties"]["x"]
+    assert rows["items"] == {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4}
+    assert set(predict["responses"]) >= {"200", "400", "413", "415", "422", "500", "503"}
+
+
+def test_the_page_shows_how_to_ask_and_fetches_nothing(ask: Asked) -> None:
+    page = ask("/")[1].decode()
+    assert page == ask("/docs")[1].decode()
+    assert not re.search(r"(src|href|@import|url\()", page)
+    host, port = ask.address
+    [command] = re.findall(
+        r"curl -s (\S+)/predict -H &#x27;content-type: application/json&#x27; -d &#x27;(.+?)&#x27;", page
+    )
+    assert command[0] == f"http://{host}:{port}"
+    body = command[1].replace("&quot;", '"').encode()
+    assert ask("/predict", body, content_type="application/json")[0] == 200
+    assert "x.npy" in page
+
+
+def test_metrics_count_what_was_asked(model: ow.Model) -> None:
+    with asked(Endpoint(model, outputs="head", max_batch=4)) as ask:
+        for _ in range(3):
+            ask("/predict", {"x": X[:3].tolist()})
+        ask("/predict", b"{", content_type="application/json")
+        text = ask("/metrics")[1].decode()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert samples['onward_requests_total{route="/predict",status="200"}'] == "3"
+    assert samples['onward_requests_total{route="/predict",status="400"}'] == "1"
+    assert (samples["onward_rows_total"], samples["onward_padding_total"]) == ("9", "3")
+    assert (samples['onward_batch_rows_bucket{le="2"}'], samples['onward_batch_rows_bucket{le="4"}']) == (
+        "0",
+        "3",
+    )
+    assert samples["onward_batch_rows_count"] == samples['onward_batch_rows_bucket{le="+Inf"}'] == "3"
+    assert samples["onward_waiting"] == "0"
+
+
+# ---------------------------------------------------------------------------- wrong requests
+
+WRONG: dict[str, tuple[int, Any, str]] = {
+    "another name": (
+        422,
+        {"z": [[1, 2, 3, 4]]},
+        "There is no data named 'z'. The names are 'x'. Expected: x float32[n,4].",
+    ),
+    "no name": (422, {}, "'x' was not given. Expected: x float32[n,4]."),
+    "not needed": (422, {"x": [[1, 2, 3, 4]], "y": [0]}, "head does not depend on 'y'."),
+    "a short row": (422, {"x": [[1, 2]]}, "'x' has the shape [1, 2]. Expected: x float32[n,4]."),
+    "one example": (422, {"x": [1, 2, 3, 4]}, "It lacks the axis of the examples"),
+    "no example": (422, {"x": []}, "'x' has the shape [0]. Expected: x float32[n,4]."),
+    "ragged": (422, {"x": [[1, 2, 3, 4], [1]]}, "'x' has lists of different lengths or depths."),
+    "text": (422, {"x": [["a", "b", "c", "d"]]}, "expected float32"),
+    "too large": (422, {"x": [[10**400] * 4]}, "which no array can hold"),
+    "beyond float32": (422, {"x": [[1e39] * 4]}, "float32 cannot hold"),
+    "too many": (
+        413,
+        {"x": [[0] * 4] * 5},
+        "There are 5 examples; a request may hold 4. Send several requests.",
+    ),
+    "NaN": (400, b'{"x": [[NaN, 0, 0, 0]]}', "NaN is no number that JSON can hold"),
+    "twice": (400, b'{"x": 1, "x": 2}', "an object holds the same name twice"),
+    "broken": (400, b'{"x": [[1', "The body is no JSON"),
+    "no UTF-8": (400, b'{"x": "\xff"}', "byte 7 is not UTF-8"),
+    "deep": (400, b"[" * 100_000, "nested too deep"),
+    "a list": (422, [1], "The JSON is a list; expected an object by name: x float32[n,4]."),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_json_is_answered_by_a_sentence(ask: Asked, case: str) -> None:
+    status, body, sentence = WRONG[case]
+    found, answer, _ = ask("/predict", body, content_type="application/json")
+    assert found == status
+    assert sentence in answer["error"]
+
+
+def _claims(shape: str, descr: str = "<f4", payload: bytes = b"\0" * 16) -> bytes:
+    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + payload
+
+
+BROKEN: dict[str, tuple[int, bytes, str]] = {
+    "an absurd size": (400, _claims("(10000000000, 4)"), "and 16 bytes follow"),
+    "an absurd length": (400, _claims(f"({'9' * 30}, 0)"), "announces"),
+    "a negative length": (400, _claims("(-1, -4)"), "announces"),
+    "too short": (400, npy(X[:1])[:-1], "and 15 bytes follow"),
+    "too long": (400, npy(X[:1]) + b"1", "and 17 bytes follow"),
+    "objects": (422, _claims("(1, 4)", "|O"), "expected real numbers"),
+    "a pickle": (400, b"\x80\x04K\x01.", "is no npy file"),
+    "nothing": (400, b"", "is no npy file"),
+    "a deep header": (400, b"\x93NUMPY\x01\x00\xa0\x0f" + b"(" * 4000, "is no npy file"),
+    "complex": (422, npy(X[:1] + 1j), "expected real numbers"),
+    "double": (422, npy(X[:1].astype(int)), "Convert it"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_npy_is_answered_by_a_sentence(ask: Asked, case: str) -> None:
+    status, body, sentence = BROKEN[case]
+    found, answer, _ = ask("/predict", body, content_type="application/x-npy")
+    assert found == status
+    assert sentence in answer["error"]
+
+
+def test_every_truncation_of_an_npz_is_refused(ask: Asked) -> None:
+    whole = npz(x=X[:1])
+    for length in range(0, len(whole), 7):
+        status, answer, _ = ask("/predict", whole[:length], content_type="application/x-npz")
+        assert (status, "npz" in answer["error"]) == (400, True)
+
+
+def test_an_npz_that_unpacks_to_too_much_is_refused(ask: Asked) -> None:
+    file = io.BytesIO()
+    np.savez_compressed(file, x=np.zeros((100_000, 4), "float32"))
+    assert len(file.getvalue()) < 200_000
+    status, answer, _ = ask("/predict", file.getvalue(), content_type="application/x-npz")
+    assert (status, "unpacks" in answer["error"]) == (413, True)
+
+
+def test_labels_out_of_range_are_refused(ask: Asked) -> None:
+    status, answer, _ = ask("/predict?fetch=loss", {"x": X[:1].tolist(), "y": [3]})
+    assert (status, "labels must lie from 0 to 2" in answer["error"]) == (422, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status", "sentence"),
+    [
+        ("/nowhere", "GET", 404, "The routes are /predict"),
+        ("/predict", "GET", 405, "GET is not answered at /predict; send POST."),
+        ("/activation/head", "GET", 405, "Nothing is remembered between requests"),
+        ("/health", "POST", 405, "send GET"),
+        (
+            "/activation/heat",
+            "POST",
+            404,
+            "No layer or other Variable is named 'heat'. The nearest names are 'head'",
+        ),
+        ("/predict?fetch=heat", "POST", 404, "GET /program lists them."),
+        ("/predict", "POST", 415, "expected application/json, application/x-npy or application/x-npz"),
+        ("/reload", "POST", 403, "start it with a reload token"),
+    ],
+)
+def test_wrong_routes(ask: Asked, path: str, method: str, status: int, sentence: str) -> None:
+    found, answer, headers = ask(path, b"" if method == "POST" else None, method)
+    assert found == status
+    assert sentence in answer["error"]
+    assert (status != 405) or headers["allow"] in ("GET", "POST")
+
+
+def test_all_garbage_is_refused_and_the_server_lives(ask: Asked, model: ow.Model) -> None:
+    good = Sent(post("/predict", json.dumps({"x": X[:1].tolist()}).encode()), alone(model, "head", x=X[:1]))
+    rubbish = list(garbage_of(good, "x"))
+    tally = drive(ask.address, [*rubbish, good], clients=4)
+    assert (tally.good, tally.garbage, tally.wrong) == (1, len(rubbish), [])
+
+
+# ---------------------------------------------------------------------------- limits
+
+
+def test_a_body_that_is_too_large_is_refused(ask: Asked) -> None:
+    assert ask("/predict", b"[" * 300_000, content_type="application/json")[0] == 413
+    pieces = iter([b"[" * 100_000] * 3)
+    status, answer, headers = ask("/predict", pieces, content_type="application/json")
+    assert (status, headers["connection"]) == (413, "close")
+    assert "more than 200,000 bytes" in answer["error"]
+
+
+def test_a_body_that_never_comes_is_given_up(model: ow.Model) -> None:
+    with asked(Endpoint(model, outputs="head", max_batch=1, timeout=0.3)) as ask:
+        with socket.create_connection(ask.address, timeout=30) as client:
+            client.sendall(b"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            answer = b"".join(iter(lambda: client.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert ask("/predict", {"x": X[:1].tolist()})[0] == 200
+
+
+class Gate:
+    """A model that waits while a test wants it to, and fails for a negative number."""
+
+    def __init__(self) -> None:
+        self.open, self.entered = threading.Event(), threading.Event()
+        self.open.set()
+
+    def model(self) -> ow.Model:
+        def network() -> Any:
+            x = ow.data("x", (None, 1))
+            return jax.pure_callback(self._pass, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        return ow.Model(network)
+
+    def _pass(self, x: Any) -> Any:
+        x = np.asarray(x)
+        if (x == 7).any():
+            self.entered.set()
+            assert self.open.wait(30)
+        if (x < 0).any():
+            raise ValueError("negative: a secret of the model")
+        return 2 * x
+
+
+def test_only_the_guilty_request_of_a_batch_fails(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate()
+    gate.open.clear()
+    sent = [Sent(post("/predict", b'{"x": [[%d]]}' % i), np.array([[2.0 * i]])) for i in range(1, 6)]
+    with asked(Endpoint(gate.model(), max_batch=8, latency=0.5)) as ask:
+        holding = threading.Thread(target=ask, args=("/predict", {"x": [[7]]}))
+        holding.start()
+        assert gate.entered.wait(30)
+        threading.Timer(0.3, gate.open.set).start()  # meanwhile the others come and are joined
+        tally = drive(ask.address, [*sent, Sent(post("/predict", b'{"x": [[-1]]}'), None)], clients=6)
+        holding.join()
+        metrics = ask("/metrics")[1].decode()
+    assert (tally.good, len(tally.wrong)) == (5, 1)
+    assert "log tells why, under" in tally.wrong[0]
+    assert "secret" not in tally.wrong[0]
+    assert "a secret of the model" in caplog.text
+    assert 'route="/predict",status="500"} 1' in metrics
+
+
+def test_what_waits_is_bounded_in_number_and_time() -> None:
+    gate = Gate()
+    gate.open.clear()
+    with asked(Endpoint(gate.model(), max_batch=1, max_waiting=1, timeout=1.0)) as ask:
+        answers: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(ask("/predict", {"x": [[7]]}))) for _ in range(3)
+        ]
+        threads[0].start()
+        assert gate.entered.wait(30)
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        gate.open.set()
+        lively = ask("/predict", {"x": [[1]]})[:2]
+    statuses = sorted(status for status, *_ in answers)
+    assert statuses == [503, 504, 504]
+    assert all(headers["retry-after"] == "1" for *_, headers in answers)
+    assert lively == (200, {"outputs": {"pure_callback": [[2.0]]}})
+
+
+# ---------------------------------------------------------------------------- reload, start
+
+
+def test_reload_exchanges_the_model_or_leaves_it(tmp_path: Path) -> None:
+    path = tmp_path / "trained.model"
+    models = [ow.Model(network, seed=seed) for seed in (1, 2)]
+    ow.save(models[0], path)
+    endpoint = Endpoint(path, outputs=["head"], max_batch=2, reload_token="word")
+    with asked(endpoint) as ask:
+
+        def answer() -> Any:
+            return ask("/predict", {"x": X[:2].tolist()})[1]["outputs"]["head"]
+
+        first = ask("/health")[1]["version"]
+        np.testing.assert_allclose(answer(), alone(models[0], "head", x=X[:2]), rtol=1e-5)
+        path.write_bytes(path.read_bytes()[:-100])
+        status, refused, _ = ask("/reload", b"", authorization="Bearer word")
+        assert (status, "was not exchanged" in refused["error"]) == (409, True)
+        health = ask("/health")[1]
+        assert (health["ready"], health["version"]) == (True, first)
+        assert health["reload_error"].startswith("ModelFileError")
+        np.testing.assert_allclose(answer(), alone(models[0], "head", x=X[:2]), rtol=1e-5)
+        assert ask("/reload", b"", authorization="Bearer guess")[0] == 401
+        ow.save(models[1], path)
+        status, health, _ = ask("/reload", b"", authorization="Bearer word")
+        assert (status, health["reload_error"], health["version"] == first) == (200, None, False)
+        np.testing.assert_allclose(answer(), alone(models[1], "head", x=X[:2]), rtol=1e-5)
+        with pytest.raises(ow.UnknownNameError):
+            endpoint.reload(ow.Model(mixing))
+        np.testing.assert_allclose(answer(), alone(models[1], "head", x=X[:2]), rtol=1e-5)
+
+
+def test_a_model_of_another_interface_is_refused() -> None:
+    def wide() -> Any:
+        return ow.layer.fc(ow.data("x", (None, 5)), 3, name="fc_0")
+
+    endpoint = Endpoint(ow.Model(mixing), max_batch=1)
+    with pytest.raises(
+        ow.ArgumentError, match=r"takes x float32\[n,5\]; the one that is served takes x float32"
+    ):
+        endpoint.reload(ow.Model(wide))
+    with pytest.raises(ow.ArgumentError, match="made from a Model, not from a file"):
+        endpoint.reload()
+    assert endpoint.health()["reload_error"].startswith("ArgumentError")
+
+
+def test_a_busy_port_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"Port {port} of 127.0.0.1 is taken .* 0 for any free one"):
+            Endpoint(ow.Model(mixing), max_batch=1).run(port=port)
+    with pytest.raises(ServeError, match="There is no port 70000; expected a number from 0"):
+        Endpoint(ow.Model(mixing), max_batch=1).run(port=70000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {},
+            r"returns cross_entropy_0 float32\[\], and nothing with a row for each example .* 'hidden', 'head'",
+        ),
+        ({"outputs": ["head"], "max_batch": 0}, "max_batch is 0; expected a number above 0"),
+        ({"outputs": ["head"], "latency": -1}, "latency is -1; expected seconds from 0"),
+    ],
+)
+def test_an_endpoint_that_cannot_be(model: ow.Model, arguments: Any, sentence: str) -> None:
+    with pytest.raises(ow.ArgumentError, match=sentence):
+        Endpoint(model, **arguments)
+
+
+def test_other_things_are_no_models() -> None:
+    with pytest.raises(ow.ArgumentError, match="Endpoint was given 3; expected a Model, or a path"):
+        Endpoint(3)  # type: ignore[arg-type]

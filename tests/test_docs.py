@@ -1,0 +1,190 @@
+"""The documentation: code runs and prints what it shows, commands exist, the reference is complete."""
+
+import ast
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from zlib import decompress
+
+import benchmarks
+import nbformat
+import pytest
+
+import onward as ow
+from onward.shell.main import main
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("how-to/*.md"), *DOCS.glob("coming-from/*.md")])
+FENCE = re.compile(r"^```([^\s`]*).*?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PEERS = {"pytorch", "paddle"}  # not installed here: these blocks have to be Python, and are not executed
+
+
+def blocks(page):
+    """The fenced blocks of a page, as (language, text); what Sphinx is told is not among them."""
+    return [(language, text) for language, text in FENCE.findall(page.read_text()) if language[:1] != "{"]
+
+
+def named(page):
+    return str(page.relative_to(DOCS).with_suffix(""))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_code_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    names, before, printed = {}, "", ""
+    for language, text in blocks(page):
+        if language == "python":
+            exec(compile(text, f"{page.stem}.py", "exec"), names)
+            printed = capfd.readouterr().out
+        elif language == "":
+            assert before == "python", "a printout stands behind the code that prints it"
+            assert printed.strip() == text.strip()
+        before = language
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_block_is_of_a_kind_that_is_checked(page):
+    for language, text in blocks(page):
+        assert language in {"python", "", "sh", *PEERS}
+        if language in PEERS:
+            ast.parse(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_public_names_that_a_page_mentions_exist(page):
+    for path in re.findall(r"`ow\.([A-Za-z_][\w.]*)", page.read_text()):
+        value = ow
+        for part in path.rstrip(".").split("."):
+            value = getattr(value, part)
+
+
+# Commands --------------------------------------------------------------------------------------------------
+
+SHELL = [text for page in PAGES for language, text in blocks(page) if language == "sh"]
+COMMANDS = sorted({line for text in SHELL for line in text.split("\n") if line})
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist(command, capfd):
+    words = command.replace("'", "").replace('"', "").split()
+    while "=" in words[0]:
+        words = words[1:]
+    program = Path(words[0]).name
+    CHECKS[program](words[1:], capfd)
+
+
+def check_onward(words, capfd):
+    """The subcommand is there, and its help names every option."""
+    with suppress(SystemExit):  # argparse ends with its help
+        main([words[0], "--help"])
+    text = capfd.readouterr().out
+    assert "usage: " in text
+    assert all(word in text for word in words[1:] if word.startswith("-"))
+
+
+def check_pip(words, capfd):
+    """Extras and groups are those of this project."""
+    extras = {
+        extra for word in words for found in re.findall(r"\[(.*?)\]", word) for extra in found.split(",")
+    }
+    assert words[0] == "install"
+    assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
+    if "--group" in words:
+        assert words[words.index("--group") + 1] in PYPROJECT["dependency-groups"]
+
+
+def check_module(words, capfd):
+    """``python -m venv``, or the benchmarks: those named exist, and so do their options."""
+    assert words[0] == "-m"
+    assert words[1] in {"venv", "benchmarks"}
+    if words[1] == "benchmarks":
+        assert all((ROOT / "benchmarks" / f"{w}.py").exists() for w in words[2:] if w.isidentifier())
+        check_onward(["bench", *words[2:]], capfd)
+
+
+def check_files(words, capfd):
+    """What a tool is told to read is in the checkout."""
+    assert all((ROOT / w).exists() for w in words if w in {"src", "tests", "docs"} or w.endswith(".py"))
+
+
+CHECKS = {
+    "mkdir": lambda words, capfd: None,
+    "onward": check_onward,
+    "pip": check_pip,
+    "python": check_module,
+    "python3": check_module,
+    "pytest": check_files,
+    "ruff": check_files,
+    "mypy": check_files,
+    "sphinx-build": check_files,
+}
+
+
+# The site --------------------------------------------------------------------------------------------------
+
+
+def extension(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / "_extensions" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_has_every_public_name_once():
+    found = extension("reference_pages").names_by_topic().values()
+    assert sorted(name for names in found for name in names) == sorted(ow.__all__)
+
+
+def test_a_name_without_a_topic_is_refused(monkeypatch):
+    pages = extension("reference_pages")
+    monkeypatch.setattr(pages, "TOPICS", {})
+    with pytest.raises(pages.ExtensionError, match=r"onward\.ADOPT stands in derive\.optimizers"):
+        pages.names_by_topic()
+
+
+@pytest.mark.parametrize(("shown", "outputs"), [("print(1)", 1), ("print(2)", 0)])
+def test_outputs_of_notebooks_come_from_copies_with_the_same_text(shown, outputs, tmp_path):
+    copy = nbformat.v4.new_notebook()
+    copy.cells = [nbformat.v4.new_code_cell("print(1)", outputs=[nbformat.v4.new_output("stream", text="1")])]
+    nbformat.write(copy, tmp_path / "copy.ipynb")
+    (tmp_path / "text.py").write_text(f"# %%\n{shown}\n")
+    made = extension("notebook_pages").with_outputs(tmp_path / "text.py", tmp_path / "copy.ipynb")
+    assert [cell.source for cell in made.cells] == [shown]
+    assert [len(cell.outputs) for cell in made.cells] == [outputs]
+
+
+def test_every_benchmark_says_its_question_on_the_site(tmp_path):
+    pages = extension("benchmark_pages")
+    (tmp_path / "docs").mkdir()
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    pages.write(SimpleNamespace(srcdir=tmp_path / "docs"))
+    text = (tmp_path / "docs/_generated/benchmarks.md").read_text()
+    asked = re.findall(r"^    (\w+) +\w.*\?$", benchmarks.__doc__, re.MULTILINE)
+    assert asked
+    assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) >= set(asked)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(tmp_path):
+    """From a copy without anything that an earlier build left; every public name has its place in it."""
+    for folder in ("docs", "notebooks", "benchmarks"):
+        shutil.copytree(
+            ROOT / folder,
+            tmp_path / folder,
+            ignore=shutil.ignore_patterns("_build", "_generated", "_executed", "reference"),
+        )
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "site"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
+    lines = decompress((tmp_path / "site/objects.inv").read_bytes().split(b"\n", 4)[4]).decode().split("\n")
+    placed = [line.split()[0] for line in lines if line]
+    assert [name for name in ow.__all__ if placed.count(f"onward.{name}") != 1] == []
