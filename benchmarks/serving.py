@@ -1,11 +1,11 @@
 """What does batching bring to a server, and does it lose or mix up an answer?
 
-One network of wide matrices, which it standardizes before it multiplies with them (Qiao et al., 2019),
-so that a batch of 32 examples costs little more than one. It answers on loopback, from processes of their own:
-an Endpoint, and a plain ASGI handler that parses the same JSON and calls one jitted function per request, in the
-event loop (``plain``) or in a thread (``threads``). One more process sends requests over 1, 8 and 64 connections
-that are kept, to each side in turn, and compares every answer with its row, which NumPy computed in double
-precision. A wrong answer, or one that is missing, ends the benchmark.
+One network of wide matrices, which it standardizes before it multiplies with them (Qiao et al., 2019), so
+that a batch of 32 examples costs little more than one. It answers on loopback, from processes of their own:
+an Endpoint, and a plain ASGI handler that parses the same JSON and calls one jitted function per request, in
+the event loop (``plain``) or in a thread (``threads``). One more process sends requests over 1, 8 and 64
+connections that are kept, to each side in turn, and compares every answer with its row, which NumPy computed
+in double precision. A wrong answer, or one that is missing, ends the benchmark.
 
     1, 8, 64 clients    seconds per request, that is 1 / throughput, against each plain handler
 
@@ -178,7 +178,9 @@ def costs(work: Work) -> str:
         seconds(rows)
     times = in_turn({"1": partial(seconds, 1), "32": partial(seconds, 32)}, 21)
     one, many = (float(np.median(times[name])) for name in ("1", "32"))
-    return f"forward: {1e3 * one:.2f} ms for 1 example, {1e3 * many:.2f} ms for 32, {many / one:.1f} times as much"
+    return (
+        f"forward: {1e3 * one:.2f} ms for 1 example, {1e3 * many:.2f} ms for 32: {many / one:.1f} times that"
+    )
 
 
 # ---------------------------------------------------------------------------- the servers
@@ -235,16 +237,16 @@ def _serve(side: str, work: Work, port: Any) -> None:
 @contextmanager
 def serving(work: Work, *sides: str) -> Iterator[dict[str, Address]]:
     """The addresses of servers, each in a process of its own, that end with the block."""
-    processes, addresses = [], {}
+    processes, ports = [], {}
     try:
         for side in sides:
-            here, there = _SPAWN.Pipe()
+            ports[side], there = _SPAWN.Pipe()
             process = _SPAWN.Process(target=_serve, args=(side, work, there), daemon=True)
             process.start()
             processes.append(process)
-            assert here.poll(_DEADLINE), f"{side} did not start"
-            addresses[side] = ("127.0.0.1", here.recv())
-        yield addresses
+        for side, port in ports.items():
+            assert port.poll(_DEADLINE), f"{side} did not start"
+        yield {side: ("127.0.0.1", port.recv()) for side, port in ports.items()}
     finally:
         for process in processes:
             process.terminate()

@@ -40,12 +40,13 @@ python_maximum_signature_line_length = 88
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are executed by the tests; their outputs are taken from there
 nb_merge_streams = True
+nb_output_stderr = "remove"  # warnings of the machine that ran them
 
 html_theme = "furo"
 html_title = "Onward"

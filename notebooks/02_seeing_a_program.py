@@ -131,7 +131,7 @@ watched = ow.watch(program, gradients="blocks/*", updates="blocks/*", every=10)
 step = ow.compile(watched)
 state = step.init(params)
 history = []
-for epoch in range(3):
+for epoch in range(2):
     order = np.random.default_rng(epoch).permutation(1728).reshape(-1, 64)
     state, outs = step.run(state, [(patches[i], labels[i]) for i in order])
     history += outs.watched

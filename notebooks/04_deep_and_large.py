@@ -146,6 +146,16 @@ measured("rolled, recomputed", step)
 np.testing.assert_allclose(losses["rolled, recomputed"], losses["by hand"], rtol=1e-4)
 
 # %% [markdown]
+# Four times as deep:
+
+# %%
+deep = ow.SGD(0.1).minimize(loss, params | {"blocks": params["blocks"] * 4}, *batch)
+start = time.process_time()
+compiled = ow.compile(deep).plan().compiled
+spent = time.process_time() - start
+print(f"{len(deep.ops)} ops, compiled as {len(compiled.ops)}, in {spent:.1f} CPU seconds")
+
+# %% [markdown]
 # ## Accumulate
 #
 # A batch as four micro-batches one after the other, and one update: the memory of a quarter, the gradient of all. Here

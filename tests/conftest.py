@@ -22,10 +22,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "test_notebooks" not in item.nodeid)
 
 
+def pytest_collection_finish(session):
+    """What is there before the first test is not looked through in every collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def earlier_objects_frozen():
     """What tests before left behind is not looked through again: benchmarks collect garbage in each round."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

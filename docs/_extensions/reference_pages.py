@@ -109,8 +109,8 @@ COMMON_NOTE = (
     "What is shown as `**common` are the arguments of `ow.Optimizer`, which every optimizer takes.\n"
 )
 
-# Of rules and errors only these show their methods: all others have the same.
-BASES = {"Optimizer", "GradientRule", "ParameterRule", "NonFiniteError"}
+# Of rules only these show their methods: all others have the same. Errors show none.
+BASES = {"Optimizer", "GradientRule", "ParameterRule"}
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -207,7 +207,8 @@ def members(value: type) -> Iterator[str]:
         yield from ("   :members:", "   :undoc-members:")
     elif not (issubclass(value, Rule | Warning | Exception) and value.__name__ not in BASES):
         yield from ("   :members:", "   :inherited-members: object,Sequence,Mapping")
-    yield "   :show-inheritance:"
+    if value.__bases__ != (object,):
+        yield "   :show-inheritance:"
 
 
 def public(module: ModuleType) -> list[str]:

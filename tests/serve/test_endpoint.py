@@ -382,6 +382,15 @@ def test_a_body_that_never_comes_is_given_up(model: ow.Model) -> None:
         assert ask("/predict", {"x": X[:1].tolist()})[0] == 200
 
 
+def test_a_head_that_never_ends_is_given_up(model: ow.Model) -> None:
+    with (
+        asked(Endpoint(model, outputs="head", max_batch=1, timeout=0.3)) as ask,
+        socket.create_connection(ask.address, timeout=30) as client,
+    ):
+        client.sendall(b"POST /predict HTTP/1.1\r\nhost: x\r\n")
+        assert client.recv(4096) == b""
+
+
 class Gate:
     """A model that waits while a test wants it to, and fails for a negative number."""
 
@@ -507,7 +516,7 @@ def test_a_busy_port_is_told() -> None:
     [
         (
             {},
-            r"returns cross_entropy_0 float32\[\], and nothing with a row for each example .* 'hidden', 'head'",
+            r"returns cross_entropy_0 float32\[\], and nothing with a row for each example .*, 'head'",
         ),
         ({"outputs": ["head"], "max_batch": 0}, "max_batch is 0; expected a number above 0"),
         ({"outputs": ["head"], "latency": -1}, "latency is -1; expected seconds from 0"),

@@ -68,6 +68,13 @@ def test_garbage_among_many_requests(model: ow.Model, good: Callable[[int], Sent
     assert int(batches) < 600 - garbage  # some were joined
 
 
+def test_a_wrong_answer_is_seen(model: ow.Model, good: Callable[[int], Sent]) -> None:
+    wrong = Sent(good(0).data, good(1).expected)
+    with Endpoint(model, max_batch=2).running() as url:
+        tally = drive(address(url), [wrong, good(0), Sent(good(0).data, None)], clients=1)
+    assert (tally.good, tally.garbage, len(tally.wrong)) == (1, 0, 2)
+
+
 def test_reload_under_load_loses_nothing(model: ow.Model, good: Callable[[int], Sent]) -> None:
     endpoint = Endpoint(model, max_batch=8)
     reloads = 0

@@ -141,7 +141,7 @@ def _add_serve(commands: Any) -> None:
         metavar="NAME",
         help="layers or other Variables to answer (default: what the network returns for each example)",
     )
-    what.add_argument("--name", help="what the page and the metrics call it (default: that of the file)")
+    what.add_argument("--name", help="what the page and /health call it (default: that of the file)")
     what.add_argument("--watch", action="store_true", help="read the file again whenever it has changed")
     what.add_argument(
         "--reload-token",

@@ -108,6 +108,8 @@ class Batcher:
             if self._closing:
                 raise later(503, "The server is ending; ask another one, or this one again.")
             if len(self._waiting) >= self.most_waiting:
+                self._forget()
+            if len(self._waiting) >= self.most_waiting:
                 raise later(503, f"{len(self._waiting)} requests wait already; ask again later.")
             if self._thread is None:
                 self._thread = Thread(target=self._work, name="onward-serve", daemon=True)
@@ -140,7 +142,7 @@ class Batcher:
         """The next requests to compute together, once it is time; none at the end."""
         with self._changed:
             while True:
-                self._waiting = [job for job in self._waiting if not job.answer.done()]
+                self._forget()
                 if not self._waiting:
                     if self._closing:
                         return []
@@ -152,6 +154,10 @@ class Batcher:
                     taken = set(jobs)
                     self._waiting = [job for job in self._waiting if job not in taken]
                     return jobs
+
+    def _forget(self) -> None:
+        """Leave out what nobody waits for any more."""
+        self._waiting = [job for job in self._waiting if not job.answer.done()]
 
     def _patience(self) -> float:
         if self._closing:

@@ -112,6 +112,7 @@ class Endpoint:
             raise ArgumentError("There is no file to watch: the endpoint was made from a Model, not a path.")
         with bound(host, port) as listener:
             self.warm_up()
+            listener.listen(2048)  # who reads the address may connect at once
             print(f"{self.name} answers at {url_of(listener)}  ({self._manner()})", flush=True)
             looking = Watch(path, self._reload_or_say) if watch and path is not None else None
             try:

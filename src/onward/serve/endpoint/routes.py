@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from onward.serve.endpoint.endpoint import Endpoint
 
 LOG = logging.getLogger("onward.serve")
+_SOON = 0.05  # seconds before it is looked whether the client is still there
 ROUTES: Mapping[str, tuple[str, str]] = {
     "/predict": ("POST", "what the model gives for the examples that are sent"),
     "/activation/{layer}": ("POST", "what a layer gives for the examples that are sent"),
@@ -175,17 +176,20 @@ class Routes:
     async def _computed(self, job: Job, request: Any) -> Any:
         """The outcome, unless it takes too long or the client goes away."""
         seconds = self.endpoint.timeout
+        await asyncio.wait({job.answer}, timeout=min(_SOON, seconds))
+        if job.answer.done():
+            return await job.answer
         gone = asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait({job.answer, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if job.answer.done():
+                return await job.answer
+            if gone.done():
+                raise Refusal(499, "The client has gone.")
+            raise later(504, f"The answer was not there within {seconds:g} seconds; ask again later.")
         finally:
             gone.cancel()
-        if job.answer.done():
-            return await job.answer
-        job.answer.cancel()
-        if gone.done():
-            raise Refusal(499, "The client has gone.")
-        raise later(504, f"The answer was not there within {seconds:g} seconds; ask again later.")
+            job.answer.cancel()
 
     def _guarded(self, path: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """The handler, counted, with a sentence for everything that goes wrong."""

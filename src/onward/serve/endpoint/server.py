@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Event, Thread, current_thread, main_thread
+from time import monotonic
 from typing import Any
 
 from onward.core.extras import require
@@ -107,10 +108,38 @@ def _server(application: Any, bound_to_end: float) -> Any:
         ws="none",
         timeout_keep_alive=_QUIET,
         timeout_graceful_shutdown=max(1, round(bound_to_end)),
+        timeout_notify=1,
     )
     server = uvicorn.Server(config)
+    config.callback_notify = _Silent(server, application.timeout).close
     server.shutdown = partial(_leave, application, server, server.shutdown)
     return server
+
+
+class _Silent:
+    """Closes connections on which a request has begun, or none ever came, and whose head does not get whole.
+
+    uvicorn bounds how long a connection is kept between requests, the application how long a body may take;
+    this is for what lies between.
+    """
+
+    def __init__(self, server: Any, seconds: float) -> None:
+        self._server, self._seconds = server, seconds
+        self._since: dict[Any, tuple[Any, float]] = {}
+
+    async def close(self) -> None:
+        """Look at all connections; called about once a second."""
+        now, before = monotonic(), self._since
+        self._since = {}
+        for connection in list(self._server.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                continue
+            last, since = before.get(connection, (cycle, now))
+            since = since if last is cycle else now
+            self._since[connection] = cycle, since
+            if now - since > self._seconds:
+                connection.transport.close()
 
 
 async def _leave(application: Any, server: Any, shutdown: Any, sockets: Any = None) -> None:
