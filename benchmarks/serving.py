@@ -14,9 +14,31 @@ Above the table stand what the model takes for 1 and for 32 examples, and the sp
     python -m benchmarks serving
     python -m benchmarks.serving --soak 24000     of which 1 % is garbage of many kinds
 
-To expect, on two cores:
+To expect:
 
-EXPECT
+    python 3.11.7, jax 0.10.2, device cpu, cores 2
+
+    forward: 9.44 ms for 1 example, 20.14 ms for 32: 2.1 times that
+     1 clients, onward      137 requests/s, p50   5.32 ms, p99  29.70 ms
+     1 clients, plain       235 requests/s, p50   3.30 ms, p99  13.00 ms
+     1 clients, threads     208 requests/s, p50   3.43 ms, p99  17.59 ms
+     8 clients, onward      990 requests/s, p50   6.28 ms, p99  32.15 ms
+     8 clients, plain       246 requests/s, p50  23.46 ms, p99 103.40 ms
+     8 clients, threads     349 requests/s, p50  21.58 ms, p99  42.47 ms
+    64 clients, onward      900 requests/s, p50  54.15 ms, p99 174.87 ms
+    64 clients, plain       275 requests/s, p50 204.54 ms, p99 393.67 ms
+    64 clients, threads     326 requests/s, p50 181.42 ms, p99 312.45 ms
+
+    serving
+    case        against  rounds  time     peer     ratio  min   max   target
+    1 client    plain    5       7.3 ms   4.25 ms  1.34   0.90  2.36
+    1 client    threads  5       7.3 ms   4.8 ms   1.24   0.91  1.88
+    8 clients   plain    5       1.01 ms  4.07 ms  0.30   0.20  0.47
+    8 clients   threads  5       1.01 ms  2.86 ms  0.36   0.30  0.71
+    64 clients  plain    5       1.11 ms  3.63 ms  0.29   0.15  0.44  <= 0.50
+    64 clients  threads  5       1.11 ms  3.07 ms  0.36   0.19  0.46  <= 0.50
+
+That is two cores which other work kept busy at the same time.
 """
 
 from __future__ import annotations

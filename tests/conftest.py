@@ -33,3 +33,11 @@ def earlier_objects_frozen():
     """What tests before left behind is not looked through again: benchmarks collect garbage in each round."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def nothing_frozen():
+    """Who looks for what refers to an array finds nothing among frozen objects."""
+    gc.unfreeze()
+    yield
+    gc.freeze()

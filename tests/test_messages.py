@@ -9,6 +9,7 @@ import pytest
 
 import onward as ow
 
+pytestmark = pytest.mark.usefixtures("nothing_frozen")
 PARAMS = {"w1": jnp.ones((4, 3)), "w2": jnp.ones((3, 1))}
 X, Y = jnp.ones((8, 4)), jnp.ones((8, 1))
 

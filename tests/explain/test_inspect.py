@@ -23,6 +23,7 @@ from onward.core.words import Kind, Pass
 from onward.explain.inspect import inspect
 
 X, Y = (jnp.asarray(np.random.default_rng(0).normal(size=s), jnp.float32) for s in ((4, 3), (4, 2)))
+pytestmark = pytest.mark.usefixtures("nothing_frozen")
 SIZES = (3, 8, 8, 2)
 LAYERS = len(SIZES) - 1
 

@@ -21,7 +21,6 @@ from benchmarks.load import Sent, drive, garbage_of, post
 
 import onward as ow
 from onward.serve.endpoint.endpoint import Endpoint
-from onward.serve.endpoint.refusal import ServeError
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 
@@ -505,9 +504,9 @@ def test_a_model_of_another_interface_is_refused() -> None:
 def test_a_busy_port_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ServeError, match=rf"Port {port} of 127.0.0.1 is taken .* 0 for any free one"):
+        with pytest.raises(ow.ServeError, match=rf"Port {port} of 127.0.0.1 is taken .* 0 for any free one"):
             Endpoint(ow.Model(mixing), max_batch=1).run(port=port)
-    with pytest.raises(ServeError, match="There is no port 70000; expected a number from 0"):
+    with pytest.raises(ow.ServeError, match="There is no port 70000; expected a number from 0"):
         Endpoint(ow.Model(mixing), max_batch=1).run(port=70000)
 
 

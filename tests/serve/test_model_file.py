@@ -347,3 +347,19 @@ def test_a_model_that_is_trained_on_two_devices(tmp_path):
     ow.Trainer(model, ow.SGD(0.1), devices=2).update(images(8), np.arange(8) % 3)
     found = ow.load(ow.save(model, tmp_path / "m"))
     np.testing.assert_allclose(answers(found, 8)[1], answers(model, 8)[1], atol=1e-6)
+
+
+def test_data_of_a_length_of_its_own_keeps_it(tmp_path):
+    """A scale with as many numbers as the batch happens to have examples."""
+
+    def network():
+        return ow.layer.fc(ow.data("x", (None, 2)) * ow.data("scale", (2,)), 3)
+
+    model = ow.Model(network, seed=1, batch_size=2)
+    found = ow.load(ow.save(model, tmp_path / "m"))
+    assert found.about["inputs"] == ["x f32[b,2]", "scale f32[2]"]
+    x, scale = np.ones((5, 2), "float32"), np.array([2, -1], "float32")
+    np.testing.assert_allclose(
+        ow.Evaluator(found).forward(x, scale).value, ow.Evaluator(model).forward(x, scale).value, atol=1e-6
+    )
+    assert found.topology.recipe.origin.fixed_data == {"scale"}

@@ -14,6 +14,7 @@
     ├── ClusterError        (RuntimeError)  trainers and parameter servers that cannot go on
     ├── CheckpointError     (OSError)       a checkpoint that cannot be written, or is not what was written
     ├── ModelFileError      (OSError)       a model file that cannot be written, or is not what was written
+    ├── ServeError          (OSError)       an endpoint that cannot be started
     └── MissingExtraError   (ImportError)   an optional package that is not installed
 
     UnreachedWarning        (UserWarning)   a parameter that was to be trained and is not reached
@@ -68,6 +69,10 @@ class CheckpointError(OnwardError, OSError):
 
 class ModelFileError(OnwardError, OSError):
     """A model file cannot be written, or is not what was written."""
+
+
+class ServeError(OnwardError, OSError):
+    """An endpoint cannot be started: its port is taken, or may not be used."""
 
 
 class NonFiniteError(OnwardError, FloatingPointError):

@@ -34,7 +34,7 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
     del values[SEED]
     if lacking := [v.name for v in program.state if v not in values]:
         raise StateError(
-            f"Nothing here makes a first value of {', '.join(map(repr, lacking[:5]))}, which {program.name!r} "
+            f"Nothing here makes a first value of {', '.join(map(repr, lacking[:5]))}, which {program.name} "
             "keeps. A Program from a file goes on from the State that load_step returned beside it."
         )
     return values

@@ -1,14 +1,8 @@
-"""A request that is answered by an error, and an endpoint that cannot be started."""
+"""A request that is answered by an error."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from onward.core.errors import OnwardError
-
-
-class ServeError(OnwardError, OSError):
-    """An endpoint cannot be started: its port is taken, or may not be used."""
 
 
 class Refusal(Exception):  # noqa: N818

@@ -18,8 +18,8 @@ from threading import Event, Thread, current_thread, main_thread
 from time import monotonic
 from typing import Any
 
+from onward.core.errors import ServeError
 from onward.core.extras import require
-from onward.serve.endpoint.refusal import ServeError
 
 LOG = logging.getLogger("onward.serve")
 _LEAVING = 0.25  # seconds in which clients that keep a connection are told that it ends

@@ -127,7 +127,7 @@ def _wanted(program: Program, shapes: Shapes) -> dict[str, tuple[int | str, ...]
     known = {v.name: v for v in data}
     if unknown := sorted(shapes.keys() - known.keys()):
         raise ArgumentError(f"shapes= names {unknown[0]!r}; the data is {', '.join(known)}.")
-    length, fixed = _batch_length(program), _fixed_data(program)
+    length, fixed = _batch_length(program), fixed_data(program)
 
     def shape(v: Variable) -> tuple[int | str, ...]:
         if v.name in shapes:
@@ -152,11 +152,12 @@ def _checked(v: Variable, shape: tuple[int | str, ...]) -> tuple[int | str, ...]
 
 def _batch_length(program: Program) -> int | None:
     """How long the batch was when the Program was traced."""
-    fixed = _fixed_data(program)
+    fixed = fixed_data(program)
     lengths = (v.shape[0] for v in program.inputs if v.shape and v.name not in fixed and v.size)
     return next(lengths, None)
 
 
-def _fixed_data(program: Program) -> frozenset[str]:
+def fixed_data(program: Program) -> frozenset[str]:
+    """The data that was declared with a length of its own."""
     declared = frozenset() if program.recipe is None else program.recipe.origin.fixed_data
     return declared & {*data_names(program)}

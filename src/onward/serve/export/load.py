@@ -135,7 +135,8 @@ class _File:
             if not variants:
                 raise ValueError("it holds no Program")
             found = tuple(self._variant(i, said) for i, said in enumerate(variants))
-            return Loaded(found, take(self.said, "kind", str) == "training").program()
+            fixed = frozenset(map(str, take(self.said, "fixed", list)))
+            return Loaded(found, take(self.said, "kind", str) == "training", fixed).program()
 
     def values(self, program: Program) -> dict[str, Any]:
         """The state by name."""

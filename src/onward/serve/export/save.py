@@ -19,7 +19,7 @@ from onward.execute.model import Model
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.serve.export import container
-from onward.serve.export.batches import Shapes, writings
+from onward.serve.export.batches import Shapes, fixed_data, writings
 
 FORMAT = 1
 
@@ -79,6 +79,7 @@ def save(
         "fetch": list(what.fetch) if isinstance(what, Step) else [],
         "inputs": [f"{v.name} {short_type(v)}" for v in parts[0].program.inputs],
         "outputs": [f"{v.name} {short_type(v)}" for v in parts[0].program.outputs],
+        "fixed": sorted(fixed_data(program)),
         "arrays": {name: vars(form) for name, (form, _) in arrays.items()},
         "variants": [part.said for part in parts],
     }

@@ -72,11 +72,12 @@ class Loaded:
     Attributes:
         variants: what the file holds.
         training: whether it is a training step.
+        fixed_data: the data that has a length of its own, not that of the batch.
     """
 
     variants: tuple[Variant, ...]
     training: bool
-    fixed_data: frozenset[str] = frozenset()
+    fixed_data: frozenset[str]
     assumes_batch: bool = False
 
     def program(self) -> Program:
