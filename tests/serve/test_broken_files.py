@@ -235,7 +235,7 @@ def test_an_executable_past_the_window_leaves_parameters_and_graph(whole, tmp_pa
     model = ow.load(path)
     assert model["output/w"].shape == (8, 2)
     assert "fc_0" in str(model.topology)
-    with pytest.raises(ow.ModelFileError, match=r"runs versions \d+ to \d+.*all here"):
+    with pytest.raises(ow.ModelFileError, match=r"it runs versions \d+ to \d+.*all here"):
         ow.Evaluator(model).forward(x=np.ones((1, 4), "float32"))
 
 

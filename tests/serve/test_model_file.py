@@ -1,9 +1,12 @@
 """A saved model answers as the model does: same numbers, same names, any batch, without its code."""
 
 import dataclasses
+import os
+import stat
 import subprocess
 import sys
 import textwrap
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -302,6 +305,47 @@ def test_what_is_not_in_the_file_of_a_step_is_said(stepping, tmp_path):
         other.init({"w1": jnp.zeros((3, 8)), "w2": jnp.zeros((8, 1))})
 
 
+def test_micro_batches_are_a_file_for_their_batch(tmp_path):
+    params, x = {"w": jnp.ones((4, 3))}, np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    program = ow.Adam(0.1).minimize(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x)
+    step = ow.compile(ow.accumulate(program, 4))
+    other, state = ow.load_step(ow.save(step, tmp_path / "m", step.init(params), batch=8))
+    state, _ = other(state, x)
+    expected, _ = step(step.init(params), x)
+    np.testing.assert_allclose(state["w"], expected["w"], atol=1e-6)
+
+
+def test_a_loaded_step_names_the_op_and_line_of_a_fault(tmp_path):
+    params, x = {"w": jnp.ones((4, 3))}, np.ones((8, 4), "float32")
+    program = ow.SGD(0.1).minimize(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x)
+    step = ow.compile(program, check_finite=True)
+    path = ow.save(step, tmp_path / "m", step.init(params))
+    other, state = ow.load_step(path)
+    with pytest.raises(ow.NonFiniteError) as found:  # noqa: PT012
+        state, _ = other(state, x * 1e30)
+        other.expect_going(state)
+    assert found.value.finding.type == "integer_pow"
+    assert str(found.value.finding.source).startswith("test_model_file.py:")
+    np.testing.assert_array_equal(found.value.state["w"], params["w"])
+
+
+def test_what_is_added_behind_a_loaded_program_runs(stepping, tmp_path):
+    step, state, x, y = stepping
+    other, begun = ow.load_step(ow.save(step, tmp_path / "m", state))
+    watching = ow.compile(ow.watch(other.program, gradients=True, every=1))
+    _, out = watching(begun, x, y)
+    assert "grad(w1)" in str(out.watched)
+    for transform in (
+        lambda p: ow.mixed_precision(p, "bfloat16"),
+        lambda p: ow.compile(ow.accumulate(p, 2)),
+        lambda p: ow.compile(ow.roll(p)),
+        lambda p: ow.compile(ow.recompute(p, budget=0.5)),
+        lambda p: ow.compile(ow.replicate(p, devices=2)),
+    ):
+        with pytest.raises(ow.OnwardError):
+            transform(other.program)
+
+
 # What cannot be saved.
 
 
@@ -336,6 +380,29 @@ def test_wrong_calls_teach(trained, stepping, tmp_path):
     assert not path.exists()
 
 
+def test_only_files_are_written_over(trained, tmp_path):
+    (tmp_path / "kept.model").write_text("before")
+    (tmp_path / "link.model").symlink_to(tmp_path / "kept.model")
+    ow.save(trained, tmp_path / "link.model")
+    assert (tmp_path / "link.model").is_symlink()
+    assert ow.load(tmp_path / "kept.model")
+    os.mkfifo(tmp_path / "pipe")
+    for path, text in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a folder")):
+        with pytest.raises(ow.ModelFileError, match=text):
+            ow.save(trained, path)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_checkpoints_and_model_files_are_told_apart(trained, saved, tmp_path):
+    with pytest.raises(ow.CheckpointError, match=r"onward\.load\(path\)"):
+        trained.restore(saved)
+    trained.save(tmp_path / "folder")
+    with pytest.raises(ow.ModelFileError, match=r"model\.restore\(folder\)"):
+        ow.load(tmp_path / "folder")
+    with pytest.raises(ow.ArgumentError, match=r"load\(path\)"):
+        ow.Evaluator(str(saved))
+
+
 def test_a_folder_that_cannot_be_written_leaves_nothing(trained, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ow.ModelFileError, match="cannot be written"):
@@ -347,6 +414,38 @@ def test_a_model_that_is_trained_on_two_devices(tmp_path):
     ow.Trainer(model, ow.SGD(0.1), devices=2).update(images(8), np.arange(8) % 3)
     found = ow.load(ow.save(model, tmp_path / "m"))
     np.testing.assert_allclose(answers(found, 8)[1], answers(model, 8)[1], atol=1e-6)
+
+
+class Pair(NamedTuple):
+    mean: jax.Array
+    last: jax.Array
+
+
+def test_slices_from_the_end_and_namedtuples(tmp_path):
+    """A slice from the end is another op where the length is free: the numbers are compared then."""
+
+    def network(w, x):
+        y = x @ w
+        return Pair(y.mean(1), y[:, -1])
+
+    w = jnp.ones((4, 3))
+    x = np.random.default_rng(0).normal(size=(5, 6, 4)).astype("float32")
+    model = ow.Model(ow.trace(network, w, x[:2]), w)
+    found = ow.load(ow.save(model, tmp_path / "m", shapes={"x": ("b", "t", 4)}))
+    mean, last = ow.Evaluator(found).forward(x).value
+    np.testing.assert_allclose(last, network(w, x).last, atol=1e-6)
+    np.testing.assert_allclose(mean, network(w, x).mean, atol=1e-6)
+    assert ow.Evaluator(found).forward(x[:, :4]).value._fields == ("mean", "last")
+
+
+def test_a_length_that_is_returned_as_a_number_is_not_taken_for_another(tmp_path):
+    model = ow.Model(
+        ow.trace(lambda w, x: (x @ w, x.shape[0] - 1), jnp.ones(3), jnp.ones((4, 3))), jnp.ones(3)
+    )
+    with pytest.warns(UserWarning, match=r"jnp\.asarray\(x\.shape\[0\]\)"):
+        found = ow.load(ow.save(model, tmp_path / "m"))
+    assert ow.Evaluator(found).forward(np.ones((4, 3), "float32")).value[1] == 3
+    assert ow.Evaluator(found).forward(np.ones((1, 3), "float32")).value[1] == 0
 
 
 def test_data_of_a_length_of_its_own_keeps_it(tmp_path):

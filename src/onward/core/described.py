@@ -6,7 +6,7 @@ jaxpr, so that it can neither be run alone nor differentiated. What computes the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
@@ -92,6 +92,15 @@ class DescribedBody(Body):
     def equations(self) -> Sequence[Any]:
         """None."""
         return ()
+
+    def depending_on(self, inputs: Iterable[int]) -> set[int]:
+        """All outputs, if there is an input among these."""
+        return set(range(len(self.description.outputs))) if set(inputs) else set()
+
+    def same_everywhere(self, inputs: Iterable[int]) -> set[int]:
+        """All outputs, if these are all inputs."""
+        all_inputs = set(range(len(self.description.inputs)))
+        return set(range(len(self.description.outputs))) if all_inputs <= set(inputs) else set()
 
     @property
     def attributes(self) -> Mapping[str, str]:

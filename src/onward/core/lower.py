@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from onward.core.described import DescribedBody
+from onward.core.errors import GraphError
 from onward.core.jaxprs import as_one_call, joined
 from onward.core.program import Code, Program, Variable
 
@@ -65,16 +67,28 @@ def _at_once(program: Program, outputs: Sequence[Variable]) -> Callable[..., lis
 
 
 def _by_code(program: Program, code: Code, outputs: Sequence[Variable]) -> Callable[..., list[Any]]:
-    """What a loaded Program computes; data and state that these outputs do not depend on may be missing."""
-    place = {name: i for i, name in enumerate(code.gives)}
+    """What a loaded Program computes, and then the ops that were added behind it.
+
+    Data and state that nothing of what is asked for depends on may be missing.
+    """
+    added = [op for op in program.ops if op not in code.ops]
+    if changed := [op for op in added if isinstance(op.body, DescribedBody)]:
+        raise GraphError(
+            f"{program.name!r} was loaded from a file and runs as a whole, so {changed[0]!r} cannot read "
+            "what it did not read then: only what is added behind its ops has an effect. Apply the "
+            "transform before save."
+        )
 
     def run(state: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        named = {v.name: x for v, x in program.constants.items()}
-        named |= {v.name: x for v, x in zip(program.state, state, strict=True)}
-        named |= {v.name: x for v, x in zip(program.inputs, inputs, strict=True)}
-        found = code.call(
-            *(named[v.name] if v.name in named else jnp.empty(v.shape, v.dtype) for v in code.reads)
-        )
-        return [named[v.name] if v.name in named else found[place[v.name]] for v in outputs]
+        env: dict[Variable, Any] = dict(program.constants)
+        env.update(zip(program.state, state, strict=True))
+        env.update(zip(program.inputs, inputs, strict=True))
+        named = {v.name: x for v, x in env.items()}
+        given = (named[v.name] if v.name in named else jnp.empty(v.shape, v.dtype) for v in code.reads)
+        found = dict(zip(code.gives, code.call(*given), strict=True))
+        env.update((v, found[v.name]) for op in program.ops if op in code.ops for v in op.outputs)
+        for op in added:
+            env.update(zip(op.outputs, op.body(*(env[v] for v in op.inputs)), strict=True))
+        return [env[v] for v in outputs]
 
     return run

@@ -142,11 +142,13 @@ class Code:
         call: from the values of ``reads``, in this order, to those of ``gives``.
         reads: all state, data and constants that it takes.
         gives: the names of all Variables that it computes. What nobody asks for, a compiler leaves out.
+        ops: the ops that it computes. What a transform adds behind them has code of its own.
     """
 
     call: Callable[..., Sequence[Any]]
     reads: tuple[Variable, ...]
     gives: tuple[str, ...]
+    ops: frozenset[Op]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -16,7 +16,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Program, Variable
-from onward.core.structure import path_name
+from onward.core.structure import describe, path_name
 from onward.core.walk import find, name_of
 from onward.execute.feeds import data_names
 from onward.execute.loop.reader import Reading
@@ -36,6 +36,9 @@ class Evaluator:
         activations: names that every ``forward`` shall compute at once. Any other activation is computed when
             it is asked for, from the same data and the same parameters.
 
+    Raises:
+        ArgumentError: something else than a Model.
+
     Example:
         >>> import numpy as np, onward as ow
         >>> def network():
@@ -48,6 +51,11 @@ class Evaluator:
     """
 
     def __init__(self, model: Model, activations: Iterable[str | Variable] = ()) -> None:
+        if not isinstance(model, Model):
+            raise ArgumentError(
+                f"Evaluator was given {describe(model)}; expected a Model: Model(network), or load(path) of "
+                "a file that save wrote."
+            )
         self.model = model
         self._fetch = tuple(find(model.test_program, name).name for name in activations)
         self._names = data_names(model.test_program)

@@ -99,6 +99,11 @@ class Checkpoints:
         _check_word("mode", mode, ("min", "max"))
         _check_word("backend", backend, BACKENDS)
         self.folder = Path(folder)
+        if self.folder.is_file():
+            raise CheckpointError(
+                f"{folder} is a file; checkpoints are kept in a folder. One file without the code of the "
+                "network is written by onward.save(model, path) and read by onward.load(path)."
+            )
         self.every, self.keep, self.best, self.mode = every, keep, best, mode
         self.asynchronous = asynchronous
         self._backend: Backend = BACKENDS[backend]()

@@ -99,6 +99,7 @@ def _returning(program: Program, added: Sequence[Op], outputs: Sequence[Variable
             outputs=tuple(outputs),
             initializers=program.initializers,
             replicas=program.replicas,
+            code=program.code,
         )
     )
 

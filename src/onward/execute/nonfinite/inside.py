@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from onward.core.described import DescribedBody
 from onward.core.jaxprs import Body, program_of, result_of
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
@@ -52,7 +53,7 @@ def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tup
         depth: how many ops it is in already.
     """
     body = op.body
-    if body.collectives or body.has_effects or depth > _DEPTH:
+    if body.collectives or body.has_effects or depth > _DEPTH or isinstance(body, DescribedBody):
         return ()
     parts, names = body.subprograms, [v.name for v in op.inputs]
     if len(body.equations) != 1 or (not parts and op.type not in body.primitives):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onward.core.described import DescribedBody
 from onward.core.jaxprs import Body, program_of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
@@ -145,6 +146,8 @@ def writes(body: Body, bad: Bad) -> bool:
     >>> writes(body, Bad.PLUS), writes(body, Bad.NAN)
     (True, False)
     """
+    if isinstance(body, DescribedBody):  # of its numbers only the words are known
+        return ("nan" if bad is Bad.NAN else "inf") in {str(x).lstrip("-") for x in body.operands}
     if any(_holds(x, bad) for x in numbers(body)):
         return True
     is_one = len(body.equations) == 1

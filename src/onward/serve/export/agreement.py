@@ -70,11 +70,12 @@ def _without_lengths(program: Program) -> Iterator[Op]:
 
 def _compare(program: Program, writing: Writing, values: Mapping[str, Any]) -> None:
     """Raise ``ArgumentError`` unless both compute the same from the state and some data."""
-    names = [v.name for v in (*program.outputs, *program.next_state.values())]
+    wanted, others = ((*p.outputs, *p.next_state.values()) for p in (program, writing.program))
+    names = [v.name for v in wanted]
     state = [values[v.name] for v in program.state]
     data = [_some(v, program, i) for i, v in enumerate(program.inputs)]
-    expected = jax.jit(lower(program, [program[name] for name in names]))(state, data)
-    found = _computed(writing, [*state, *writing.program.constants.values(), *data], names)
+    expected = jax.jit(lower(program, wanted))(state, data)
+    found = _computed(writing, [*state, *writing.program.constants.values(), *data], [v.name for v in others])
     for name, x, y in zip(names, expected, found, strict=True):
         if x.shape != y.shape or not _close(x, y):
             raise ArgumentError(f"{name!r} is another one where the function does not know the length")

@@ -18,6 +18,7 @@ from jax import export
 from onward.core.errors import ArgumentError, OnwardError
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
+from onward.core.structure import Static
 from onward.core.transform import replayed
 from onward.execute.feeds import data_names
 from onward.serve.export.agreement import expect_same
@@ -89,7 +90,9 @@ def _free(program: Program, values: Mapping[str, Any], shapes: Shapes) -> Writin
 
     lengths = [pair for v in program.inputs for pair in zip(wanted[v.name], v.shape, strict=True)]
     sizes = {n: size for n, size in lengths if isinstance(n, str)}
-    writing = _writing(program, replay(symbols), sizes)
+    found = replay(symbols)
+    _expect_no_length(found)
+    writing = _writing(program, found, sizes)
     expect_same(writing, replay, values)
     return writing
 
@@ -109,6 +112,16 @@ def _writing(program: Program, found: Program, sizes: Mapping[str, int]) -> Writ
     if [v.name for v in found.state] != [v.name for v in program.state]:
         raise ArgumentError("another length of the batch gives it another state")
     return Writing(found, sizes, exported(found, [v for op in found.ops for v in op.outputs]))
+
+
+def _expect_no_length(found: Program) -> None:
+    """Raise ``ArgumentError`` for a length among what the function returns: a number, not an array."""
+    leaves = () if found.signature is None else found.signature.result.leaves
+    if any(isinstance(leaf, Static) and export.is_symbolic_dim(leaf.value) for leaf in leaves):
+        raise ArgumentError(
+            "it returns the length of the batch as a Python number, which an array in a file cannot be; "
+            "return jnp.asarray(x.shape[0])"
+        )
 
 
 def _replayed(program: Program, shapes: Mapping[str, tuple[Any, ...]]) -> Program:

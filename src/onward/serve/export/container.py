@@ -62,6 +62,10 @@ def write(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     Raises:
         ModelFileError: the disk refuses.
     """
+    path = path.resolve()  # of a link, the file that it leads to
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no file but a device or a pipe"
+        raise ModelFileError(f"{path} is {what}; expected the name of a file, such as trained.model.")
     metadata = {_ABOUT: json.dumps(about, allow_nan=False), _SEAL: _UNSEALED}
     try:
         make_folder(path.parent)
@@ -149,13 +153,18 @@ def _digest(data: bytes, header: bytes, seal: str) -> str:
 def _bytes(path: Path) -> bytes:
     try:
         if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise ModelFileError(f"{path} {what}. {EXPECTED}")
+            raise ModelFileError(f"{path} {_no_file(path)}. {EXPECTED}")
         return path.read_bytes()
     except ModelFileError:
         raise
     except (OSError, MemoryError, ValueError) as error:
         raise ModelFileError(f"{str(path)!r} cannot be read: {error}. {EXPECTED}") from error
+
+
+def _no_file(path: Path) -> str:
+    if path.is_dir():
+        return "is a folder; what Model.save or a Trainer wrote, a checkpoint, is for model.restore(folder)"
+    return "is no file" if path.exists() else "does not exist"
 
 
 def _header(data: bytes) -> bytes:
@@ -164,7 +173,7 @@ def _header(data: bytes) -> bytes:
         raise ValueError(f"it has {len(data)} bytes, too few for any")
     (length,) = struct.unpack("<Q", data[:8])
     if length > min(_LARGEST_HEADER, len(data) - 8):
-        raise ValueError(f"its header is said to have {length} bytes, and the file has {len(data)}")
+        raise ValueError(f"it would begin with a header of {length} bytes, and has {len(data)} in all")
     return data[8 : 8 + length]
 
 

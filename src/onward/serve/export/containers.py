@@ -1,12 +1,14 @@
 """Nested containers as data: how a network is called and what it returns, without the user's classes.
 
-Dicts, lists, tuples and None stay what they are. A class of the user's own (a dataclass, a module of another
-library) becomes a dict of its fields, for its code is not in the file.
+Dicts, lists, tuples, namedtuples and None stay what they are. Another class of the user's own (a dataclass, a
+module of another library) becomes a dict of its fields, for its code is not in the file.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import jax
@@ -56,10 +58,18 @@ def _described(tree: Any) -> Any:
         return {"none": True}
     if type(tree) in (list, tuple):
         return {type(tree).__name__: list(map(_described, tree))}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return {"namedtuple": [type(tree).__name__, list(tree._fields), list(map(_described, tree))]}
     if type(tree) is dict and all(isinstance(key, str) for key in tree):
         return {"dict": {key: _described(value) for key, value in tree.items()}}
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     return {"dict": {path_name(path): _described(value) for path, value in paths}}
+
+
+@cache
+def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
+    """A namedtuple of its own, the same one for equal names, which must be plain ones."""
+    return namedtuple(name, fields)
 
 
 def _rebuilt(record: Any, variables: list[Variable], depth: int) -> Any:
@@ -76,6 +86,9 @@ def _rebuilt(record: Any, variables: list[Variable], depth: int) -> Any:
         case (("list" | "tuple"), list()):
             found = [_rebuilt(part, variables, depth + 1) for part in value]
             return found if kind == "list" else tuple(found)
+        case "namedtuple", [str() as name, list() as fields, list() as parts]:
+            found = [_rebuilt(part, variables, depth + 1) for part in parts]
+            return _namedtuple(name, tuple(fields))(*found)
         case "dict", dict():
             return {key: _rebuilt(part, variables, depth + 1) for key, part in value.items()}
     raise ValueError(f"a container is a {str(kind)[:40]!r}, which is none that Onward writes")

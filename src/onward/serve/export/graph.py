@@ -47,7 +47,10 @@ class _Writer:
 
     def __init__(self, program: Program, example: Program | None) -> None:
         self.program = program
-        self.variables = list(program.variables.values())
+        made = (v for op in program.ops for v in op.outputs)
+        read = (v for op in program.ops for v in op.inputs)  # within a loop, some from around it
+        given = (*program.inputs, *program.state, *program.constants)
+        self.variables = list(dict.fromkeys((*given, *made, *read, *program.outputs)))
         self.number = {v: i for i, v in enumerate(self.variables)}
         examples = () if example is None else example.ops
         self.examples = {op.outputs[0].name: op for op in examples if op.outputs}
@@ -68,9 +71,9 @@ class _Writer:
             "next_state": [self._numbers(pair) for pair in pairs],
             "gradients": [self._numbers(pair) for pair in program.gradients],
             "loss": None if program.loss is None else number[program.loss],
-            "hyperparameters": self._numbers(program.hyperparameters),
-            "limits": [[number[v], limit] for v, limit in program.limits.items()],
-            "bounds": [[number[v], *bound] for v, bound in program.bounds.items()],
+            "hyperparameters": self._numbers(v for v in program.hyperparameters if v in number),
+            "limits": [[number[v], limit] for v, limit in program.limits.items() if v in number],
+            "bounds": [[number[v], *bound] for v, bound in program.bounds.items() if v in number],
             "signature": self._signature(program.signature),
         }
 

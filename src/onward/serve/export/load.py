@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -161,18 +162,22 @@ class _File:
         first = export.minimum_supported_calling_convention_version
         last = export.maximum_supported_calling_convention_version
         if not first <= convention <= last:
-            return partial(self._too_far, convention, (first, last))
-        found = executable.loaded(self._bytes(f"{EXECUTABLE}{i}"), str(self.path))
+            return partial(self._too_far, f"it runs versions {first} to {last}, and this has {convention}")
+        try:
+            found = executable.loaded(self._bytes(f"{EXECUTABLE}{i}"), str(self.path))
+        except ModelFileError as error:
+            if not _is_later(take(self.said, "jax", str)):
+                raise
+            return partial(self._too_far, " ".join(str(error.__cause__).split())[:200])
         if (found.takes, found.gives) != template.types:
             raise ValueError("its graph and its executable are not of one Program")
         return found.call
 
-    def _too_far(self, convention: int, window: tuple[int, int], *values: Any) -> NoReturn:
+    def _too_far(self, reason: str, *values: Any) -> NoReturn:
         raise ModelFileError(
-            f"{self.path} was written with JAX {self.said.get('jax')}, whose executables have version "
-            f"{convention}; JAX {jax.__version__} runs versions {window[0]} to {window[1]}. Parameters and "
-            "graph are all here (model.parameters, print(model.topology)): give them to the code of the "
-            "network and save again, or run the file with the JAX that wrote it."
+            f"{self.path} was written with JAX {self.said.get('jax')}, and JAX {jax.__version__} does not "
+            f"run it: {reason}. Parameters and graph are all here (model.parameters, print(model.topology)). "
+            "Use the JAX that wrote it, or give the parameters to the code of the network and save again."
         )
 
     def _array(self, name: str, record: Mapping[str, Any]) -> Any:
@@ -215,6 +220,13 @@ class _Telling:
         raise ModelFileError(
             f"{self.path} is sealed, and says what no Onward writes: {what}. {EXPECTED}"
         ) from error
+
+
+def _is_later(written: str) -> bool:
+    """Whether a version of JAX is later than the one that runs."""
+    numbers = re.findall(r"\d{1,6}", written)[:3], re.findall(r"\d{1,6}", jax.__version__)[:3]
+    found, here = (tuple(map(int, version)) for version in numbers)
+    return found > here
 
 
 def _major(written: str) -> int:

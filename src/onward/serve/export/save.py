@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from os import PathLike
@@ -65,6 +66,9 @@ def save(
         >>> evaluator.forward(x=np.ones((3, 4))).value.shape
         (3, 2)
     """
+    if not isinstance(path, str | PathLike) or not os.fspath(path):
+        raise ArgumentError(f'save was given the path {path!r}; expected a file, such as "trained.model".')
+    file = Path(path)
     program, values, kind = _taken(what, state)
     parts = writings(program, {v.name: x for v, x in values.items()}, batch, shapes)
     arrays = {v.name: encode(v.name, value) for v, value in values.items()}
@@ -86,8 +90,8 @@ def save(
     stored = {name: bits for name, (_, bits) in arrays.items()}
     for i, part in enumerate(parts):
         stored |= part.arrays(i, program)
-    container.write(Path(path), said, stored)
-    return Path(path)
+    container.write(file, said, stored)
+    return file
 
 
 def _taken(what: Any, state: State | None) -> tuple[Program, dict[Variable, Any], str]:
@@ -98,9 +102,10 @@ def _taken(what: Any, state: State | None) -> tuple[Program, dict[Variable, Any]
         current = what.state
         return what.test_program, {v: current[v.name] for v in what.test_program.state}, "model"
     if not isinstance(what, Step):
+        hint = "Its model: save(trainer.model, path). " * hasattr(what, "model")
         raise ArgumentError(
-            f"save was given {describe(what)}; expected a Model, save(model, path), or a compiled step with "
-            "its State, save(step, path, state)."
+            f"{hint}save was given {describe(what)}; expected a Model, save(model, path), or a compiled step "
+            "with its State, save(step, path, state)."
         )
     if not isinstance(state, State):
         raise ArgumentError(

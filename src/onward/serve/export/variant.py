@@ -42,7 +42,7 @@ class Variant:
         constants = {v: self.constants[v.name] for v in program.constants}
         program = replace(program, constants=constants)
         gives = tuple(v.name for op in program.ops for v in op.outputs)
-        return check(replace(program, code=Code(self.call, reads_of(program), gives)))
+        return check(replace(program, code=Code(self.call, reads_of(program), gives, frozenset(program.ops))))
 
     def sizes_of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int] | None:
         """The sizes of the free lengths with which the data has these shapes; None if there are none."""
@@ -61,8 +61,9 @@ class Variant:
         return sizes if fits else None
 
     def __str__(self) -> str:
-        shown = (f"{name}[{', '.join(map(str, shape))}]" for name, shape in self.template.lengths("inputs"))
-        return ", ".join(shown)
+        shown = [f"{name}[{', '.join(map(str, shape))}]" for name, shape in self.template.lengths("inputs")]
+        least = f" with {' and '.join(self.sizes)} of at least 1" if self.sizes else ""
+        return ", ".join(shown) + least
 
 
 @dataclass(frozen=True, eq=False)
