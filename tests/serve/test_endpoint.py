@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import logging
 import re
 import socket
 import threading
@@ -529,3 +530,22 @@ def test_an_endpoint_that_cannot_be(model: ow.Model, arguments: Any, sentence: s
 def test_other_things_are_no_models() -> None:
     with pytest.raises(ow.ArgumentError, match="Endpoint was given 3; expected a Model, or a path"):
         Endpoint(3)  # type: ignore[arg-type]
+
+
+def test_the_log_of_the_process_is_left_alone():
+    """uvicorn's own configuration of logging would close every handler there is."""
+
+    class Closing(logging.StreamHandler):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+            super().close()
+
+    handler = Closing()
+    try:
+        with Endpoint(ow.Model(two_inputs)).running():
+            pass
+        assert not handler.closed
+    finally:
+        handler.close()

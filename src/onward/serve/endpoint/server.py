@@ -102,6 +102,7 @@ def _server(application: Any, bound_to_end: float) -> Any:
     config = uvicorn.Config(
         application,
         lifespan="on",
+        log_config=None,  # uvicorn's own would close every handler of this process
         log_level="warning",
         access_log=False,
         server_header=False,
