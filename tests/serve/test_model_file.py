@@ -1,5 +1,6 @@
 """A saved model answers as the model does: same numbers, same names, any batch, without its code."""
 
+import collections
 import dataclasses
 import os
 import stat
@@ -372,6 +373,8 @@ def test_wrong_calls_teach(trained, stepping, tmp_path):
         (lambda: ow.save(trained, path, shapes={"pixels": ("b",)}), "'pixels'"),
         (lambda: ow.save(trained, path, shapes={"images": ("b", 6)}), "float32"),
         (lambda: ow.save(trained, path, about={"n": 1}), "about"),
+        (lambda: ow.save(trained, path, license=3), "license"),
+        (lambda: ow.save(trained, path, shapes={"images": ("n", "n", "m", 1)}), "its own name"),
     ]:
         with pytest.raises(ow.ArgumentError, match=text):
             wrong()
@@ -437,6 +440,37 @@ def test_slices_from_the_end_and_namedtuples(tmp_path):
     np.testing.assert_allclose(last, network(w, x).last, atol=1e-6)
     np.testing.assert_allclose(mean, network(w, x).mean, atol=1e-6)
     assert ow.Evaluator(found).forward(x[:, :4]).value._fields == ("mean", "last")
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda w, x: w * x * (2.0 if x.shape[0] == 4 else 3.0),
+        lambda w, x: w * x * {4: 2.0}.get(x.shape[0], 1.0),
+        lambda w, x: jnp.exp(w * x) if x.shape[0] == 1 else w * x,
+    ],
+    ids=["a number", "a table", "one alone"],
+)
+def test_a_network_that_treats_some_lengths_otherwise_is_noticed(network, tmp_path):
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+    model = ow.Model(ow.trace(network, jnp.float32(2), x), jnp.float32(2))
+    with pytest.warns(UserWarning, match="asks how long its batch is"):
+        found = ow.load(ow.save(model, tmp_path / "m"))
+    np.testing.assert_allclose(ow.Evaluator(found).forward(x).value, network(2, x), rtol=1e-6)
+
+
+def test_numbered_results_keep_their_order(tmp_path):
+    rename = collections.namedtuple("rename", ["class", "b"], rename=True)
+
+    def network(w, x):
+        return {10: w * x, 2: x, 1: {}}, rename(x, w)
+
+    x = np.ones((2, 3), "float32")
+    model = ow.Model(ow.trace(network, jnp.float32(2), x), jnp.float32(2))
+    numbered, pair = ow.Evaluator(ow.load(ow.save(model, tmp_path / "m"))).forward(x).value
+    assert (numbered[10] == 2).all()
+    assert [*map(float, map(np.mean, jax.tree.leaves(numbered)))] == [1, 2]
+    assert sorted(map(float, map(np.mean, jax.tree.leaves(pair)))) == [1, 2]
 
 
 def test_a_length_that_is_returned_as_a_number_is_not_taken_for_another(tmp_path):

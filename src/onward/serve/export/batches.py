@@ -90,6 +90,11 @@ def _free(program: Program, values: Mapping[str, Any], shapes: Shapes) -> Writin
 
     lengths = [pair for v in program.inputs for pair in zip(wanted[v.name], v.shape, strict=True)]
     sizes = {n: size for n, size in lengths if isinstance(n, str)}
+    if twice := [n for n, size in lengths if isinstance(n, str) and sizes[n] != size]:
+        raise ArgumentError(
+            f"shapes= calls two lengths {twice[0]!r} that were traced as {sizes[twice[0]]} and as another "
+            "one; give each length its own name"
+        )
     found = replay(symbols)
     _expect_no_length(found)
     writing = _writing(program, found, sizes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Mapping
 from functools import cache
+from keyword import iskeyword
 from typing import Any
 
 import jax
@@ -58,12 +59,20 @@ def _described(tree: Any) -> Any:
         return {"none": True}
     if type(tree) in (list, tuple):
         return {type(tree).__name__: list(map(_described, tree))}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return {"namedtuple": [type(tree).__name__, list(tree._fields), list(map(_described, tree))]}
+    fields = getattr(tree, "_fields", ("",)) if isinstance(tree, tuple) else ("",)
+    if all(map(_is_field, fields)):
+        return {"namedtuple": [type(tree).__name__, list(fields), list(map(_described, tree))]}
     if type(tree) is dict and all(isinstance(key, str) for key in tree):
         return {"dict": {key: _described(value) for key, value in tree.items()}}
+    if type(tree) is dict and all(type(key) is int for key in tree):
+        return {"numbered": [[key, _described(value)] for key, value in tree.items()]}
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     return {"dict": {path_name(path): _described(value) for path, value in paths}}
+
+
+def _is_field(name: str) -> bool:
+    """Whether a namedtuple may have a field of this name."""
+    return name.isidentifier() and not iskeyword(name) and not name.startswith("_")
 
 
 @cache
@@ -89,6 +98,8 @@ def _rebuilt(record: Any, variables: list[Variable], depth: int) -> Any:
         case "namedtuple", [str() as name, list() as fields, list() as parts]:
             found = [_rebuilt(part, variables, depth + 1) for part in parts]
             return _namedtuple(name, tuple(fields))(*found)
+        case "numbered", list():
+            return {int(key): _rebuilt(part, variables, depth + 1) for key, part in value}
         case "dict", dict():
             return {key: _rebuilt(part, variables, depth + 1) for key, part in value.items()}
     raise ValueError(f"a container is a {str(kind)[:40]!r}, which is none that Onward writes")

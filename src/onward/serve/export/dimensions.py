@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from operator import add, floordiv, mod, mul, neg, sub
 from typing import Any
 
@@ -50,6 +51,7 @@ def names_in(length: int | str) -> set[str]:
     return found - _CALLS.keys()
 
 
+@lru_cache(4096)
 def _parsed(text: str) -> ast.expr:
     if len(text) > _LONGEST:
         raise ValueError("a length is described in more than 500 characters")

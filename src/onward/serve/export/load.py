@@ -166,7 +166,7 @@ class _File:
         try:
             found = executable.loaded(self._bytes(f"{EXECUTABLE}{i}"), str(self.path))
         except ModelFileError as error:
-            if not _is_later(take(self.said, "jax", str)):
+            if error.__cause__ is None or not _is_later(take(self.said, "jax", str)):
                 raise
             return partial(self._too_far, " ".join(str(error.__cause__).split())[:200])
         if (found.takes, found.gives) != template.types:

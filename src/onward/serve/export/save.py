@@ -78,7 +78,7 @@ def save(
         "name": program.name,
         "onward": version("onward"),
         "jax": jax.__version__,
-        "license": license,
+        "license": _license(license),
         "about": _words(about or {}),
         "fetch": list(what.fetch) if isinstance(what, Step) else [],
         "inputs": [f"{v.name} {short_type(v)}" for v in parts[0].program.inputs],
@@ -87,6 +87,7 @@ def save(
         "arrays": {name: vars(form) for name, (form, _) in arrays.items()},
         "variants": [part.said for part in parts],
     }
+    _expect_free(arrays)
     stored = {name: bits for name, (_, bits) in arrays.items()}
     for i, part in enumerate(parts):
         stored |= part.arrays(i, program)
@@ -117,6 +118,18 @@ def _taken(what: Any, state: State | None) -> tuple[Program, dict[Variable, Any]
             "cannot hold. Compile the Program as it was before replicate, and save that step with the State."
         )
     return what.program, {v: state[v.name] for v in what.program.state}, "training"
+
+
+def _license(word: str | None) -> str | None:
+    if not isinstance(word, str | None):
+        raise ArgumentError(f'license={word!r} is no text; expected a name such as "Apache-2.0".')
+    return word
+
+
+def _expect_free(names: Iterable[str]) -> None:
+    """Raise ``ArgumentError`` for a name that something else in the file has."""
+    if taken := [name for name in names if name.startswith("onward:") or name == "__metadata__"]:
+        raise ArgumentError(f"A file cannot hold a Variable named {taken[0]!r}: rename it.")
 
 
 def _words(about: Mapping[str, str]) -> dict[str, str]:
