@@ -75,6 +75,8 @@ def reads_of(program: Program) -> tuple[Variable, ...]:
 
 def _written(function: Callable[..., Any], types: Sequence[Type], platforms: Sequence[str]) -> Written:
     found = export.export(jax.jit(function), platforms=platforms)(*types)
+    if foreign := foreign_in(found.mlir_module()):
+        raise ValueError(f"it calls {foreign[0]!r}, a kernel, which load would refuse to run")
     return Written(bytes(found.serialize()), tuple(found.platforms), found.calling_convention_version)
 
 
@@ -115,7 +117,7 @@ def loaded(data: bytes, what: str) -> Executable:
             f"{what}: its executable is not one that jax.export of JAX {jax.__version__} reads "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
         ) from error
-    if foreign := sorted(calls_in(text) - {c for c in calls_in(text) if _HARMLESS.fullmatch(c)}):
+    if foreign := foreign_in(text):
         raise ModelFileError(
             f"{what}: its executable calls {foreign[0][:60]!r} in the process that runs it, which no model "
             "needs. It is not run."
@@ -134,6 +136,11 @@ def type_text(dtype: str, shape: Sequence[int | str]) -> str:
     'float32[b, 10]'
     """
     return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def foreign_in(text: str) -> list[str]:
+    """The functions that a module calls and that JAX does not emit for its own primitives."""
+    return sorted(call for call in calls_in(text) if not _HARMLESS.fullmatch(call))
 
 
 def calls_in(text: str) -> set[str]:
