@@ -92,14 +92,7 @@ def read(path: Path) -> Contents:
         if _digest(data, header, seal) != seal:
             raise ValueError("its SHA-256 is not that of what was written: it is damaged, or cut off")
         return Contents(about, dict(_arrays(data)), seal)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-        MemoryError,
-        safetensors.SafetensorError,
-    ) as error:
+    except (*_UNREADABLE, safetensors.SafetensorError) as error:
         raise ModelFileError(f"{path} is no whole model file: {_short(error)}. {EXPECTED}") from error
 
 

@@ -1,0 +1,113 @@
+"""What ``onward serve`` takes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from onward.shell.options import add_command, count, positive, seconds
+from onward.shell.serve import serve
+
+
+def add_serve(commands: Any) -> None:
+    """The command, with what it takes."""
+    command = add_command(
+        commands,
+        "serve",
+        "answer over HTTP with a saved model",
+        "Answer over HTTP with the model in a file that onward.save wrote. Requests that come while others "
+        "are computed are joined into batches. The address is printed; open it in a browser to see what can "
+        "be asked. SIGTERM and Ctrl-C end it once every accepted request is answered; SIGHUP reads the file "
+        "again, without dropping a request.",
+        [
+            "onward serve trained.model",
+            "onward serve trained.model --port 0 --outputs head --watch",
+            "curl -s localhost:8000/predict -H 'content-type: application/json' -d '{\"x\": [[1, 2]]}'",
+        ],
+    )
+    command.add_argument(
+        "path", type=Path, metavar="FILE", help="a model that onward.save(model, FILE) wrote"
+    )
+    _add_where(command)
+    _add_what(command)
+    _add_limits(command)
+    command.set_defaults(run=_serve)
+
+
+def _add_where(command: argparse.ArgumentParser) -> None:
+    where = command.add_argument_group("where")
+    where.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="the address to listen at; 0.0.0.0 for other machines too (default: %(default)s)",
+    )
+    where.add_argument(
+        "--port", type=count, default=8000, metavar="N", help="0 for any free one (default: %(default)s)"
+    )
+
+
+def _add_what(command: argparse.ArgumentParser) -> None:
+    what = command.add_argument_group("what")
+    what.add_argument(
+        "--outputs",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="layers or other Variables to answer (default: what the network returns for each example)",
+    )
+    what.add_argument("--name", help="what the page and /health call it (default: that of the file)")
+    what.add_argument("--watch", action="store_true", help="read the file again whenever it has changed")
+    what.add_argument(
+        "--reload-token",
+        default=os.environ.get("ONWARD_RELOAD_TOKEN"),
+        metavar="TOKEN",
+        help="let POST /reload read the file again for those who send this (default: what "
+        "ONWARD_RELOAD_TOKEN says; without it nobody can)",
+    )
+
+
+def _add_limits(command: argparse.ArgumentParser) -> None:
+    limits = command.add_argument_group("how much, how long")
+    limits.add_argument(
+        "--max-batch",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="examples computed at once, and in one request at most (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--latency",
+        type=seconds,
+        default="0.002",
+        metavar="SECONDS",
+        help="how long a request may wait for others to be computed with (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--timeout",
+        type=seconds,
+        default="30",
+        metavar="SECONDS",
+        help="for a body to come, and for an answer to be computed (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-body",
+        type=positive,
+        default=16 * 2**20,
+        metavar="BYTES",
+        help="that a request may have (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-waiting",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="requests that may wait before further ones are refused (default: %(default)s)",
+    )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(options).items() if name != "run"}
+    serve(**given)
+    return 0
