@@ -73,6 +73,9 @@ class Checkpoints:
         backend: ``"safetensors"``, or ``"orbax"``, an optional extra.
         asynchronous: whether to write in a thread of its own.
 
+    Raises:
+        CheckpointError: a file in place of the folder.
+
     Example:
         >>> import tempfile, numpy as np
         >>> with Checkpoints(tempfile.mkdtemp(), keep=1, best="loss") as checkpoints:
