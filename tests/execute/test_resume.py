@@ -466,7 +466,7 @@ def test_ctrl_c_and_the_same_trainer_goes_on():
 def test_ctrl_c_with_a_disk_that_fails(tmp_path):
     file = tmp_path / "file"
     file.write_text("no folder")
-    trainer, notes = interrupted(file)
+    trainer, notes = interrupted(file / "checkpoints")
     assert trainer.step == MIDDLE
     assert any("No checkpoint was saved: " in note for note in notes)
 
