@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import io
 import json
@@ -9,6 +10,9 @@ import logging
 import re
 import socket
 import threading
+import tracemalloc
+import weakref
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +20,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmarks.load import Sent, drive, garbage_of, post
 
 import onward as ow
+from onward.serve.endpoint.bodies import JSON, read
 from onward.serve.endpoint.endpoint import Endpoint
+from onward.serve.endpoint.plan import Plan
+from onward.serve.endpoint.probe import probe
+from onward.serve.endpoint.refusal import Refusal
+from onward.serve.endpoint.routes import _announced
+from onward.serve.endpoint.served import Served
+from onward.serve.endpoint.source import Opened
+from onward.serve.endpoint.watch import Watch, mark_of
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 
@@ -257,7 +270,10 @@ WRONG: dict[str, tuple[int, Any, str]] = {
     "one example": (422, {"x": [1, 2, 3, 4]}, "It lacks the axis of the examples"),
     "no example": (422, {"x": []}, "'x' has the shape [0]. Expected: x float32[n,4]."),
     "ragged": (422, {"x": [[1, 2, 3, 4], [1]]}, "'x' has lists of different lengths or depths."),
-    "text": (422, {"x": [["a", "b", "c", "d"]]}, "expected float32"),
+    "text": (422, {"x": [["a", "b", "c", "d"]]}, "'x' holds a string; expected numbers: x float32[n,4]."),
+    "text and numbers": (422, {"x": [[1, 2, 3, "4"]]}, "'x' holds a string"),
+    "nothing in a row": (422, {"x": [[1, 2, 3, None]]}, "'x' holds null"),
+    "too large among fractions": (422, {"x": [[10**400, 0.5, 0, 0]]}, "no array can hold"),
     "too large": (422, {"x": [[10**400] * 4]}, "which no array can hold"),
     "beyond float32": (422, {"x": [[1e39] * 4]}, "float32 cannot hold"),
     "too many": (
@@ -549,3 +565,164 @@ def test_the_log_of_the_process_is_left_alone():
         assert not handler.closed
     finally:
         handler.close()
+
+
+def test_small_integers_come_as_json_numbers_and_other_byte_orders_as_npy():
+    """Images are bytes as a rule; JSON does not tell an int8 from an int32."""
+
+    def brightness() -> Any:
+        return ow.data("pixels", (None, 4), "uint8").astype("float32").sum(1)
+
+    def halves() -> Any:
+        return ow.data("x", (None, 2)) / 2
+
+    with asked(Endpoint(ow.Model(brightness), max_batch=2)) as ask:
+        status, answer, _ = ask("/predict", {"pixels": [[1, 2, 3, 255]]})
+        assert (status, [*answer["outputs"].values()]) == (200, [[261.0]])
+        status, answer, _ = ask("/predict", {"pixels": [[1, 2, 3, 256]]})
+        assert status == 422
+        assert "0 to 255" in answer["error"]
+    with asked(Endpoint(ow.Model(halves), max_batch=2)) as ask:
+        body = io.BytesIO()
+        np.save(body, np.array([[2, 4]], ">f4"))
+        status, answer, _ = ask("/predict", body.getvalue(), content_type="application/x-npy")
+        assert (status, [*answer["outputs"].values()]) == (200, [[[1.0, 2.0]]])
+
+
+# ---------------------------------------------------------------------------- memory, trials, choices
+
+
+def test_a_long_text_among_short_ones_takes_no_room(model: ow.Model) -> None:
+    plan = Plan.of(model, ["head"])
+    body = json.dumps({"x": ["a" * 20_000] + ["a"] * 20_000}).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal, match="'x' holds a string"):
+            read(body, JSON, plan, len(body))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 40 * len(body)
+
+
+MIXING: dict[str, Any] = {
+    "only negative numbers": lambda x: x + jnp.minimum(x, 0).sum(),
+    "only large numbers": lambda x: x + jnp.where(x > 50, x, 0).sum(0),
+    "a little": lambda x: x + 5e-4 * x.mean(0),
+    "almost nothing": lambda x: x + 1e-12 * x.sum(0),
+    "the largest": lambda x: x / jnp.maximum(1e3, jnp.abs(x).max()),
+    "the first": lambda x: x + 1e-4 * x[0],
+    "the last": lambda x: x + 1e-4 * x[-1],
+    "order": lambda x: jnp.cumsum(x, 0),
+    "how many": lambda x: x / x.shape[0],
+}
+
+
+@pytest.mark.parametrize("case", MIXING)
+def test_networks_that_look_at_their_neighbours_are_found(case: str) -> None:
+    model = ow.Model(lambda: MIXING[case](ow.data("x", (None, 4))))
+    assert "depends on the other examples" in probe(Plan.of(model, ()), 4).alone
+
+
+def test_whole_numbers_are_compared_exactly() -> None:
+    model = ow.Model(
+        lambda: ow.data("x", (None, 2), "int32") * 10_000 + (ow.data("x", (None, 2), "int32") < 0).any()
+    )
+    assert "depends on the other examples" in probe(Plan.of(model, ()), 4).alone
+
+
+def convolution() -> Any:
+    image = ow.data("image", (None, 6, 6, 1))
+    return ow.layer.fc(ow.layer.conv(image, 3, 3, act="relu"), 4, act="softmax")
+
+
+def attention() -> Any:
+    words = ow.layer.embedding(ow.data("words", (None, 5), "int32"), 7, 4)
+    return ow.layer.layer_norm(jax.nn.softmax(words @ words.swapaxes(1, 2)) @ words)
+
+
+@pytest.mark.parametrize("network", [convolution, attention, lambda: jnp.log(ow.data("x", (None, 3)) + 1e-3)])
+def test_common_networks_are_joined(network: Any) -> None:
+    plan = Plan.of(ow.Model(network), ())
+    assert probe(plan, 5).alone == ""
+    assert probe(plan, 1, join=False).alone == "requests are not to be joined"
+
+
+def test_a_file_of_fixed_batches_says_which_it_takes(tmp_path: Path) -> None:
+    ow.save(ow.Model(mixing), tmp_path / "mixing.model", batch=(1, 3))
+    with asked(Endpoint(tmp_path / "mixing.model", max_batch=4)) as ask:
+        assert ask("/health")[1]["batch_sizes"] == [1, 3]
+        assert ask("/predict", {"x": X[:3].tolist()})[0] == 200
+        status, answer, _ = ask("/predict", {"x": X[:2].tolist()})
+    assert status == 422
+    assert "The number of examples is 2; the model's file takes 1 or 3" in answer["error"]
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_other_ways_to_compress_are_refused(ask: Asked, packing: int) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", packing) as archive:
+        archive.writestr("x.npy", npy(X[:1]))
+    status, answer, _ = ask("/predict", file.getvalue(), content_type="application/x-npz")
+    assert (status, "other than deflate" in answer["error"]) == (400, True)
+
+
+@pytest.mark.parametrize("length", ["-1", "1e3", "4 4", "\u00b2", "9" * 5000])
+def test_a_length_that_is_no_number_is_refused(length: str) -> None:
+    with pytest.raises(Refusal, match="expected a number of bytes") as refused:
+        _announced(length)
+    assert refused.value.status == 400
+    assert _announced("12") == 12
+
+
+def test_the_choice_not_asked_for_the_longest_is_forgotten(
+    model: ow.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onward.serve.endpoint.served._MOST_WAYS", 2)
+    served = Served(Opened(model), ["head"], 1)
+    default, both = served.ask(), served.ask(["head", "hidden"])
+    assert served.ask(["hidden", "head"]) is both
+    assert both.result().plan.fetch == ("head", "hidden")
+    hidden = served.ask(["hidden"])
+    memory = weakref.ref(hidden.result().plan)
+    assert served.ask(["head", "hidden"]) is both
+    served.ask(["hidden/w"]).result()
+    assert served.ask(["head", "hidden"]) is both
+    assert served.ask(["hidden"]) is not hidden
+    del hidden
+    gc.collect()
+    assert memory() is None
+    assert served.ask(["head"]) is served.ask() is default
+    served.close()
+    assert served.ask(["head/w"]).result().plan.fetch == ("head/w",)
+    served.close()
+
+
+def test_a_file_exchanged_before_the_watch_began_is_seen(tmp_path: Path) -> None:
+    path, seen = tmp_path / "a.model", threading.Event()
+    path.write_bytes(b"old")
+    before = mark_of(path)
+    path.write_bytes(b"newer")
+    watch = Watch(path, seen.set, before, every=0.01)
+    assert seen.wait(30)
+    watch.close()
+
+
+def test_joining_can_be_switched_off_and_parameters_are_those_of_now() -> None:
+    model = ow.Model(lambda: ow.layer.fc(ow.data("x", (None, 4)), 2, name="fc"))
+    with asked(Endpoint(model, max_batch=2, join=False)) as ask:
+        health = ask("/health")[1]
+        model.replace({"fc/b": np.array([3, 5], "float32")})
+        found = ask("/predict", {"x": [[0, 0, 0, 0]]})[1]["outputs"]["fc"]
+    assert (health["joined"], health["alone_because"]) == (False, "requests are not to be joined")
+    assert found == [[3, 5]]
+
+
+def test_a_large_body_is_read_like_a_small_one() -> None:
+    rows = np.arange(80_000).reshape(-1, 4) / 8
+    with asked(
+        Endpoint(ow.Model(lambda: ow.data("x", (None, 4)) * 2), max_batch=len(rows), join=False)
+    ) as ask:
+        assert ask("/predict", b"[" * 300_000, content_type="application/json")[0] == 400
+        status, answer, _ = ask("/predict", {"x": rows.tolist()})
+    assert (status, [*answer["outputs"].values()]) == (200, [(rows * 2).tolist()])

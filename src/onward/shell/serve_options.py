@@ -78,6 +78,12 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
         help="examples computed at once, and in one request at most (default: %(default)s)",
     )
     limits.add_argument(
+        "--no-join",
+        dest="join",
+        action="store_false",
+        help="compute each request by itself, even where a trial found that they do not depend on each other",
+    )
+    limits.add_argument(
         "--latency",
         type=seconds,
         default="0.002",

@@ -129,7 +129,8 @@ class Batcher:
 
     def open(self) -> None:
         """Take requests (again)."""
-        self._closing = False
+        with self._changed:
+            self._closing = False
 
     def _work(self) -> None:
         while jobs := self._next():

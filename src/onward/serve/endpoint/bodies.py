@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NoReturn
 
 import jax
@@ -136,28 +137,62 @@ def _converted(given: Mapping[str, Any], plan: Plan) -> Arrays:
 
 def _array(x: Input, value: Any, plan: Plan) -> np.ndarray:
     """What was given as an array of the right shape, whose dtype is looked at later."""
-    array = value if isinstance(value, np.ndarray) else _listed(x, value, plan)
-    found, expected = array.shape, x.variable.shape
+    if isinstance(value, np.ndarray):
+        _expect_shape(x, value.shape, plan)
+        return value.astype(value.dtype.newbyteorder("="), copy=False)
+    shape, leaves = _flat(x, value, plan)
+    _expect_shape(x, shape, plan)
+    return _listed(x, leaves, plan).reshape(shape)
+
+
+def _expect_shape(x: Input, found: tuple[int, ...], plan: Plan) -> None:
+    expected = x.variable.shape
     if len(found) == len(expected) and found[x.batched :] == expected[x.batched :]:
-        return array
+        return
     lacks = x.batched and found == expected[1:]
     advice = " It lacks the axis of the examples: one example is sent as [example]." * lacks
     shown = str(list(found))[:80]
     raise Refusal(422, f"{x.name!r} has the shape {shown}.{advice} Expected: {plan.expected}.")
 
 
-def _listed(x: Input, value: Any, plan: Plan) -> np.ndarray:
-    """The array of nested lists; whole numbers are taken where the model takes fractions."""
+def _flat(x: Input, value: Any, plan: Plan) -> tuple[tuple[int, ...], list[Any]]:
+    """The shape of nested lists, and the numbers in them.
+
+    They are looked at before an array is made: NumPy would take the room of the longest text for each leaf.
+    """
+    shape: list[int] = []
+    leaves = [value]
+    while list in (kinds := set(map(type, leaves))):
+        lengths = {len(part) if isinstance(part, list) else -1 for part in leaves}
+        if len(lengths) > 1:
+            sentence = f"{x.name!r} has lists of different lengths or depths. Expected: {plan.expected}."
+            raise Refusal(422, sentence)
+        shape.extend(lengths)
+        leaves = list(chain.from_iterable(leaves))
+    if odd := kinds - {bool, int, float}:
+        found = _kind(next(leaf for leaf in leaves if type(leaf) in odd))
+        raise Refusal(422, f"{x.name!r} holds {found}; expected numbers: {plan.expected}.")
+    return tuple(shape), leaves
+
+
+def _listed(x: Input, leaves: list[Any], plan: Plan) -> np.ndarray:
+    """The array of some numbers; whole ones are taken for every dtype that can hold them."""
     try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError, RecursionError, MemoryError):
-        sentence = f"{x.name!r} has lists of different lengths or depths. Expected: {plan.expected}."
+        array = np.asarray(leaves)
+    except OverflowError:
+        sentence = f"{x.name!r} holds a number which no array can hold. Expected: {plan.expected}."
         raise Refusal(422, sentence) from None
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise Refusal(422, f"{x.name!r} holds a number beyond what {x.variable.dtype} can hold.")
-    if array.dtype.kind in "bi" and jax.numpy.issubdtype(x.variable.dtype, np.floating):
-        return array.astype(x.variable.dtype)
-    return array
+    if array.dtype.kind not in "bi" or not jax.numpy.issubdtype(x.variable.dtype, np.number):
+        return array
+    if jax.numpy.issubdtype(x.variable.dtype, np.integer) and array.size:
+        iinfo: Any = jax.numpy.iinfo  # without types in some versions
+        range_ = iinfo(x.variable.dtype)
+        if array.min() < range_.min or array.max() > range_.max:
+            what = f"{x.variable.dtype}, which holds {range_.min} to {range_.max}"
+            raise Refusal(422, f"{x.name!r} holds numbers beyond {what}. Expected: {plan.expected}.")
+    return array.astype(x.variable.dtype)
 
 
 def _kind(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -24,15 +23,18 @@ LOG = logging.getLogger("onward.serve")
 class Endpoint:
     """An ASGI application that answers what a Model computes; any ASGI server runs it, ``run`` brings one.
 
-    Requests that come while others are computed are joined into one batch, where a trial has shown that an
-    example's answer does not depend on its neighbours. All share the parameters of the model, which are read
-    when a batch is computed: what a Trainer publishes meanwhile is answered from then on.
+    Requests that come while others are computed are joined into one batch, where a trial on made-up numbers
+    has found no example whose answer depends on its neighbours. A trial proves nothing: a network that looks
+    at the other examples for rare values alone passes it, and ``join=False`` is for such. All share the
+    parameters of the model, which are read when a batch is computed: what a Trainer publishes meanwhile is
+    answered from then on.
 
     Args:
         model: a Model, or the path of a file that ``ow.save`` wrote.
         outputs: names of Variables to answer; without them what the network returns for each example.
         name: what the endpoint is called; the network's name unless given.
         max_batch: examples that are computed at once, and that one request may hold.
+        join: whether requests may be computed together; if not, each is computed by itself.
         latency: seconds for which a request waits for others at most. It waits only where others were there
             lately: a client that is alone never does.
         timeout: seconds that a body may take to come, and an answer to be computed.
@@ -65,6 +67,7 @@ class Endpoint:
         outputs: Iterable[str] = (),
         name: str | None = None,
         max_batch: int = 32,
+        join: bool = True,
         latency: float = 0.002,
         timeout: float = 30.0,
         max_body: int = 16 * 2**20,
@@ -78,11 +81,10 @@ class Endpoint:
             )
         self._outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
         self.max_batch, self.timeout, self.max_body = max_batch, timeout, max_body
-        self.reload_token = reload_token
+        self.join, self.reload_token = join, reload_token
         self.draining = False
         self.counts = Counts()
         self.batcher = Batcher(latency, max_waiting, self.counts)
-        self._preparer = ThreadPoolExecutor(1, "onward-prepare")
         self._reloading = Lock()
         self._reload_error: str | None = None
         self.served = self._made(model)
@@ -114,7 +116,11 @@ class Endpoint:
             self.warm_up()
             listener.listen(2048)  # who reads the address may connect at once
             print(f"{self.name} answers at {url_of(listener)}  ({self._manner()})", flush=True)
-            looking = Watch(path, self._reload_or_say) if watch and path is not None else None
+            looking = (
+                Watch(path, self._reload_or_say, self.served.source.mark)
+                if watch and path is not None
+                else None
+            )
             try:
                 serve(self, listener, self.timeout + 5, self._reload_or_say)
             finally:
@@ -192,11 +198,12 @@ class Endpoint:
         return self.counts.text(onward_waiting=(self.batcher.waiting, "Requests that wait to be computed."))
 
     def close(self) -> None:
-        """Compute what waits, and end the thread that computes."""
+        """Compute what waits, and end the threads that compute and compile."""
+        self.served.close()
         self.batcher.close(self.timeout)
 
     def _made(self, model: Source) -> Served:
-        return Served(opened(model), self._outputs, self.max_batch, self._preparer)
+        return Served(opened(model), self._outputs, self.max_batch, self.join)
 
     def _again(self) -> Source:
         path = self.served.source.path

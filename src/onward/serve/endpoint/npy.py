@@ -17,6 +17,7 @@ import numpy as np
 from onward.serve.endpoint.refusal import Refusal
 
 _HEADER = 4096  # bytes that the header of an array may take
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy.savez and savez_compressed write
 _READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -80,6 +81,8 @@ def _unpacked(
         name = entry.filename.removesuffix(".npy")
         if name in arrays:
             raise Refusal(400, f"The npz file holds {name[:80]!r} twice.")
+        if entry.compress_type not in _PACKED:
+            raise Refusal(400, f"{name[:80]!r} in the npz file is compressed in a way other than deflate.")
         with archive.open(entry) as file:
             data = file.read(most + 1)  # what the archive says of its sizes is not believed
         most -= len(data)

@@ -25,6 +25,7 @@ from onward.derive.batch import WEIGHT, batch_names
 from onward.execute.evaluator import Evaluator
 from onward.execute.feeds import Feeds, data_names
 from onward.execute.model import Model, Request
+from onward.serve.export.variant import Loaded
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -99,14 +100,35 @@ class Plan:
         """What goes in, in words."""
         return ", ".join(map(str, self.inputs)) or "nothing"
 
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """How many examples the model's file takes, in ascending order; nothing if it takes any number."""
+        recipe = self.model.test_program.recipe
+        origin = recipe.origin if recipe is not None else None
+        batched = [x.name for x in self.inputs if x.batched][:1]
+        if not isinstance(origin, Loaded) or any(variant.sizes for variant in origin.variants):
+            return ()
+        shapes = [dict(variant.template.lengths("inputs")) for variant in origin.variants]
+        return tuple(sorted({int(shape[name][0]) for shape in shapes for name in batched}))
+
     def outputs(self) -> list[Variable]:
         """The Variables that come out."""
         return [self.model.test_program[name] for name in self.fetch]
 
     def run(self, feed: Arrays) -> list[np.ndarray]:
         """Compute on arrays of the right names, shapes and dtypes, with an Evaluator made for the purpose."""
-        out = Evaluator(self.model, self.fetch).forward(**self._arguments(feed))
+        self._own.publish(self.model.state)
+        out = Evaluator(self._own, self.fetch).forward(**self._arguments(feed))
         return [np.asarray(out[name]) for name in self.fetch]
+
+    @cached_property
+    def _own(self) -> Model:
+        """The model with a memory of its own: what is compiled for this plan is freed with it."""
+        state = self.model.state
+        values = dict(zip(state.layout.variables, state.values, strict=True))
+        own = Model.of(self.model.topology, values, self.model.about)
+        own.once("test", lambda: self.model.test_program)
+        return own
 
     def _arguments(self, feed: Arrays) -> Mapping[str, Any]:
         """The data arguments that the inputs are part of, in their containers."""
@@ -151,6 +173,11 @@ def _nothing_returned(program: Program, rows: set[Variable]) -> str:
     names = layers or [v.name for v in program.variables.values() if v in rows]
     shown = ", ".join(map(repr, names[-8:]))
     returned = ", ".join(f"{v.name} {v.type}" for v in program.outputs) or "nothing"
+    if not names:
+        return (
+            f"{program.name} takes no batch of examples: no value in it has a row for each. "
+            "Nothing can be served."
+        )
     return (
         f"{program.name} returns {returned}, and nothing with a row for each example that could be served. "
         f"Name what is to be answered, outputs=[...], of {shown}{' and others' if len(names) > 8 else ''}."

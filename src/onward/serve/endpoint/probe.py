@@ -1,13 +1,15 @@
 """Tries a plan on made-up data: which batch sizes it takes, and whether an example's neighbours matter.
 
-What is tried is compiled, so that no request waits for the compiler later. Requests are joined only where the
-trial has shown that each example's rows are what it would get alone: a network that takes a mean over its
-batch, or whose result is one number for all, is asked for one request at a time.
+What is tried is compiled, so that no request waits for the compiler later. Requests are joined only where no
+neighbour that was tried changes an example's rows: ordinary numbers, signed and large ones, zeros, infinities
+and NaN. A network that takes a mean over its batch, or whose result is one number for all, is asked for one
+request at a time. A trial is no proof: what depends on its neighbours for rare values alone is not found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ import numpy as np
 from onward.core.errors import OnwardError
 from onward.serve.endpoint.plan import Arrays, Input, Plan
 
+LOG = logging.getLogger("onward.serve")
+
 
 @dataclass(frozen=True)
 class Joining:
@@ -25,10 +29,12 @@ class Joining:
     Attributes:
         sizes: the batch sizes that are computed, in ascending order; a batch is padded to the next of them.
         alone: why each request is computed by itself; empty if requests are joined.
+        fixed: whether the model takes batches of these sizes and no others.
     """
 
     sizes: tuple[int, ...]
     alone: str = ""
+    fixed: bool = False
 
     @property
     def most(self) -> int:
@@ -41,29 +47,47 @@ class Joining:
             return rows
         return next(size for size in self.sizes if size >= rows)
 
+    def refused(self, rows: int) -> str:
+        """Why a request for so many examples cannot be computed; empty if it can."""
+        if not (self.alone and self.fixed) or rows in self.sizes:
+            return ""
+        return (
+            f"The number of examples is {rows}; the model's file takes {' or '.join(map(str, self.sizes))}, "
+            f"and none are added to yours, since {self.alone}."
+        )
 
-def probe(plan: Plan, most: int) -> Joining:
+
+def probe(plan: Plan, most: int, join: bool = True) -> Joining:
     """Compile a plan for the batch sizes up to the largest, and find whether requests may be joined.
+
+    Args:
+        plan: what is tried.
+        most: examples in a batch at most.
+        join: whether they shall be joined where they may.
 
     Raises:
         OnwardError: the model takes no batch of any size.
     """
     found: dict[int, list[np.ndarray]] = {}
-    trial = _Trial(plan, most)
+    sizes = tuple(_sizes(plan, most))
+    trial = _Trial(plan, sizes[-1])
     failed: Exception | None = None
-    for size in _sizes(plan, most):
+    for size in sizes:
         try:
-            found[size] = trial.run(0, size)
+            found[size] = trial.run(size)
         except OnwardError as error:
             failed = error
     if failed is not None and not found:
         raise failed
     sizes = tuple(sorted(found))
-    return Joining(sizes, _why_alone(plan, trial, sizes, found))
+    alone = _why_alone(plan, trial, sizes, found) if join else "requests are not to be joined"
+    return Joining(sizes, alone, bool(plan.lengths))
 
 
 def _sizes(plan: Plan, most: int) -> list[int]:
-    """Powers of two up to the largest, that one, and the traced size: a file may hold no other."""
+    """Powers of two up to the largest, that one, and the traced size; or what the file holds."""
+    if plan.lengths:
+        return [n for n in plan.lengths if n <= most] or [plan.lengths[0]]
     powers = {2**n for n in range(most.bit_length())}
     traced = {x.variable.shape[0] for x in plan.inputs if x.batched}
     return sorted(size for size in {*powers, most, *traced} if 0 < size <= most)
@@ -85,50 +109,117 @@ def _why_alone(plan: Plan, trial: _Trial, sizes: tuple[int, ...], found: dict[in
 def _differences(
     plan: Plan, trial: _Trial, sizes: tuple[int, ...], found: dict[int, list[np.ndarray]]
 ) -> Iterator[str]:
-    """What shows that a row is another one in another batch: with other neighbours, elsewhere, or alone."""
-    others = trial.run(1, sizes[-1])
-    for name, few, many, other in zip(plan.fetch, found[sizes[0]], found[sizes[-1]], others, strict=True):
-        if not np.isfinite(np.asarray(many, float)).all():
+    """What shows that a row is another one in another batch: elsewhere, of another size, or among others."""
+    whole, moved = found[sizes[-1]], trial.run(sizes[-1], moved=True)
+    for k, name in enumerate(plan.fetch):
+        if not np.isfinite(np.asarray(whole[k][0], float)).all():
             yield f"{name} is not finite for the numbers that it was tried on"
-        elif not (_close(many[0], other[-1]) and _close(few[0], many[0])):
-            yield f"an example's row of {name} depends on the other examples of its batch"
+        others = [moved[k][-1], *(arrays[k][0] for arrays in found.values())]
+        if not all(_close(whole[k][0], row, _ABOUT) for row in others):
+            yield _depends(name)
+    some = "large", "undefined"
+    for looked, first, kinds in (("usual", 0, _KINDS), ("usual", 1, some), ("signed", 1, some)):
+        yield from _disturbed(plan, trial, sizes[-1], looked, first, kinds)
 
 
-def _close(a: np.ndarray, b: np.ndarray) -> bool:
+def _disturbed(
+    plan: Plan, trial: _Trial, size: int, looked: str, first: int, kinds: Iterable[str]
+) -> Iterator[str]:
+    """What shows that the rows of a kind, every second one, change with the rows between them."""
+    before = trial.among(looked, "usual", size, first)
+    for kind in kinds:
+        after = trial.among(looked, kind, size, first)
+        for name, a, b in zip(plan.fetch, before, after, strict=False):
+            if not all(_close(x, y, _EXACT) for x, y in zip(a[first::2], b[first::2], strict=True)):
+                yield _depends(name)
+
+
+def _depends(name: str) -> str:
+    return f"an example's row of {name} depends on the other examples of its batch"
+
+
+_ABOUT = 1e-3, 0.03  # of the largest number of a row: other sizes are computed by other kernels
+_EXACT = 1e-5, 0.016  # the same kernels at the same place; the second is for dtypes below four bytes
+
+
+def _close(a: np.ndarray, b: np.ndarray, tolerances: tuple[float, float]) -> bool:
+    """Whether two rows are the same but for rounding; whole numbers have none."""
+    if a.dtype.kind in "biu":
+        return np.array_equal(a, b)
     x, y = np.asarray(a, float), np.asarray(b, float)
-    half = a.dtype.itemsize < 4 and not np.issubdtype(a.dtype, np.integer)
-    tolerance = 0.03 if half else 1e-3
-    return bool(np.allclose(x, y, rtol=tolerance, atol=tolerance * float(np.abs(x).max(initial=0.0))))
+    largest = float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+    bound = tolerances[a.dtype.itemsize < 4] * largest
+    return bool(np.allclose(x, y, rtol=0, atol=bound, equal_nan=True))
 
 
 class _Trial:
-    """Made-up examples: one that is looked at, among others."""
+    """Made-up examples: every second one is looked at, those between are its neighbours."""
 
     def __init__(self, plan: Plan, most: int) -> None:
         self.plan = plan
-        self._rows = {x.name: [_numbers(plan, x, most, seed) for seed in (0, 1)] for x in plan.inputs}
+        self._rows = {
+            (x.name, kind): _numbers(plan, x, most, kind) for x in plan.inputs for kind in ("usual", *_KINDS)
+        }
 
-    def run(self, which: int, size: int) -> list[np.ndarray]:
-        """Compute with one of two sets of neighbours: the first stand behind the example, or before it."""
-        return self.plan.run({x.name: self._array(x, which, size) for x in self.plan.inputs})
+    def run(self, size: int, *, moved: bool = False) -> list[Any]:
+        """Compute usual rows, in this order or in the reverse one."""
+        step = -1 if moved else 1
+        return self.plan.run(
+            {x.name: self._array(x, size, "usual", "usual", 0, step) for x in self.plan.inputs}
+        )
 
-    def _array(self, x: Input, which: int, size: int) -> np.ndarray:
+    def among(self, looked: str, kind: str, size: int, first: int) -> list[Any]:
+        """Compute rows of one kind, from the first or the second on, among those of another.
+
+        Returns:
+            Nothing if it fails for such numbers, for then each request of a batch is tried alone.
+        """
+        feed = {x.name: self._array(x, size, looked, kind, first) for x in self.plan.inputs}
+        try:
+            return self.plan.run(feed)
+        except Exception as error:
+            LOG.debug("the trial on %s numbers failed: %s", kind, error)
+            return []
+
+    def _array(self, x: Input, size: int, looked: str, kind: str, first: int, step: int = 1) -> np.ndarray:
         if not x.batched:
-            return self._rows[x.name][0]
-        first, others = self._rows[x.name][0][:1], self._rows[x.name][which][1:size]
-        return np.concatenate([others, first] if which else [first, others])
+            return self._rows[x.name, "usual"]
+        array = self._rows[x.name, looked][:size].copy()
+        array[1 - first :: 2] = self._rows[x.name, kind][:size][1 - first :: 2]
+        return array[::step]
 
 
-def _numbers(plan: Plan, x: Input, rows: int, seed: int) -> np.ndarray:
-    """Numbers such as the input may hold: from 0 on, so that logarithms and roots are defined."""
-    random = np.random.default_rng(seed)
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "signed": lambda normal: normal,
+    "large": lambda normal: 1e3 * normal,
+    "zeros": lambda normal: 0 * normal,
+    "infinite": lambda normal: np.where(normal > 0, np.inf, -np.inf),
+    "undefined": lambda normal: np.full_like(normal, np.nan),
+}
+"""Neighbours that show what a sum, a maximum or a comparison over the batch does."""
+
+
+def _numbers(plan: Plan, x: Input, rows: int, kind: str) -> np.ndarray:
+    """Numbers of a kind; the usual ones go from 0 on, so that logarithms and roots are defined."""
+    random = np.random.default_rng(sorted(("usual", *_KINDS)).index(kind))
     shape = (rows, *x.variable.shape[1:]) if x.batched else x.variable.shape
     if jax.numpy.issubdtype(x.variable.dtype, jax.numpy.floating):
-        drawn: Any = random.uniform(size=shape) * (1 + 2 * seed)
+        drawn = random.uniform(size=shape) if kind == "usual" else _KINDS[kind](random.normal(size=shape))
     else:
-        bounds = {v.name: bound for v, (bound, _) in plan.feeds.program.bounds.items()}
-        drawn = random.integers(0, bounds.get(x.name, 2), shape)
+        drawn = _whole(random, plan, x, kind, shape)
     return np.asarray(drawn).astype(x.variable.dtype)
+
+
+def _whole(random: np.random.Generator, plan: Plan, x: Input, kind: str, shape: tuple[int, ...]) -> Any:
+    """Whole numbers within the bounds of an input; without any, the usual ones may be indices or booleans."""
+    bound = {v.name: bound for v, (bound, _) in plan.feeds.program.bounds.items()}.get(x.name)
+    if kind == "zeros":
+        return np.zeros(shape, int)
+    if kind == "undefined":
+        return np.full(shape, (bound or 2) - 1)
+    if bound is None and kind != "usual" and x.variable.dtype != bool:
+        return random.integers(0 if kind == "large" else -100, 101, shape)
+    return random.integers(0, bound or 2, shape)
 
 
 def joined(feeds: list[Arrays], plan: Plan, size: int) -> Arrays:

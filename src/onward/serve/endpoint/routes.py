@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("onward.serve")
 _SOON = 0.05  # seconds before it is looked whether the client is still there
+_LARGE = 2**18  # bytes of a body that is read in a thread, so that the others do not wait for it
 ROUTES: Mapping[str, tuple[str, str]] = {
     "/predict": ("POST", "what the model gives for the examples that are sent"),
     "/activation/{layer}": ("POST", "what a layer gives for the examples that are sent"),
@@ -119,7 +120,7 @@ class Routes:
         body = await self._body(request)
         ready = await self._ready(served, names)
         form = form_of(request.headers.get("accept", ""), len(ready.plan.fetch))
-        job = self._job(body, request.headers.get("content-type", ""), ready)
+        job = await self._job(body, request.headers.get("content-type", ""), ready)
         self.endpoint.batcher.put(job)
         arrays = await self._computed(job, request)
         content = write(dict(zip(ready.plan.fetch, arrays, strict=True)), form)
@@ -129,7 +130,7 @@ class Routes:
         """The whole body, within the limits on its size and on the time that it takes to come."""
         most, seconds = self.endpoint.max_body, self.endpoint.timeout
         parts: list[bytes] = []
-        size = int(request.headers.get("content-length") or 0)
+        size = _announced(request.headers.get("content-length") or "0")
         try:
             async with asyncio.timeout(seconds):
                 if size <= most:
@@ -162,14 +163,16 @@ class Routes:
         except OnwardError as error:
             raise Refusal(422, str(error)) from None
 
-    def _job(self, body: bytes, media_type: str, ready: Ready) -> Job:
-        plan = ready.plan
-        feed = read(body, media_type, plan, self.endpoint.max_body)
+    async def _job(self, body: bytes, media_type: str, ready: Ready) -> Job:
+        plan, arguments = ready.plan, (body, media_type, ready.plan, self.endpoint.max_body)
+        feed = read(*arguments) if len(body) < _LARGE else await asyncio.to_thread(read, *arguments)
         rows, most = rows_of(feed, plan), ready.joining.most
         if rows > most:
             raise Refusal(
                 413, f"There are {rows} examples; a request may hold {most}. Send several requests."
             )
+        if why := ready.joining.refused(rows):
+            raise Refusal(422, why)
         loop = asyncio.get_running_loop()
         return Job(plan, ready.joining, feed, rows, loop, loop.create_future())
 
@@ -254,6 +257,13 @@ def _unknown(served: Served, names: Iterable[str]) -> str:
     known = served.source.model.test_program.variables
     name = next(name for name in names if name not in known)[:80]
     return f"No layer or other Variable is named {name!r}. {nearest(name, known)} GET /program lists them."
+
+
+def _announced(length: str) -> int:
+    """How many bytes a request says that its body has."""
+    if not (length.isascii() and length.isdigit() and len(length) < 20):
+        raise Refusal(400, f"The content-length is {length[:40]!r}; expected a number of bytes.")
+    return int(length)
 
 
 async def _read(stream: Any, most: int) -> tuple[int, list[bytes]]:

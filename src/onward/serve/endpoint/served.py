@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 
 from onward.core.errors import ArgumentError
 from onward.serve.endpoint.plan import Plan
 from onward.serve.endpoint.probe import Joining, probe
-from onward.serve.endpoint.refusal import Refusal
+from onward.serve.endpoint.refusal import later
 from onward.serve.endpoint.source import Opened
 
-_MOST_WAYS = 64  # each is compiled for every batch size, and what is compiled stays in memory
+_MOST_WAYS = 64  # each is compiled for every batch size, which takes memory
 
 
 @dataclass(frozen=True)
@@ -31,30 +31,51 @@ class Served:
         source: the model and its version.
         outputs: what is answered unless a request names something; none for what the network returns.
         most: examples in a batch at most.
-        preparer: where plans are compiled, so that neither the event loop nor the computing thread waits.
+        join: whether requests may be computed together at all.
     """
 
-    def __init__(self, source: Opened, outputs: Iterable[str], most: int, preparer: Executor) -> None:
-        self.source, self.most, self._preparer = source, most, preparer
+    def __init__(self, source: Opened, outputs: Iterable[str], most: int, join: bool = True) -> None:
+        self.source, self.most, self.join = source, most, join
         self.plan = Plan.of(source.model, outputs)
         self._lock = Lock()
-        self._asked: dict[tuple[str, ...], Future[Ready]] = {}
+        self._preparer = _preparer()
+        self._asked: dict[tuple[str, ...], Future[Ready]] = {}  # what was asked last stands last
 
     def ask(self, names: Iterable[str] = ()) -> Future[Ready]:
         """What computes these names, once it is compiled; for none, the outputs.
 
         Raises:
             UnknownNameError: no Variable bears such a name.
-            Refusal: too many different choices were made already.
+            Refusal: too many different choices are being compiled already.
         """
         program = self.source.model.test_program
-        fetch = tuple(program[name].name for name in dict.fromkeys(names)) or self.plan.fetch
+        fetch = tuple(sorted({program[name].name for name in names}))
+        if not fetch or fetch == tuple(sorted(self.plan.fetch)):
+            fetch = self.plan.fetch
         with self._lock:
-            if fetch not in self._asked:
-                if len(self._asked) >= _MOST_WAYS:
-                    raise Refusal(429, _too_many(self._asked))
-                self._asked[fetch] = self._preparer.submit(self._prepared, fetch)
-            return self._asked[fetch]
+            known = self._asked.pop(fetch, None)
+            if known is None or _failed(known):
+                self._make_room()
+                known = self._preparer.submit(self._prepared, fetch)
+            self._asked[fetch] = known
+            return known
+
+    def close(self) -> None:
+        """Compile nothing more of what waits to be; what is asked later is compiled again."""
+        with self._lock:
+            self._preparer.shutdown(wait=False, cancel_futures=True)
+            self._preparer = _preparer()
+
+    def _make_room(self) -> None:
+        """Leave out what failed and, where there are too many choices, the one not asked for the longest."""
+        self._asked = {fetch: known for fetch, known in self._asked.items() if not _failed(known)}
+        others = [fetch for fetch in self._asked if fetch != self.plan.fetch]
+        if len(others) < _MOST_WAYS:
+            return
+        oldest = next((fetch for fetch in others if self._asked[fetch].done()), None)
+        if oldest is None:
+            raise later(429, f"{_MOST_WAYS} other choices of names are being compiled; ask again later.", 5)
+        del self._asked[oldest]
 
     def expect_same_interface(self, other: Served) -> None:
         """Raise ``ArgumentError`` unless another model takes and answers what this one does."""
@@ -70,7 +91,7 @@ class Served:
 
     def _prepared(self, fetch: tuple[str, ...]) -> Ready:
         plan = self.plan if fetch == self.plan.fetch else Plan.of(self.source.model, fetch)
-        return Ready(plan, probe(plan, self.most))
+        return Ready(plan, probe(plan, self.most, self.join))
 
 
 def _types(plan: Plan) -> str:
@@ -83,6 +104,13 @@ def _types(plan: Plan) -> str:
     return ", ".join(f"{v.name} {v.dtype}[{lengths(v.shape)}]" for v in plan.outputs())
 
 
-def _too_many(asked: Iterable[tuple[str, ...]]) -> str:
-    known = " or ".join("?fetch=" + ",".join(names) for names in list(asked)[:4])
-    return f"{_MOST_WAYS} different choices of names were asked for; ask for one of those, such as {known}."
+def _failed(known: Future[Ready]) -> bool:
+    return known.cancelled() or (known.done() and known.exception() is not None)
+
+
+def _preparer() -> ThreadPoolExecutor:
+    """Where plans are compiled, so that neither the event loop nor the computing thread waits.
+
+    Each version of a model has its own: a reload does not wait for what was asked of the version before.
+    """
+    return ThreadPoolExecutor(1, "onward-prepare")

@@ -9,6 +9,7 @@ from pathlib import Path
 from onward.core.errors import ArgumentError
 from onward.core.structure import describe
 from onward.execute.model import Model
+from onward.serve.endpoint.watch import Mark, mark_of
 from onward.serve.export.load import load
 
 Source = Model | str | PathLike[str]
@@ -22,11 +23,13 @@ class Opened:
         model: what computes.
         version: the beginning of the file's SHA-256; ``memory`` for a model of this process.
         path: the file; None for a model of this process.
+        mark: of the file, from before it was read.
     """
 
     model: Model
     version: str = "memory"
     path: Path | None = None
+    mark: Mark | None = None
 
 
 def opened(source: Source) -> Opened:
@@ -43,5 +46,6 @@ def opened(source: Source) -> Opened:
             f"Endpoint was given {describe(source)}; expected a Model, or a path that ow.save wrote to."
         )
     path = Path(source)
+    mark = mark_of(path)
     model = load(path)
-    return Opened(model, str(model.about["sha256"])[:16], path)
+    return Opened(model, str(model.about["sha256"])[:16], path, mark)

@@ -6,6 +6,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+Mark = tuple[int, ...]
+
 
 class Watch:
     """A thread that calls ``reload`` after a file was replaced and has come to rest.
@@ -13,11 +15,13 @@ class Watch:
     Args:
         path: the file.
         reload: what to call.
+        since: the mark of what was read last, taken before it was read.
         every: seconds between two looks.
     """
 
-    def __init__(self, path: Path, reload: Any, every: float = 1.0) -> None:
+    def __init__(self, path: Path, reload: Any, since: Mark | None, every: float = 1.0) -> None:
         self.path, self.reload, self.every = path, reload, every
+        self._since = since
         self._ended = Event()
         self._thread = Thread(target=self._look, name="onward-watch", daemon=True)
         self._thread.start()
@@ -28,16 +32,16 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        served = before = _mark(self.path)
+        served = before = self._since
         while not self._ended.wait(self.every):
-            now = _mark(self.path)
+            now = mark_of(self.path)
             if now is not None and now == before != served:  # twice the same: nobody is writing
                 served = now
                 self.reload()
             before = now
 
 
-def _mark(path: Path) -> tuple[int, ...] | None:
+def mark_of(path: Path) -> Mark | None:
     """What changes when a file does; None while there is none."""
     try:
         status = path.stat()
