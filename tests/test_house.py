@@ -46,6 +46,8 @@ def test_readme_code_runs_and_prints_what_it_shows(capsys):
         elif language == "":
             assert printed.strip() == text.strip()
             shown += 1
+        else:
+            assert language == "sh", "a block that nothing executes"
     assert shown == 10
 
 
