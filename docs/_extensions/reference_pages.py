@@ -39,7 +39,9 @@ class Topic:
 
 
 TOPICS = {
-    "core-program": Topic("Programs", ("core.program", "core.words", "core.check", "core.transform")),
+    "core-program": Topic(
+        "Programs", ("core.program", "core.jaxprs", "core.words", "core.check", "core.transform")
+    ),
     "core-walk": Topic("Walking, showing, counting", ("core.walk", "core.show", "core.cost", "core.homes")),
     "core-errors": Topic("Errors", ("core.errors",)),
     "define-trace": Topic(

@@ -47,6 +47,7 @@ from onward.core.errors import (
     UnreachedWarning,
 )
 from onward.core.homes import homes
+from onward.core.jaxprs import body_of
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.show import show, summary_by_pass
 from onward.core.transform import transform
@@ -345,6 +346,7 @@ __all__ = [
     "append_update",
     "assign",
     "batches",
+    "body_of",
     "check",
     "check_finite",
     "clip_by_global_norm",

@@ -488,7 +488,18 @@ def traced(function: Callable[..., Any], *types: Any) -> Any:
 
 
 def body_of(function: Callable[..., Any], *types: Any) -> Body:
-    """The Body of a function of flat arrays that returns a flat sequence of arrays."""
+    """What an Op computes: the Body of a function of arrays that returns a sequence of arrays.
+
+    Args:
+        function: Pure; takes the op's inputs, returns a value for each of its outputs.
+        types: For each input an array, or a ``jax.ShapeDtypeStruct`` with its shape and dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> body = ow.body_of(lambda x: [jnp.round(x)], jax.ShapeDtypeStruct((3,), jnp.float32))
+        >>> [(t.shape, str(t.dtype)) for t in body.out_types]
+        [((3,), 'float32')]
+    """
     return Body(traced(function, *types))
 
 
