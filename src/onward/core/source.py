@@ -32,6 +32,20 @@ def is_library(filename: str) -> bool:
     return any(part in filename for part in _LIBRARIES)
 
 
+def named(file: str) -> str:
+    """A file as its writer knows it: a cell of a notebook as ``In[3]``, any other by its path.
+
+    Jupyter compiles a cell under the path of a file that does not exist; IPython knows which cell that was.
+
+    >>> named("/home/ann/train.py")
+    '/home/ann/train.py'
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = name_of(file) if name_of else None
+    return str(cell[1]) if cell else file
+
+
 class Source:
     """The place in the user's code behind an op; reading a traceback is put off until asked."""
 
@@ -59,6 +73,11 @@ class Source:
         return self._frame[0]
 
     @property
+    def name(self) -> str:
+        """The file as it is shown: its name without the folders, or the cell of a notebook."""
+        return os.path.basename(named(self.file))
+
+    @property
     def line(self) -> int:
         """The line in that file, counted from 1; 0 where none is known."""
         return self._frame[1]
@@ -75,13 +94,13 @@ class Source:
         return tuple((f.file_name, f.function_name, f.line_num) for f in reversed(frames))
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+        return f"{self.name}:{self.line}" if self.file else ""
 
 
 def line_of(error: BaseException) -> str:
     """The innermost line of the user's code in a traceback, as ``file:line in function``."""
     found = [
-        f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno} in {frame.tb_frame.f_code.co_name}"
+        f"{named(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno} in {frame.tb_frame.f_code.co_name}"
         for frame in _frames(error.__traceback__)
         if not is_library(frame.tb_frame.f_code.co_filename)
     ]
@@ -93,7 +112,7 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
+    return f"{named(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
 
 def user_level() -> int:

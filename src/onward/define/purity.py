@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from onward.core.errors import TraceError
+from onward.core.source import named
 
 
 class LeakWatch:
@@ -47,7 +48,7 @@ class LeakWatch:
 def _definition(function: Any) -> str:
     """Where a function is defined, as `` (defined at file:line)``."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f" (defined at {code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f" (defined at {named(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
 
 
 def _whereabouts() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -156,7 +155,7 @@ class NonFinite:
         for step in self.inside:
             yield "inside", " ".join(filter(None, (step.where and f"{step.where}:", step.op.type)))
         if self.source is not None and self.source.file:
-            yield "line", f"{Path(self.source.file).name}:{self.source.line} in {self.source.function}"
+            yield "line", f"{self.source} in {self.source.function}"
         if self.device is not None:
             yield "device", str(self.device)
         _, reads = self._innermost

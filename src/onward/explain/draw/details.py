@@ -9,6 +9,7 @@ from typing import Any
 from onward.core.cost import Cost
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes, human_number, nbytes, short_type
+from onward.core.source import named
 from onward.explain.draw.facts import Facts
 from onward.explain.draw.scene import Box
 
@@ -30,7 +31,7 @@ def box_details(box: Box, title: str, facts: Facts) -> Details:
 def op_details(op: Op, facts: Facts) -> Details:
     """An op: where it comes from, what it reads and computes, what it costs."""
     source = op.source
-    place = f"{source.file}:{source.line} in {source.function}" if source is not None and source.file else ""
+    place = f"{named(source.file)}:{source.line} in {source.function}" if source and source.file else ""
     rows = [("pass", str(op.made_by)), ("scope", op.scope), ("line", place), *_costs(facts.costs[op])]
     if op.update is not None:
         rows.append(("update", str(op.update)))

@@ -6,7 +6,6 @@ Program back for any batch. What computes it stands elsewhere in the file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,10 +101,10 @@ class _Writer:
         return required | {key: value for key, value in optional.items() if value not in (None, "", {})}
 
     def _line(self, op: Op) -> list[Any] | None:
-        """Where the op came from: of the path only the last part, which tells nothing about the machine."""
+        """Where the op came from: the name of the file, without folders, which tell about the machine."""
         if op.source is None or not op.source.file:
             return None
-        return [os.path.basename(op.source.file), op.source.line, op.source.function]
+        return [op.source.name, op.source.line, op.source.function]
 
     def _like(self, op: Op) -> Op | None:
         """The same op in the example."""
