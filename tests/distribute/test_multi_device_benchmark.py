@@ -7,6 +7,8 @@ import pytest
 from benchmarks import multi_device
 from benchmarks.multi_device import main
 
+pytestmark = pytest.mark.usefixtures("earlier_objects_frozen")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def hasty_compiler():

@@ -7,6 +7,7 @@ from benchmarks import serving
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("earlier_objects_frozen")
 def test_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
     rows = serving.run(rounds=2, quick=True)
     cases = ["1 client", "8 clients", "64 clients"]
