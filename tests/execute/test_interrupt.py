@@ -1,7 +1,6 @@
 """Ctrl-C with real signals: what is marked is finished first, whatever else happens meanwhile."""
 
 import asyncio
-import os
 import signal
 import threading
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from onward.execute.loop.interrupt import Interruptible, Uninterrupted
 
 
 def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # in this thread, and handled before the next line
 
 
 @contextmanager

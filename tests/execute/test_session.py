@@ -538,7 +538,8 @@ def test_an_interrupt_waits_until_the_run_has_stored_its_values(tmp_path, config
     assert int(session["seen"]) == 3
 
 
-def run_for_ever(session, program, feed):
+def run_until(timer, session, program, feed):
+    timer.start()
     while True:
         session.run(target=program, feed=feed)
 
@@ -551,9 +552,8 @@ def test_interrupts_at_random_moments_leave_every_value_readable():
     delays = random.Random(0)
     for _ in range(20):
         timer = threading.Timer(0.02 * delays.random(), os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
-            run_for_ever(session, program, feed)
+            run_until(timer, session, program, feed)
         timer.join()
         counts = [int(session[n]) for n in ("seen", "step", "count")]
         assert counts == [session.runs] * 3
