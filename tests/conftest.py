@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-from zlib import crc32
 
 import pytest
 
@@ -18,21 +17,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 
-LONGEST = ("test_notebooks", "test_docs", "test_faults")
-
-
 def pytest_collection_modifyitems(items):
-    """The longest files go to a worker first, so that no other waits for them in the end.
-
-    The others come in an order that has nothing to do with their folders: tests that wait for processes stand
-    among tests that compute, so that not all workers wait at once.
-    """
-
-    def place(item):
-        file = item.nodeid.partition("::")[0]
-        return not any(name in file for name in LONGEST), crc32(file.encode())
-
-    items.sort(key=place)
+    """The longest file goes to a worker first, so that no other waits for it in the end."""
+    items.sort(key=lambda item: "test_notebooks" not in item.nodeid)
 
 
 def pytest_collection_finish(session):
