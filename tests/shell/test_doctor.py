@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from onward.core.compiler import CURE
 from onward.shell.doctor import examine, extras, requirements
 from onward.shell.main import main
 
@@ -41,6 +42,21 @@ def test_versions_of_what_is_installed():
     found = findings()
     assert (found["jax"].found, found["jax"].advice) == (version("jax"), "")
     assert f"igraph {version('igraph')}" in found["[plot]"].found
+
+
+@pytest.mark.parametrize(
+    ("affected", "environment", "words"),
+    [
+        (False, {}, "no known faults of jaxlib"),
+        (True, {}, "gets some sums wrong; cured in what Onward compiles"),
+        (True, {"XLA_FLAGS": f"--xla_dump_to=x {CURE}"}, "for the whole process"),
+    ],
+)
+def test_known_faults_of_the_compiler(monkeypatch, affected, environment, words):
+    monkeypatch.setattr("onward.core.compiler.AFFECTED", affected)
+    found = findings(environment)["compiler"]
+    assert words in found.found
+    assert (CURE in found.advice) == ("cured in" in words)
 
 
 def test_extras_that_are_missing_or_too_old():

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Program, Variable
 from onward.core.structure import describe, path_name
@@ -174,8 +175,8 @@ class _Forward:
         self._plain = step.feeds.flat and len(self.reads) == len(self._dtypes)
         self._bounded = bool(step.program.bounds)
         function = step.function
-        self._run = jax.jit(lambda own, data: function(State(step.layout, own), *data)[1])
-        self._run_stored = jax.jit(lambda state, data: function(state, *data)[1])
+        self._run = compiled_alone(lambda own, data: function(State(step.layout, own), *data)[1])
+        self._run_stored = compiled_alone(lambda state, data: function(state, *data)[1])
 
     def __call__(self, state: State, fed: Mapping[str, Any]) -> Out:
         """Run on the values of a State, which stay as they are, and on data by name."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from onward.core.compiler import compiler_options
 from onward.core.errors import PeerError, StateError
 from onward.core.lower import lower
 from onward.core.placement import whole_shape
@@ -97,7 +98,7 @@ class Executable:
         shardings = {} if self._spread is None else self._spread.shardings(*groups)
         jitted = jax.jit(split, donate_argnums=(0,), **shardings)
         types = (tuple(map(self._type, group)) for group in groups)
-        self._compiled = jitted.lower(*types).compile()
+        self._compiled = jitted.lower(*types).compile(compiler_options())
         if self._spread is not None and self._spread.is_shared:
             self._peers = Peers.meet(self._deadline)
 

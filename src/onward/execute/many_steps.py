@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, StateError
 from onward.core.jaxprs import Body, Wire, as_one_call, body_of
 from onward.core.program import Program
@@ -160,7 +161,7 @@ class _Loop:
         self.count = len(leaves)
         self.turn = as_one_call(body, step.program.name)
         self.steps = len(group.batches)
-        self.call = jax.jit(self._scan, donate_argnums=(0,) if donates else ())
+        self.call = compiled_alone(self._scan, donate_argnums=(0,) if donates else ())
 
     def _body(self, step: Runnable, leaves: Sequence[Any], batch: Batch) -> Body:
         """A step from flat arrays to flat arrays."""

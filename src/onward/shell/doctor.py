@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib
 
+from onward.core import compiler
 from onward.execute.host_memory import can_keep_host_memory
 
 EXTRAS = {
@@ -73,6 +75,7 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield _devices(environment)
     yield from extras(needed)
     yield _host_memory()
+    yield _compiler(environment)
     yield _compilation_cache()
     yield _precision()
 
@@ -155,6 +158,19 @@ def _host_memory() -> Finding:
         return Finding("host memory", reason if not can else "steps run on a device with memory of its own")
     advice = "Large steps on CPU gain from onward.keep_host_memory(), called before arrays are made."
     return Finding("host memory", "goes back to the system after each step", advice)
+
+
+def _compiler(environment: Mapping[str, str]) -> Finding:
+    found = f"jaxlib {jaxlib.__version__}"
+    if not compiler.AFFECTED or jax.default_backend() != "cpu":
+        return Finding("compiler", f"no known faults of {found} here")
+    if compiler.is_cured_by(environment):
+        return Finding("compiler", f"XLA_FLAGS sets {compiler.OPTION} for the whole process")
+    advice = (
+        "Plain jax.jit has them. Take Python 3.12 or newer with pip install -U jax, or set\n"
+        f"XLA_FLAGS={compiler.CURE}"
+    )
+    return Finding("compiler", f"{found} gets some sums wrong; cured in what Onward compiles", advice)
 
 
 def _compilation_cache() -> Finding:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, ClusterError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
@@ -147,14 +148,14 @@ class Gradient:
         key = self._key(cut.forward.inputs)
         if key not in self._runs:
             program = cut.trainer
-            self._runs[key] = jax.jit(lower(program, program.outputs))
+            self._runs[key] = compiled_alone(lower(program, program.outputs))
         return self._runs[key]
 
     def _read_places(self, key: Key, cut: Split, fed: Mapping[str, Any]) -> list[np.ndarray]:
         program = cut.places
         assert program is not None
         if key not in self._places:
-            self._places[key] = jax.jit(lower(program, program.outputs))
+            self._places[key] = compiled_alone(lower(program, program.outputs))
         found = self._places[key]([], [fed[v.name] for v in program.inputs])
         by_variable = dict(zip(program.outputs, found, strict=True))
         return [np.asarray(by_variable[program[v]]) for t in cut.tables for v in t.places]
@@ -243,9 +244,9 @@ class LocalSteps:
         self.local = [v for v in part.program.inputs if v in local]
         self.owned = [p for p, _ in cut.base.gradients]
         receive = prune(part.program, [p.name for p in (*self.owned, *cut.carried)])
-        self.receive = jax.jit(lower(receive, receive.outputs))
+        self.receive = compiled_alone(lower(receive, receive.outputs))
         self.receiving = receive
-        self.send = jax.jit(lower(part.program, [v for sent in part.sent for v in sent]))
+        self.send = compiled_alone(lower(part.program, [v for sent in part.sent for v in sent]))
 
     def prepare(self, batch: Any, number: int = 0) -> Prepared:
         """The batches of a round by name."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.compiler import compiled_alone
 from onward.core.errors import ClusterError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
@@ -123,7 +124,7 @@ class Holding:
     def _shared(self) -> Callable[[Sequence[Any]], list[Any]]:
         assert self.cut.shared is not None
         run = lower(self.cut.shared, self.cut.shared.outputs)
-        return jax.jit(lambda state: run(state, []))
+        return compiled_alone(lambda state: run(state, []))
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -183,7 +184,7 @@ class _Update:
             values = [*changed, *kept]
             return following([values[order[v]] for v in self.program.state], inputs)
 
-        self.run = jax.jit(run, donate_argnums=(0,))
+        self.run = compiled_alone(run, donate_argnums=(0,))
         self.zeros: dict[Variable, np.ndarray] = {}
 
     def __call__(

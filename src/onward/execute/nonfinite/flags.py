@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.check import check
+from onward.core.compiler import compiled_alone
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
@@ -114,7 +115,7 @@ def line_of_flags(program: Program) -> Callable[[Sequence[Any]], tuple[list[Any]
         rows = [flags_of(x) for x in found[count:]]
         return found[:count], jnp.stack(rows) if rows else jnp.zeros((0, 3), bool)
 
-    compiled = jax.jit(look)
+    compiled = compiled_alone(look)
 
     def line(values: Sequence[Any]) -> tuple[list[Any], Flags]:
         outputs, rows = compiled(values)

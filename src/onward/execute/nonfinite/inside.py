@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-import jax
-
+from onward.core.compiler import compiled_alone
 from onward.core.described import DescribedBody
 from onward.core.jaxprs import Body, program_of, result_of
 from onward.core.lower import lower
@@ -104,7 +103,7 @@ def _closer(part: _Part, values: Sequence[Any], origin: Origin | None, depth: in
     """An op of a part, and what is in it in turn."""
     if origin is None or (op := origin.op) is None:
         return ()
-    read = jax.jit(lower(part.program, op.inputs))((), values)
+    read = compiled_alone(lower(part.program, op.inputs))((), values)
     wanted = [(op.outputs.index(origin.place.variable), origin.place.bad)]
     reads = tuple(Numbers.of(part.name(v), x) for v, x in zip(op.inputs, read, strict=True))
     found = Inside(part.where, op, reads, origin.is_written)
@@ -189,7 +188,7 @@ def _while(body: Body, parts: Mapping[str, Program], names: Sequence[str], opera
     (call,) = body.calls
     asked, begin = call.params["cond_nconsts"], call.params["body_nconsts"]
     condition = parts["cond_jaxpr"]
-    ask = jax.jit(lower(condition, condition.outputs))
+    ask = compiled_alone(lower(condition, condition.outputs))
     return _Loop(
         _Part("turn {} (counted from 0)", parts["body_jaxpr"], names[asked:]),
         operands[asked : asked + begin],

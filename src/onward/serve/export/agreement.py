@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, OnwardError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
@@ -81,7 +82,7 @@ def _compare(program: Program, writing: Writing, values: Mapping[str, Any], size
     names = [v.name for v in wanted]
     state = [values[v.name] for v in program.state]
     data = [_some(v, program, i) for i, v in enumerate(program.inputs)]
-    expected = jax.jit(lower(program, wanted))(state, data)
+    expected = compiled_alone(lower(program, wanted))(state, data)
     found = _computed(writing, [*state, *writing.program.constants.values(), *data], [v.name for v in others])
     for name, x, y in zip(names, expected, found, strict=True):
         if x.shape != y.shape or not _close(x, y):
@@ -98,7 +99,7 @@ def _computed(writing: Writing, given: Sequence[Any], names: Sequence[str]) -> l
     reads = {v.name: x for v, x in zip(reads_of(writing.program), given, strict=True)}
     gives = [v.name for op in writing.program.ops for v in op.outputs]
     made = {name: gives.index(name) for name in names if name not in reads}
-    results = jax.jit(lambda *xs: [call(*xs)[i] for i in made.values()])(*given)
+    results = compiled_alone(lambda *xs: [call(*xs)[i] for i in made.values()])(*given)
     return [reads[name] if name in reads else results[[*made].index(name)] for name in names]
 
 

@@ -1,0 +1,51 @@
+"""Options that XLA is given with whatever Onward compiles: cures for known faults of a version.
+
+On a CPU, jaxlib 0.10.2 gives fused products, sums and convolutions to a library, YNNPACK. Some come back
+wrong in silence (jax-ml/jax#39103: one row of a vmapped matrix-vector product, squared and summed), and up to
+0.11.0 some of high rank crash (jax-ml/jax#39257). Given single products only, the library does neither, and
+convolutions use all cores again.
+
+A step inside somebody's own ``jax.jit`` is compiled with the options of that. For the whole process:
+
+    XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jaxlib
+
+__all__ = ["AFFECTED", "CURE", "OPTION", "compiled_alone", "compiler_options", "is_cured_by"]
+
+OPTION = "xla_cpu_experimental_ynn_fusion_type"
+_SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+CURE = f"--{OPTION}={_SINGLE}"
+"""The same for a whole process, in the environment variable ``XLA_FLAGS``."""
+
+AFFECTED = (0, 10, 2) <= tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3]) <= (0, 11, 0)
+
+
+def compiler_options() -> dict[str, str]:
+    """The options for an executable on this backend with this version of jaxlib; mostly none.
+
+    Example:
+        >>> compiler_options() == {} or AFFECTED
+        True
+    """
+    is_needed = AFFECTED and jax.default_backend() == "cpu" and not is_cured_by(os.environ)
+    return {OPTION: _SINGLE} if is_needed else {}
+
+
+def is_cured_by(environment: Mapping[str, str]) -> bool:
+    """Whether the option is set for the whole process, by the user, whose choice then holds."""
+    return f"--{OPTION}=" in environment.get("XLA_FLAGS", "")
+
+
+def compiled_alone(function: Callable[..., Any], **options: Any) -> Any:
+    """``jax.jit`` with the options, for functions that are called on arrays and never inside a trace."""
+    return jax.jit(function, compiler_options=compiler_options() or None, **options)
