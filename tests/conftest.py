@@ -1,8 +1,13 @@
-"""Eight devices on the host, before JAX is imported: what replicates has to have something to run on."""
+"""What every test finds: eight devices on the host, one cache of compiled programs, signals as in a terminal.
+
+It is read before JAX is imported, in each worker too.
+"""
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 
@@ -11,10 +16,26 @@ DEVICES = "--xla_force_host_platform_device_count"
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 
+# All workers, and the processes that tests start, read what one of them has compiled. The folder is made by the
+# process that starts the workers and goes with it, so that every run begins with nothing.
+CACHE = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+MADE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    MADE = tempfile.mkdtemp(prefix="onward-compiled-")
+    os.environ.update(CACHE, JAX_COMPILATION_CACHE_DIR=MADE)
+
 # A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP; tests are about these two.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+def pytest_unconfigure():
+    if MADE is not None:
+        shutil.rmtree(MADE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):
