@@ -1,10 +1,12 @@
 """Plants faults one at a time in a copy of the tree, and runs the tests that enter the changed function.
 
     python -m tests.faults.plant [--count 120] [--seed 0] [--seconds 90] [--record .faults] [--out FILE]
+                                 [--first FILE] [--only FILE]
 
-Tests of the same folder come first, then the quickest; the first that fails ends the search. ``--seconds``
-bounds what the tests tried for one fault took when they were recorded. ``--first FILE`` tries what found
-each fault in an earlier run before anything else.
+Tests of the file that mirrors the changed one come first, then those of its folder, then the quickest; the
+first that fails ends the search. ``--seconds`` bounds what the tests tried for one fault took when they were
+recorded. ``--first FILE`` tries what found each fault in an earlier run before anything else, and ``--only``
+goes on with those that a run did not find.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ def main() -> int:
     tests = _recorded(options.record)
     before = {row["fault"]: row["by"] for row in _rows(options.first)} if options.first else {}
     faults = sample(ROOT / SOURCE, options.count, options.seed)
+    if options.only:
+        left = {row["fault"] for row in _rows(options.only) if not row["by"]}
+        faults = [fault for fault in faults if _name(fault) in left]
     trees: Queue[Path] = Queue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
         for n in range(options.workers):
@@ -64,6 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--record", type=Path, default=Path(".faults"))
     parser.add_argument("--first", type=Path)
+    parser.add_argument("--only", type=Path)
     parser.add_argument("--out", type=Path, default=Path(".faults/found.json"))
     return parser.parse_args()
 
@@ -99,15 +105,20 @@ def _chosen(
     entering = tests.get(f"{fault.file}:{fault.function}", {})
     if first:
         yield first
-    folder = fault.file.split("/")[0]
+    folder, *words = fault.file.removesuffix(".py").split("/")
     if not entering:
-        words = fault.file.split("/")[1:]
         for path in sorted((ROOT / "tests" / folder).rglob("test_*.py")):
-            if any(w.removesuffix(".py") in path.as_posix() for w in words):
+            if any(word in path.as_posix() for word in words):
                 yield path.relative_to(ROOT).as_posix()
         return
-    near = f"tests/{folder}/"
-    for test, took in sorted(entering.items(), key=lambda e: (not e[0].startswith(near), e[1])):
+
+    def distance(test: str) -> int:
+        file = test.partition("::")[0]
+        if not file.startswith(f"tests/{folder}/"):
+            return 2
+        return 1 - any(word in file for word in words)
+
+    for test, took in sorted(entering.items(), key=lambda e: (distance(e[0]), e[1])):
         seconds -= took
         if seconds < 0:
             return
@@ -146,6 +157,8 @@ def _first_failing(tree: Path, tests: list[str], compiled: Path) -> str:
         "PYTHONPATH": str(tree / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "@chosen"]
     try:
