@@ -10,14 +10,15 @@ import signal
 import tempfile
 
 import pytest
+from tests.quick import Quick
 
 DEVICES = "--xla_force_host_platform_device_count"
 
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 
-# All workers, and the processes that tests start, read what one of them has compiled. The folder is made by the
-# process that starts the workers and goes with it, so that every run begins with nothing.
+# All workers, and the processes that tests start, read what one of them has compiled. The folder is made by
+# the process that starts the workers and goes with it, so that every run begins with nothing.
 CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -31,6 +32,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--list-not-quick", action="store_true", help="measure which tests are not quick")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Quick(config), "quick")
 
 
 def pytest_unconfigure():

@@ -84,7 +84,7 @@ def _recorded(folder: Path) -> dict[str, dict[str, float]]:
     tests: dict[str, dict[str, float]] = {}
     for path in folder.glob("*.jsonl"):
         for row in _rows(path):
-            for function in row["functions"]:
+            for function in row.get("functions", ()):
                 tests.setdefault(function, {})[row["test"]] = row["seconds"]
     if not tests:
         sys.exit(f"no recorded tests in {folder}: pytest -n 3 --dist loadfile -p tests.faults.record")
