@@ -1,6 +1,6 @@
 """How many branches of ``src/onward`` the recorded tests take, by folder: two for each jump of the bytecode.
 
-    python -m tests.faults.covered [.faults]      # with the Python that recorded
+python -m tests.faults.covered [.faults]      # with the Python that recorded
 """
 
 import dis

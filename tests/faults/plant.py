@@ -46,7 +46,8 @@ def main() -> int:
             tree = trees.get()
             try:
                 chosen = list(_chosen(fault, tests, options.seconds, before.get(_name(fault))))
-                return _tried(fault, tree, chosen, Path(folder) / "compiled")
+                patience = 60 + 5 * options.seconds
+                return _tried(fault, tree, chosen, Path(folder) / "compiled", patience)
             finally:
                 trees.put(tree)
 
@@ -137,19 +138,19 @@ def _copied(tree: Path) -> Path:
     return tree
 
 
-def _tried(fault: Fault, tree: Path, tests: list[str], compiled: Path) -> dict[str, str]:
+def _tried(fault: Fault, tree: Path, tests: list[str], compiled: Path, patience: float) -> dict[str, str]:
     path = tree / SOURCE / fault.file
     original = path.read_bytes()
     path.write_bytes(fault.planted_in(original))
     try:
-        by = _first_failing(tree, tests, compiled) if tests else ""
+        by = _first_failing(tree, tests, compiled, patience) if tests else ""
     finally:
         path.write_bytes(original)
     line = original.splitlines()[fault.line - 1].decode().strip()
     return {"fault": _name(fault), "kind": fault.kind, "by": by, "was": line, "tried": str(len(tests))}
 
 
-def _first_failing(tree: Path, tests: list[str], compiled: Path) -> str:
+def _first_failing(tree: Path, tests: list[str], compiled: Path, patience: float) -> str:
     """The first test that fails, "hangs", or nothing."""
     (tree / "chosen").write_text("\n".join(dict.fromkeys(tests)))
     environment = {
@@ -163,7 +164,7 @@ def _first_failing(tree: Path, tests: list[str], compiled: Path) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "@chosen"]
     try:
         done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=patience, check=False
         )
     except subprocess.TimeoutExpired:
         return "hangs"
