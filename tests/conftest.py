@@ -1,4 +1,4 @@
-"""What every test finds: eight devices on the host, one cache of compiled programs, signals as in a terminal.
+"""What every test finds: eight devices on the host, a cache of compiled programs, signals as in a terminal.
 
 It is read before JAX is imported, in each worker too.
 """
@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 from tests.quick import Quick
@@ -17,16 +18,19 @@ DEVICES = "--xla_force_host_platform_device_count"
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 
-# All workers, and the processes that tests start, read what one of them has compiled. The folder is made by
-# the process that starts the workers and goes with it, so that every run begins with nothing.
-CACHE = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
+# What a worker has compiled is read by the processes that its tests start. The folder is made by the process
+# that starts the workers and goes with it, so that every run begins with nothing. Each worker has its own: JAX
+# writes without a lock, and what one reads while another one writes it is a warning, which is an error here.
+FOLDER = "ONWARD_TESTS_COMPILED"
 MADE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    MADE = tempfile.mkdtemp(prefix="onward-compiled-")
-    os.environ.update(CACHE, JAX_COMPILATION_CACHE_DIR=MADE)
+    MADE = os.environ[FOLDER] = tempfile.mkdtemp(prefix="onward-compiled-")
+if FOLDER in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+        Path(os.environ[FOLDER]) / os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    )
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP; tests are about these two.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

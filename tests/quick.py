@@ -1,7 +1,7 @@
 """``pytest -m quick``: one case of every test function that takes no time, for the minute after each change.
 
-The first case of each function is quick, unless the function stands in ``not_quick.txt``: it takes longer than
-``LIMIT``, or starts a process. That list is measured, not written:
+The first case of each function is quick, unless the function stands in ``not_quick.txt``: it takes longer
+than ``LIMIT``, or starts a process. That list is measured, not written:
 
     pytest -n 3 --dist loadfile --list-not-quick
 
@@ -53,7 +53,8 @@ class Quick:
     def heard(self, event: str, _: object) -> None:
         if event in STARTS and self.running is not None:
             if self.only:
-                pytest.fail(f"a quick test starts a process: {function_of(self.running.nodeid)} belongs in {LIST.name}")
+                name = function_of(self.running.nodeid)
+                pytest.fail(f"a quick test starts a process: {name} belongs in {LIST.name}")
             if PROCESS not in self.running.user_properties:
                 self.running.user_properties.append(PROCESS)
 

@@ -2,6 +2,7 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +41,17 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def reference(batches, program=PROGRAM, params=ONE):
+@cache
+def unchecked():
+    return ow.compile(PROGRAM)
+
+
+def reference(batches, params=ONE):
     """The state after these batches, from a step without a check."""
-    plain = ow.compile(program)
-    state = plain.init(params)
+    state = unchecked().init(params)
     for batch in batches:
-        state, _ = plain(state, batch)
-    return values_of(state, program)
+        state, _ = unchecked()(state, batch)
+    return values_of(state)
 
 
 def failing(step, state, batches):
@@ -157,7 +162,7 @@ def test_a_copy_of_a_bad_state_raises_without_a_batch(step):
 
 
 def test_a_state_of_a_step_without_the_check_is_taken_over(step):
-    plain = ow.compile(PROGRAM)
+    plain = unchecked()
     for _ in range(2):
         state, _ = plain(plain.init(ONE), BATCHES[0])
         state, _ = step(state, BATCHES[1])
@@ -278,8 +283,8 @@ EXAMPLES = np.ones((8, 2), "float32")
 
 @pytest.mark.parametrize("how", ["tuned", "plain", "rolled", "accumulated", "replicated", "momentum"])
 def test_it_goes_with_everything_else(how):
-    params = [SQUARE] * 12
-    optimizer = ow.Momentum(0.1) if how == "momentum" else ow.Adam(0.1)
+    params = [SQUARE] * (3 if how == "rolled" else 2)
+    optimizer = ow.Adam(0.1) if how == "tuned" else ow.Momentum(0.1)
     program = optimizer.minimize(matrices, params, EXAMPLES)
     if how == "accumulated":
         program = ow.accumulate(program, 4)
@@ -389,7 +394,7 @@ def test_a_trainer_goes_on_from_the_state_before():
     assert (trainer.step, int(trainer["step"])) == (3, 3)
     assert not np.array_equal(trainer["fc_0/w"], before)
     with pytest.raises(ow.NonFiniteError):
-        ow.train(network, [(0 * x, y)], check_finite=True, progress=False)
+        ow.train(network, [(0 * x, y)], optimizer=ow.SGD(0.01), check_finite=True, progress=False)
 
 
 def test_bad_input():

@@ -43,7 +43,7 @@ def data(count, rows=ROWS, seed=1):
 
 
 def step_of(function=loss, optimizer=None, **options):
-    optimizer = optimizer or ow.Adam(1e-2)
+    optimizer = optimizer or ow.Momentum(1e-2)
     program = optimizer.minimize(function, parameters(), *data(1)[0], has_aux=function is with_logits)
     return ow.compile(program, **options)
 

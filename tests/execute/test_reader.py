@@ -390,6 +390,7 @@ def left_in_a_circle():
 LEFT = [left_by_break, left_by_close, left_by_an_error, left_by_an_interrupt, left_unbegun, left_in_a_circle]
 
 
+@pytest.mark.usefixtures("earlier_objects_frozen")
 @pytest.mark.parametrize("leave", LEFT)
 def test_no_thread_is_left_behind(leave):
     leave()
@@ -397,6 +398,7 @@ def test_no_thread_is_left_behind(leave):
     assert threads() == []
 
 
+@pytest.mark.usefixtures("earlier_objects_frozen")
 def test_what_was_read_is_let_go():
     class Source:
         def __iter__(self):

@@ -1,5 +1,7 @@
 """Resuming: train(2N) is train(N), another process, train(N), bit for bit; or an error, and no change."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +25,11 @@ EPOCHS, MIDDLE = 4, 5  # 3 batches in an epoch: the middle of the second
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_compiled_once(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("cache")):
-        yield
+def compiled(tmp_path_factory):
+    """The folder of what is compiled."""
+    folder = tmp_path_factory.mktemp("cache")
+    with compiled_once(folder):
+        yield folder
 
 
 def deep():
@@ -37,6 +41,10 @@ def deep():
 def narrow():
     h = ow.layer.batch_norm(ow.layer.fc(ow.data("x", (None, 4)), 5, name="hidden"), name="norm")
     return ow.layer.mse(ow.layer.fc(h, 1, name="last"), ow.data("y", (None, 1)))
+
+
+def other():
+    return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 4)), 1, name="lost"), ow.data("y", (None, 1)))
 
 
 def decaying(step):
@@ -70,15 +78,46 @@ def until(step):
     return stop
 
 
-def fresh(folder=None, optimizer=None, seed=1, make=deep, **options):
-    return ow.Trainer(ow.Model(make, seed=seed), optimizer or ow.Adam(0.01), checkpoints=folder, **options)
+ADAM, SLOW = ow.Adam(0.01), ow.SGD(0.01)
 
 
-def stopped(folder, optimizer=None, source=None, step=MIDDLE):
-    trainer = fresh(folder, optimizer)
+@cache
+def network(make):
+    return ow.trace(make)
+
+
+@cache
+def training(make, optimizer, parameter_list):
+    return optimizer.minimize(network(make), parameter_list=parameter_list)
+
+
+def fresh(folder=None, optimizer=None, seed=1, make=deep, parameter_list=None, **options):
+    program = training(make, optimizer or ADAM, parameter_list)
+    return ow.Trainer(ow.Model(network(make), seed=seed), program, checkpoints=folder, **options)
+
+
+def stopped(folder, optimizer=None, source=None, step=MIDDLE, make=deep):
+    trainer = fresh(folder, optimizer, make=make)
     trainer.train(source or reader(), epochs=EPOCHS, callbacks=[until(step)])
     assert trainer.step == step
     return trainer
+
+
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory):
+    """Copies what a stopped training has saved; returns its trainer, which tests only read."""
+
+    @cache
+    def trained(optimizer, source):
+        folder = tmp_path_factory.mktemp("half_way")
+        return folder, stopped(folder, optimizer, source)
+
+    def copied(folder, optimizer=None, source=None):
+        origin, trainer = trained(optimizer, source)
+        shutil.copytree(origin, folder, dirs_exist_ok=True)
+        return trainer
+
+    return copied
 
 
 def bits(trainer):
@@ -87,17 +126,22 @@ def bits(trainer):
 
 
 @cache
-def whole(optimizer=None, source=None):
+def whole(optimizer=None, source=None, make=deep):
     """What the training ends with that nobody disturbs."""
-    trainer = fresh(None, optimizer)
+    trainer = fresh(None, optimizer, make=make)
     trainer.train(source or reader(), epochs=EPOCHS)
     return bits(trainer)
+
+
+def network_for(name):
+    """One optimizer trains the large network, the others a small one."""
+    return deep if name == "Adam, schedule" else other
 
 
 def resume_all(folder):
     """Go on with every optimizer: what the second process does."""
     for name, optimizer in OPTIMIZERS.items():
-        trainer = fresh(Path(folder, name), optimizer, seed=9)
+        trainer = fresh(Path(folder, name), optimizer, seed=9, make=network_for(name))
         trainer.restore()
         trainer.train(reader(), epochs=EPOCHS)
 
@@ -106,15 +150,18 @@ def resume_all(folder):
 
 
 @pytest.mark.slow
-def test_every_optimizer_in_another_process(tmp_path):
+def test_every_optimizer_in_another_process(tmp_path, compiled):
     for name, optimizer in OPTIMIZERS.items():
-        stopped(tmp_path / name, optimizer)
+        stopped(tmp_path / name, optimizer, make=network_for(name))
     code = f"from tests.execute.test_resume import resume_all; resume_all({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True)
+    cached = {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30)}
+    command = [sys.executable, "-W", "error", "-c", code]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | cached)
     for name, optimizer in OPTIMIZERS.items():
-        trainer = fresh(tmp_path / name, optimizer, seed=5)
+        make = network_for(name)
+        trainer = fresh(tmp_path / name, optimizer, seed=5, make=make)
         report = trainer.restore()
-        assert bits(trainer) == whole(optimizer), name
+        assert bits(trainer) == whole(optimizer, make=make), name
         assert (trainer.step, report.kept, report.left, report.changed) == (12, (), (), ())
 
 
@@ -134,7 +181,7 @@ def test_wherever_it_was_stopped(tmp_path, step):
 
 
 def test_again_and_again(tmp_path):
-    for step in range(2, 13, 2):
+    for step in (2, 4, 6, 12):
         trainer = fresh(tmp_path, seed=1 if step == 2 else step)
         if step > 2:
             trainer.restore()
@@ -166,8 +213,8 @@ class Grain:
         self.next = state["next"]
 
 
-def test_a_reader_that_says_nothing_is_read_again_and_skipped(tmp_path):
-    stopped(tmp_path, source=by_epoch)
+def test_a_reader_that_says_nothing_is_read_again_and_skipped(half_way, tmp_path):
+    half_way(tmp_path, source=by_epoch)
     trainer = fresh(tmp_path, seed=8)
     trainer.restore()
     assert trainer.position is None
@@ -187,8 +234,18 @@ def test_a_reader_that_says_where_it_stands_is_not_read_again(tmp_path):
     assert bits(trainer) == whole(source=by_epoch)
 
 
-def test_a_shorter_reader_is_refused(tmp_path):
-    stopped(tmp_path, source=by_epoch)
+def test_the_test_after_an_epoch_whose_last_batch_was_saved(tmp_path):
+    """The process before ended between the two, and this one makes no step before the test."""
+    stopped(ow.Checkpoints(tmp_path), step=3, make=narrow)
+    trainer = fresh(ow.Checkpoints(tmp_path), make=narrow)
+    trainer.restore()
+    trainer.train(reader(), epochs=1, test=reader())
+    assert trainer.history["step"].tolist() == [3]
+    assert np.isfinite(trainer.history["test_loss"]).all()
+
+
+def test_a_shorter_reader_is_refused(half_way, tmp_path):
+    half_way(tmp_path, source=by_epoch)
     trainer = fresh(tmp_path)
     trainer.restore()
     with pytest.raises(ow.ArgumentError, match="yielded 1 batches in epoch 1, and 2 were to be skipped"):
@@ -196,7 +253,7 @@ def test_a_shorter_reader_is_refused(tmp_path):
 
 
 def test_without_sharing(tmp_path):
-    trainer = ow.Trainer(ow.Model(deep, seed=1), ow.Adam(0.01), share=False, checkpoints=tmp_path)
+    trainer = fresh(tmp_path, share=False)
     trainer.train(reader(), epochs=EPOCHS, callbacks=[until(MIDDLE)])
     again = fresh(tmp_path, seed=2, share=False)
     again.restore()
@@ -245,8 +302,8 @@ def restored(folder, optimizer, **options):
     return trainer, report
 
 
-def test_from_adam_to_sgd(tmp_path):
-    before = stopped(tmp_path, ow.Adam(0.01))
+def test_from_adam_to_sgd(half_way, tmp_path):
+    before = half_way(tmp_path)
     trainer, report = restored(tmp_path, ow.SGD(0.05))
     assert report.kept == ()
     assert {"hidden/w/mean", "hidden/w/variance", "beta1"} <= set(report.left)
@@ -259,9 +316,9 @@ def test_from_adam_to_sgd(tmp_path):
     assert trainer.step == int(trainer["step"]) == 12
 
 
-def test_from_sgd_to_adam(tmp_path):
-    stopped(tmp_path, ow.SGD(0.01))
-    trainer, report = restored(tmp_path, ow.Adam(0.01))
+def test_from_sgd_to_adam(half_way, tmp_path):
+    half_way(tmp_path, SLOW)
+    trainer, report = restored(tmp_path, ADAM)
     assert {"hidden/w/mean", "last/b/variance", "epsilon"} <= set(report.kept)
     assert report.left == report.changed == ()
     assert "not in the checkpoint, begun anew: " in str(report)
@@ -271,50 +328,50 @@ def test_from_sgd_to_adam(tmp_path):
 
 
 def test_slots_of_another_dtype_begin_anew_and_are_named_once(tmp_path):
-    stopped(tmp_path, ow.Adam(0.01))
-    _, report = restored(tmp_path, ow.Adam(0.01, slot_dtype="bfloat16"))
-    assert set(report.kept) == set(report.left) >= {"hidden/w/mean", "hidden/w/variance"}
-    assert "of another type in the checkpoint, begun anew: hidden/w/mean" in str(report)
+    fresh(tmp_path, make=other).checkpoint()
+    _, report = restored(tmp_path, ow.Adam(0.01, slot_dtype="bfloat16"), make=other)
+    assert set(report.kept) == set(report.left) >= {"lost/w/mean", "lost/w/variance"}
+    assert "of another type in the checkpoint, begun anew: lost/w/mean" in str(report)
     assert "not in the checkpoint" not in str(report)
     assert "not needed here" not in str(report)
 
 
-def test_from_adam_to_adamw(tmp_path):
-    before = stopped(tmp_path, ow.Adam(0.01))
+def test_from_adam_to_adamw(half_way, tmp_path):
+    before = half_way(tmp_path)
     trainer, report = restored(tmp_path, ow.AdamW(0.01, weight_decay=0.1))
     assert report.kept == ("weight_decay",)
     np.testing.assert_array_equal(trainer["hidden/w/mean"], before["hidden/w/mean"])
     assert float(trainer["weight_decay"]) == np.float32(0.1)
 
 
-def test_from_a_number_to_a_schedule(tmp_path):
-    stopped(tmp_path, ow.SGD(0.01))
+def test_from_a_number_to_a_schedule(half_way, tmp_path):
+    half_way(tmp_path, SLOW)
     trainer, report = restored(tmp_path, ow.SGD(decaying))
     assert report.left == ("learning_rate",)
     trainer.train(reader(), epochs=EPOCHS)
 
 
 def test_the_learning_rate_set_in_the_middle_is_kept(tmp_path):
-    trainer = stopped(tmp_path, ow.SGD(0.01))
+    trainer = stopped(tmp_path, SLOW)
     trainer.replace({"learning_rate": 0.001})
     trainer.checkpoint()
-    again, report = restored(tmp_path, ow.SGD(0.01))
+    again, report = restored(tmp_path, SLOW)
     assert report.changed == ("learning_rate",)
     assert float(again["learning_rate"]) == np.float32(0.001)
 
 
 def test_slots_of_other_parameters_only(tmp_path):
-    trainer = fresh(tmp_path, ow.Adam(0.01), parameter_list=["last/*"])
+    trainer = fresh(tmp_path, ADAM, parameter_list=("last/*",))
     trainer.train(reader())
-    again, report = restored(tmp_path, ow.Adam(0.01))
+    again, report = restored(tmp_path, ADAM)
     assert "hidden/w/mean" in report.kept
     assert "last/w/mean" in report.taken
     assert np.any(again["last/w/mean"])
 
 
 @pytest.mark.parametrize("make", ["narrow", "other"])
-def test_a_network_of_other_parameters_is_refused(tmp_path, make):
-    stopped(tmp_path)
+def test_a_network_of_other_parameters_is_refused(half_way, tmp_path, make):
+    half_way(tmp_path)
     make = {"narrow": narrow, "other": other}[make]
     trainer = fresh(tmp_path, make=make)
     before = bits(trainer)
@@ -323,10 +380,6 @@ def test_a_network_of_other_parameters_is_refused(tmp_path, make):
         trainer.restore()
     assert bits(trainer) == before
     assert (trainer.step, trainer.epoch, trainer.resumed) == (0, 0, False)
-
-
-def other():
-    return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 4)), 1, name="lost"), ow.data("y", (None, 1)))
 
 
 # ---------------------------------------------------------------------------- which checkpoint
@@ -403,8 +456,8 @@ def test_nothing_to_restore(tmp_path):
 
 def run(folder, **options):
     store = ow.Checkpoints(folder, every=2, best="loss")
-    options |= {"optimizer": ow.Adam(0.01), "epochs": EPOCHS, "seed": 1}
-    return ow.train(deep, reader(), checkpoints=store, resume=True, **options)
+    options |= {"optimizer": ADAM, "epochs": EPOCHS, "seed": 1}
+    return ow.train(network(deep), reader(), checkpoints=store, resume=True, **options)
 
 
 def test_two_lines_resume(tmp_path):
@@ -428,8 +481,8 @@ def test_two_lines_fall_back_and_say_so(tmp_path):
 
 
 def test_two_lines_without_resume_begin_anew(tmp_path):
-    ow.train(deep, reader(), checkpoints=tmp_path)
-    assert ow.train(deep, reader(), checkpoints=tmp_path).history["step"][0] == 1
+    ow.train(network(deep), reader(), optimizer=ADAM, checkpoints=tmp_path)
+    assert ow.train(network(deep), reader(), optimizer=ADAM, checkpoints=tmp_path).history["step"][0] == 1
 
 
 # ---------------------------------------------------------------------------- Ctrl-C
@@ -471,6 +524,13 @@ def test_ctrl_c_with_a_disk_that_fails(tmp_path):
     assert any("No checkpoint was saved: " in note for note in notes)
 
 
+@pytest.fixture
+def without_cache(monkeypatch):
+    """Processes that are killed would leave half a compiled program, which others would read."""
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+
+
+@pytest.mark.usefixtures("without_cache")
 def test_random_interrupts_of_a_process():
     for kind in training_interrupts.NAMES:
         for found in training_interrupts.torture(kind, 1, seed=2):
@@ -478,6 +538,7 @@ def test_random_interrupts_of_a_process():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_cache")
 def test_kills_of_a_process():
     begun, differ, values = training_kills.compare(count=2, epochs=24)
     assert differ == []

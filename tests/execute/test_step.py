@@ -1,6 +1,7 @@
 """A compiled step as a person meets it: called, traced by their own jit, fed badly, looked into."""
 
 from collections import namedtuple
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 import onward as ow
 
 Layer = namedtuple("Layer", "w b")
-KEYS = jax.random.split(jax.random.key(0), 3)
-PARAMS = {"hidden": Layer(jax.random.normal(KEYS[0], (3, 4)), jnp.zeros(4)), "out": [jnp.ones(4)]}
-X = jax.random.normal(KEYS[1], (8, 3))
-Y = jax.random.normal(KEYS[2], (8,))
+RNG = np.random.default_rng(0)
+W, X, Y = (jnp.asarray(RNG.normal(size=shape), "float32") for shape in ((3, 4), (8, 3), (8,)))
+PARAMS = {"hidden": Layer(W, jnp.zeros(4)), "out": [jnp.ones(4)]}
 LEARNING_RATE = 0.1
 
 
@@ -29,19 +29,40 @@ def program(optimizer=None):
 
 
 def made(optimizer=None, **options):
-    """A step and its first State."""
+    """A step of its own and its first State."""
     step = ow.compile(program(optimizer), **options)
     return step, step.init(PARAMS)
 
 
+@cache
+def compiled_once(*fetch):
+    return ow.compile(program(), fetch=fetch)
+
+
+def begun():
+    """The step that tests share which feed it nothing of another shape, and a State of their own."""
+    return compiled_once(), compiled_once().init(PARAMS)
+
+
+def fetching():
+    """The step that tests share which fetch, or feed other shapes, and a State of their own."""
+    step = compiled_once("h", "grad(h)", "grad(hidden/w)", "x", "hidden/w", "next(hidden/w)")
+    return step, step.init(PARAMS)
+
+
+@jax.jit
+def one_by_hand(params, velocity, learning_rate, x, y):
+    value, grads = jax.value_and_grad(loss)(params, x, y)
+    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
+    return value, jax.tree.map(lambda p, v: p - learning_rate * v, params, velocity), velocity
+
+
 def by_hand(steps, learning_rate=LEARNING_RATE, params=PARAMS, x=X, y=Y):
     """Losses and parameters of so many steps of momentum, in plain JAX."""
-    velocity = jax.tree.map(jnp.zeros_like, params)
+    velocity = jax.tree.map(np.zeros_like, params)
     losses = []
     for _ in range(steps):
-        value, grads = jax.value_and_grad(loss)(params, x, y)
-        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
-        params = jax.tree.map(lambda p, v: p - learning_rate * v, params, velocity)
+        value, params, velocity = one_by_hand(params, velocity, learning_rate, x, y)
         losses.append(value)
     return np.array(losses), params
 
@@ -59,7 +80,7 @@ def same_bytes(one, other):
 
 
 def test_steps_equal_the_hand_written_loop():
-    step, state = made()
+    step, state = begun()
     losses = []
     for _ in range(5):
         state, out = step(state, X, Y)
@@ -70,7 +91,7 @@ def test_steps_equal_the_hand_written_loop():
 
 
 def test_under_jit_a_step_is_a_pure_function():
-    step, state = made()
+    step, state = begun()
     compiled = jax.jit(step)
     first, out = compiled(state, X, Y)
     again, _ = compiled(state, X, Y)
@@ -84,7 +105,7 @@ def test_under_jit_a_step_is_a_pure_function():
 
 
 def test_under_scan_the_state_is_carried():
-    step, state = made()
+    step, state = begun()
     state, outs = lax.scan(lambda state, _: step(state, X, Y), state, None, length=4)
     losses, params = by_hand(4)
     np.testing.assert_allclose(outs.loss, losses, rtol=1e-5)
@@ -95,7 +116,7 @@ def test_under_scan_the_state_is_carried():
 
 
 def test_under_scan_over_batches():
-    step, state = made()
+    step, state = begun()
     batches = jnp.stack([X, 2 * X, 3 * X]), jnp.stack([Y, Y, Y])
     found, outs = lax.scan(lambda state, batch: step(state, *batch), state, batches)
     losses = []
@@ -107,7 +128,7 @@ def test_under_scan_over_batches():
 
 
 def test_under_fori_loop_and_cond():
-    step, state = made()
+    step, state = begun()
 
     @jax.jit
     def three(state):
@@ -120,7 +141,7 @@ def test_under_fori_loop_and_cond():
 
 
 def test_under_vmap_over_learning_rates():
-    step, state = made()
+    step, state = begun()
     rates = np.array([0.0, 0.01, 0.2], np.float32)
 
     def two(rate):
@@ -136,10 +157,12 @@ def test_under_vmap_over_learning_rates():
 
 
 def test_under_vmap_over_seeds():
-    step, _ = made()
+    step, _ = begun()
 
+    @jax.jit
     def fresh(key):
-        return jax.tree.map(lambda p: p + jax.random.normal(key, p.shape), PARAMS)
+        noise = jax.random.normal(key)
+        return jax.tree.map(lambda p: p + noise, PARAMS)
 
     keys = jax.random.split(jax.random.key(5), 3)
     states = jax.vmap(lambda key: step.init(fresh(key)))(keys)
@@ -157,6 +180,7 @@ def test_gradients_pass_through_a_step():
         following, _ = step(state.replace({"learning_rate": rate}), X, Y)
         return step(following, X, Y)[1].loss
 
+    @jax.jit
     def plain(rate):
         grads = jax.grad(loss)(PARAMS, X, Y)
         return loss(jax.tree.map(lambda p, g: p - rate * g, PARAMS, grads), X, Y)
@@ -165,7 +189,7 @@ def test_gradients_pass_through_a_step():
 
 
 def test_the_function_of_a_step_never_donates():
-    step, state = made()
+    step, state = begun()
     first, out = step.function(state, X, Y)
     assert not state.is_spent
     assert_close(state.parameters, PARAMS)
@@ -176,7 +200,7 @@ def test_the_function_of_a_step_never_donates():
 
 
 def test_state_and_out_are_pytrees():
-    step, state = made(fetch=["h"])
+    step, state = fetching()
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     assert "['hidden/w']" in paths
     assert "['hidden/w/velocity']" in paths
@@ -202,7 +226,7 @@ def test_a_batch_of_another_shape_is_traced_once_and_remembered():
 
 
 def test_a_batch_of_another_shape_trains_as_it_should():
-    step, state = made()
+    step, state = fetching()
     state, out = step(state, X[:5], Y[:5])
     losses, params = by_hand(1, x=X[:5], y=Y[:5])
     np.testing.assert_allclose(out.loss, losses[0], rtol=1e-5)
@@ -210,7 +234,7 @@ def test_a_batch_of_another_shape_trains_as_it_should():
 
 
 def test_fetched_variables_have_the_shape_of_the_batch():
-    step, state = made(fetch=["h", "grad(h)"])
+    step, state = fetching()
     _, out = step(state, X[:5], Y[:5])
     assert out["h"].shape == out["grad(h)"].shape == (5, 4)
 
@@ -228,7 +252,7 @@ FEEDS = {
 
 @pytest.mark.parametrize("feeds", FEEDS.values(), ids=FEEDS)
 def test_feeds_of_many_makes_are_the_same_step(feeds):
-    step, state = made()
+    step, state = begun()
     _, out = step(state, *feeds)
     np.testing.assert_allclose(out.loss, by_hand(1)[0][0], rtol=1e-5)
     assert (step.traces, step.compilations) == (0, 1)
@@ -246,14 +270,20 @@ INDICES = {
 }
 
 
+THREE = jnp.array([1.0, 2.0, 4.0])
+
+
+@pytest.fixture(scope="module")
+def picking():
+    return ow.compile(ow.SGD(0.1).minimize(picked, THREE, np.array([0, 1]), 1.0))
+
+
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
 @pytest.mark.parametrize("scale", [3, 3.0, np.float64(3), np.float32(3), jnp.float32(3)], ids=repr)
-def test_integers_in_64_bits_and_python_numbers_are_feeds(index, scale):
-    w = jnp.array([1.0, 2.0, 4.0])
-    step = ow.compile(ow.SGD(0.1).minimize(picked, w, np.array([0, 1]), 1.0))
-    _, out = step(step.init(w), index, scale)
+def test_integers_in_64_bits_and_python_numbers_are_feeds(picking, index, scale):
+    _, out = picking(picking.init(THREE), index, scale)
     assert float(out.loss) == 15.0
-    assert step.compilations == 1
+    assert picking.compilations == 1
 
 
 BAD_FEEDS = {
@@ -283,7 +313,7 @@ BAD_FEEDS = {
 
 @pytest.mark.parametrize(("data", "message"), BAD_FEEDS.values(), ids=BAD_FEEDS)
 def test_a_feed_that_does_not_fit_is_refused_and_the_state_stays(data, message):
-    step, state = made()
+    step, state = begun()
     with pytest.raises(ow.ArgumentError, match=message):
         step(state, *data)
     assert not state.is_spent
@@ -307,17 +337,21 @@ BAD_BATCHES = {
 }
 
 
+@pytest.fixture(scope="module")
+def batched():
+    return ow.compile(ow.SGD(0.1).minimize(of_batch, jnp.ones(3), BATCH))
+
+
 @pytest.mark.parametrize(("batch", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
-def test_a_batch_of_another_structure_is_refused_by_path(batch, message):
-    step = ow.compile(ow.SGD(0.1).minimize(of_batch, jnp.ones(3), BATCH))
-    state = step.init(jnp.ones(3))
+def test_a_batch_of_another_structure_is_refused_by_path(batched, batch, message):
+    state = batched.init(jnp.ones(3))
     with pytest.raises(ow.ArgumentError, match=message):
-        step(state, batch)
-    np.testing.assert_allclose(step(state, BATCH)[1].loss, of_batch(jnp.ones(3), BATCH), rtol=1e-5)
+        batched(state, batch)
+    np.testing.assert_allclose(batched(state, BATCH)[1].loss, of_batch(jnp.ones(3), BATCH), rtol=1e-5)
 
 
 def test_an_object_that_is_no_state_is_refused():
-    step, _ = made()
+    step, _ = begun()
     with pytest.raises(ow.ArgumentError, match=r"not a dict\. Begin with state = step\.init\(params\)"):
         step(PARAMS, X, Y)
 
@@ -326,7 +360,7 @@ def test_an_object_that_is_no_state_is_refused():
 
 
 def test_any_variable_can_be_fetched():
-    step, state = made(fetch=["h", "grad(h)", "grad(hidden/w)", "x", "hidden/w", "next(hidden/w)"])
+    step, state = fetching()
     w, b = PARAMS["hidden"]
     state, out = step(state, X, Y)
     grads = jax.grad(loss)(PARAMS, X, Y)
@@ -341,7 +375,7 @@ def test_any_variable_can_be_fetched():
 
 
 def test_what_was_fetched_outlives_the_next_steps():
-    step, state = made(fetch=["hidden/w", "next(hidden/w)"])
+    step, state = fetching()
     state, first = step(state, X, Y)
     for _ in range(3):
         state, _ = step(state, X, Y)
@@ -384,7 +418,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize(("look", "offered"), UNKNOWN.values(), ids=UNKNOWN)
 def test_an_unknown_name_offers_the_nearest(look, offered):
-    step, state = made(fetch=["h"])
+    step, state = fetching()
     state, out = step(state, X, Y)
     with pytest.raises(ow.UnknownNameError) as error:
         look(step, state, out)
@@ -398,7 +432,7 @@ def test_an_unknown_name_offers_the_nearest(look, offered):
 
 def test_the_parameters_that_were_passed_stay_usable():
     passed = jax.tree.map(jnp.array, PARAMS)
-    step = ow.compile(program())
+    step, _ = begun()
     first, second = step.init(passed), step.init(passed)
     for _ in range(2):
         first, _ = step(first, X, Y)
@@ -407,7 +441,7 @@ def test_the_parameters_that_were_passed_stay_usable():
 
 
 def test_the_data_that_was_passed_stays_usable():
-    step, state = made()
+    step, state = begun()
     x, y = jnp.array(X), jnp.array(Y)
     for _ in range(3):
         state, _ = step(state, x, y)
@@ -427,7 +461,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_state_that_was_given_away_is_refused(use):
-    step, state = made()
+    step, state = begun()
     following, _ = step(state, X, Y)
     assert state.is_spent
     assert repr(state) == "State(given to a step, spent)"
@@ -450,7 +484,7 @@ def test_without_donation_old_states_stay():
 
 
 def test_parameters_come_back_in_their_containers():
-    step, state = made()
+    step, state = begun()
     state, _ = step(state, X, Y)
     found = state.parameters
     assert jax.tree.structure(found) == jax.tree.structure(PARAMS)
@@ -465,7 +499,7 @@ GOOD_RATES = [0.0, 1, 0.5, True, np.float64(0.5), np.float32(0.5), jnp.float32(0
 
 @pytest.mark.parametrize("rate", GOOD_RATES, ids=repr)
 def test_a_learning_rate_is_replaced_without_compiling(rate):
-    step, state = made()
+    step, state = begun()
     changed = state.replace({"learning_rate": rate})
     assert changed["learning_rate"].dtype == np.float32
     assert float(changed.hyperparameters["learning_rate"]) == float(rate)
@@ -479,7 +513,7 @@ def test_a_learning_rate_is_replaced_without_compiling(rate):
     "rate", [-0.1, float("nan"), float("inf"), np.float32(-1), jnp.nan, "0.1", None], ids=repr
 )
 def test_a_learning_rate_that_is_no_sound_number_is_refused(rate):
-    _, state = made()
+    _, state = begun()
     with pytest.raises(ow.HyperparameterError, match=r"learning_rate is .*finite number of at least 0"):
         state.replace({"learning_rate": rate})
 
@@ -499,13 +533,13 @@ REPLACEMENTS = {
 
 @pytest.mark.parametrize(("changes", "message"), REPLACEMENTS.values(), ids=REPLACEMENTS)
 def test_a_replacement_that_does_not_fit_is_refused(changes, message):
-    _, state = made()
+    _, state = begun()
     with pytest.raises(ow.ArgumentError, match=message):
         state.replace(changes)
 
 
 def test_parameters_slots_and_the_counter_are_replaced_too():
-    step, state = made()
+    step, state = begun()
     value = np.full((3, 4), 2.0)
     changed = state.replace({"hidden/w": value, "hidden/w/velocity": np.ones((3, 4)), "step": 7})
     value[:] = 0
@@ -531,7 +565,7 @@ BAD_PARAMETERS = {
 
 @pytest.mark.parametrize(("params", "message"), BAD_PARAMETERS.values(), ids=BAD_PARAMETERS)
 def test_parameters_that_are_not_as_traced_are_refused(params, message):
-    step, _ = made()
+    step, _ = begun()
     with pytest.raises(ow.ArgumentError, match=message):
         step.init(params)
 
@@ -540,7 +574,7 @@ def test_model_state_is_asked_for_and_only_where_there_is_some():
     def counting(w, count, x):
         return jnp.sum(w * x), {"n": count["n"] + 1}
 
-    step, _ = made()
+    step, _ = begun()
     with pytest.raises(ow.ArgumentError, match="loss was traced without state="):
         step.init(PARAMS, {"n": 0})
     step = ow.compile(ow.SGD(0.1).minimize(counting, jnp.ones(3), X, state={"n": 0}))
@@ -554,8 +588,8 @@ def test_model_state_is_asked_for_and_only_where_there_is_some():
 
 
 def test_a_test_time_step_reads_the_training_state():
-    training = program()
-    train, test = ow.compile(training), ow.compile(ow.prune(training, ["h"]))
+    train = compiled_once()
+    test = ow.compile(ow.prune(train.program, ["h"]))
     assert {op.made_by for op in test.program.ops} == {ow.Pass.FORWARD}
     state = train.init(PARAMS)
     for i in range(3):
@@ -570,7 +604,7 @@ def test_a_test_time_step_reads_the_training_state():
 
 
 def test_a_forward_step_of_the_same_function_reads_the_training_state():
-    train, state = made()
+    train, state = begun()
     evaluate = ow.compile(ow.trace(loss, PARAMS, X, Y))
     state, _ = train(state, X, Y)
     _, out = evaluate(state, X, Y)
@@ -584,9 +618,13 @@ def test_a_forward_step_of_the_same_function_reads_the_training_state():
     np.testing.assert_allclose(losses, by_hand(4)[0][1:], rtol=1e-5)
 
 
-def test_a_step_that_trains_a_part_keeps_the_rest_of_the_state():
-    train, state = made()
-    part = ow.compile(ow.Momentum(LEARNING_RATE).minimize(loss, PARAMS, X, Y, parameter_list=["out/0"]))
+@pytest.fixture(scope="module")
+def part():
+    return ow.compile(ow.Momentum(LEARNING_RATE).minimize(loss, PARAMS, X, Y, parameter_list=["out/0"]))
+
+
+def test_a_step_that_trains_a_part_keeps_the_rest_of_the_state(part):
+    train, state = begun()
     state, _ = part(state, X, Y)
     np.testing.assert_array_equal(state["hidden/w"], PARAMS["hidden"].w)
     assert_close(state["out/0"], by_hand(1)[1]["out"][0])
@@ -595,8 +633,8 @@ def test_a_step_that_trains_a_part_keeps_the_rest_of_the_state():
 
 
 def test_a_state_that_lacks_something_is_refused():
-    train, _ = made()
-    _, state = made(ow.SGD(LEARNING_RATE))
+    train, _ = begun()
+    state = ow.compile(program(ow.SGD(LEARNING_RATE))).init(PARAMS)
     with pytest.raises(
         ow.StateError, match=r"has no .*'hidden/w/velocity' \(float32\[3,4\]\).*this step's own init"
     ):
@@ -608,7 +646,7 @@ def test_two_identical_runs_are_bitwise_equal(optimizer):
     def run():
         step, state = made(optimizer, fetch=["grad(hidden/w)"])
         outs = []
-        for size in (8, 4, 8, 6):
+        for size in (8, 4, 8):
             state, out = step(state, X[:size], Y[:size])
             outs.append(jax.tree.map(np.asarray, out))
         return state, outs
@@ -623,16 +661,15 @@ FIRST_ONLY = "is_spent looks at the first Variable only: an error of JAX"
 
 
 @pytest.mark.parametrize("use", ["step", "function", "parameters"])
-def test_a_state_that_was_given_away_in_part_is_refused(use):
-    step, state = made()
-    part = ow.compile(ow.Momentum(LEARNING_RATE).minimize(loss, PARAMS, X, Y, parameter_list=["out/0"]))
+def test_a_state_that_was_given_away_in_part_is_refused(part, use):
+    step, state = begun()
     part(state, X, Y)
     with pytest.raises(ow.StateError, match="donate=False"):
         jax.block_until_ready(USES[use](step, state))
 
 
 def test_a_replaced_state_says_that_the_first_one_was_given_away():
-    step, state = made()
+    step, state = begun()
     (first,) = jax.tree_util.tree_flatten_with_path(state)[0][0][0]
     changed = state.replace({first.key: np.zeros(state[first.key].shape, np.float32)})
     step(state, X, Y)
@@ -641,14 +678,14 @@ def test_a_replaced_state_says_that_the_first_one_was_given_away():
 
 
 def test_a_variable_of_a_state_that_was_given_away_is_refused():
-    step, state = made()
+    step, state = begun()
     step(state, X, Y)
     with pytest.raises(ow.StateError):
         state["hidden/w"]
 
 
 def test_a_ragged_list_is_refused():
-    step, state = made()
+    step, state = begun()
     with pytest.raises(ow.ArgumentError, match="'x'"):
         step(state, [[1.0, 2.0, 3.0], [1.0]], Y)
 
@@ -660,12 +697,12 @@ def test_under_jit_a_batch_of_another_shape_compiles_once():
 
 
 def test_a_learning_rate_in_bfloat16_is_a_sound_number():
-    _, state = made()
+    _, state = begun()
     assert float(state.replace({"learning_rate": jnp.bfloat16(0.5)})["learning_rate"]) == 0.5
 
 
 def test_a_feed_in_containers_is_described_in_short():
-    step, state = made()
+    step, state = begun()
     with pytest.raises(ow.ArgumentError) as error:
         step(state, {"x": X}, Y)
     assert len(str(error.value)) < 200

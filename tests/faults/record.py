@@ -1,8 +1,8 @@
 """A pytest plugin: which functions each test enters, which branches all of them take, how long each takes.
 
 It writes lines of JSON into the folder ``.faults``: one for each test, and one for each file's new branches.
-A branch is a jump in the bytecode of ``src/onward`` and where it leads. ``sys.monitoring`` calls back once for
-each of them and each test, which costs a few per cent. What runs in processes that tests start is not seen.
+A branch is a jump in the bytecode of ``src/onward`` and where it leads. ``sys.monitoring`` calls back once
+for each of them and each test, which costs a few per cent. Processes that tests start are not seen.
 """
 
 import json

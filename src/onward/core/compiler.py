@@ -15,9 +15,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 
 __all__ = ["AFFECTED", "CURE", "OPTION", "compiled_alone", "compiler_options", "is_cured_by"]
@@ -46,6 +48,22 @@ def is_cured_by(environment: Mapping[str, str]) -> bool:
     return f"--{OPTION}=" in environment.get("XLA_FLAGS", "")
 
 
-def compiled_alone(function: Callable[..., Any], **options: Any) -> Any:
-    """``jax.jit`` with the options, for functions that are called on arrays and never inside a trace."""
-    return jax.jit(function, compiler_options=compiler_options() or None, **options)
+def compiled_alone(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``jax.jit`` with the options; inside a trace, where JAX takes none, without them.
+
+    Example:
+        >>> double = compiled_alone(lambda x: 2 * x)
+        >>> int(double(21)), int(jax.jit(double)(21))
+        (42, 42)
+    """
+    within, chosen = jax.jit(function, **options), compiler_options()
+    if not chosen:
+        return within
+    alone = jax.jit(function, compiler_options=chosen, **options)
+
+    @wraps(function)
+    def compiled(*arguments: Any) -> Any:
+        is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # whatever is made inside a trace is traced
+        return (within if is_traced else alone)(*arguments)
+
+    return compiled

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from onward.core.compiler import compiled_alone
+from onward.core.compiler import compiler_options
 from onward.core.liveness import lifetimes
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
@@ -56,6 +56,6 @@ def compiled(program: Program) -> int:
 
     groups = (changed, lent, program.inputs)
     types = ([jax.ShapeDtypeStruct(v.shape, v.dtype) for v in group] for group in groups)
-    memory = compiled_alone(step, donate_argnums=0).lower(*types).compile().memory_analysis()
+    memory = jax.jit(step, donate_argnums=0).lower(*types).compile(compiler_options()).memory_analysis()
     assert memory is not None, "the device at hand tells what a compiled step takes"
     return int(memory.temp_size_in_bytes)

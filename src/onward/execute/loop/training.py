@@ -114,7 +114,10 @@ class Training:
         if self.test is not None:
             self.tested = {f"test_{name}": x for name, x in trainer.test(self.test).items()}
             self.tested_at = trainer.step
-            trainer.history.amend(**self.tested)
+            if len(trainer.history):
+                trainer.history.amend(**self.tested)
+            else:  # resumed at the end of an epoch: its last step was made by the process before
+                trainer.history.record(step=trainer.step, epoch=trainer.epoch - 1, **self.tested)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in self.tested.items())
             self.progress.message(f"epoch {trainer.epoch}: {shown}")
             if trainer.checkpoints is not None and trainer.checkpoints.best in self.tested:
