@@ -44,8 +44,8 @@ CASES = {
 
 
 def values(program):
-    state = [jnp.full(v.shape, 0.5, v.dtype) for v in program.state]
-    return state, [jnp.asarray(X) for _ in program.inputs]
+    state = [np.full(v.shape, 0.5, v.dtype) for v in program.state]
+    return state, [X for _ in program.inputs]
 
 
 def results(program):
@@ -55,10 +55,9 @@ def results(program):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_at_once_is_op_by_op(case):
     program = case()
-    state, inputs = values(program)
     wanted = results(program)
-    expected = lower(program, wanted)(state, inputs)
-    found = jax.jit(lower(program, wanted, at_once=True))(state, inputs)
+    ways = [lower(program, wanted, at_once=at_once) for at_once in (False, True)]
+    expected, found = jax.jit(lambda *given: [way(*given) for way in ways])(*values(program))
     for a, b, v in zip(found, expected, wanted, strict=True):
         assert (a.shape, a.dtype) == (v.shape, v.dtype)
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
@@ -75,12 +74,17 @@ def test_at_once_is_traced_as_one_equation():
 def test_at_once_can_be_batched_and_differentiated():
     program = ow.trace(deep, [W], X)
     run = lower(program, program.outputs, at_once=True)
-    batch = jnp.stack([X, 2 * X, -X])
-    found = jax.jit(jax.vmap(lambda x: run([W], [x])[0]))(batch)
-    np.testing.assert_allclose(found, [deep([W], x) for x in batch], rtol=1e-6)
-    np.testing.assert_allclose(
-        jax.grad(lambda w: run([w], [X])[0])(W), jax.grad(lambda w: deep([w], X))(W), rtol=1e-5, atol=1e-7
-    )
+    batch = np.stack([X, 2 * X, -X])
+
+    @jax.jit
+    def at_once_and_alone(w, batch):
+        batched = jax.vmap(lambda x: run([w], [x])[0])(batch)
+        gradients = [jax.grad(f)(w) for f in (lambda w: run([w], [X])[0], lambda w: deep([w], X))]
+        return batched, [deep([w], x) for x in batch], *gradients
+
+    batched, alone, gradient, expected = at_once_and_alone(W, batch)
+    np.testing.assert_allclose(batched, alone, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_effects_stay_in_order(capfd):

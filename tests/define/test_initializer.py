@@ -1,5 +1,7 @@
 """First values: their distribution, that they are data, and that equal shapes are compiled once."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,35 +52,63 @@ def declaring(*names, shape=(4, 3)):
     return lambda: [ow.parameter(n, shape, initializer=ours.he_normal()) * 1 for n in names]
 
 
-@pytest.mark.parametrize(
-    ("initializer", "shape", "mean", "variance"), DISTRIBUTIONS.values(), ids=DISTRIBUTIONS
-)
-def test_distribution(initializer, shape, mean, variance):
-    w = initializer(KEY, shape, "float32")
+SMALL = (3, 3, 4, 6)
+MATRICES = [(8, 4), (4, 8), SMALL]
+DTYPES = ("float32", "bfloat16", "float16")
+SCALES = (1.0, 3.0)
+
+
+@cache
+def drawn():
+    """All that these tests look at, drawn by one program from one key."""
+
+    def draw(key):
+        cases = {name: (initializer, shape) for name, (initializer, shape, *_) in DISTRIBUTIONS.items()}
+        return {
+            "distribution": {name: make(key, shape, "float32") for name, (make, shape) in cases.items()},
+            "same": {
+                name: (mine(key, SMALL, "float32"), other(key, SMALL)) for name, (mine, other) in SAME.items()
+            },
+            "orthogonal": {
+                (shape, scale): ours.orthogonal(scale)(key, shape) for shape in MATRICES for scale in SCALES
+            },
+            "rounded": {
+                (name, dtype): make(key, SMALL, dtype)
+                for name, (make, _) in cases.items()
+                for dtype in DTYPES
+            },
+        }
+
+    return jax.tree.map(np.asarray, jax.jit(draw)(KEY))
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distribution(name):
+    w, (*_, mean, variance) = drawn()["distribution"][name], DISTRIBUTIONS[name]
     np.testing.assert_allclose(w.mean(), mean, atol=6 * (variance / w.size) ** 0.5)
     np.testing.assert_allclose(w.var(), variance, rtol=0.04)
 
 
-@pytest.mark.parametrize(("mine", "other"), SAME.values(), ids=SAME)
-def test_values_are_those_of_jax(mine, other):
-    np.testing.assert_allclose(mine(KEY, (3, 3, 4, 6), "float32"), other(KEY, (3, 3, 4, 6)), rtol=1e-6)
+@pytest.mark.parametrize("name", SAME)
+def test_values_are_those_of_jax(name):
+    mine, other = drawn()["same"][name]
+    np.testing.assert_allclose(mine, other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(8, 4), (4, 8), (3, 3, 2, 7)], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+@pytest.mark.parametrize("scale", SCALES)
 def test_orthogonal(shape, scale):
-    w = np.asarray(ours.orthogonal(scale)(KEY, shape)).reshape(-1, shape[-1]) / scale
+    w = drawn()["orthogonal"][shape, scale].reshape(-1, shape[-1]) / scale
     square = w.T @ w if w.shape[0] >= w.shape[1] else w @ w.T
     np.testing.assert_allclose(square, np.eye(len(square)), atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_each_dtype_holds_the_same_numbers_rounded(name, dtype):
-    initializer = DISTRIBUTIONS[name][0]
-    w = initializer(KEY, (6, 5), dtype)
+    w, wide = drawn()["rounded"][name, dtype], drawn()["rounded"][name, "float32"]
     assert w.dtype == dtype
-    np.testing.assert_array_equal(w, initializer(KEY, (6, 5), "float32").astype(dtype))
+    np.testing.assert_array_equal(w, wide.astype(dtype))
 
 
 def test_initializers_are_data():
@@ -107,12 +137,17 @@ def test_values_depend_on_seed_and_name_alone():
 
 def compiled(run):
     """How often jax compiles while this runs."""
-    count = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: count.append(event) if event.endswith("backend_compile_duration") else None
-    )
-    run()
-    return len(count)
+    events = []
+
+    def listen(event, *_, **__):
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return sum(event.endswith("backend_compile_duration") for event in events)
 
 
 def test_equal_shapes_are_compiled_once():

@@ -1,5 +1,7 @@
 """Layers against flax, optax, sklearn and closed forms; in a trace, under jit, by name, and where refused."""
 
+from functools import cache
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,28 +14,37 @@ from sklearn.metrics import roc_auc_score
 import onward as ow
 
 L = ow.layer
-KEYS = [jax.random.key(i) for i in range(12)]
 
 
 def normal(i, *shape):
-    return jax.random.normal(KEYS[i], shape)
+    return jnp.asarray(np.random.default_rng(60 + i).normal(size=shape), "float32")
 
 
-def agree(mine, other, *args, rtol=1e-5, atol=1e-5):
-    """Both functions have the same values, and the same gradients with respect to every argument."""
+def total(function):
+    """A sum of all that the function returns, each number with its own factor; and what it returns."""
 
-    def total(function):
-        def summed(*args):
-            leaves = jax.tree.leaves(function(*args))
-            return sum(jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)) for y in leaves)
+    def summed(*args):
+        found = function(*args)
+        factors = [np.cos(np.arange(y.size, dtype="float32")) for y in jax.tree.leaves(found)]
+        return sum(map(jnp.vdot, jax.tree.leaves(found), factors)), found
 
-        return summed
+    return summed
 
-    def both(function):
-        places = tuple(range(len(args)))
-        return jax.jit(lambda *args: (function(*args), jax.grad(total(function), places)(*args)))(*args)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), both(mine), both(other))
+def compared(cases):
+    """Gradients with respect to every argument, and values, of both of each case, by one program."""
+
+    def both(args):
+        return {
+            name: [jax.grad(total(f), tuple(range(len(args[name]))), has_aux=True)(*args[name]) for f in pair]
+            for name, (*pair, _) in cases.items()
+        }
+
+    return jax.jit(both)({name: args for name, (*_, args) in cases.items()})
+
+
+def assert_agree(mine, other, rtol=1e-5, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), mine, other)
 
 
 # ------------------------------------------------------------------------- against flax
@@ -234,53 +245,71 @@ AGAINST_FLAX = {
 }
 
 
-@pytest.mark.parametrize(("mine", "other", "args"), AGAINST_FLAX.values(), ids=AGAINST_FLAX)
-def test_values_and_gradients_are_those_of_flax(mine, other, args):
-    agree(mine, other, *args)
+@cache
+def beside_flax():
+    return compared(AGAINST_FLAX)
+
+
+@pytest.mark.parametrize("name", AGAINST_FLAX)
+def test_values_and_gradients_are_those_of_flax(name):
+    assert_agree(*beside_flax()[name])
 
 
 @pytest.mark.parametrize("layer", [L.lstm, L.gru])
 def test_a_series_can_be_read_in_two_parts(layer):
-    w = {
-        "w": normal(5, 3, 8 if layer is L.lstm else 6),
-        "u": normal(6, 2, 8 if layer is L.lstm else 6),
-        "b": False,
-    }
-    outputs, last = layer(SERIES, 2, **w)
-    first, state = layer(SERIES[:, :2], 2, **w)
-    second, after = layer(SERIES[:, 2:], 2, initial=state, **w)
-    np.testing.assert_allclose(jnp.concatenate([first, second], 1), outputs, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), after, last)
+    gates = 8 if layer is L.lstm else 6
+    w = {"w": normal(5, 3, gates), "u": normal(6, 2, gates), "b": False}
+
+    @jax.jit
+    def whole_and_parts(series):
+        first, state = layer(series[:, :2], 2, **w)
+        second, after = layer(series[:, 2:], 2, initial=state, **w)
+        return layer(series, 2, **w), (jnp.concatenate([first, second], 1), after)
+
+    whole, parts = whole_and_parts(SERIES)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), parts, whole)
 
 
 def test_what_comes_later_does_not_reach_causal_attention():
     def last_seen(x):
         return our_attention(x, x, *ATTENTION[2:], causal=True)[0, 2].sum()
 
-    reached = jnp.abs(jax.grad(last_seen)(SERIES)).sum(-1)
+    reached = np.abs(jax.jit(jax.grad(last_seen))(SERIES)).sum(-1)
     assert (reached[0] > 0).tolist() == [True, True, True, False, False]
     assert float(reached[1].sum()) == 0
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_that_drops_weights_keeps_their_mean(causal):
-    def network(x, rate):
-        return L.attention(x, heads=2, causal=causal, dropout=rate, w=w, b=False)
+DROPPED = dict(zip(["query", "key", "value", "out"], normal(5, 4, 4, 4), strict=True))
 
-    w = dict(zip(["query", "key", "value", "out"], normal(5, 4, 4, 4), strict=True))
-    whole = L.attention(x := normal(6, 1, 3, 4), heads=2, causal=causal, w=w, b=False)
-    program = ow.trace(lambda: network(x, 0.2))
-    step = ow.compile(program)
+
+def dropping(rate):
+    """Attention to all and causal attention, of which a part of the weights is dropped."""
+    x = normal(6, 1, 3, 4)
+    return tuple(
+        L.attention(x, heads=2, causal=causal, dropout=rate, w=DROPPED, b=False) for causal in (False, True)
+    )
+
+
+@cache
+def dropped_at_random():
+    """What 400 steps found, with dropout; and what is without it, and in a test program."""
+    step = ow.compile(ow.trace(lambda: dropping(0.2)))
     state, found = step.init(), []
     for _ in range(400):
         state, out = step(state)
-        found.append(out.loss)
+        found.append(out.value)
+    p = ow.trace(lambda: dropping(0.2), training=False)
+    untrained = ow.core.lower.lower(p, p.outputs)
+    return found, *jax.jit(lambda: (dropping(0.0), untrained([], [])))()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_that_drops_weights_keeps_their_mean(causal):
+    steps, whole, untrained = dropped_at_random()
+    found, whole, untrained = [out[causal] for out in steps], whole[causal], untrained[causal]
     np.testing.assert_allclose(np.mean(found, 0), whole, atol=5 * np.std(found, 0).max() / 20)
     assert np.std(found, 0).max() > 0.01
-    untrained = jax.jit(
-        ow.core.lower.lower(p := ow.trace(lambda: network(x, 0.2), training=False), p.outputs)
-    )
-    np.testing.assert_allclose(untrained([], [])[0], whole, rtol=1e-5)
+    np.testing.assert_allclose(untrained, whole, rtol=1e-5)
 
 
 # ------------------------------------------------------------------------- dropout, batch_norm: state
@@ -312,11 +341,12 @@ def test_dropout_that_drops_nothing_declares_nothing(rate, training):
 def test_running_statistics_are_those_of_flax(dtype):
     step = ow.compile(ow.trace(lambda: L.batch_norm(ow.data("x", (None, 3), dtype), momentum=0.8)))
     state, module = step.init(), nn.BatchNorm(False, momentum=0.8)
-    theirs = module.init(KEYS[0], X)
+    theirs = jax.jit(module.init)(jax.random.key(0), X)
+    apply = jax.jit(lambda variables, x: module.apply(variables, x, mutable=["batch_stats"])[1])
     for i in range(4):
-        x = (5 + i * normal(i, 6, 3)).astype(dtype)
+        x = (5 + i * np.asarray(normal(i, 6, 3))).astype(dtype)
         state, out = step(state, x)
-        theirs |= module.apply(theirs, x, mutable=["batch_stats"])[1]
+        theirs |= apply(theirs, x)
         assert out.loss.dtype == dtype
     for name, other in (("mean", "mean"), ("variance", "var")):
         found = state[f"batch_norm_0/{name}"]
@@ -351,9 +381,10 @@ def test_batch_norm_may_be_given_state_of_ones_own():
 
 # ------------------------------------------------------------------------- costs and metrics
 
-LOGITS, P = normal(0, 6, 4), jax.nn.softmax(normal(1, 6, 4))
+LOGITS, P = normal(0, 6, 4), jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(4), 6), "float32")
 LABELS, WEIGHTS = jnp.array([0, 3, 1, 1, 2, 0]), jnp.array([1.0, 0, 2, 1, 0, 0.5])
-ONE_HOT, BITS = jax.nn.one_hot(LABELS, 4), (normal(2, 6, 4) > 0).astype("float32")
+ONE_HOT = jnp.asarray(np.eye(4, dtype="float32")[np.asarray(LABELS)])
+BITS = jnp.asarray(np.asarray(normal(2, 6, 4)) > 0, "float32")
 
 
 def weighted(losses):
@@ -444,43 +475,71 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize(("mine", "other", "args"), COSTS.values(), ids=COSTS)
-def test_costs(mine, other, args):
-    agree(mine, other, *args)
+@cache
+def beside_optax():
+    return compared(COSTS)
 
 
-@pytest.mark.parametrize(("cost", "prediction", "target", "value"), EXTREME.values(), ids=EXTREME)
-def test_costs_at_extremes(cost, prediction, target, value):
-    found, gradient = jax.value_and_grad(lambda p: cost(p, jnp.array(target)).sum())(jnp.array(prediction))
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+@cache
+def at_extremes():
+    """Of each case the cost and its gradient, by one program."""
+
+    def of(name, prediction):
+        cost, _, target, _ = EXTREME[name]
+        return jax.value_and_grad(lambda p: cost(p, jnp.array(target)).sum())(prediction)
+
+    predictions = {name: jnp.array(prediction) for name, (_, prediction, *_) in EXTREME.items()}
+    return jax.jit(lambda predictions: {name: of(name, p) for name, p in predictions.items()})(predictions)
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_costs(name):
+    assert_agree(*beside_optax()[name])
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_costs_at_extremes(name):
+    found, gradient = at_extremes()[name]
+    np.testing.assert_allclose(found, EXTREME[name][-1], rtol=1e-5)
     assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("cost", [L.mse, L.huber, L.cross_entropy, L.binary_cross_entropy])
 def test_costs_compute_in_32_bits(cost):
     half = LOGITS.astype("bfloat16")
-    found = cost(half, P)
+    found, expected = jax.jit(lambda half, wide: (cost(half, P), cost(wide, P)))(half, half.astype("float32"))
     assert found.dtype == "float32"
-    np.testing.assert_allclose(found, cost(half.astype("float32"), P), rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_an_unknown_label_makes_the_cost_nan_and_no_weight_makes_it_zero():
-    assert np.isnan(L.cross_entropy(LOGITS, LABELS.at[2].set(4)))
-    assert np.isnan(L.cross_entropy(LOGITS, LABELS.at[2].set(-1)))
-    assert float(L.cross_entropy(LOGITS, LABELS, weights=0 * WEIGHTS)) == 0
+    above, below = (jnp.array([0, 3, label, 1, 2, 0]) for label in (4, -1))
+
+    @jax.jit
+    def costs(x):
+        unknown = [L.cross_entropy(x, labels) for labels in (above, below)]
+        return unknown, L.cross_entropy(x, LABELS, weights=0 * WEIGHTS)
+
+    unknown, weightless = costs(LOGITS)
+    assert np.isnan(unknown).all()
+    assert float(weightless) == 0
+
+
+AUC = jax.jit(L.auc)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("digits", [0, 1, 5])
 def test_auc_is_that_of_sklearn(seed, digits):
-    scores, labels = jnp.round(normal(seed, 50), digits), jax.random.bernoulli(KEYS[seed + 5], 0.3, (50,))
+    rng = np.random.default_rng(seed)
+    scores, labels = rng.normal(size=50).round(digits).astype("float32"), rng.random(50) < 0.3
     expected = roc_auc_score(labels, scores)
-    np.testing.assert_allclose(L.auc(scores, labels), expected, rtol=1e-5)
-    np.testing.assert_allclose(L.auc(scores[:, None], labels[:, None].astype(int)), expected, rtol=1e-5)
+    np.testing.assert_allclose(AUC(scores, labels), expected, rtol=1e-5)
+    np.testing.assert_allclose(AUC(scores[:, None], labels[:, None].astype(int)), expected, rtol=1e-5)
 
 
 def test_auc_of_one_kind_alone_is_nan():
-    assert np.isnan(L.auc(jnp.arange(3.0), jnp.ones(3)))
+    assert np.isnan(AUC(np.arange(3.0), np.ones(3)))
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -514,20 +573,50 @@ NETWORKS = {
 }
 
 
+def fed(dtype):
+    return ow.data("x", (None, 12), dtype) * ow.parameter("factor", (), dtype)
+
+
+def layer_of(name, x, dtype):
+    y = NETWORKS[name](x)
+    assert y.dtype == (dtype if name != "embedding" else "float32")
+    return y.astype("float32")
+
+
+@cache
+def trained(dtype):
+    """The first parameters, the State after a step in which all layers were trained, and their values."""
+
+    def network():
+        x = fed(dtype)
+        values = {name: layer_of(name, x, dtype) for name in NETWORKS}
+        return (jnp.concatenate([y.ravel() for y in values.values()]) ** 2).sum(), values
+
+    step = ow.compile(ow.SGD(0.1).minimize(ow.trace(network, has_aux=True, batch_size=2)))
+    given = () if dtype == "float32" else (cast(trained("float32")[0], dtype),)
+    begin = jax.jit(step.init)(*given)
+    first = {name: np.asarray(x) for name, x in begin.parameters.items()}
+    state, out = step(begin, np.ones((2, 12), dtype))
+    return first, state, out.aux
+
+
+def cast(parameters, dtype):
+    return {name: x if name == "embedding_0/w" else x.astype(dtype) for name, x in parameters.items()}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_each_layer_trains_in_its_scope(name, dtype):
     def network():
-        y = NETWORKS[name](ow.data("x", (None, 12), dtype) * ow.parameter("factor", (), dtype))
-        assert y.dtype == (dtype if name != "embedding" else "float32")
-        return (y.astype("float32") ** 2).sum() + ow.parameter("one", ())
+        return (layer_of(name, fed(dtype), dtype) ** 2).sum() + ow.parameter("one", ())
 
     program = ow.trace(network, batch_size=2)
     assert f"{name}_0" in [v.name for op in program.ops for v in op.outputs]
     assert all(v.name.startswith((f"{name}_0/", "factor", "one", "key")) for v in program.state)
-    step = ow.compile(ow.SGD(0.1).minimize(program)) if name != "embedding" else ow.compile(program)
-    _, out = step(step.init(), jnp.ones((2, 12), dtype))
-    assert np.isfinite(out.loss)
+    _, state, values = trained(dtype)
+    assert np.isfinite(values[name]).all()
+    parameters = [v.name for v in program.parameters if v.name != "one"]
+    assert [v for v in parameters if not np.isfinite(np.asarray(state[v], "float32")).all()] == []
 
 
 def test_integers_are_multiplied_with_floating_point_parameters():

@@ -32,12 +32,18 @@ SPREAD = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def double_precision_and_a_hasty_compiler():
-    """Numbers that must agree to twelve digits; XLA without most of its optimizations, which take long."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def double_precision():
+    """Numbers that must agree to twelve digits."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def hasty_compiler():
+    """XLA without most of its optimizations, which take long; not for sums over windows, as of an AUC."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
     jax.config.update("jax_disable_most_optimizations", before)
 
 
@@ -65,45 +71,57 @@ COSTS = {
 }
 
 
-@cache
-def program_of(cost):
-    def loss():
-        x, y = ow.data("x", (None, 6), "float64"), ow.data("y", (None,), "int32")
-        w = ow.data("weights", (None,), "float64")
-        return COSTS[cost](L.fc(x, 3), y, w, x)
-
-    return ow.SGD(0.1).minimize(ow.trace(loss, batch_size=ROWS))
+def all_costs():
+    """Each cost trains a layer of its own."""
+    x, y = ow.data("x", (None, 6), "float64"), ow.data("y", (None,), "int32")
+    w = ow.data("weights", (None,), "float64")
+    found = {name: cost(L.fc(x, 3), y, w, x) for name, cost in COSTS.items()}
+    return sum(found.values()), found
 
 
 @cache
-def step_of(cost, spread=None):
-    return ow.compile(ow.replicate(program_of(cost), **SPREAD[spread]) if spread else program_of(cost))
+def step_of(spread=None):
+    program = ow.SGD(0.1).minimize(ow.trace(all_costs, has_aux=True, batch_size=ROWS))
+    return ow.compile(ow.replicate(program, **SPREAD[spread]) if spread else program)
 
 
-def trained(step, weights, steps=4):
-    """The losses and the parameters after some steps."""
-    state, losses = step.init().replace(FIRST), []
+def begun(step):
+    """All layers with the same first values."""
+    first = {v.name: FIRST.get(f"fc_0/{v.name[-1]}") for v in step.program.parameters}
+    return step.init(first | {"v": np.full(6, 0.3)})
+
+
+@cache
+def trained(spread, weights, steps=4):
+    """The losses of all costs and the parameters after some steps."""
+    step, losses = step_of(spread), []
+    state = begun(step)
     for _ in range(steps):
-        state, out = step(state, X, LABELS, weights)
-        losses.append(np.asarray(out.loss))
+        state, out = step(state, X, LABELS, WEIGHTS[weights])
+        losses.append({cost: np.asarray(x) for cost, x in out.aux.items()} | {"sum": np.asarray(out.loss)})
     return losses, {name: np.asarray(state[name]) for name in state}
 
 
+@pytest.mark.usefixtures("hasty_compiler")
 @pytest.mark.parametrize("spread", SPREAD)
 @pytest.mark.parametrize("cost", COSTS)
 def test_weights_count_as_they_do_on_one_device(cost, spread):
-    for name, weights in WEIGHTS.items():
-        expected, found = (trained(step_of(cost, where), weights) for where in (None, spread))
-        np.testing.assert_allclose(found[0], expected[0], 1e-12, err_msg=name)
-        for v in expected[1]:
+    own = (f"fc_{list(COSTS).index(cost)}/w", f"fc_{list(COSTS).index(cost)}/b", "v", "step")
+    for name in WEIGHTS:
+        expected, found = (trained(where, name) for where in (None, spread))
+        for of in (cost, "sum"):
+            losses = [[step[of] for step in run[0]] for run in (found, expected)]
+            np.testing.assert_allclose(*losses, 1e-12, err_msg=f"{name}: {of}")
+        for v in own:
             np.testing.assert_allclose(found[1][v], expected[1][v], 1e-11, 1e-13, err_msg=f"{name}: {v}")
 
 
-@pytest.mark.parametrize("weights", list(WEIGHTS.values())[:3], ids=list(WEIGHTS)[:3])
+@pytest.mark.usefixtures("hasty_compiler")
+@pytest.mark.parametrize("weights", list(WEIGHTS)[:3])
 def test_the_cost_over_devices_is_the_average_of_numpy(weights):
-    (loss, *_), _ = trained(step_of("mse", "4 devices"), weights, 1)
+    (first, *_), _ = trained("4 devices", weights)
     errors = (X @ FIRST["fc_0/w"] + FIRST["fc_0/b"] - np.eye(3)[LABELS]) ** 2
-    np.testing.assert_allclose(loss, np.average(errors.mean(1), weights=weights), 1e-12)
+    np.testing.assert_allclose(first["mse"], np.average(errors.mean(1), weights=WEIGHTS[weights]), 1e-12)
 
 
 def test_devices_speak_of_a_cost_only_where_there_are_weights():
@@ -172,16 +190,28 @@ def test_metrics_are_those_of_the_whole_batch(spread):
 
 
 def test_examples_without_weight_are_left_out():
-    logits, labels = jnp.asarray(X[:, :3]), jnp.asarray(LABELS)
     kept = WEIGHTS["none on one device"] > 0
-    for k in (1, 2):
-        expected = L.accuracy(logits[kept], labels[kept], top_k=k)
-        np.testing.assert_allclose(L.accuracy(logits, labels, top_k=k, weights=kept), expected, 1e-6)
-    scores, binary = jnp.asarray(X[:, 0]), labels % 2
-    found = L.auc(scores, binary, weights=kept)
-    np.testing.assert_allclose(found, L.auc(scores[kept], binary[kept]), 1e-6)
-    assert L.accuracy(logits, labels, weights=0 * kept) == 0
-    assert np.isnan(L.auc(scores, binary, weights=0 * kept))
+
+    @jax.jit
+    def measured(logits, labels):
+        some, binary, scores = (logits[kept], labels[kept]), labels % 2, logits[:, 0]
+        by_weight = [L.accuracy(logits, labels, top_k=k, weights=kept) for k in (1, 2)]
+        left_out = [L.accuracy(*some, top_k=k) for k in (1, 2)]
+        by_weight.append(L.auc(scores, binary, weights=kept))
+        left_out.append(L.auc(scores[kept], binary[kept]))
+        nothing = L.accuracy(logits, labels, weights=0 * kept), L.auc(scores, binary, weights=0 * kept)
+        return by_weight, left_out, nothing
+
+    by_weight, left_out, nothing = measured(X[:, :3], LABELS)
+    np.testing.assert_allclose(by_weight, left_out, 1e-6)
+    assert nothing[0] == 0
+    assert np.isnan(nothing[1])
+
+
+@jax.jit
+def areas(scores, labels, weights):
+    """The AUC of vectors, and of columns."""
+    return L.auc(scores, labels, weights=weights), L.auc(scores[:, None], labels[:, None], weights=weights)
 
 
 @pytest.mark.parametrize("digits", [0, 1, 5])
@@ -191,8 +221,7 @@ def test_auc_by_weight_is_that_of_sklearn(rows, digits):
     scores, labels = np.round(rng.normal(size=rows), digits), rng.permutation(np.arange(rows) % 3 == 0)
     weights = rng.exponential(size=rows)
     expected = roc_auc_score(labels, scores, sample_weight=weights)
-    np.testing.assert_allclose(L.auc(scores, labels, weights=weights), expected, 1e-12)
-    np.testing.assert_allclose(L.auc(scores[:, None], labels[:, None], weights=weights), expected, 1e-12)
+    np.testing.assert_allclose(areas(scores, labels, weights), expected, 1e-12)
 
 
 def test_of_scores_in_perfect_order_the_auc_is_exactly_1():
@@ -223,18 +252,36 @@ def attention_of_numpy(q, k, v, w, allowed):
     return np.concatenate(seen, -1) @ w["out"]
 
 
-@pytest.mark.parametrize("mask", [None, RNG.random((2, 5, 5)) < 0.5], ids=["all", "masked"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_in_float64_is_that_of_numpy(causal, mask):
+MASKS = {"all": np.ones((2, 5, 5), bool), "masked": (RNG.random((2, 5, 5)) < 0.5) | np.eye(5, dtype=bool)}
+
+
+@cache
+def attended():
+    """Queries, keys and values, weights, and what attention makes of them in float64 and in float32."""
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(3, 2, 5, 6))
     w = {part: rng.normal(size=(6, 6)) for part in ("query", "key", "value", "out")}
-    mask = mask if mask is None else mask | np.eye(5, dtype=bool)
-    allowed = np.tril(np.ones((5, 5), bool)) if causal else np.ones((5, 5), bool)
-    allowed = allowed if mask is None else allowed & mask
-    found = L.attention(q, k, v, heads=2, causal=causal, mask=mask, w=w, b=False)
-    assert found.dtype == "float64"
-    np.testing.assert_allclose(found, attention_of_numpy(q, k, v, w, allowed), 1e-12, 1e-12)
+
+    def every_way(q, k, v):
+        return {
+            (causal, mask): L.attention(
+                q, k, v, heads=2, causal=causal, mask=MASKS[mask] if mask == "masked" else None, w=w, b=False
+            )
+            for causal in (False, True)
+            for mask in MASKS
+        }
+
+    found = jax.jit(every_way)(q, k, v)
     with jax.enable_x64(False):
-        half = L.attention(*np.float32([q, k, v]), heads=2, causal=causal, mask=mask, w=w, b=False)
+        return (q, k, v, w), found, jax.jit(every_way)(*np.float32([q, k, v]))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_in_float64_is_that_of_numpy(causal, mask):
+    given, found, half = attended()
+    found, half = found[causal, mask], half[causal, mask]
+    allowed = MASKS[mask] & (np.tril(np.ones((5, 5), bool)) if causal else True)
+    assert found.dtype == "float64"
+    np.testing.assert_allclose(found, attention_of_numpy(*given, allowed), 1e-12, 1e-12)
     np.testing.assert_allclose(half, found, 1e-4, 1e-4)

@@ -16,7 +16,7 @@ from jax.experimental import io_callback
 import onward as ow
 from onward.core.lower import lower
 
-pytestmark = pytest.mark.usefixtures("nothing_frozen")
+pytestmark = pytest.mark.usefixtures("earlier_objects_frozen")
 KEY = jax.random.key(0)
 W = jnp.arange(1.0, 4.0)
 X = jnp.ones((8, 3))

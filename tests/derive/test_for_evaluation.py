@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 import onward as ow
 from onward.derive.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 
-PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.25)}
-X = jnp.array(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+PARAMS = {"w": np.float32([1.0, -2.0, 0.5]), "b": np.float32(0.25)}
+X = np.float32(np.random.default_rng(0).normal(size=(8, 3)))
 
 
 def loss(p, x):

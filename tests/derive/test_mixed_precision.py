@@ -1,6 +1,7 @@
 """16 bits where they are enough, float32 where they are not: dtypes, numbers, and the loss scale."""
 
 from collections import Counter
+from functools import cache
 
 import equinox
 import jax
@@ -34,7 +35,7 @@ def perceptron(module, x, labels):
 
 
 def simple(w, x, labels):
-    logits = jax.nn.relu(x @ w["a"] + w["b"]) @ w["c"]
+    logits = jax.nn.relu(x @ w["a"] + w.get("b", 0)) @ w["c"]
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
 
 
@@ -43,9 +44,9 @@ WEIGHTS = {
     "b": np.zeros(16, "float32"),
     "c": RNG.normal(size=(16, 3), scale=0.3).astype("float32"),
 }
-MLP = models.mlp((12, 16, 8, 4), batch=16)
+MLP = models.mlp((12, 8, 4), batch=16)
 TRANSFORMER = models.transformer(layers=1, d=16, heads=2, seq=4, batch=2)
-MODULE = equinox.nn.MLP(6, 3, 8, 2, key=jax.random.key(0))
+MODULE = equinox.nn.MLP(6, 3, 8, 1, key=jax.random.key(0))
 
 NETWORKS = {
     "MLP": (MLP.loss, (MLP.params,), MLP.data),
@@ -68,6 +69,15 @@ def first_step(program, params, data, names=()):
     return out
 
 
+@cache
+def in_float32(network):
+    """The Program, the names of its gradients, and its first step."""
+    _, params, data = NETWORKS[network]
+    program = minimized(network)
+    names = [f"grad({p.name})" for p, _ in program.gradients]
+    return program, names, first_step(program, params, data, names)
+
+
 @pytest.mark.parametrize(
     ("network", "dtype"),
     [
@@ -79,11 +89,10 @@ def first_step(program, params, data, names=()):
 )
 def test_loss_and_gradients_are_those_of_float32_but_for_rounding(network, dtype):
     _, params, data = NETWORKS[network]
-    program = minimized(network)
+    program, names, expected = in_float32(network)
     low = mixed_precision(program, dtype)
-    names = [f"grad({p.name})" for p, _ in program.gradients]
     assert [g.name for _, g in low.gradients] == names
-    expected, found = (first_step(p, params, data, names) for p in (program, low))
+    found = first_step(low, params, data, names)
     assert found.loss.dtype == jnp.float32
     np.testing.assert_allclose(found.loss, expected.loss, rtol=4 * MACHINE[dtype])
     wanted, had = (np.concatenate([np.ravel(out[n]) for n in names]) for out in (expected, found))
@@ -151,28 +160,28 @@ def test_half_is_kept_for_the_backward_pass():
     assert kept_bytes(mixed_precision(program)) < 0.8 * kept_bytes(program)
 
 
-def rings(n):
+def rings(rng, n):
     """Points inside and outside of a circle."""
-    x = RNG.uniform(-1, 1, (n, 2)).astype("float32")
+    x = rng.uniform(-1, 1, (n, 2)).astype("float32")
     return x, (np.sum(x**2, 1) > 0.6).astype("int32")
 
 
 @pytest.mark.parametrize("dtype", [None, *MACHINE])
 def test_training_reaches_what_float32_reaches(dtype):
-    x, labels = rings(256)
+    rng = np.random.default_rng(1)
+    x, labels = rings(rng, 256)
     w = {
-        "a": RNG.normal(size=(2, 32)).astype("float32"),
+        "a": rng.normal(size=(2, 32)).astype("float32"),
         "b": np.zeros(32, "float32"),
-        "c": RNG.normal(size=(32, 2), scale=0.2).astype("float32"),
+        "c": rng.normal(size=(32, 2), scale=0.2).astype("float32"),
     }
-    program = ow.Adam(0.02).minimize(simple, w, x, labels)
+    program = ow.Adam(0.05).minimize(simple, w, x, labels)
     step = ow.compile(program if dtype is None else mixed_precision(program, dtype))
-
-    def train(state):
-        return jax.lax.scan(lambda s, _: (step.function(s, x, labels)[0], ()), state, length=1000)[0]
-
-    w = jax.jit(train)(step.init(w)).parameters
-    right = np.argmax(jax.nn.relu(x @ w["a"] + w["b"]) @ w["c"], 1) == labels
+    state = step.init(w)
+    for _ in range(400):
+        state, _ = step(state, x, labels)
+    w = {name: np.asarray(value) for name, value in state.parameters.items()}
+    right = np.argmax(np.maximum(x @ w["a"] + w["b"], 0) @ w["c"], 1) == labels
     assert right.mean() > 0.97
 
 
@@ -201,7 +210,7 @@ def test_what_is_kept_stays_in_float32():
 
 
 def test_a_test_program_computes_in_the_same_dtypes():
-    program = ow.Adam(0.1).minimize(ow.trace(convolutions))
+    program = ow.SGD(0.1).minimize(ow.trace(convolutions))
     low = mixed_precision(program, "float16")
     test = ow.for_test(low)
     assert test["conv_0/conv_general_dilated"].dtype == jnp.float16
@@ -231,18 +240,19 @@ def test_other_batches_are_traced_in_the_same_dtypes():
 
 @pytest.mark.parametrize("dtype", MACHINE)
 def test_on_two_devices_as_on_one(dtype):
-    program = ow.Momentum(0.1, 0.9).minimize(simple, WEIGHTS, X, LABELS)
+    unbiased = {name: WEIGHTS[name] for name in "ac"}
+    program = ow.Momentum(0.1, 0.9).minimize(simple, unbiased, X, LABELS)
     one = mixed_precision(program, dtype)
     inside, outside = ow.replicate(one, 2), mixed_precision(ow.replicate(program, 2), dtype)
     assert str(inside) == str(outside)
     states = []
     for p in (one, inside) if dtype == "bfloat16" else (one, inside, ow.replicate(one, 2, ow.Sharded())):
         step = ow.compile(p)
-        state = step.init(WEIGHTS)
+        state = step.init(unbiased)
         for factor in (1, 1e9 if dtype == "float16" else 1, 1):
             state, _ = step(state, X * np.float32(factor), LABELS)
         states.append(state)
-        for name in WEIGHTS:
+        for name in unbiased:
             np.testing.assert_allclose(state[name], states[0][name], atol=0.2 * MACHINE[dtype])
         if dtype == "float16":
             assert (int(state["skipped"]), float(state["loss_scale"])) == (1, 2.0**14)

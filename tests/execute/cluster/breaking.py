@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -30,23 +31,25 @@ class Breaking(Faults):
     Args:
         folder: where it counts.
         kills: (who, edge, n): who dies when it reaches the edge for the n-th time, over all its lives.
+        stops: the same, of who is stopped and not killed.
         rates: how likely each of MESSAGES is for a call of a trainer.
         seed: of the messages.
         how: what "kill" is to mean: "stop" stops the process, "full" fills the disk instead.
     """
 
-    def __init__(self, folder, kills=(), rates=None, seed=0, how="kill"):
-        self.folder, self.how, self.seed = str(folder), how, seed
-        self.kills, self.rates = set(kills), rates or {}
+    def __init__(self, folder, kills=(), rates=None, seed=0, how="kill", stops=()):
+        self.folder, self.seed = str(folder), seed
+        self.ends = dict.fromkeys(kills, how) | dict.fromkeys(stops, "stop")
+        self.rates = rates or {}
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def reach(self, who, edge):
         if hosting.here() is not None and not hosting.here().alive:
             hosting.stand_still()
         count = self.count(f"{who} {edge}")
-        if (who, edge, count) in self.kills:
-            self.note(f"{edge}")
-            die(self.how)
+        if (how := self.ends.get((who, edge, count))) is not None:
+            self.note(edge)
+            die(how)
 
     def link(self, who, link):
         if not self.rates:
@@ -149,6 +152,7 @@ def table_loss(p, x, at):
     return jnp.sum(p["dense"] * x) + jnp.sum(p["table"][at])
 
 
+@cache
 def counted(batches):
     """A program, its first parameters, and the batches as one array: batch n is a row with 1 in place n."""
     parameters = {name: np.zeros(batches, np.float32) for name in "abc"}
@@ -156,6 +160,7 @@ def counted(batches):
     return ow.SGD(1.0).minimize(loss, parameters, rows[0]), parameters, list(rows)
 
 
+@cache
 def counted_rows(batches, shards):
     """The same with an embedding table: batch n reads row n of each of so many shards."""
     parameters = {

@@ -1,8 +1,9 @@
-"""One Ray for all tests of this folder, and one compilation of each program."""
+"""One Ray for all tests of this folder; where it is asked for, one graph for all hosts in threads."""
 
 import pytest
-from tests.compiled import compiled_once
+from tests.execute.cluster.on_threads import remembering
 
+from onward.execute.cluster import run, servers, worker
 from onward.execute.cluster.engine import Engine
 
 
@@ -14,8 +15,25 @@ def ray_here():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs_compiled_once(tmp_path_factory):
-    """Servers and trainers in threads of this process compile one program each, and so do all their tests."""
-    with compiled_once(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
+@pytest.fixture(scope="module")
+def remembered():
+    """What hosts in threads of this process made of one Program, for all tests of a module."""
+    return remembering()
+
+
+@pytest.fixture
+def graphs_made_once(monkeypatch, remembered):
+    """Hosts in threads make, cut and compile the graph of one Program once, and not each for itself.
+
+    That each process makes the same graph of it is tested where this is not asked for.
+    """
+    for owner, name, once in remembered:
+        monkeypatch.setattr(owner, name, once)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch, request):
+    """Threads, unlike processes, are soon there again: so are looks at them, and calls that are repeated."""
+    if "ray_here" not in request.fixturenames:
+        for module, name in ((run, "_LOOK"), (servers, "PAUSE"), (worker, "PAUSE")):
+            monkeypatch.setattr(module, name, 0.03)

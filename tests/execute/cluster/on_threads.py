@@ -1,5 +1,6 @@
 """Trainings on trainers and servers in threads of this process, and the same on one device."""
 
+import threading
 from contextlib import contextmanager
 
 import jax
@@ -7,6 +8,10 @@ import numpy as np
 from tests.execute.cluster.hosting import Threads
 
 import onward as ow
+from onward.core.jaxprs import Type
+from onward.distribute.split.split import Split
+from onward.execute.cluster import compute, holding
+from onward.execute.cluster.blueprint import Blueprint
 
 WAIT = 120.0
 
@@ -27,6 +32,52 @@ def trained(program, reader, **options):
     """A training that has ended."""
     with running(program, reader, **options) as run:
         return run.wait(WAIT)
+
+
+def remembering():
+    """Pure functions that make graphs and executables, each with a memory: owner, name, replacement."""
+    made = [
+        (Blueprint, "program"),
+        (Blueprint, "split"),
+        (Split, "at"),
+        (Split, "server_part"),
+        (holding, "_Update"),
+        (compute, "compile"),
+        (compute, "lower"),
+        (compute, "compiled_alone"),
+    ]
+    return [(owner, name, _remembered(getattr(owner, name))) for owner, name in made]
+
+
+def _remembered(function):
+    """Called once for arguments that are the same objects, which it keeps alive."""
+    found, lock = {}, threading.RLock()
+
+    def once(*arguments):
+        key = tuple(map(_key, arguments))
+        with lock:
+            if key not in found:
+                found[key] = function(*arguments), arguments
+            return found[key][0]
+
+    return once
+
+
+def _key(argument):
+    if isinstance(argument, Blueprint):
+        b = argument
+        return (*map(id, (b.recipe.origin, *b.recipe.steps, b.outer)), str(b.data), *_shape(b))
+    if isinstance(argument, Type):
+        return argument.shape, str(argument.dtype)
+    if isinstance(argument, list | tuple):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple(argument.items())
+    return argument if isinstance(argument, int) else id(argument)
+
+
+def _shape(b):
+    return b.servers, b.count, b.lazy, b.rows, b.x64
 
 
 def alone(program, batches, parameters=None, state=None, seed=0):

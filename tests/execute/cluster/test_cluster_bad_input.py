@@ -18,6 +18,8 @@ BATCHES = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 48, 4)]
 FIRST = {"w": RNG.normal(size=(5, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
 LOCAL = ow.cluster.Local(2)
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 
 def loss(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)

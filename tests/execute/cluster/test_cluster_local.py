@@ -1,5 +1,7 @@
 """Trainers that make steps of their own between two meetings, against separate trainings and DiLoCo."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ X, Y = RNG.normal(size=(200, 3)), RNG.normal(size=(200, 2))
 FIRST = {"a": RNG.normal(size=(3, 4)), "b": RNG.normal(size=(4, 2))}
 SLOTLESS = ow.SGD(0.1)
 
+pytestmark = pytest.mark.usefixtures("graphs_made_once", "short_pauses")
+
 
 @pytest.fixture(autouse=True)
 def double():
@@ -27,6 +31,7 @@ def loss(w, x, y):
     return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2)
 
 
+@cache
 def program_of(optimizer, rows=EACH):
     types = [jax.ShapeDtypeStruct((rows, n), "float64") for n in (3, 2)]
     return optimizer.minimize(loss, FIRST, *types)
@@ -74,10 +79,11 @@ def test_any_outer_rule_is_what_devices_compute(outer):
     trainers, rounds = 2, 3
     batches = batches_of(trainers * EVERY * rounds)
     mode = ow.cluster.Local(EVERY, outer)
-    program = program_of(ow.AdamW(0.05))
+    inner = ow.Momentum(0.05)
+    program = program_of(inner)
     run = trained(program, batches, parameters=FIRST, trainers=trainers, servers=2, mode=mode)
     devices = ow.replicate(
-        program_of(ow.AdamW(0.05), EACH * trainers), trainers, merge=ow.DiLoCo(every=EVERY, outer=outer)
+        program_of(inner, EACH * trainers), trainers, merge=ow.DiLoCo(every=EVERY, outer=outer)
     )
     expected, _ = alone(devices, together(batches, trainers), FIRST)
     close(run.model, expected, FIRST, 1e-9)

@@ -23,6 +23,8 @@ def loss(params, x, y):
 
 PROGRAM = ow.Adam(0.05).minimize(loss, FIRST, *BATCHES[0])
 
+pytestmark = pytest.mark.usefixtures("graphs_made_once", "short_pauses")
+
 
 def slowly(pause=0.02):
     for batch in BATCHES:
@@ -56,7 +58,7 @@ def test_a_snapshot_is_a_model_of_now(mode):
         assert np.abs(first["w"] - FIRST["w"]).max() > 0
         numbers = [ow.Evaluator(model).test(BATCHES)["loss"] for model in models]
         assert all(0 < number < 10 for number in numbers)
-        time.sleep(0.3)
+        time.sleep(0.15)
         equal(models[0], first, FIRST)
         later = run.snapshot()
         assert np.abs(np.asarray(later["w"]) - first["w"]).max() > 0
@@ -69,7 +71,7 @@ def test_a_snapshot_in_rounds_is_one_version_of_all_servers():
     for batch in together(BATCHES * 4, 2):
         state, _ = step(state, *batch)
         versions.append(arrays(state, FIRST))
-    with running(PROGRAM, slowly, parameters=FIRST, servers=3, epochs=4) as run:
+    with running(PROGRAM, slowly, parameters=FIRST, servers=2, epochs=4) as run:
         begun(run)
         for _ in range(5):
             found = run.snapshot()

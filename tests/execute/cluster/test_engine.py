@@ -82,8 +82,8 @@ def back(link, timeout=WAIT):
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with Engine(memory=500 * 2**20) as engine:
+def engine(ray_here):
+    with Engine() as engine:
         yield engine
 
 
@@ -92,12 +92,12 @@ def link(engine):
     return engine.spawn(Counter, 5, name="counter")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def mortal(engine):
-    link = engine.spawn(Counter, name="mortal", restart=True)
+    """One that starts again; who has ended it waits until it is back."""
+    link = engine.spawn(lambda: Counter(), name="mortal", restart=True)
     engine.place(link, WAIT)
-    yield link
-    engine.kill(link)
+    return link
 
 
 def test_calls_return_what_the_method_returns(link):
@@ -156,11 +156,9 @@ def test_arrays_travel_as_buffers(link):
     assert count >= 5
 
 
-def test_a_link_can_be_handed_on(engine, link):
-    other = engine.spawn(lambda: Counter(100), name="other")
+def test_a_link_can_be_handed_on(mortal, link):
     before = link.call("add", 0).result(WAIT)
-    assert other.call("through", link, 1).result(WAIT) == before + 1
-    engine.kill(link=other)
+    assert mortal.call("through", link, 1).result(WAIT) == before + 1
 
 
 def test_place_says_where_it_lives(engine, link):
@@ -192,9 +190,9 @@ def test_one_that_dies_stays_dead_unless_it_is_to_start_again(engine):
             link.call(*call).result(WAIT)
 
 
-def test_one_that_dies_is_made_anew(mortal):
+def test_one_that_dies_is_made_anew(link, mortal):
     mortal.call("add", 7).result(WAIT)
-    assert mortal.call("born_again").result(WAIT) == (False, False)
+    assert link.call("born_again").result(WAIT) == (False, False)
     with pytest.raises(Unreachable):
         mortal.call("die").result(WAIT)
     assert back(mortal) == (True, True)
@@ -203,11 +201,12 @@ def test_one_that_dies_is_made_anew(mortal):
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_kill_ends_one_that_does_not_react(engine, mortal, restart):
-    pid = engine.place(mortal).pid
+def test_kill_ends_one_that_does_not_react(engine, request, restart):
+    link = request.getfixturevalue("mortal") if restart else engine.spawn(Counter, name="last", restart=True)
+    pid = engine.place(link).pid
     os.kill(pid, signal.SIGSTOP)
-    pending = mortal.call("add", 1)
-    engine.kill(mortal, restart=restart)
+    pending = link.call("add", 1)
+    engine.kill(link, restart=restart)
     with pytest.raises(Unreachable):
         pending.result(WAIT)
     end = time.monotonic() + 10.0
@@ -215,7 +214,7 @@ def test_kill_ends_one_that_does_not_react(engine, mortal, restart):
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")
     if restart:
-        assert back(mortal) == (True, True)
+        assert back(link) == (True, True)
 
 
 def test_only_this_machine_can_connect(engine):

@@ -1,6 +1,7 @@
 """Trainers and servers against one device: rounds are equal to it, the other modes learn as well."""
 
 import time
+from functools import cache
 
 import equinox as eqx
 import flax.linen as nn
@@ -27,6 +28,9 @@ OPTIMIZERS = {
     "adamw": ow.AdamW(0.01),
 }
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+once = pytest.mark.usefixtures("graphs_made_once")
+
 
 @pytest.fixture
 def double():
@@ -40,9 +44,10 @@ def loss(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
 
 
-def minimized(optimizer, rows, dtype=np.float32, loss=loss, first=FIRST):
+@cache
+def minimized(optimizer, rows, dtype=np.float32, loss=loss):
     types = [jax.ShapeDtypeStruct((rows, n), dtype) for n in (5, 2)]
-    return optimizer.minimize(loss, jax.tree.map(lambda x: x.astype(dtype), first), *types)
+    return optimizer.minimize(loss, {name: x.astype(dtype) for name, x in FIRST.items()}, *types)
 
 
 def batches_of(rows, count, dtype=np.float32):
@@ -53,27 +58,51 @@ def batches_of(rows, count, dtype=np.float32):
 
 # ---------------------------------------------------------------------------- rounds equal one device
 
-CASES = [(name, servers, 2 + (k + servers) % 2) for k, name in enumerate(OPTIMIZERS) for servers in (1, 2, 3)]
+CASES = [
+    (name, servers, 2 + (k + servers // 2) % 2) for k, name in enumerate(OPTIMIZERS) for servers in (1, 3)
+]
 
 
-@pytest.mark.parametrize(("name", "servers", "trainers"), CASES)
-def test_fifty_rounds_equal_fifty_steps_of_one_device(name, servers, trainers, double):
-    rows, rule = ROWS // trainers, OPTIMIZERS[name]
-    batches = batches_of(rows, STEPS * trainers, np.float64)
-    run = trained(
-        minimized(rule, rows, np.float64), batches, parameters=FIRST, servers=servers, trainers=trainers
+@cache
+def by_one_device(name, steps):
+    """The parameters and the losses, however the batches are shared out."""
+    values, losses = alone(
+        minimized(OPTIMIZERS[name], ROWS, np.float64), batches_of(ROWS, steps, np.float64), FIRST
     )
-    expected, losses = alone(minimized(rule, ROWS, np.float64), together(batches, trainers), parameters=FIRST)
+    return arrays(values, FIRST), losses
+
+
+def equals_one_device(name, servers, trainers, rounds):
+    rows = ROWS // trainers
+    run = trained(
+        minimized(OPTIMIZERS[name], rows, np.float64),
+        batches_of(rows, rounds * trainers, np.float64),
+        parameters=FIRST,
+        servers=servers,
+        trainers=trainers,
+    )
+    expected, losses = by_one_device(name, rounds)
     close(run.model, expected, FIRST, 1e-9)
     steps, trainer = run.history["step"].astype(int), run.history["trainer"].astype(int)
     assert sorted(zip(steps, trainer, strict=True)) == [
-        (n, t) for n in range(1, STEPS + 1) for t in range(trainers)
+        (n, t) for n in range(1, rounds + 1) for t in range(trainers)
     ]
-    found = [run.history["loss"][steps == n].mean() for n in range(1, STEPS + 1)]
+    found = [run.history["loss"][steps == n].mean() for n in range(1, rounds + 1)]
     np.testing.assert_allclose(found, losses, 1e-9)
     assert not run.history["staleness"].any()
     assert not run.history["lag"].any()
     assert run.events == []
+
+
+@once
+def test_fifty_rounds_equal_fifty_steps_of_one_device(double):
+    equals_one_device("adam", 2, 2, STEPS)
+
+
+@once
+@pytest.mark.parametrize(("name", "servers", "trainers"), CASES)
+def test_rounds_equal_steps_of_one_device(name, servers, trainers, double):
+    equals_one_device(name, servers, trainers, 8)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -84,6 +113,7 @@ def test_one_step_in_float32(name):
     close(run.model, expected, FIRST, 1e-5, 1e-6)
 
 
+@once
 def test_a_schedule_counts_the_rounds(double):
     rule = ow.SGD(lambda step: 0.05 / (1 + step / 5))
     batches = batches_of(6, 20, np.float64)
@@ -103,6 +133,7 @@ def slow(delays, count, rows=4):
     return read
 
 
+@once
 def test_runs_are_equal_to_the_last_bit_whoever_comes_first():
     program = minimized(ow.Adam(0.01), 4)
     readers = [batches_of(4, 15), batches_of(4, 15), slow((0.04, 0.0, 0.02), 15)]
@@ -119,19 +150,21 @@ def uneven(sizes):
     return [(X[part].astype(np.float32), Y[part].astype(np.float32)) for part in parts]
 
 
+@once
 def test_batches_of_uneven_size_count_by_their_size():
-    batches = uneven([2, 6, 6, 2, 5, 3, 4])
+    batches = uneven([2, 6, 6, 2, 4])
     run = trained(minimized(ow.SGD(0.3), 4), batches, parameters=SINGLE, servers=2)
     expected, _ = alone(minimized(ow.SGD(0.3), 8), together(batches, 2), SINGLE)
     close(run.model, expected, FIRST, 1e-5, 1e-6)
-    assert sorted(run.history["examples"]) == [2, 2, 3, 4, 5, 6, 6]
+    assert sorted(run.history["examples"]) == [2, 2, 4, 6, 6]
 
 
+@once
 def test_gradients_are_added_on_request():
     def total(params, x, y):
         return jnp.sum((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
 
-    batches = uneven([4, 4, 4, 2, 3])
+    batches = uneven([4, 2, 4])
     run = trained(
         minimized(ow.SGD(0.01), 4, loss=total), batches, parameters=SINGLE, servers=2, merge=ow.Sum()
     )
@@ -139,6 +172,7 @@ def test_gradients_are_added_on_request():
     close(run.model, expected, FIRST, 1e-5, 1e-6)
 
 
+@once
 def test_epochs_follow_each_other_though_their_batches_do_not_divide():
     batches = ow.batches((X[:18].astype(np.float32), Y[:18].astype(np.float32)), 4)
     once = list(batches)
@@ -152,6 +186,7 @@ def test_epochs_follow_each_other_though_their_batches_do_not_divide():
             close(run.model, expected, FIRST, 1e-5, 1e-6)
 
 
+@once
 def test_epochs_may_differ_in_length():
     def read(epoch):
         return batches_of(4, (3, 1, 4, 2)[epoch])
@@ -163,14 +198,16 @@ def test_epochs_may_differ_in_length():
     close(run.model, values, FIRST, 1e-5, 1e-6)
 
 
+@once
 def test_trainers_without_a_batch_take_part_with_nothing():
     batches = batches_of(4, 2)
-    run = trained(minimized(ow.Adam(0.1), 4), batches, parameters=SINGLE, trainers=4, servers=2)
-    expected, _ = alone(minimized(ow.Adam(0.1), 8), together(batches, 2), SINGLE)
+    run = trained(minimized(ow.Adam(0.01), 4), batches, parameters=SINGLE, trainers=3, servers=2)
+    expected, _ = alone(minimized(ow.Adam(0.01), 8), together(batches, 2), SINGLE)
     close(run.model, expected, FIRST, 1e-5, 1e-6)
     assert sorted(run.history["trainer"]) == [0, 1]
 
 
+@once
 def test_trainers_may_have_different_numbers_of_batches():
     def read(trainer, trainers):
         return batches_of(4, 8)[4 * trainer :][: (4, 2)[trainer]]
@@ -183,11 +220,17 @@ def test_trainers_may_have_different_numbers_of_batches():
     close(run.model, expected, FIRST, 1e-5, 1e-6)
 
 
+@cache
+def by_one_trainer():
+    return alone(minimized(ow.Adam(0.01), 4), batches_of(4, 10), SINGLE)
+
+
+@once
 @pytest.mark.parametrize("mode", ["sync", "async", ow.cluster.Bounded(0)], ids=str)
 def test_one_trainer_is_one_device_in_every_mode(mode):
     batches = batches_of(4, 10)
-    run = trained(minimized(ow.Adam(0.05), 4), batches, parameters=SINGLE, trainers=1, servers=3, mode=mode)
-    expected, losses = alone(minimized(ow.Adam(0.05), 4), batches, SINGLE)
+    run = trained(minimized(ow.Adam(0.01), 4), batches, parameters=SINGLE, trainers=1, servers=3, mode=mode)
+    expected, losses = by_one_trainer()
     close(run.model, expected, FIRST, 1e-5, 1e-6)
     np.testing.assert_allclose(run.history["loss"], losses, 1e-5)
 
@@ -245,13 +288,12 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_of_all_kinds(kind):
-    batches = batches_of(4, 6)
+    batches = batches_of(4, 3)
     if kind == "declared":
         batches = [dict(zip("xy", batch, strict=True)) for batch in batches]
     program, first = KINDS[kind](4)
-    run = trained(program, batches, parameters=first, servers=2, seed=3)
-    whole, _ = KINDS[kind](8)
-    expected, _ = alone(whole, together(batches, 2), first, seed=3)
+    run = trained(program, batches, parameters=first, trainers=1, servers=2, seed=3)
+    expected, _ = alone(program, batches, first, seed=3)
     names = [v.name for v in program.parameters]
     close(arrays(run.model, names), arrays(expected, names), names, 1e-5, 1e-6)
     assert jax.tree.structure(run.model.parameters) == jax.tree.structure(expected.parameters)
@@ -271,22 +313,31 @@ def with_state(params, state, x, y):
     return jnp.mean(((x - mean) @ params["w"] @ params["v"] + params["b"] - y) ** 2), following
 
 
+@cache
+def by_hand():
+    """Parameters and state after rounds of two batches each, and the one that is left."""
+    gradient = jax.jit(jax.grad(with_state, has_aux=True))
+    params, state = SINGLE, STATE
+    for group in (CARRYING[0:2], CARRYING[2:]):
+        shares = np.array([len(x) for x, _ in group]) / sum(len(x) for x, _ in group)
+        found = jax.tree.map(np.asarray, [gradient(params, state, *batch) for batch in group])
+        grads, states = zip(*found, strict=True)
+        mean = jax.tree.map(lambda *xs, s=shares: sum(w * x for w, x in zip(s, xs, strict=True)), *grads)
+        params = {name: (w - 0.1 * mean[name]).astype(np.float32) for name, w in params.items()}
+        carried = sum(w * s["mean"] for w, s in zip(shares, states, strict=True)).astype(np.float32)
+        state = {"mean": carried, "count": states[0]["count"]}
+    return params, state
+
+
+STATE = {"mean": np.zeros(5, np.float32), "count": np.int32(0)}
+CARRYING = uneven([4, 2, 4])
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_state_of_the_model_is_the_mean_over_the_trainers(servers):
-    state = {"mean": np.zeros(5, np.float32), "count": np.int32(0)}
-    batches = uneven([4, 4, 4, 2, 4])
-    program = ow.SGD(0.1).minimize(with_state, SINGLE, *batches[0], state=state)
-    run = trained(program, batches, parameters=SINGLE, state=state, servers=servers)
-    params, expected = SINGLE, state
-    for group in (batches[0:2], batches[2:4], batches[4:]):
-        shares = np.array([len(x) for x, _ in group]) / sum(len(x) for x, _ in group)
-        grads, states = zip(
-            *(jax.grad(with_state, has_aux=True)(params, expected, *batch) for batch in group), strict=True
-        )
-        mean = jax.tree.map(lambda *xs, s=shares: sum(w * x for w, x in zip(s, xs, strict=True)), *grads)
-        params = jax.tree.map(lambda w, g: w - 0.1 * g, params, mean)
-        found = sum(w * s["mean"] for w, s in zip(shares, states, strict=True))
-        expected = {"mean": found, "count": states[0]["count"]}
+    program = ow.SGD(0.1).minimize(with_state, SINGLE, *CARRYING[0], state=STATE)
+    run = trained(program, CARRYING, parameters=SINGLE, state=STATE, servers=servers)
+    params, expected = by_hand()
     close(run.model, params, FIRST, 1e-5, 1e-6)
     names = [v.name for v in program.state if v.name.endswith(("mean", "count"))]
     assert len(names) == 2
@@ -296,19 +347,18 @@ def test_state_of_the_model_is_the_mean_over_the_trainers(servers):
 
 def normalized():
     x, y = ow.data("x", (None, 5)), ow.data("y", (None, 2))
-    hidden = ow.layer.dropout(ow.layer.batch_norm(ow.layer.fc(x, 4)), 0.5)
-    return ow.layer.mse(ow.layer.fc(hidden, 2), y)
+    return ow.layer.mse(ow.layer.dropout(ow.layer.batch_norm(ow.layer.fc(x, 2)), 0.5), y)
 
 
 def test_statistics_and_random_numbers_of_layers():
-    batches = [dict(zip("xy", batch, strict=True)) for batch in batches_of(4, 8)]
+    batches = [dict(zip("xy", batch, strict=True)) for batch in batches_of(4, 4)]
     program = ow.SGD(0.05).minimize(ow.trace(normalized, batch_size=4))  # the bias before it has no gradient
     names = [v.name for v in ow.forward_pass(program).state if "key" not in str(v.dtype)]
     assert any("mean" in name for name in names)
     one = trained(program, batches, trainers=1, servers=2, seed=5)
     expected, _ = alone(program, batches, seed=5)
     close(arrays(one.model, names), arrays(expected, names), names, 1e-5, 1e-6)
-    two = trained(program, [batches[0], batches[0]], servers=2, seed=5)
+    two = trained(program, [batches[0], batches[0]], seed=5)
     assert np.diff(two.history["loss"]) != 0  # each trainer drops others
 
 
@@ -325,6 +375,7 @@ def looked_up(params, ids, y):
     return jnp.mean((params["table"][ids].mean(1) @ params["w"] - y) ** 2)
 
 
+@cache
 def tabled(optimizer, rows):
     return optimizer.minimize(looked_up, TABLE, IDS[:rows], Y[:rows].astype(np.float32))
 
@@ -334,13 +385,14 @@ def by_rows(rows=4, count=8):
     return [(IDS[part], Y[part].astype(np.float32)) for part in parts]
 
 
+@once
 @pytest.mark.parametrize(
     ("rule", "lazy", "servers"),
-    [(ow.Adam(0.05), (), 1), (ow.Adam(0.05), (), 3), (ow.Adagrad(0.1), ("table",), 2)],
+    [(ow.Adagrad(0.1), (), 1), (ow.Adam(0.05), (), 3), (ow.Adagrad(0.1), ("table",), 2)],
     ids=str,
 )
 def test_tables_travel_by_rows_and_equal_one_device(rule, lazy, servers):
-    batches = by_rows()
+    batches = by_rows(4, 4)
     batches.append((batches[0][0][:2], batches[0][1][:2]))
     run = trained(tabled(rule, 4), batches, parameters=TABLE, servers=servers, lazy=lazy)
     expected, _ = alone(tabled(rule, 8), together(batches, 2), TABLE)
@@ -352,7 +404,13 @@ def test_tables_travel_by_rows_and_equal_one_device(rule, lazy, servers):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_lazy_update_leaves_other_rows_alone(mode):
     run = trained(
-        tabled(ow.Adam(0.05), 4), by_rows(), parameters=TABLE, servers=3, lazy=["table"], mode=mode, epochs=2
+        tabled(ow.Adagrad(0.1), 4),
+        by_rows(),
+        parameters=TABLE,
+        servers=2,
+        lazy=["table"],
+        mode=mode,
+        epochs=2,
     )
     table, first = np.asarray(run.model["table"]), TABLE["table"]
     touched = np.unique(IDS[:32])
@@ -382,7 +440,7 @@ def cross_entropy(params, images, labels):
     return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
 
 
-EPOCHS, BATCH = 40, 64
+EPOCHS, BATCH = 10, 64
 
 
 @pytest.fixture(scope="module")
@@ -400,16 +458,19 @@ def recognized():
         return [(images[part], labels[part]) for part in np.split(order, per_epoch)]
 
     def rate(step):
-        return 0.0025 * (1 + jnp.cos(jnp.pi * step / (EPOCHS * per_epoch)))
+        return 0.005 * (1 + jnp.cos(jnp.pi * step / (EPOCHS * per_epoch)))
+
+    guess = jax.jit(lambda params, images: predict(params, images).argmax(1))
 
     def accuracy(params):
-        return float(np.mean(np.asarray(predict(params, test[0])).argmax(1) == test[1]))
+        return float(np.mean(np.asarray(guess(params, test[0])) == test[1]))
 
     program = ow.Adam(rate).minimize(cross_entropy, first, *read(0)[0])
     state, _ = alone(program, [batch for epoch in range(EPOCHS) for batch in read(epoch)], first)
     return program, first, read, accuracy, accuracy(state.parameters)
 
 
+@once
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", ow.cluster.Bounded(2)], ids=str)
 def test_trainers_at_their_own_pace_learn_as_well(mode, recognized):
@@ -425,12 +486,13 @@ def test_trainers_at_their_own_pace_learn_as_well(mode, recognized):
         assert run.history["lag"].max() <= 2
 
 
+@once
 @pytest.mark.parametrize(("mode", "bound"), [("async", None), (ow.cluster.Bounded(1), 1)], ids=str)
 def test_a_bound_holds_back_who_is_far_ahead(mode, bound):
-    read = slow((0.0, 0.06, 0.0), 36)
+    read = slow((0.0, 0.06, 0.0), 24)
     run = trained(minimized(ow.SGD(0.01), 4), read, parameters=SINGLE, trainers=3, servers=2, mode=mode)
     lag = run.history["lag"].max()
     assert lag > 3 if bound is None else lag == bound
-    assert len(run.history["loss"]) == 36
+    assert len(run.history["loss"]) == 24
     applied = sum(s.pushes for s in run.servers)
-    assert applied == 2 * 36
+    assert applied == 2 * 24
