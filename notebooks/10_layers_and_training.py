@@ -68,8 +68,8 @@ ow.show(model.topology, depth=1)
 # %%
 reader = ow.batches((images[train], labels[train]), 64, shuffle=True)
 held_out = ow.batches((images[test], labels[test]), len(test))
-trainer = ow.Trainer(model, ow.Adam(2e-3))
-history = trainer.train(reader, epochs=12, test=held_out)
+trainer = ow.Trainer(model, ow.Adam(5e-3))
+history = trainer.train(reader, epochs=6, test=held_out)
 history
 
 # %%
@@ -109,26 +109,26 @@ print(f"strokes {strokes.shape}; first guesses {guesses[:10]}, labels {labels[te
 
 # %%
 def another(seed, **options):
-    return ow.Trainer(ow.Model(network, seed=seed, has_aux=True), ow.Adam(2e-3), **options)
+    return ow.Trainer(ow.Model(network, seed=seed, has_aux=True), ow.Adam(5e-3), **options)
 
 
 def power_cut(event):
-    if event.step == 150:
+    if event.step == 75:
         raise OSError("the lights went out")
 
 
 with tempfile.TemporaryDirectory() as folder:
-    with ow.Checkpoints(folder, every=100) as checkpoints:
+    with ow.Checkpoints(folder, every=50) as checkpoints:
         first = another(seed=0, checkpoints=checkpoints)
         try:
-            first.train(reader, epochs=12, callbacks=[power_cut], progress=False)
+            first.train(reader, epochs=6, callbacks=[power_cut], progress=False)
         except OSError as error:
             print(f"step {first.step}: {error}")
 
     second = another(seed=1)
     restored = second.restore(folder)
     print(f"step {second.step}: {restored}")
-    second.train(reader, epochs=12, progress=False)
+    second.train(reader, epochs=6, progress=False)
 
 for v in model.topology.parameters:
     np.testing.assert_array_equal(second[v], trainer[v])

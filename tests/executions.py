@@ -4,7 +4,7 @@ Each optimizer trains a small network in float64 for some steps on one device. T
 replicated on two devices, with sharded updates (ZeRO-1), split for two trainers and two parameter servers
 (one server where its rule looks across parameters), and accumulated over two micro-batches. A cell holds the
 largest difference of any parameter, relative to the largest number of that parameter, or why a transform
-refuses. The matrices are square: where a gradient leaves several directions of an axis empty, the
+refuses. The matrix is square: where a gradient leaves several directions of an axis empty, the
 eigenvectors in SOAP are arbitrary, and so is what rounding makes of them.
 
     python -m tests.executions [name ...]
@@ -32,21 +32,15 @@ WAYS = ("replicated", "sharded", "servers", "accumulated")
 
 
 def loss(params, x, y):
-    hidden = jnp.tanh(x @ params["w1"] + params["b1"])
-    return jnp.mean((hidden @ params["w2"] * params["scale"] - y) ** 2)
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean((hidden * params["scale"] - y) ** 2)
 
 
 @cache
 def data():
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {
-        "b1": jnp.full(4, 0.1, jnp.float64),
-        "scale": jnp.float64(1.5),
-        "w1": jax.random.normal(keys[0], (4, 4), jnp.float64),
-        "w2": jax.random.normal(keys[1], (4, 4), jnp.float64),
-    }
-    batches = jax.random.normal(keys[2], (STEPS, 8, 4), jnp.float64)
-    return params, [(x, jnp.sin(x * 2)) for x in batches]
+    draw = np.random.default_rng(0)
+    params = {"b": np.full(4, 0.1), "scale": np.array(1.5), "w": draw.normal(size=(4, 4))}
+    return params, [(x, np.sin(x * 2)) for x in draw.normal(size=(STEPS, 8, 4))]
 
 
 def named(name):

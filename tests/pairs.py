@@ -1,4 +1,4 @@
-"""Pairwise arrays: of two variants of anything, each pair in some row, in far fewer rows than the full product."""
+"""Pairwise arrays: of two variants of anything, each pair in some row, in few rows of the full product."""
 
 from collections.abc import Iterable
 from itertools import combinations, product

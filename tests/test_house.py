@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from tests.quick import listed
 
 import onward as ow
 from onward.shell.main import main
@@ -67,12 +68,26 @@ def words(svg):
     return sorted("".join(element.itertext()) for element in ET.fromstring(svg).iter(f"{SVG}text"))
 
 
-def test_readme_gives_two_commands_that_make_their_own_environment():
+def test_readme_gives_commands_that_make_their_own_environment():
+    """One runs the main job, one passes the tests, one is for whoever changes something."""
     commands = re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL)
-    assert len(commands) == 2
-    assert all(c.startswith("python3 -m venv ") for c in commands)
-    assert commands[0].endswith("onward demo")
-    assert ".venv-test/bin/pytest" in commands[1]
+    job, tests, quick = commands
+    assert all(c.startswith("python3 -m venv ") and "\n" not in c for c in commands)
+    assert job.endswith("onward demo")
+    assert tests.endswith(".venv-test/bin/pytest -n 3 --dist loadfile")
+    assert quick.endswith(".venv/bin/pytest -m quick -n 2")
+    assert quick in (ROOT / "docs" / "contributing.md").read_text()
+
+
+def test_what_is_not_quick_is_a_test():
+    missing = [line for line in listed() if not is_there(*line.split("::"))]
+    assert missing == [], "write the list anew: pytest -n 3 --dist loadfile --list-not-quick"
+
+
+def is_there(file, *names):
+    """Whether a file of tests has this function; an example in a docstring belongs to the file only."""
+    path = ROOT / file
+    return path.is_file() and (file.startswith("src/") or f"def {names[-1]}(" in path.read_text())
 
 
 def test_the_links_of_the_readme_lead_to_files():

@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from tests.derive.at_once import FAST, at_once, expect_no, named
 
 import onward as ow
 from onward.core.lower import lower
 from onward.core.words import Kind, Pass
 from onward.derive import differentiate as rules
+
+jitted = partial(jax.jit, compiler_options=FAST)
 
 
 def normal(*shape, seed=0):
@@ -29,7 +32,7 @@ def kinds(program, made_by=Pass.BACKWARD):
 
 
 def run(program, variables, parameters, *data):
-    function = jax.jit(lower(program, variables))
+    function = jitted(lower(program, variables))
     return function(jax.tree.leaves(parameters), jax.tree.leaves(data))
 
 
@@ -89,45 +92,70 @@ SCALARS = {
 }
 
 
-def hessian_by_jax(function):
-    """``jax.hessian`` goes forward over reverse, which a custom_vjp does not allow."""
-    return jax.jit(jax.jacrev(jax.jacrev(function)))
+def hessian_by_jax(name):
+    """The Hessian and the gradient, forward over reverse but for a custom_vjp, which does not allow that."""
+    again = jax.jacrev if "custom_vjp" in name else jax.jacfwd
+    return again(lambda v: (jax.grad(SCALARS[name])(v),) * 2, has_aux=True)
 
 
-@pytest.mark.parametrize("name", SCALARS)
-def test_gradients_of_gradients_are_the_hessian(name):
+def hessian_of(name):
+    """The gradient and, from its gradients in four directions, the Hessian."""
     function = SCALARS[name]
     program = ow.trace(lambda v, direction: (function(v), direction), V, V)
     program, (first,) = ow.gradients(program, program.outputs[0], "v")
     program, (second,) = ow.gradients(program, first, "v", target_gradients=["direction"])
-    row = jax.jit(lower(program, [first, second]))
-    found = jnp.stack([row([V], [direction])[1] for direction in np.eye(4, dtype=np.float32)])
-    expected = hessian_by_jax(function)(V)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.max(np.abs(expected)))
-    np.testing.assert_allclose(row([V], [V])[0], jax.grad(function)(V), rtol=1e-5, atol=1e-5)
-    if "custom_vjp" not in name:
-        np.testing.assert_allclose(found, jax.hessian(function)(V), rtol=1e-4, atol=1e-4)
+    row = lower(program, [first, second])
+
+    def found(v):
+        gradients, rows = lax.map(lambda direction: tuple(row([v], [direction])), jnp.eye(4))
+        return gradients[0], rows
+
+    return found
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        jnp.sin,
-        lambda x: x**5,
-        lambda x: jnp.exp(jnp.tanh(x)),
-        lambda x: lax.fori_loop(0, 3, lambda _, y: y * x, x),
-    ],
-    ids=["sin", "power", "composed", "loop"],
-)
-def test_four_derivatives_in_one_program(function):
+def test_gradients_of_gradients_are_the_hessian():
+    derived, faults = {}, {}
+    for name in SCALARS:
+        with named(name, faults):
+            derived[name] = hessian_of(name)
+    pairs = at_once(
+        {n: (lambda v, n=n, f=f: (f(v), hessian_by_jax(n)(v)), V) for n, f in derived.items()}, faults
+    )
+    for name, ((gradient, rows), (expected, slope)) in pairs.items():
+        with named(name, faults):
+            np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5 * np.max(np.abs(expected)))
+            np.testing.assert_allclose(gradient, slope, rtol=1e-5, atol=1e-5)
+    expect_no(faults)
+
+
+POWERS = {
+    "sin": jnp.sin,
+    "power": lambda x: x**5,
+    "composed": lambda x: jnp.exp(jnp.tanh(x)),
+    "loop": lambda x: lax.fori_loop(0, 3, lambda _, y: y * x, x),
+}
+
+
+def four_derivatives(function):
     program = ow.trace(lambda x: function(x), jnp.float32(0.7))
-    target, found, expected = program.loss, [], function
+    target, found, expected = program.loss, [], [function]
     for _ in range(4):
         program, (target,) = ow.gradients(program, target, "x")
         found.append(target)
-    for value in run(program, found, jnp.float32(0.7)):
-        expected = jax.grad(expected)
-        np.testing.assert_allclose(value, expected(0.7), rtol=1e-5)
+        expected.append(jax.grad(expected[-1]))
+    run = lower(program, found)
+    return lambda x: (run([x], []), [each(x) for each in expected[1:]])
+
+
+def test_four_derivatives_in_one_program():
+    derived, faults = {}, {}
+    for name, function in POWERS.items():
+        with named(name, faults):
+            derived[name] = four_derivatives(function), np.float32(0.7)
+    for name, (found, expected) in at_once(derived, faults).items():
+        with named(name, faults):
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+    expect_no(faults)
 
 
 # Loops
@@ -165,7 +193,7 @@ LOOPS = {
 
 
 def count_of_loops(function, *args):
-    return jax.jit(function).lower(*args).compile().as_text().count(" while(")
+    return jitted(function).lower(*args).compile().as_text().count(" while(")
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -268,7 +296,7 @@ def test_no_gradient_flows_through_the_no_grad_set(cut):
         return layered(params[1:], lax.stop_gradient(jnp.tanh(x @ params[0]["w"] + params[0]["b"])))
 
     found = run(program, [g for _, g in program.gradients], layers(2), X)
-    expected = jax.jit(jax.grad(stopped))(layers(2), X)[1]
+    expected = jitted(jax.grad(stopped))(layers(2), X)[1]
     np.testing.assert_array_equal(found[1], expected["w"])
 
 
@@ -330,7 +358,7 @@ def test_no_gradient_op_without_a_gradient(function):
     assert all(op.outputs for op in program.ops)
     assert not {"scan_grad", "cond_grad"} & kinds(program).keys()
     (found,) = run(program, [program["grad(w)"]], V, V)
-    np.testing.assert_array_equal(found, jax.jit(jax.grad(function))(V, V))
+    np.testing.assert_array_equal(found, jitted(jax.grad(function))(V, V))
 
 
 # What is saved, and what is added
@@ -477,8 +505,8 @@ def test_gradients_for_data_parameters_and_activations():
     program, found = ow.gradients(ow.trace(layered, params, X), "div", ["x", "params/1/w", "tanh"])
     values = run(program, found, params, X)
     hidden = jnp.tanh(X @ params[0]["w"] + params[0]["b"])
-    by_weights, by_data = jax.grad(layered, argnums=(0, 1))(params, X)
-    by_hidden = jax.grad(layered, argnums=1)(params[1:], hidden)
+    by_weights, by_data = jitted(jax.grad(layered, argnums=(0, 1)))(params, X)
+    by_hidden = jitted(jax.grad(layered, argnums=1))(params[1:], hidden)
     for value, expected in zip(values, [by_data, by_weights[1]["w"], by_hidden], strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-7)
     assert program.gradients == ()
@@ -578,27 +606,36 @@ def test_equal_ops_share_the_bodies_of_their_gradients():
     assert len(set(map(id, savers))) == 1
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (lambda w: lax.integer_pow(w, 2), lambda w: lax.integer_pow(w, 3)),
-        (lambda w: jnp.sum(w * 2.0), lambda w: jnp.sum(w * 3.0)),
-        (lambda w: lax.cumsum(w), lambda w: lax.cumsum(w, reverse=True)),
-        (partial(jnp.clip, min=-0.5), partial(jnp.clip, min=-0.1)),
-        (lambda w: lax.map(jnp.sin, w), lambda w: lax.map(jnp.cos, w)),
-        (
-            lambda w: lax.cond(w[0] > 9, jnp.sin, jnp.cos, w),
-            lambda w: lax.cond(w[0] > 9, jnp.cos, jnp.sin, w),
-        ),
-    ],
-    ids=["parameter", "literal", "flag", "bound", "loop body", "branches"],
-)
-def test_what_is_remembered_is_told_apart(first, second):
-    for function in (first, second):
-        program = ow.trace(lambda w, f=function: f(w), V)
-        program, (gradient,) = ow.gradients(program, program.outputs, "w")
-        expected = jax.grad(lambda w, f=function: jnp.sum(f(w)))(V)
-        np.testing.assert_allclose(run(program, [gradient], V)[0], expected, rtol=1e-6)
+LIKE = {
+    "parameter": (lambda w: lax.integer_pow(w, 2), lambda w: lax.integer_pow(w, 3)),
+    "literal": (lambda w: jnp.sum(w * 2.0), lambda w: jnp.sum(w * 3.0)),
+    "flag": (lambda w: lax.cumsum(w), lambda w: lax.cumsum(w, reverse=True)),
+    "bound": (partial(jnp.clip, min=-0.5), partial(jnp.clip, min=-0.1)),
+    "loop body": (lambda w: lax.map(jnp.sin, w), lambda w: lax.map(jnp.cos, w)),
+    "branches": (
+        lambda w: lax.cond(w[0] > 9, jnp.sin, jnp.cos, w),
+        lambda w: lax.cond(w[0] > 9, jnp.cos, jnp.sin, w),
+    ),
+}
+
+
+def slope_beside_jax(function):
+    program = ow.trace(lambda w: function(w), V)
+    program, (gradient,) = ow.gradients(program, program.outputs, "w")
+    found = lower(program, [gradient])
+    return lambda w: (found([w], [])[0], jax.grad(lambda w: jnp.sum(function(w)))(w))
+
+
+def test_what_is_remembered_is_told_apart():
+    derived, faults = {}, {}
+    for name, functions in LIKE.items():
+        for place, function in zip(("first", "second"), functions, strict=True):
+            with named(f"{name}, {place}", faults):
+                derived[f"{name}, {place}"] = slope_beside_jax(function), V
+    for name, (found, expected) in at_once(derived, faults).items():
+        with named(name, faults):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+    expect_no(faults)
 
 
 def test_names_of_gradients_never_collide():
@@ -631,7 +668,7 @@ def test_the_second_derivative_goes_through_what_a_custom_rule_computes():
     program, (second,) = ow.gradients(program, first, "v")
     step = ow.compile(program, fetch=[second])
     _, out = step(step.init(v))
-    expected = jax.grad(lambda v: jnp.sum(jax.grad(value)(v)))(v)
+    expected = jitted(jax.grad(lambda v: jnp.sum(jax.grad(value)(v))))(v)
     np.testing.assert_allclose(out[second], expected, rtol=1e-6)
 
 

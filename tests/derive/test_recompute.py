@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError
@@ -18,9 +19,16 @@ from onward.derive.recompute.recompute import recompute
 from onward.derive.recompute.report import again_ops, recomputed
 
 RNG = np.random.default_rng(0)
-DEPTH, WIDTH, ROWS = 6, 16, 256
+DEPTH, WIDTH, ROWS = 4, 16, 256
 PARAMS = [jnp.asarray(RNG.normal(0, 0.2, (WIDTH, WIDTH)), jnp.float32) for _ in range(DEPTH)]
 X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast():
+    """What is compiled in less time takes the same memory."""
+    with compiled_fast():
+        yield
 
 
 def loss(params, x):
@@ -41,12 +49,17 @@ def within(budget):
     return recompute(plain(), budget)
 
 
-def trained(program, steps=20, data=X):
+def trained(program, steps=20, data=X, params=PARAMS):
     step = ow.compile(program)
-    state = step.init(PARAMS)
+    state = step.init(params)
     for _ in range(steps):
         state, out = step(state, data)
     return state.parameters, out.loss
+
+
+@cache
+def blocks():
+    return recompute(plain(), scopes="block_*")
 
 
 @cache
@@ -123,7 +136,7 @@ def test_scopes_are_computed_again_from_what_enters_them():
 def test_named_values_are_kept():
     program = recompute(plain(), scopes="block_*", keep="h*")
     assert not {"again(h)", "again(block_0/sin)"} & program.variables.keys()
-    assert {"again(h)", "again(block_0/sin)"} <= recompute(plain(), scopes="block_*").variables.keys()
+    assert {"again(h)", "again(block_0/sin)"} <= blocks().variables.keys()
 
 
 def test_ops_run_again_behind_the_gradient_that_arrives():
@@ -151,18 +164,24 @@ TRANSFORMS = {
 }
 
 
+@cache
+def short():
+    return ow.SGD(0.1).minimize(loss, PARAMS[:2], X)
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_after(name):
-    changed = TRANSFORMS[name]
-    found, expected = (trained(changed(p), 5) for p in (recompute(plain(), scopes="block_*"), plain()))
+    programs = recompute(short(), scopes="block_*"), short()
+    found, expected = (trained(TRANSFORMS[name](p), 5, params=PARAMS[:2]) for p in programs)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mixed_precision", "guard"])
 def test_transforms_before(name):
-    program = TRANSFORMS[name](plain())
-    found, expected = trained(recompute(program, scopes="block_*"), 5), trained(program, 5)
+    program = TRANSFORMS[name](short())
+    programs = recompute(program, scopes="block_*"), program
+    found, expected = (trained(p, 5, params=PARAMS[:2]) for p in programs)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -185,7 +204,7 @@ def test_effects_and_draws():
     _, out = step(step.init(PARAMS[0]), X, key)
     jax.effects_barrier()
     assert len(said) == 1
-    np.testing.assert_allclose(out.loss, noisy(PARAMS[0], X, key), rtol=1e-5)
+    np.testing.assert_allclose(out.loss, jax.jit(noisy)(PARAMS[0], X, key), rtol=1e-5)
 
 
 def test_a_checkpoint_of_the_function_stays():
@@ -260,7 +279,7 @@ def test_the_cut_is_the_best_of_all_choices_at_every_price(seed):
 
 
 def test_the_table_tells_what_is_kept_and_what_runs_again():
-    told = recomputed(recompute(plain(), scopes="block_*"), compile=True)
+    told = recomputed(blocks(), compile=True)
     rows = {row.made_by: row for row in told.rows}
     assert (rows["sin"].again, rows["sin"].kept) == (DEPTH, 0)
     assert (rows["add"].again, rows["add"].kept) == (0, DEPTH - 1)

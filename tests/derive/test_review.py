@@ -10,11 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
+from onward.derive import differentiate
 
 PARAMS = {"w1": jnp.full((4, 3), 0.5), "b1": jnp.zeros(3), "w2": jnp.ones((3, 1))}
 X, Y = jnp.ones((8, 4)), jnp.ones((8, 1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast():
+    """What runs for a moment only is compiled in less time."""
+    with compiled_fast():
+        yield
 
 
 def loss(params, x, y):
@@ -63,7 +72,10 @@ def test_rules_are_derived_for_the_precision_at_hand():
     assert highest(None) == 0
 
 
-def test_arrays_captured_by_a_forgotten_function_are_let_go():
+def test_arrays_captured_by_a_forgotten_function_are_let_go(monkeypatch):
+    assert differentiate._rules_by_identity.size <= 256
+    monkeypatch.setattr(differentiate, "_rules_by_identity", differentiate._Memory(8))
+
     def once(number):
         captured = jnp.full(1000, float(number))
 
@@ -76,7 +88,7 @@ def test_arrays_captured_by_a_forgotten_function_are_let_go():
         return weakref.ref(captured)
 
     first = once(0)
-    for i in range(300):
+    for i in range(12):
         once(i + 1)
     gc.collect()
     assert first() is None

@@ -2,12 +2,14 @@
 
 import math
 import pickle
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.derive.optimizers.fast import FAST, compiled_fast
 
 import onward as ow
 from onward.derive import schedules as schedule
@@ -166,14 +168,34 @@ def compiled(at, steps):
     return jax.jit(at)(jnp.asarray(steps, jnp.int32))
 
 
+@cache
+def at_steps(name):
+    """Not compiled: operation by operation."""
+    with compiled_fast():
+        return SCHEDULES[name](STEPS)
+
+
+PLACES = (0, 5, 7, 69, -1, 10**6, LAST - 1, LAST)
+
+
+@cache
+def at_places():
+    """Of all schedules: the values at the places, by one compiled function of a step; at STEPS under vmap."""
+
+    def values(n):
+        return {name: at(n) for name, at in SCHEDULES.items()}
+
+    one, every = (jax.jit(f, compiler_options=FAST) for f in (values, jax.vmap(values)))
+    return [one(np.int32(n)) for n in PLACES], every(np.int32(STEPS))
+
+
 def close(found, expected, rtol=3e-6, atol=1e-7):
     np.testing.assert_allclose(np.asarray(found), expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_of_the_closed_form(name):
-    at, reference = CASES[name]
-    found = at(STEPS)
+    reference, found = CASES[name][1], at_steps(name)
     assert found.dtype == jnp.float32
     assert found.shape == STEPS.shape
     close(found, [reference(int(n)) for n in STEPS])
@@ -182,15 +204,13 @@ def test_every_step_of_the_closed_form(name):
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_as_an_optimizer_gives_it_and_far_beyond(name):
     """One compiled function of an int32 scalar, also under vmap and at steps out of any range."""
-    at = SCHEDULES[name]
-    every = np.asarray(at(STEPS))
-    one = jax.jit(at)
-    found = [one(jnp.int32(n)) for n in (0, 5, 7, 69, -1, 10**6, LAST - 1, LAST)]
+    every, (singles, swept) = np.asarray(at_steps(name)), at_places()
+    found = [values[name] for values in singles]
     assert {(x.dtype, x.shape) for x in found} == {(np.dtype("float32"), ())}
     close(found[:5], every[[0, 5, 7, 69, 0]], rtol=1e-6)
     assert np.all(np.isfinite(found))
     assert np.all(np.asarray(found) >= 0)
-    close(jax.jit(jax.vmap(at))(jnp.asarray(STEPS, jnp.int32)), every, rtol=1e-6)
+    close(swept[name], every, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -213,32 +233,36 @@ def test_steps_out_of_range_are_the_nearest():
 
 @pytest.mark.parametrize("name", ["cosine, warmup", "restarts, growing", "cyclic, exp_range"])
 def test_float32_with_x64_too(name):
-    at = SCHEDULES[name]
-    every = at(STEPS)
+    at, every = SCHEDULES[name], at_steps(name)
     with jax.enable_x64(True):
         wide = jax.jit(lambda n: at(n))(jnp.asarray(STEPS))
         assert wide.dtype == jnp.float32
         close(wide, np.asarray(every), rtol=1e-6)
 
 
+END = 49
 ENDS = {
-    "linear": (schedule.linear(0.7, 0.1, steps=49), 0.7, 49, 0.1),
-    "polynomial": (schedule.polynomial(0.7, 0.1, steps=49, power=3), 0.7, 49, 0.1),
-    "cosine": (schedule.cosine(0.7, steps=49, warmup=7, begin=0.3, end=0.1), 0.3, 49, 0.1),
-    "wsd": (schedule.wsd(0.7, steps=49, warmup=7, decay=7, begin=0.3, end=0.1), 0.3, 49, 0.1),
-    "one_cycle": (schedule.one_cycle(0.7, steps=49, begin=0.3, end=0.1), 0.3, 49, 0.1),
-    "warmup": (schedule.warmup(0.1, steps=49, begin=0.7), 0.7, 49, 0.1),
+    "linear": (schedule.linear(0.7, 0.1, steps=END), 0.7, 0.1),
+    "polynomial": (schedule.polynomial(0.7, 0.1, steps=END, power=3), 0.7, 0.1),
+    "cosine": (schedule.cosine(0.7, steps=END, warmup=7, begin=0.3, end=0.1), 0.3, 0.1),
+    "wsd": (schedule.wsd(0.7, steps=END, warmup=7, decay=7, begin=0.3, end=0.1), 0.3, 0.1),
+    "one_cycle": (schedule.one_cycle(0.7, steps=END, begin=0.3, end=0.1), 0.3, 0.1),
+    "warmup": (schedule.warmup(0.1, steps=END, begin=0.7), 0.7, 0.1),
 }
+
+
+@cache
+def at_ends():
+    every = jax.jit(lambda n: {name: at(n) for name, (at, *_) in ENDS.items()})
+    return every(np.int32([0, END, END + 1, LAST]))
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_both_ends_are_exact_when_compiled(name):
-    at, first, steps, last = ENDS[name]
-    found = jax.jit(at)(jnp.array([0, steps, steps + 1, LAST], jnp.int32))
-    np.testing.assert_array_equal(found, np.float32([first, last, last, last]))
-    peaks = jax.jit(at)(jnp.array([7, 8, 14, 41, 42], jnp.int32))
+    at, first, last = ENDS[name]
+    np.testing.assert_array_equal(at_ends()[name], np.float32([first, last, last, last]))
     if name == "wsd":
-        np.testing.assert_array_equal(peaks, np.float32([0.7] * 5))
+        np.testing.assert_array_equal(compiled(at, [7, 8, 14, 41, 42]), np.float32([0.7] * 5))
 
 
 OPTAX = {
@@ -291,10 +315,20 @@ OPTAX = {
 }
 
 
+@cache
+def said():
+    """By us and by optax at each of the steps."""
+
+    def both(n):
+        return {name: (ours(n), theirs(n)) for name, (ours, theirs) in OPTAX.items()}
+
+    return jax.jit(jax.vmap(both), compiler_options=FAST)(np.int32(STEPS))
+
+
 @pytest.mark.parametrize("name", OPTAX)
 def test_optax_says_the_same(name):
-    ours, theirs = OPTAX[name]
-    close(ours(STEPS), np.asarray(jax.jit(jax.vmap(theirs))(jnp.asarray(STEPS))), atol=2e-7)
+    ours, theirs = said()[name]
+    close(ours, theirs, atol=2e-7)
 
 
 # ------------------------------------------------------------------------------------ large numbers of steps

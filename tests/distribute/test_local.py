@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests import quickly
 
 import onward as ow
 
@@ -17,13 +18,8 @@ BATCHES = [(RNG.normal(size=(ROWS, 3)), RNG.normal(size=(ROWS, 2))) for _ in ran
 FIRST = {"a": RNG.normal(size=(3, 4)), "b": RNG.normal(size=(4, 2))}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hasty_compiler():
-    """XLA without most of its optimizations: compiling is most of the time here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+optimizations_off = quickly.optimizations_off
+pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +32,7 @@ def loss(w, x, y):
     return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2)
 
 
+@cache
 def program_of(optimizer, max_norm=None, rows=ROWS):
     types = [jax.ShapeDtypeStruct((rows, n), "float64") for n in (3, 2)]
     program = ow.append_backward(ow.trace(loss, FIRST, *types))

@@ -4,26 +4,26 @@ import json
 
 import jax
 import pytest
-from benchmarks import multi_device
+from benchmarks import models, multi_device
+from benchmarks.by_hand import Case
 from benchmarks.multi_device import main
+from tests import quickly
 
-pytestmark = pytest.mark.usefixtures("earlier_objects_frozen")
+import onward as ow
 
-
-@pytest.fixture(scope="module", autouse=True)
-def hasty_compiler():
-    """XLA without most of its optimizations: nothing is timed here, and compiling is most of the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+optimizations_off = quickly.optimizations_off
+pytestmark = pytest.mark.usefixtures("earlier_objects_frozen", "optimizations_off")
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
+    """One layer, and one rate for what is compared and what is timed: the steps by hand are compiled once."""
     folder = tmp_path_factory.mktemp("benchmark")
     chosen = ["--devices", "1,2", "--model", "mlp", "--merge", "average", "--quick", "--rounds", "1"]
-    results = main([*chosen, "--json", str(folder / "r.json"), "--plot", str(folder / "r.png")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multi_device, "_RATE", multi_device._VISIBLE_RATE)
+        patch.setitem(multi_device._MODELS, "mlp", lambda n, quick: models.mlp((8, 4), 2 * n))
+        results = main([*chosen, "--json", str(folder / "r.json"), "--plot", str(folder / "r.png")])
     return results, json.loads((folder / "r.json").read_text()), folder / "r.png"
 
 
@@ -47,7 +47,7 @@ def test_numbers_are_what_they_say(written):
 
 def test_bytes_sent_are_near_the_bound(written):
     one, two = written[0]
-    numbers = 8 * 8 + 8 + 8 * 4 + 4
+    numbers = 8 * 4 + 4
     assert one.sent == one.bound == 0
     assert two.bound == 4 * numbers
     assert two.sent == 4 * numbers + 4  # and the loss
@@ -60,18 +60,24 @@ def test_the_tables_show_every_result(written):
     assert text.split()[:3] == ["model", "merge", "devices"]
 
 
-def sides(name, merge):
-    case = multi_device._case(name, multi_device._MODELS[name](2, True))
-    return case, multi_device._replicated(case, 1e-3, 2, merge), multi_device._pmapped(case, 1e-3, 2)
+def sides(case, rate, merge):
+    return case, multi_device._replicated(case, rate, 2, merge), multi_device._pmapped(case, rate, 2)
+
+
+def sgd(params, gradient, slots, t, rate):
+    return jax.tree.map(lambda w, g: w - rate * g, params, gradient), slots
 
 
 def test_a_resnet_agrees_with_the_step_by_hand():
-    multi_device.check_agreement(*sides("resnet", "average"))
+    """Of one block, by SGD; Adam moves the dense layers of the other tests."""
+    case = Case("resnet", models.resnet((4,), 8, 4), ow.SGD, sgd, 0)
+    multi_device.check_agreement(*sides(case, 0.1, "average"))
 
 
 def test_a_merge_that_is_not_exact_is_caught():
+    case = multi_device._case("mlp", multi_device._MODELS["mlp"](2, True))
     with pytest.raises(AssertionError, match="apart"):
-        multi_device.check_agreement(*sides("mlp", "power_sgd"))
+        multi_device.check_agreement(*sides(case, 1e-3, "power_sgd"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Planted faults: the op, its pass and the line are found; what is harmless is not reported."""
 
 import inspect
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -372,17 +373,25 @@ def test_the_users_line_in_an_update(optimizer, marked, type_, x):
     assert (finding.file, finding.line) == line_of(marked), str(finding)
 
 
+@cache
+def minimized():
+    """A Program, and values of its state and data in which nothing is found."""
+    program = ow.Adam(0.1).minimize(plain, ONE, ONE)
+    values = {"w": ONE, "x": ONE, "step": np.int32(0), "w/mean": 0 * ONE, "w/variance": ONE}
+    values |= {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8}
+    assert find_nonfinite(program, [jnp.asarray(values[v.name], v.dtype) for v in program.state], ONE) is None
+    return program, values
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("w", "parameter"), ("learning_rate", "state"), ("w/mean", "state"), ("x", "data")],
 )
 def test_what_was_not_finite_before_is_named_as_such(name, kind):
-    program = ow.Adam(0.1).minimize(plain, ONE, ONE)
-    values = {"w": ONE, "x": ONE, "step": np.int32(0), "w/mean": 0 * ONE, "w/variance": ONE}
-    values |= {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8}
-    healthy = [jnp.asarray(values[v.name], v.dtype) for v in program.state]
-    assert find_nonfinite(program, healthy, ONE) is None
-    values |= {name: np.float32(np.inf) if name == "learning_rate" else np.array([1, np.nan, 2], "float32")}
+    program, values = minimized()
+    values = values | {
+        name: np.float32(np.inf) if name == "learning_rate" else np.array([1, np.nan, 2], "float32")
+    }
     state = [jnp.asarray(values[v.name], v.dtype) for v in program.state]
     finding = find_nonfinite(program, state, values["x"])
     assert (finding.op, finding.made_by, finding.variable.name, finding.type) == (None, None, name, "")
@@ -544,12 +553,12 @@ def test_the_device_of_a_replicated_program(device):
 
 
 def test_data_of_another_shape_and_a_packed_state_that_stays_usable():
-    params = {f"w{i}": ONE for i in range(6)}
+    params = {f"w{i}": ONE for i in range(3)}
 
     def loss(params, x):
         return sum(jnp.sum(jnp.log(w * x)) for w in params.values())
 
-    program = ow.Adam(0.1).minimize(loss, params, ROWS)
+    program = ow.Momentum(0.1).minimize(loss, params, ROWS)
     step = ow.compile(program)
     state = step.init(params)
     assert find_nonfinite(step, state, ROWS) is None

@@ -25,7 +25,7 @@ def trained(model, optimizer=None):
 
 @cache
 def transformer():
-    return trained(models.transformer(layers=2, **SMALL))
+    return trained(models.transformer(layers=2, **SMALL), ow.SGD(0.1))
 
 
 @cache
@@ -56,7 +56,7 @@ PROGRAMS = {
     "blocks accumulated": lambda: ow.accumulate(blocks(), 4),
     "layer norms": lambda: trained(models.residual_mlp(4, 32, 256), ow.SGD(0.1)),
     "convolutions": lambda: trained(models.resnet((8,), size=16, batch=8), ow.SGD(0.1)),
-    "lstm": lambda: trained(models.lstm(hidden=32, features=16, seq=16, batch=16)),
+    "lstm": lambda: trained(models.lstm(hidden=32, features=16, seq=16, batch=16), ow.SGD(0.1)),
     "transformer": transformer,
 }
 NEAR = {"convolutions": 0.45}  # which XLA for CPU lays out anew, with copies

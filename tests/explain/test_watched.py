@@ -24,7 +24,7 @@ def network():
     return ow.layer.mse(ow.layer.fc(hidden, 1), ow.data("y", (None, 1)))
 
 
-BASE = ow.Adam(0.05).minimize(ow.trace(network, batch_size=8))
+BASE = ow.Momentum(0.05).minimize(ow.trace(network, batch_size=8))
 PROGRAM = watch(
     BASE,
     gradients=True,

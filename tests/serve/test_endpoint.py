@@ -36,6 +36,7 @@ from onward.serve.endpoint.served import Served
 from onward.serve.endpoint.source import Opened
 from onward.serve.endpoint.watch import Watch, mark_of
 
+pytestmark = pytest.mark.usefixtures("earlier_objects_frozen")
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 
 

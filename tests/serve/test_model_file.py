@@ -31,7 +31,7 @@ def classifier():
 @pytest.fixture(scope="module")
 def trained():
     model = ow.Model(classifier, seed=3, batch_size=8)
-    trainer = ow.Trainer(model, ow.Adam(1e-2))
+    trainer = ow.Trainer(model, ow.SGD(0.1))
     for seed in range(3):
         trainer.update(images(8, seed), np.arange(8) % 3)
     return model
@@ -45,6 +45,12 @@ def saved(trained, tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(saved):
     return ow.load(saved)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """One multiplication: for what is asked of files, whatever is in them."""
+    return ow.Model(ow.trace(lambda w, x: w * x, jnp.float32(2), jnp.ones(2)), jnp.float32(2))
 
 
 def answers(model, n):
@@ -258,10 +264,23 @@ def stepping():
     params = {"w1": jnp.full((3, 8), 0.3), "w2": jnp.ones((8, 1))}
     x = np.random.default_rng(1).normal(size=(6, 3)).astype("float32")
     y = x.sum(1, keepdims=True)
-    program = ow.Adam(1e-2).minimize(regression, params, x, y)
+    program = ow.Momentum(0.05, 0.9).minimize(regression, params, x, y)
     step = ow.compile(program, fetch=["grad(w1)"], tune=False)
     state, _ = step(step.init(params), x, y)
     return step, state, x, y
+
+
+@pytest.fixture(scope="module")
+def half(stepping, tmp_path_factory):
+    """The file of the step."""
+    step, state, _, _ = stepping
+    return ow.save(step, tmp_path_factory.mktemp("step") / "half.model", state)
+
+
+@pytest.fixture(scope="module")
+def loaded_step(half):
+    """The step of the file, and a State of which every test takes a copy."""
+    return ow.load_step(half)
 
 
 def continued(step, state, x, y):
@@ -273,11 +292,10 @@ def continued(step, state, x, y):
     return losses, state, out
 
 
-def test_training_goes_on_as_if_it_had_not_been_interrupted(stepping, tmp_path):
-    step, state, x, y = stepping
-    expected, final, last = continued(step, state, x, y)
-    other, begun = ow.load_step(ow.save(step, tmp_path / "half.model", state))
-    losses, found, out = continued(other, begun, x, y)
+def test_training_goes_on_as_if_it_had_not_been_interrupted(stepping, loaded_step):
+    expected, final, last = continued(*stepping)
+    other, begun = loaded_step
+    losses, found, out = continued(other, begun, *stepping[2:])
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     np.testing.assert_allclose(found["w1"], final["w1"], rtol=1e-5)
     np.testing.assert_allclose(out["grad(w1)"], last["grad(w1)"], rtol=1e-4, atol=1e-7)
@@ -285,10 +303,10 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(stepping, tmp_path):
     assert [op.made_by for op in other.program.ops][-1] is ow.Pass.UPDATE
 
 
-def test_fine_tuning_on_other_batches_with_another_learning_rate(stepping, tmp_path):
-    step, state, x, y = stepping
-    other, begun = ow.load_step(ow.save(step, tmp_path / "half.model", state))
-    begun = begun.replace({"learning_rate": 0.0})
+def test_fine_tuning_on_other_batches_with_another_learning_rate(stepping, loaded_step):
+    _, _, x, y = stepping
+    other, begun = loaded_step
+    begun = begun.copy().replace({"learning_rate": 0.0})
     state, out = other(begun.copy(), x[:4], y[:4])
     assert np.array_equal(state["w2"], begun["w2"])
     fetching = ow.compile(other.program, fetch=["grad(w2)"])
@@ -296,12 +314,10 @@ def test_fine_tuning_on_other_batches_with_another_learning_rate(stepping, tmp_p
     assert out["grad(w2)"].shape == (8, 1)
 
 
-def test_what_is_not_in_the_file_of_a_step_is_said(stepping, tmp_path):
-    step, state, _, _ = stepping
-    path = ow.save(step, tmp_path / "half.model", state)
+def test_what_is_not_in_the_file_of_a_step_is_said(half, loaded_step):
     with pytest.raises(ow.ModelFileError, match=r"load_step\(path\)"):
-        ow.load(path)
-    other, _ = ow.load_step(path)
+        ow.load(half)
+    other, _ = loaded_step
     with pytest.raises(ow.OnwardError, match="State"):
         other.init({"w1": jnp.zeros((3, 8)), "w2": jnp.zeros((8, 1))})
 
@@ -330,14 +346,14 @@ def test_a_loaded_step_names_the_op_and_line_of_a_fault(tmp_path):
     np.testing.assert_array_equal(found.value.state["w"], params["w"])
 
 
-def test_what_is_added_behind_a_loaded_program_runs(stepping, tmp_path):
-    step, state, x, y = stepping
-    other, begun = ow.load_step(ow.save(step, tmp_path / "m", state))
+def test_what_is_added_behind_a_loaded_program_runs(stepping, loaded_step):
+    _, _, x, y = stepping
+    other, begun = loaded_step
     watching = ow.compile(ow.watch(other.program, gradients=True, every=1))
     _, out = watching(begun.copy(), x, y)
     assert "grad(w1)" in str(out.watched)
     smaller = ow.compile(ow.accumulate(other.program, 2))
-    assert smaller(begun, x, y)[1].loss.shape == ()
+    assert smaller(begun.copy(), x, y)[1].loss.shape == ()
     for transform in (
         lambda p: ow.mixed_precision(p, "bfloat16"),
         lambda p: ow.compile(ow.roll(p)),
@@ -384,16 +400,16 @@ def test_wrong_calls_teach(trained, stepping, tmp_path):
     assert not path.exists()
 
 
-def test_only_files_are_written_over(trained, tmp_path):
+def test_only_files_are_written_over(small, tmp_path):
     (tmp_path / "kept.model").write_text("before")
     (tmp_path / "link.model").symlink_to(tmp_path / "kept.model")
-    ow.save(trained, tmp_path / "link.model")
+    ow.save(small, tmp_path / "link.model")
     assert (tmp_path / "link.model").is_symlink()
     assert ow.load(tmp_path / "kept.model")
     os.mkfifo(tmp_path / "pipe")
     for path, text in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a folder")):
         with pytest.raises(ow.ModelFileError, match=text):
-            ow.save(trained, path)
+            ow.save(small, path)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
@@ -407,10 +423,10 @@ def test_checkpoints_and_model_files_are_told_apart(trained, saved, tmp_path):
         ow.Evaluator(str(saved))
 
 
-def test_a_folder_that_cannot_be_written_leaves_nothing(trained, tmp_path):
+def test_a_folder_that_cannot_be_written_leaves_nothing(small, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ow.ModelFileError, match="cannot be written"):
-        ow.save(trained, tmp_path / "file" / "m")
+        ow.save(small, tmp_path / "file" / "m")
 
 
 def test_a_model_that_is_trained_on_two_devices(tmp_path):

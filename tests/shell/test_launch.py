@@ -44,10 +44,6 @@ for _ in range(3):
 """
 
 
-def command(*options, script, arguments=()):
-    return [sys.executable, "-m", "onward", "launch", *map(str, options), str(script), *map(str, arguments)]
-
-
 @pytest.fixture
 def surroundings():
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ONWARD_", "XLA_FLAGS"))}
@@ -65,19 +61,21 @@ def script(tmp_path):
 
 
 @pytest.fixture
-def run(surroundings):
-    """Launches; returns status, and the lines of stdout and stderr without gloo's own."""
+def run(surroundings, monkeypatch, capfd):
+    """Launches from this process; returns status, and the lines of stdout and stderr without gloo's own."""
+    for name in set(os.environ) - set(surroundings):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JAX_PLATFORMS", surroundings["JAX_PLATFORMS"])
 
-    def launched(*options, script, arguments=(), seconds=60, **variables):
-        done = subprocess.run(
-            command(*options, script=script, arguments=arguments),
-            env={**surroundings, **variables},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-        lines = (text.splitlines() for text in (done.stdout, done.stderr))
-        return done.returncode, *([x for x in found if "[Gloo]" not in x] for found in lines)
+    def launched(*options, script, arguments=(), seconds=60):
+        guard = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        guard.start()
+        try:
+            status = main(["launch", *map(str, options), str(script), *map(str, arguments)])
+        finally:
+            guard.cancel()
+        lines = (text.splitlines() for text in capfd.readouterr())
+        return status, *([x for x in found if "[Gloo]" not in x] for found in lines)
 
     return launched
 
@@ -89,7 +87,7 @@ def start(surroundings):
 
     def started(*options, script):
         process = subprocess.Popen(
-            command(*options, script=script),
+            [sys.executable, "-m", "onward", "launch", *map(str, options), str(script)],
             env=surroundings,
             stdout=subprocess.PIPE,
             text=True,

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 SHAPES = {"scalar": (), "vector": (5,), "matrix": (3, 4), "kernel": (2, 2, 3, 2)}
-FAST = {"xla_backend_optimization_level": 0}
 
 
 def given(dtype, steps=100, shapes=SHAPES):
@@ -35,7 +34,7 @@ def numbers(optimizer, step, dtype, **changed):
 
 
 def run(optimizer, parameters, gradients, **changed):
-    """The parameters after each of these gradients; compiled as one scan."""
+    """The parameters after each of these gradients, as one loop."""
 
     def advance(carry, now):
         step, gradients = now
@@ -45,12 +44,9 @@ def run(optimizer, parameters, gradients, **changed):
             new[name] = optimizer.update(w, gradients[name], slots, h)
         return new, {name: w for name, (w, _) in new.items()}
 
-    def trajectory(parameters, gradients):
-        begin = {name: (w, dict(optimizer.init(w))) for name, w in parameters.items()}
-        steps = jnp.arange(len(next(iter(gradients.values()))), dtype=jnp.int32)
-        return jax.lax.scan(advance, begin, (steps, gradients))[1]
-
-    return jax.jit(trajectory, compiler_options=FAST)(parameters, gradients)
+    begin = {name: (w, dict(optimizer.init(w))) for name, w in parameters.items()}
+    steps = jnp.arange(len(next(iter(gradients.values()))), dtype=jnp.int32)
+    return jax.lax.scan(advance, begin, (steps, gradients))[1]
 
 
 def by_the_paper(rule, optimizer, parameters, gradients, **changed):
@@ -65,20 +61,16 @@ def assert_as_in_the_paper(actual, expected, rtol):
         np.testing.assert_allclose(actual[name], value, rtol=rtol, atol=atol, err_msg=name)
 
 
-def descended(optimizer, loss, start, steps):
+def descended(optimizer, loss, w, steps):
     """The loss at the point to evaluate at after that many steps, as a fraction of the loss at the start."""
 
-    def descend(w):
-        def advance(carry, step):
-            w, slots = carry
-            return optimizer.update(w, jax.grad(loss)(w), slots, numbers(optimizer, step, w.dtype)), None
+    def advance(carry, step):
+        w, slots = carry
+        return optimizer.update(w, jax.grad(loss)(w), slots, numbers(optimizer, step, w.dtype)), None
 
-        begin = w, dict(optimizer.init(w))
-        (w, slots), _ = jax.lax.scan(advance, begin, jnp.arange(steps, dtype=jnp.int32))
-        return loss(optimizer.evaluated(w, slots, numbers(optimizer, steps, w.dtype)))
-
-    w = jnp.asarray(start, jnp.float32)
-    return float(jax.jit(descend, compiler_options=FAST)(w)) / float(loss(w))
+    begin = w, dict(optimizer.init(w))
+    (end, slots), _ = jax.lax.scan(advance, begin, jnp.arange(steps, dtype=jnp.int32))
+    return loss(optimizer.evaluated(end, slots, numbers(optimizer, steps, w.dtype))) / loss(w)
 
 
 def parabola(w):

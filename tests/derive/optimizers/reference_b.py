@@ -1,11 +1,13 @@
 """What the tests of several optimizers share: a random tree, its gradients, and ways to run a rule on it."""
 
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tests.derive.optimizers.fast import together
 
 import onward as ow
 
@@ -52,7 +54,12 @@ def update(optimizer, parameters, found, slots, h):
     return tuple(p for p, _ in pairs), tuple(s for _, s in pairs)
 
 
-def run(optimizer, parameters, found, changed=None):
+def run(optimizer, parameters, found):
+    """``trajectory``, compiled."""
+    return together({"": (partial(trajectory, optimizer), tuple(parameters), tuple(found))})[""]
+
+
+def trajectory(optimizer, parameters, found, changed=None):
     """The parameters, and the weights to evaluate, after each step of given gradients; one scan.
 
     Args:
@@ -71,17 +78,18 @@ def run(optimizer, parameters, found, changed=None):
             {k: jnp.asarray(s[k]).astype(v.dtype) for k, v in old.items()}
             for s, old in zip(slots, carry[1], strict=True)
         ]
+        if type(optimizer).evaluated is ow.Optimizer.evaluated:
+            return (new, slots), (new, ())
         best = tuple(optimizer.evaluated(p, s, h) for p, s in zip(new, slots, strict=True))
         return (new, slots), (new, best)
 
-    def whole(parameters, found):
-        start = (tuple(parameters), [dict(optimizer.init(p)) for p in parameters])
-        return jax.lax.scan(step, start, (jnp.arange(len(found[0]), dtype=jnp.int32), tuple(found)))[1]
+    start = (tuple(parameters), [dict(optimizer.init(p)) for p in parameters])
+    steps = jnp.arange(len(found[0]), dtype=jnp.int32)
+    moved, best = jax.lax.scan(step, start, (steps, tuple(found)))[1]
+    return moved, best or moved
 
-    return jax.jit(whole)(tuple(parameters), tuple(map(jnp.asarray, found)))
 
-
-def run_peer(peer, parameters, found):
+def trajectory_of_peer(peer, parameters, found):
     """The parameters after each step of an optax rule, and its last state."""
 
     def step(carry, gs):
@@ -90,10 +98,7 @@ def run_peer(peer, parameters, found):
         w = optax.apply_updates(w, change)
         return (w, slots), w
 
-    def whole(parameters, found):
-        return jax.lax.scan(step, (parameters, peer.init(parameters)), found)
-
-    (_, slots), path = jax.jit(whole)(list(parameters), list(found))
+    (_, slots), path = jax.lax.scan(step, (parameters, peer.init(parameters)), found)
     return path, slots
 
 
@@ -102,40 +107,52 @@ def compare_with_peer(optimizer, peer, steps=10, rtol=2e-5, first=0):
 
     Returns our weights to evaluate, the parameters and the last state of the peer.
     """
-    parameters, found = ([jnp.asarray(a, jnp.float32) for a in arrays[first:]] for arrays in given("float32"))
+    parameters, found = (rounded(arrays[first:], "float32") for arrays in (tree(), gradients()))
     found = [g[:steps] for g in found]
-    moved, best = run(optimizer, parameters, found)
-    path, slots = run_peer(peer, parameters, found)
+    ours, theirs = partial(trajectory, optimizer), partial(trajectory_of_peer, peer)
+    both = together({"ours": (ours, parameters, found), "theirs": (theirs, parameters, found)})
+    (moved, best), (path, slots) = both.values()
     for mine, theirs in zip(moved, path, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=rtol)
     return best, path, slots
 
 
-def check(optimizer, expected, precision, evaluated=None):
-    """Compare a hundred steps of the rule with those of a reference in float64.
+def hundred_steps(optimizers):
+    """A function of the precision, that runs all of these, by name, together, and remembers what they did."""
+
+    @cache
+    def of_all(precision):
+        with jax.enable_x64(precision == "float64"):
+            given = [rounded(arrays, precision) for arrays in (tree(), gradients())]
+            return together({name: (partial(trajectory, o), *given) for name, o in optimizers.items()})
+
+    return of_all
+
+
+def check(found, expected, precision, evaluated=None):
+    """Compare a hundred steps of a rule with those of a reference in float64.
 
     Relative to the number, and to the largest of its parameter at the same step, that at least 1.
     """
-    with jax.enable_x64(precision == "float64"):
-        parameters = [jnp.asarray(p, precision) for p in tree()]
-        found = [jnp.asarray(g, precision) for g in gradients()]
-        moved, best = run(optimizer, parameters, found)
-        for paths, theirs in ((moved, expected), (best, evaluated or expected)):
-            for mine, wanted in zip(paths, map(np.stack, theirs), strict=True):
-                assert mine.dtype == precision
-                largest = np.abs(wanted).max(axis=tuple(range(1, wanted.ndim)), keepdims=True)
-                error = np.abs(np.asarray(mine, np.float64) - wanted) / (
-                    np.abs(wanted) + np.maximum(largest, 1)
-                )
-                assert error.max() < PRECISIONS[precision], f"{error.max():.1e}"
+    moved, best = found
+    for paths, theirs in ((moved, expected), (best, evaluated or expected)):
+        for mine, wanted in zip(paths, map(np.stack, theirs), strict=True):
+            assert mine.dtype == precision
+            largest = np.abs(wanted).max(axis=tuple(range(1, wanted.ndim)), keepdims=True)
+            error = np.abs(np.float64(mine) - wanted) / (np.abs(wanted) + np.maximum(largest, 1))
+            assert error.max() < PRECISIONS[precision], f"{error.max():.1e}"
 
 
 def given(precision):
     """Parameters and gradients as the reference gets them: rounded as the rule's are, then in float64."""
     parameters, found = (
-        [np.asarray(np.asarray(a, precision), np.float64) for a in arrays] for arrays in (tree(), gradients())
+        [np.asarray(a, np.float64) for a in rounded(arrays, precision)] for arrays in (tree(), gradients())
     )
     return parameters, found
+
+
+def rounded(arrays, precision):
+    return [np.asarray(a, precision) for a in arrays]
 
 
 def one_by_one(rule, precision):
@@ -153,16 +170,17 @@ def follow(rule, w, gs):
     return path
 
 
-def descend(optimizer, loss, start, steps):
-    """The loss of the weights to evaluate after so many steps along the gradient of a loss of one array."""
+def descended(optimizer, loss, start, steps):
+    """The losses at the start, and of the weights to evaluate after so many steps along the gradient."""
 
     def step(carry, now):
         (w,), slots = carry
         h = hyperparameters(optimizer, now, jnp.abs(w).dtype, {})
         uphill = jnp.conj(jax.grad(loss)(w))
         new, slots = update(optimizer, (w,), (uphill,), slots, h)
-        return (new, tuple(dict(s) for s in slots)), optimizer.evaluated(new[0], slots[0], h)
+        return (new, tuple(dict(s) for s in slots)), None
 
     carry = ((start,), (dict(optimizer.init(start)),))
-    _, path = jax.lax.scan(step, carry, jnp.arange(steps, dtype=jnp.int32))
-    return float(loss(path[-1]))
+    ((w,), (slots,)), _ = jax.lax.scan(step, carry, jnp.arange(steps, dtype=jnp.int32))
+    h = hyperparameters(optimizer, steps - 1, jnp.abs(start).dtype, {})
+    return loss(start), loss(optimizer.evaluated(w, slots, h))

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.derive.optimizers.reference_b import PRECISIONS, check, compare_with_peer, float32s, given, run
+from tests.derive.optimizers.fast import together
+from tests.derive.optimizers.reference_b import (
+    PRECISIONS,
+    check,
+    compare_with_peer,
+    float32s,
+    given,
+    hundred_steps,
+    run,
+    trajectory,
+)
 
 import onward as ow
 from onward.derive.optimizers.distance_over_gradients import DoG, LDoG
@@ -93,29 +103,34 @@ RULES = {
     "DAdaptAdam": (DAdaptAdam(0.5, 0.9, 0.99, 1e-6, START), d_adapt_adam),
     "Prodigy": (Prodigy(0.5, 0.9, 0.99, 1e-6, START), prodigy),
 }
+AVERAGINGS = [0.0, 8.0]
+HUNDRED = hundred_steps(
+    {name: optimizer for name, (optimizer, _) in RULES.items()}
+    | {f"DoG, {averaging}": DoG(0.5, 0.02, averaging) for averaging in AVERAGINGS}
+    | {"LDoG": LDoG(0.5, 0.02)}
+)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_hundred_steps_of_the_papers_equations(name, precision):
     """The estimate must grow on the way, or the equations that make it grow are not compared."""
-    optimizer, rule = RULES[name]
-    path, d = rule(*flat(precision))
+    path, d = RULES[name][1](*flat(precision))
     assert d > 2 * START
-    check(optimizer, cut(path, precision), precision)
+    check(HUNDRED(precision)[name], cut(path, precision), precision)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("averaging", [0.0, 8.0])
+@pytest.mark.parametrize("averaging", AVERAGINGS)
 def test_a_hundred_steps_of_dog(averaging, precision):
     path, best = dog(*flat(precision), averaging)
-    check(DoG(0.5, 0.02, averaging), cut(path, precision), precision, cut(best, precision))
+    check(HUNDRED(precision)[f"DoG, {averaging}"], cut(path, precision), precision, cut(best, precision))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_hundred_steps_of_layerwise_dog(precision):
     pairs = [dog(w, gs, 8.0) for w, gs in zip(*given(precision), strict=True)]
-    check(LDoG(0.5, 0.02), [p for p, _ in pairs], precision, [b for _, b in pairs])
+    check(HUNDRED(precision)["LDoG"], [p for p, _ in pairs], precision, [b for _, b in pairs])
 
 
 def corrected(step):
@@ -142,12 +157,12 @@ def test_the_same_as_optax(name):
     "optimizer", [DoG(), LDoG(), DAdaptSGD(), Prodigy(epsilon=0.0)], ids=lambda o: type(o).__name__
 )
 def test_the_scale_of_the_loss_does_not_matter(optimizer):
-    w, g = given("float32")[0][1], given("float32")[1][1][:20]
+    w, g = np.float32(given("float32")[0][1]), np.float32(given("float32")[1][1][:20])
 
     def scaled(factor):
-        return run(optimizer, [jnp.asarray(w, jnp.float32)], [factor * jnp.asarray(g, jnp.float32)])[0][0]
+        return trajectory(optimizer, [w], [factor * g])[0][0]
 
-    small, plain, large = jax.vmap(scaled)(jnp.array([1e-4, 1.0, 1e4]))
+    small, plain, large = together({"": (jax.vmap(scaled), np.float32([1e-4, 1, 1e4]))})[""]
     np.testing.assert_allclose(small, plain, rtol=1e-3)
     np.testing.assert_allclose(large, plain, rtol=1e-3)
     assert np.any(np.asarray(plain[-1] != plain[0]))
@@ -156,14 +171,14 @@ def test_the_scale_of_the_loss_does_not_matter(optimizer):
 def test_a_zero_gradient_at_first_does_not_stop_d_adaptation():
     g = np.ones((10, 3))
     g[0] = 0
-    (moved,), _ = run(DAdaptSGD(), [jnp.ones(3)], [jnp.asarray(g)])
-    (without,), _ = run(DAdaptSGD(), [jnp.ones(3)], [jnp.asarray(g[1:])])
+    (moved,), _ = run(DAdaptSGD(), [np.ones(3, np.float32)], [np.float32(g)])
+    (without,), _ = run(DAdaptSGD(), [np.ones(3, np.float32)], [np.float32(g[1:])])
     np.testing.assert_allclose(moved[1:], without, rtol=1e-6)
     assert np.all(np.asarray(moved[-1]) < 1)
 
 
 def test_dog_without_an_average_is_evaluated_where_it_is():
-    parameters, found = ([jnp.asarray(a, jnp.float32) for a in arrays] for arrays in given("float32"))
+    parameters, found = ([np.float32(a) for a in arrays] for arrays in given("float32"))
     moved, best = run(DoG(averaging=None), parameters, found)
     for mine, evaluated in zip(moved, best, strict=True):
         np.testing.assert_array_equal(mine, evaluated)

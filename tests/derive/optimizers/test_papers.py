@@ -1,13 +1,16 @@
 """Every first-order optimizer against the equations of its paper, against optax, and at the edges."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-import papers
 import pytest
-from reference import FAST, assert_as_in_the_paper, by_the_paper, given, run
+from tests.derive.optimizers import papers
+from tests.derive.optimizers.fast import together, training
+from tests.derive.optimizers.reference import assert_as_in_the_paper, by_the_paper, given, run
 
 import onward as ow
 from onward.derive.optimizers.arithmetic import bias_correction
@@ -60,74 +63,115 @@ PEERS = {
     "AdaBelief": optax.adabelief(0.1),
     "ADOPT": optax.contrib.adopt(0.1),
 }
+RATES = np.array([0.1, 0.3], np.float32)
+
+
+@cache
+def swept():
+    """Of every optimizer a hundred steps with each of the learning rates, which are the first axis."""
+
+    def both(optimizer):
+        return jax.vmap(lambda rate, tree: run(optimizer, *tree, learning_rate=rate), (0, None))
+
+    return together(
+        {name: (both(optimizer), RATES, given("float32")) for name, (optimizer, _) in CASES.items()}
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hundred_steps_of_the_papers_equations_with_two_learning_rates_at_once(name):
     optimizer, rule = CASES[name]
-    tree = given("float32")
-    rates = np.array([0.1, 0.3], np.float32)
-    swept = jax.vmap(lambda rate: run(optimizer, *tree, learning_rate=rate))(rates)
-    for i, rate in enumerate(rates):
-        expected = by_the_paper(rule, optimizer, *tree, learning_rate=rate)
-        assert_as_in_the_paper({k: v[i] for k, v in swept.items()}, expected, 1e-5)
+    for i, rate in enumerate(RATES):
+        expected = by_the_paper(rule, optimizer, *given("float32"), learning_rate=rate)
+        assert_as_in_the_paper({k: v[i] for k, v in swept()[name].items()}, expected, 1e-5)
+
+
+def wide(name):
+    """A matrix in double precision, and complex numbers where they have a sign."""
+    parameters, gradients = given("float64", shapes={"matrix": (3, 2)})
+    if name in SIGNS:
+        return parameters, gradients
+    more = given("complex128", shapes={"complex": (4,)})
+    return parameters | more[0], gradients | more[1]
+
+
+@cache
+def in_double_precision():
+    with jax.enable_x64(True):
+        return together(
+            {name: (partial(run, optimizer), *wide(name)) for name, (optimizer, _) in CASES.items()}
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hundred_steps_in_double_precision_and_of_complex_numbers(name):
     optimizer, rule = CASES[name]
-    parameters, gradients = given("float64", shapes={"matrix": (3, 2)})
-    if name not in SIGNS:
-        more = given("complex128", shapes={"complex": (4,)})
-        parameters, gradients = parameters | more[0], gradients | more[1]
-    with jax.enable_x64(True):
-        actual = run(optimizer, parameters, gradients)
+    parameters, gradients = wide(name)
+    actual = in_double_precision()[name]
     assert {k: v.dtype for k, v in actual.items()} == {k: v.dtype for k, v in parameters.items()}
     expected = by_the_paper(rule, optimizer, parameters, gradients)
     assert_as_in_the_paper(actual, expected, 1e-12)
 
 
+def as_optax(peer):
+    def trajectory(w, gradients):
+        def advance(carry, gradient):
+            w, slots = carry
+            updates, slots = peer.update(gradient, slots, w)
+            w = optax.apply_updates(w, updates)
+            return (w, slots), w
+
+        return jax.lax.scan(advance, (w, peer.init(w)), gradients)[1]
+
+    return trajectory
+
+
+@cache
+def of_both():
+    """The same ten steps of ours and of optax."""
+    tree = given("float32", steps=10, shapes={"matrix": (3, 4)})
+    ours = {name: (partial(run, CASES[name][0]), *tree) for name in PEERS}
+    theirs = {f"optax {name}": (as_optax(peer), *tree) for name, peer in PEERS.items()}
+    return together(ours | theirs)
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_the_same_as_optax(name):
-    optimizer, peer = CASES[name][0], PEERS[name]
-    w, gradients = given("float32", steps=10, shapes={"matrix": (3, 4)})
-
-    def advance(carry, gradient):
-        w, slots = carry
-        updates, slots = peer.update(gradient, slots, w)
-        w = optax.apply_updates(w, updates)
-        return (w, slots), w
-
-    expected = jax.jit(lambda w, g: jax.lax.scan(advance, (w, peer.init(w)), g)[1], compiler_options=FAST)
-    assert_as_in_the_paper(run(optimizer, w, gradients), expected(w, gradients), 1e-4)
+    assert_as_in_the_paper(of_both()[name], of_both()[f"optax {name}"], 1e-4)
 
 
 SHAPES_AND_DTYPES = {
-    "scalar": jnp.ones((), jnp.bfloat16),
-    "kernel": jnp.ones((2, 2, 1, 2), jnp.float16),
-    "empty": jnp.ones((0, 3), jnp.float32),
+    "scalar": np.ones((), jnp.bfloat16),
+    "kernel": np.ones((2, 2, 1, 2), np.float16),
+    "empty": np.ones((0, 3), np.float32),
 }
+
+
+MOVED = np.linspace(-1, 2, 4, dtype=np.float32)
+
+
+@cache
+def beside_zeros():
+    """Of every optimizer five steps of a Program in which the gradients of all but one parameter are zero."""
+    params = SHAPES_AND_DTYPES | {"moved": MOVED}
+
+    def loss(params, zero):
+        moved = jnp.sum(jnp.cos(3 * params["moved"]))
+        return moved + sum(jnp.sum(p.astype(jnp.float32)) * zero for p in params.values())
+
+    def case(optimizer):
+        program = optimizer.minimize(loss, params, 0.0)
+        return training(program, params, np.zeros(5, np.float32), fetch=["grad(moved)"])
+
+    return together({name: case(optimizer) for name, (optimizer, _) in CASES.items()})
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_zero_gradients_move_nothing_whatever_the_shape_and_dtype(name):
     """Beside them one parameter of which the gradient is not zero, as the paper says."""
     optimizer, rule = CASES[name]
-    params = SHAPES_AND_DTYPES | {"moved": jnp.linspace(-1.0, 2.0, 4)}
-
-    def loss(params, zero):
-        moved = jnp.sum(jnp.cos(3 * params["moved"]))
-        return moved + sum(jnp.sum(p.astype(jnp.float32)) * zero for p in params.values())
-
-    step = ow.compile(optimizer.minimize(loss, params, 0.0), fetch=["grad(moved)"])
-    state, gradients = step.init(params), []
-    for _ in range(5):
-        state, out = step(state, 0.0)
-        gradients.append(out["grad(moved)"])
-    after = {k: np.asarray(v) for k, v in state.parameters.items()}
-    expected = by_the_paper(
-        rule, optimizer, {"moved": np.asarray(params["moved"])}, {"moved": np.stack(gradients)}
-    )
+    after, seen = beside_zeros()[name]
+    expected = by_the_paper(rule, optimizer, {"moved": MOVED}, {"moved": seen["grad(moved)"]})
     assert_as_in_the_paper({"moved": after["moved"]}, {"moved": expected["moved"][-1]}, 1e-5)
     for k, before in SHAPES_AND_DTYPES.items():
         assert after[k].dtype == before.dtype
@@ -208,9 +252,10 @@ def test_a_momentum_of_zero_keeps_no_velocity_that_could_be_turned_on():
 
 def test_ademamix_without_warmup_is_that_after_the_warmup():
     tree = given("float32", steps=6, shapes={"vector": (5,)})
-    never, done, long = (run(ow.AdEMAMix(0.1, beta3=0.99, warmup=w), *tree)["vector"] for w in (0, 1, 1e4))
+    optimizers = [*(ow.AdEMAMix(0.1, beta3=0.99, warmup=w) for w in (0, 1, 1e4)), ow.Adam(0.1)]
+    found = together({i: (partial(run, optimizer), *tree) for i, optimizer in enumerate(optimizers)})
+    never, done, long, adam = (path["vector"] for path in found.values())
     np.testing.assert_array_equal(never, done)
-    adam = run(ow.Adam(0.1), *tree)["vector"]
     np.testing.assert_allclose(long, adam, atol=1e-3)
     assert not np.allclose(never, adam, atol=1e-2)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.derive.optimizers.reference_b import PRECISIONS, check, float32s, one_by_one, run
+from tests.derive.optimizers.reference_b import PRECISIONS, check, float32s, hundred_steps, one_by_one, run
 
 import onward as ow
 from onward.derive.optimizers.proximal import FTRL, ProximalAdagrad, ProximalGD
@@ -54,13 +54,13 @@ RULES = {
     "FTRL": (FTRL(0.05, 1.0, 0.3, 0.2, initial_accumulator=BEGIN), ftrl(1.0)),
     "FTRL, no beta": (FTRL(0.05, 0.0, 0.3, 0.2, initial_accumulator=BEGIN), ftrl(0.0)),
 }
+HUNDRED = hundred_steps({name: optimizer for name, (optimizer, _) in RULES.items()})
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_hundred_steps_of_the_papers_equations(name, precision):
-    optimizer, rule = RULES[name]
-    check(optimizer, one_by_one(rule, precision), precision)
+    check(HUNDRED(precision)[name], one_by_one(RULES[name][1], precision), precision)
 
 
 def test_the_paper_begins_ftrl_at_zero():

@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.derive.optimizers.reference_b import PRECISIONS, check, compare_with_peer, float32s, given, run
+from tests.derive.optimizers.reference_b import (
+    PRECISIONS,
+    check,
+    compare_with_peer,
+    float32s,
+    given,
+    hundred_steps,
+    run,
+)
 
 import onward as ow
 from onward.derive.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
@@ -44,17 +52,24 @@ def sequences(beta, adam, precision):
     return points, averages
 
 
+BETAS = [0.9, 0.5, 1.0]
+HUNDRED = hundred_steps(
+    {f"SGD, {beta}": ScheduleFreeSGD(warm, beta) for beta in BETAS}
+    | {"AdamW": ScheduleFreeAdamW(warm, 0.9, 0.99, 1e-6, 0.1)}
+)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("beta", [0.9, 0.5, 1.0])
+@pytest.mark.parametrize("beta", BETAS)
 def test_a_hundred_steps_of_schedule_free_sgd(beta, precision):
     points, averages = sequences(beta, False, precision)
-    check(ScheduleFreeSGD(warm, beta), points, precision, averages)
+    check(HUNDRED(precision)[f"SGD, {beta}"], points, precision, averages)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_hundred_steps_of_schedule_free_adamw(precision):
     points, averages = sequences(0.9, True, precision)
-    check(ScheduleFreeAdamW(warm, 0.9, 0.99, 1e-6, 0.1), points, precision, averages)
+    check(HUNDRED(precision)["AdamW"], points, precision, averages)
 
 
 PEERS = {

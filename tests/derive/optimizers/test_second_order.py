@@ -1,5 +1,7 @@
 """Sophia and L-BFGS against closed forms, NumPy and scipy; and how fast rules for matrices converge."""
 
+from functools import cache, partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +11,7 @@ import optax
 import pytest
 import scipy.optimize
 from tests.derive.optimizers import reference_c as reference
+from tests.derive.optimizers.fast import together, trained, training
 
 import onward as ow
 from onward.derive.optimizers.kron import PSGDKron
@@ -35,7 +38,7 @@ def probes(shapes, steps, dtype):
         each = [jax.random.normal(jax.random.fold_in(key, i), s, dtype) for i, s in enumerate(shapes)]
         return jnp.concatenate([u.ravel() for u in each])
 
-    return np.float64(reference.jit(jax.vmap(drawn))(jnp.arange(steps)))
+    return np.float64(reference.jit(lambda steps: jax.lax.map(drawn, steps))(np.arange(steps)))
 
 
 def sophia(w, a, bs, shapes, dtype, every):
@@ -66,11 +69,8 @@ def test_a_hundred_steps_of_sophias_equations(dtype, tolerance):
         a = ((a + a.T) / 2).astype(dtype)
         bs = np.float32(5 * draw.normal(size=w.size) + draw.normal(size=(100, w.size))).astype(dtype)
         program = Sophia(0.01, **SOPHIA, every=4).minimize(coupled, params, a, bs[0])
-        step = ow.compile(program)
-        state = step.init(params)
-        for b in bs:
-            state, _ = step(state, a, b)
-        ours = np.concatenate([np.float64(p).ravel() for p in state.parameters.values()])
+        state, _ = trained(program, params, np.broadcast_to(a, (len(bs), *a.shape)), bs)
+        ours = np.concatenate([np.float64(state[k]).ravel() for k in params])
         expected = sophia(w, np.float64(a), bs, shapes, dtype, 4)
     np.testing.assert_allclose(ours, expected, rtol=tolerance, atol=tolerance)
 
@@ -85,13 +85,11 @@ def test_hutchinsons_estimate_is_right_on_average():
 
 
 def test_sophia_looks_at_the_hessian_at_every_kth_step_only():
-    w = jnp.ones(3)
-    step = ow.compile(Sophia(0.01, every=3).minimize(lambda w: jnp.sum(w**4), w))
-    state, seen = step.init(w), []
-    for _ in range(7):
-        state, _ = step(state)
-        seen.append(np.asarray(state["w/curvature"]))
-    changed = [not np.array_equal(a, b) for a, b in zip([np.zeros(3), *seen], seen, strict=False)]
+    w = np.ones(3, np.float32)
+    program = Sophia(0.01, every=3).minimize(lambda w: jnp.sum(w**4), w)
+    seen = np.asarray(trained(program, w, steps=8, fetch=["w/curvature"])[1]["w/curvature"])
+    assert np.all(seen[0] == 0)
+    changed = [not np.array_equal(a, b) for a, b in pairwise(seen)]
     assert changed == [True, False, False, True, False, False, True]
 
 
@@ -105,6 +103,9 @@ def dense(gradient, steps, changes):
     return h @ gradient
 
 
+LOOPS = reference.jit(two_loop)
+
+
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_the_two_loops_are_the_bfgs_formula(count):
     draw = np.random.default_rng(count)
@@ -115,12 +116,9 @@ def test_the_two_loops_are_the_bfgs_formula(count):
         s, y = (np.zeros((5, 6)) for _ in range(2))
         places = (np.arange(count) + 3) % 5
         s[places], y[places] = steps, changes
-        newest_first = jnp.asarray((places[-1] - np.arange(5)) % 5)
-        split = [
-            (jnp.asarray(x[..., :2]), jnp.asarray(x[..., 2:]).reshape(*x.shape[:-1], 2, 2))
-            for x in (gradient, s, y)
-        ]
-        found = reference.jit(two_loop)(*split, newest_first)
+        newest_first = (places[-1] - np.arange(5)) % 5
+        split = [(x[..., :2], x[..., 2:].reshape(*x.shape[:-1], 2, 2)) for x in (gradient, s, y)]
+        found = LOOPS(*split, newest_first)
     found = np.concatenate([np.ravel(x) for x in found])
     np.testing.assert_allclose(found, dense(gradient, steps, changes), rtol=1e-12, atol=1e-12)
 
@@ -135,20 +133,24 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_a_line_search_ends_where_the_strong_wolfe_conditions_hold(name):
-    f = LINES[name]
-
+def search(f, first):
     def evaluate(a):
         return Point(a, *jax.value_and_grad(f)(a)), a
 
-    def search(first):
-        start, extra = evaluate(jnp.zeros_like(first))
-        return start, strong_wolfe(evaluate, start, extra, first, 1e-4, 0.1, 30)
+    start, extra = evaluate(jnp.zeros_like(first))
+    return start, strong_wolfe(evaluate, start, extra, first, 1e-4, 0.1, 30)
 
+
+@cache
+def searches():
     with jax.enable_x64(True):
-        found = reference.jit(jax.vmap(search))(jnp.array([0.01, 1.0, 30.0]))
-        start, (end, extra) = jax.tree.map(np.asarray, found)
+        firsts = np.array([0.01, 1.0, 30.0])
+        return together({name: (jax.vmap(partial(search, f)), firsts) for name, f in LINES.items()})
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_search_ends_where_the_strong_wolfe_conditions_hold(name):
+    start, (end, extra) = searches()[name]
     np.testing.assert_array_equal(extra, end.step)
     assert np.all(end.step > 0)
     assert np.all(end.value <= start.value + 1e-4 * end.step * start.slope)
@@ -205,15 +207,18 @@ def test_lbfgs_sees_all_parameters_as_one_vector():
         return flat(jnp.concatenate([p["s"][None], p["m"].ravel(), p["v"]]))
 
     with jax.enable_x64(True):
-        whole, parts = jnp.zeros(7), {"m": jnp.zeros((2, 2)), "s": jnp.zeros(()), "v": jnp.zeros(2)}
-        steps = [ow.compile(LBFGS(curvature=0.1).minimize(*x)) for x in ((flat, whole), (split, parts))]
-        states = [step.init(w) for step, w in zip(steps, (whole, parts), strict=True)]
-        for _ in range(20):
-            states = [step(state)[0] for step, state in zip(steps, states, strict=True)]
-        p = states[1].parameters
+        whole, parts = np.zeros(7), {"m": np.zeros((2, 2)), "s": np.zeros(()), "v": np.zeros(2)}
+        cases = {"whole": (flat, whole), "parts": (split, parts)}
+        states = together(
+            {
+                k: training(LBFGS(curvature=0.1).minimize(*case), case[1], steps=20)
+                for k, case in cases.items()
+            }
+        )
+        (w, _), (p, _) = states.values()
         found = np.concatenate([p["s"][None], p["m"].ravel(), p["v"]])
     np.testing.assert_allclose(found, np.linalg.solve(a, b), rtol=1e-8)
-    np.testing.assert_allclose(found, states[0].parameters, rtol=1e-8)
+    np.testing.assert_allclose(found, w["w"], rtol=1e-8)
 
 
 def test_lbfgs_forgets_when_a_step_finds_nothing_better():
@@ -266,15 +271,13 @@ def test_several_devices_do_what_one_does(optimizer):
     params = {"a": np.float32(draw.normal(size=(3, 4))), "b": np.float32(draw.normal(size=(4, 1)))}
     x, y = np.float32(draw.normal(size=(8, 3))), np.float32(draw.normal(size=(8, 1)))
     program = optimizer.minimize(network, params, x, y)
-    results = []
-    for each in (program, ow.replicate(program, 2)):
-        step = ow.compile(each)
-        state = step.init(params)
-        for _ in range(4):
-            state, _ = step(state, x, y)
-        results.append(state.parameters)
-    for k, w in results[0].items():
-        np.testing.assert_allclose(results[1][k], w, rtol=1e-3, atol=1e-4)
+    alone, _ = trained(program, params, *(np.stack([a] * 4) for a in (x, y)))
+    step = ow.compile(ow.replicate(program, 2))
+    state = step.init(params)
+    for _ in range(4):
+        state, _ = step(state, x, y)
+    for k, w in state.parameters.items():
+        np.testing.assert_allclose(w, alone[k], rtol=1e-3, atol=1e-4)
 
 
 def falling(rate, steps):
@@ -303,44 +306,77 @@ ROSENBROCK = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("loss", "start", "optimizer", "steps"),
-    [(reference.parabola, np.ones((3, 4)), *row) for row in PARABOLA]
-    + [(reference.rosenbrock, [-1.2, 1.0], *row) for row in ROSENBROCK],
-    ids=lambda x: type(x).__name__ if isinstance(x, ow.Optimizer) else getattr(x, "__name__", None),
-)
-def test_convergence_within_a_thousandth_of_the_start(loss, start, optimizer, steps):
-    run = reference.jit(lambda w: reference.descended(optimizer, loss, w, steps)[2])
-    losses = run(jnp.asarray(start, jnp.float32))
-    assert np.min(losses) < 1e-3 * losses[0]
+BOTH = {
+    **{f"parabola, {i}": (reference.parabola, np.ones((3, 4)), *row) for i, row in enumerate(PARABOLA)},
+    **{f"rosenbrock, {i}": (reference.rosenbrock, [-1.2, 1], *row) for i, row in enumerate(ROSENBROCK)},
+}
 
 
-EVERY = [Muon(), Shampoo(), SOAP(every=2), PSGDKron(), Sophia(every=2), LBFGS()]
+@cache
+def losses():
+    def descended(loss, optimizer, steps, w):
+        return reference.descended(optimizer, loss, w, steps)[2]
+
+    return together(
+        {
+            name: (partial(descended, loss, optimizer, steps), np.float32(start))
+            for name, (loss, start, optimizer, steps) in BOTH.items()
+        }
+    )
 
 
-@pytest.mark.parametrize("optimizer", EVERY, ids=lambda o: type(o).__name__)
-def test_several_learning_rates_at_once_are_each_as_alone(optimizer):
-    w, rates = jnp.ones((2, 2)), jnp.array([0.01, 0.1])
-
-    def run(rate):
-        return reference.descended(optimizer, reference.parabola, w, 4, learning_rate=rate)[0]
-
-    alone = reference.jit(lambda rates: jax.lax.map(run, rates))(rates)
-    together = reference.jit(jax.vmap(run))(rates)
-    np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
-    assert not np.allclose(together[0], together[1])
+@pytest.mark.parametrize("name", BOTH, ids=lambda name: f"{name}, {type(BOTH[name][2]).__name__}")
+def test_convergence_within_a_thousandth_of_the_start(name):
+    assert np.min(losses()[name]) < 1e-3 * losses()[name][0]
 
 
-@pytest.mark.parametrize("optimizer", [Sophia(), LBFGS()], ids=lambda o: type(o).__name__)
-def test_a_loss_without_slope_leaves_parameters_of_any_shape(optimizer):
-    params = tuple(jnp.ones(s) for s in [(), (3,), (2, 3), (1, 2, 2, 2), (0, 3)])
-    fixed = {"weight_decay": 0.0} if isinstance(optimizer, Sophia) else {}
-    h = SimpleNamespace(step=jnp.int32(0), **reference.numbers(optimizer, jnp.float32, **fixed))
-    zeros = tuple(map(jnp.zeros_like, params))
+EVERY = {
+    type(o).__name__: o for o in (Muon(), Shampoo(), SOAP(every=2), PSGDKron(), Sophia(every=2), LBFGS())
+}
+
+
+@cache
+def at_several_rates():
+    """All at once, and one after the other."""
+    w, rates = np.ones((2, 2), np.float32), np.float32([0.01, 0.1])
+
+    def case(optimizer, over):
+        def run(rate):
+            return reference.descended(optimizer, reference.parabola, w, 4, learning_rate=rate)[0]
+
+        return partial(over, run), rates
+
+    at_once = {name: case(o, lambda run, rates: jax.vmap(run)(rates)) for name, o in EVERY.items()}
+    return together(at_once | {f"{name} alone": case(o, jax.lax.map) for name, o in EVERY.items()})
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_several_learning_rates_at_once_are_each_as_alone(name):
+    at_once, alone = at_several_rates()[name], at_several_rates()[f"{name} alone"]
+    np.testing.assert_allclose(at_once, alone, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(at_once[0], at_once[1])
+
+
+LEVEL = tuple(np.ones(s, np.float32) for s in [(), (3,), (2, 3), (1, 2, 2, 2), (0, 3)])
+
+
+@cache
+def without_slope():
+    zeros = tuple(map(np.zeros_like, LEVEL))
     loss = Loss(lambda *ws: sum(0 * jnp.sum(w) for w in ws) + 1)
-    slots = tuple(map(optimizer.init, params))
-    after, states = reference.jit(lambda p, s: optimizer.update(p, zeros, s, h, loss))(params, slots)
-    for a, b in zip(after, params, strict=True):
+
+    def update(optimizer, params):
+        fixed = {"weight_decay": 0.0} if isinstance(optimizer, Sophia) else {}
+        h = SimpleNamespace(step=jnp.int32(0), **reference.numbers(optimizer, jnp.float32, **fixed))
+        return optimizer.update(params, zeros, tuple(map(optimizer.init, params)), h, loss)
+
+    return together({type(o): (partial(update, o), LEVEL) for o in (Sophia(), LBFGS())})
+
+
+@pytest.mark.parametrize("kind", [Sophia, LBFGS], ids=lambda kind: kind.__name__)
+def test_a_loss_without_slope_leaves_parameters_of_any_shape(kind):
+    after, states = without_slope()[kind]
+    for a, b in zip(after, LEVEL, strict=True):
         np.testing.assert_array_equal(a, b)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(states))
 

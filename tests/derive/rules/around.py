@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tests.derive.optimizers import papers
+from tests.derive.optimizers.fast import together, training
 
 import onward as ow
 from onward.derive.rule import GradientRule
-from onward.execute.step import Step
 
 SHAPES = {"scalar": (), "vector": (5,), "matrix": (3, 4), "kernel": (2, 2, 3, 2)}
 RTOL = {"float32": 1e-5, "float64": 1e-12}
-FAST = {"xla_backend_optimization_level": 0}
 OPTIMIZERS = {
     "adam": (ow.Adam(0.02, 0.9, 0.99, 1e-6), papers.adam),
     "momentum": (ow.Momentum(0.05, 0.8), papers.momentum),
@@ -25,19 +24,22 @@ OPTIMIZERS = {
 }
 
 
-def given(dtype, steps=100, shapes=SHAPES):
-    """Parameters for three optimizers, and gradients for so many steps, some of them long."""
+def given(dtype, steps=100, turn=0):
+    """Parameters for three optimizers, and gradients for so many steps, some of them long.
+
+    Which shape comes to which optimizer changes with the turn; in three turns each comes to each.
+    """
     random = np.random.default_rng(0)
 
     def normal(shape):
         value = np.asarray(random.normal(size=shape))
         return value + 1j * random.normal(size=shape) if np.issubdtype(dtype, np.complexfloating) else value
 
-    names = [f"{optimizer}/{shape}" for optimizer in OPTIMIZERS for shape in shapes]
-    sizes = {name: shapes[name.partition("/")[2]] for name in names}
+    optimizers = list(OPTIMIZERS)
+    sizes = {f"{optimizers[(i + turn) % 3]}/{shape}": SHAPES[shape] for i, shape in enumerate(SHAPES)}
     w = {name: normal(size).astype(dtype) for name, size in sizes.items()}
     g = {name: (normal((steps, *size)) * 2).astype(dtype) for name, size in sizes.items()}
-    for name in names:
+    for name in sizes:
         g[name][::3] *= 0.05
     return w, g
 
@@ -62,20 +64,17 @@ def with_rules(optimizer, rules):
     return type(optimizer)(**optimizer.hyperparameters, rules=rules)
 
 
-def run(optimizer, params, data, loss=dot, keep=None):
-    """What is kept (the parameters, and slots whose name is asked for) after each step; one scan."""
-    first = jax.tree.map(lambda x: x[0], data)
-    step = Step(optimizer.minimize(loss, params, first), (), donate=False, ahead=False)
-    names = [*params, *(name for name in step.init(params) if keep and name.endswith(keep))]
+def case(optimizer, params, data, loss=dot, keep=None):
+    """For ``together``: what is kept (the parameters, and slots whose name is asked for) after each step."""
+    program = optimizer.minimize(loss, params, jax.tree.map(lambda x: x[0], data))
+    kept = [v.name for v in program.state if keep and v.name.endswith(keep)]
+    whole, *arguments = training(program, params, data, after=[*params, *kept])
+    return lambda *arguments: whole(*arguments)[1], *arguments
 
-    def advance(state, x):
-        state, _ = step(state, x)
-        return state, {name: state[name] for name in names}
 
-    def whole(state, data):
-        return jax.lax.scan(advance, state, data)[1]
-
-    return jax.jit(whole, compiler_options=FAST)(step.init(params), data)
+def run(*args, **options):
+    """The same, alone."""
+    return together({"": case(*args, **options)})[""]
 
 
 def by_hand(rules, references, params, gradients):
@@ -117,12 +116,20 @@ def assert_close(actual, expected, rtol):
         np.testing.assert_allclose(actual[name], value, rtol=rtol, atol=atol, err_msg=name)
 
 
-def compare(rules, references, dtype, keep=None):
-    """A hundred steps of three optimizers with these rules around them, beside the references."""
+def all_around(cases, dtype):
+    """A hundred steps of three optimizers with rules around them, by name: (rules, what is kept, turn)."""
     with jax.enable_x64(dtype in ("float64", "complex128")):
-        params, gradients = given(dtype)
-        actual = run(around(rules), params, gradients, keep=keep)
+        return together(
+            {
+                name: case(around(rules), *given(dtype, turn=turn), keep=keep)
+                for name, (rules, keep, turn) in cases.items()
+            }
+        )
+
+
+def compare(actual, rules, references, dtype, turn=0):
+    """Those steps beside the references."""
+    params, gradients = given(dtype, turn=turn)
     assert {actual[k].dtype for k in params} == {np.dtype(dtype)}
     expected = by_hand(rules, references, params, gradients)
     assert_close(actual, expected, RTOL["float32" if dtype in ("float32", "complex64") else "float64"])
-    return actual

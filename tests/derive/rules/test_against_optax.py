@@ -1,12 +1,14 @@
 """The rules that optax has as well: the same steps."""
 
+from functools import cache, partial
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
 import pytest
-from tests.derive.rules.around import FAST, assert_close, given, run
+from tests.derive.optimizers.fast import together
+from tests.derive.rules.around import assert_close, case, given
 
 import onward as ow
 from onward.derive.rule import GradientRule
@@ -20,16 +22,23 @@ PEERS = {
 }
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_the_same_as_optax(name):
-    rule, peer = PEERS[name]
-    params, gradients = given("float32", 20)
+def chained(rule, peer):
     before = isinstance(rule, GradientRule)
     inner = [optax.trace(0.8), optax.scale_by_learning_rate(0.05)]
-    whole = optax.chain(peer, *inner) if before else optax.chain(inner[0], peer, inner[1])
-    assert_close(
-        run(ow.Momentum(0.05, 0.8, rules=[rule]), params, gradients), peers(whole, params, gradients), 1e-5
-    )
+    return optax.chain(peer, *inner) if before else optax.chain(inner[0], peer, inner[1])
+
+
+@cache
+def of_both():
+    tree = given("float32", 20)
+    ours = {name: case(ow.Momentum(0.05, 0.8, rules=[rule]), *tree) for name, (rule, _) in PEERS.items()}
+    theirs = {f"optax {name}": (partial(steps_of, chained(*pair)), *tree) for name, pair in PEERS.items()}
+    return together(ours | theirs)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_the_same_as_optax(name):
+    assert_close(of_both()[name], of_both()[f"optax {name}"], 1e-5)
 
 
 def test_lookahead_is_that_of_optax():
@@ -43,10 +52,12 @@ def test_lookahead_is_that_of_optax():
         pair = optax.apply_updates(pair, updates)
         return (pair, slots), pair.fast
 
-    expected = jax.jit(
-        lambda: jax.lax.scan(advance, (pair, peer.init(pair)), gradients)[1], compiler_options=FAST
-    )()
-    assert_close(run(ow.SGD(0.1, rules=[ow.Lookahead(0.3, 6)]), params, gradients), expected, 1e-5)
+    def theirs(pair, gradients):
+        return jax.lax.scan(advance, (pair, peer.init(pair)), gradients)[1]
+
+    ours = case(ow.SGD(0.1, rules=[ow.Lookahead(0.3, 6)]), params, gradients)
+    actual, expected = together({"ours": ours, "theirs": (theirs, pair, gradients)}).values()
+    assert_close(actual, expected, 1e-5)
 
 
 def test_centralize_is_that_of_optax_whose_outputs_are_first():
@@ -57,8 +68,10 @@ def test_centralize_is_that_of_optax_whose_outputs_are_first():
         {k: last_first(x, 0) for k, x in params.items()},
         {k: last_first(x, 1) for k, x in gradients.items()},
     )
-    expected = {k: np.moveaxis(x, 1, -1) if x.ndim > 2 else x for k, x in peers(peer, *turned).items()}
-    assert_close(run(ow.SGD(0.1, rules=[ow.Centralize()]), params, gradients), expected, 1e-5)
+    ours = case(ow.SGD(0.1, rules=[ow.Centralize()]), params, gradients)
+    actual, theirs = together({"ours": ours, "theirs": (partial(steps_of, peer), *turned)}).values()
+    expected = {k: np.moveaxis(x, 1, -1) if x.ndim > 2 else x for k, x in theirs.items()}
+    assert_close(actual, expected, 1e-5)
 
 
 def last_first(x, at):
@@ -66,7 +79,7 @@ def last_first(x, at):
     return np.moveaxis(x, -1, at) if x.ndim - at > 1 else x
 
 
-def peers(peer, params, gradients):
+def steps_of(peer, w, gradients):
     """The parameters after each step of optax."""
 
     def advance(carry, g):
@@ -75,7 +88,4 @@ def peers(peer, params, gradients):
         w = optax.apply_updates(w, updates)
         return (w, slots), w
 
-    def whole(w, g):
-        return jax.lax.scan(advance, (w, peer.init(w)), g)[1]
-
-    return jax.jit(whole, compiler_options=FAST)(jax.tree.map(jnp.asarray, params), gradients)
+    return jax.lax.scan(advance, (w, peer.init(w)), gradients)[1]

@@ -33,6 +33,22 @@ def run(program, state, fed):
     return outputs, {v.name: x for v, x in zip(program.state, values[count:], strict=True)}
 
 
+def shaped(program, state, fed):
+    """As ``run``, with zeros of the types that the Program makes: for who looks at sizes alone."""
+    following = [program.next_state.get(v, v) for v in program.state]
+    given = [state[v.name] for v in program.state], [fed[v.name] for v in program.inputs]
+    types = jax.eval_shape(lower(program, [*program.outputs, *following]), *given)
+    values, count = [zeros(t) for t in types], len(program.outputs)
+    outputs = dict(zip(program.outputs, values, strict=False))
+    return outputs, {v.name: x for v, x in zip(program.state, values[count:], strict=True)}
+
+
+def zeros(of):
+    if jnp.issubdtype(of.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), of.shape)
+    return np.zeros(of.shape, of.dtype)
+
+
 def named(variables, values):
     return {v.name: x for v, x in zip(variables, values, strict=True)}
 
@@ -42,15 +58,15 @@ def size(arrays):
 
 
 class ByHand:
-    """All state, one step after the other.
+    """All state, one step after the other; what the Programs make is computed, or only ``shaped``.
 
     After each step, by trainer and server: ``up`` and ``down`` are the bytes of the arrays that went from
     and to the trainer, ``asked`` those of the row numbers that it asked for, ``touched`` how many rows of
     each table.
     """
 
-    def __init__(self, cut, params=None, seed=0):
-        self.cut, self.parts = cut, cut.server_parts
+    def __init__(self, cut, params=None, seed=0, run=run):
+        self.cut, self.parts, self.run = cut, cut.server_parts, run
         self.first = first_values(cut.source, params, seed)
         self.states = [self._server(part, own) for part, own in zip(self.parts, cut.shards, strict=True)]
 
@@ -73,7 +89,9 @@ class ByHand:
     def shared(self):
         """What the first server tells the others."""
         program = self.cut.shared
-        return {} if program is None else named(program.outputs, run(program, self.states[0], {})[0].values())
+        if program is None:
+            return {}
+        return named(program.outputs, self.run(program, self.states[0], {})[0].values())
 
     def given(self, i):
         """What a server gives to all trainers."""
@@ -96,7 +114,7 @@ class ByHand:
             fed |= {f"rows({table.parameter.name})": self.rows(t, table, wanted)}
             fed |= named(table.positions, positions)
             numbers.append(wanted)
-        made, _ = run(part.program, self.first, fed)
+        made, _ = self.run(part.program, self.first, fed)
         gradients = {
             table.parameter.name: (wanted, made[g])
             for table, wanted, g in zip(self.cut.tables, numbers, part.row_gradients, strict=True)
@@ -141,7 +159,7 @@ class ByHand:
             shards = {str(s): s for s in self.cut.shards[i]}
             for v, pair in zip(part.tables, part.rows[t], strict=True):
                 fed |= named(pair, self.pushed(i, t, shards[v.name], pair, rows))
-        return run(part.program, self.states[i], fed)[1]
+        return self.run(part.program, self.states[i], fed)[1]
 
     def pushed(self, i, t, shard, pair, rows):
         """Row numbers from a shard's first row on, and gradients; filled up with rows that are dropped."""

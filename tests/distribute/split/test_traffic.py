@@ -4,9 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from by_hand import ByHand, parts_of
+from tests import quickly
+from tests.distribute.split.by_hand import ByHand, parts_of, shaped
+from tests.pairs import pairs
 
 import onward as ow
+
+optimizations_off = quickly.optimizations_off
+pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 LONG, WIDE = 60, 5
 
@@ -34,19 +39,25 @@ def network():
 
 
 def cut_of(servers, trainers, params=PARAMS, optimizer=None, **options):
-    optimizer = optimizer or ow.Adam(0.1)
+    optimizer = optimizer or ow.Momentum(0.1)
     return ow.split(optimizer.minimize(loss, params, ids(0, 12 // trainers)), servers, trainers, **options)
 
 
 # ---------------------------------------------------------------- against what travels
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("trainers", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"lazy": "table"}, {"rows": False}, {"params": HALF}], ids=str)
-def test_bytes_are_those_of_the_arrays_that_travel(servers, trainers, options):
-    cut = cut_of(servers, trainers, **options)
-    told, hand = ow.plan(cut), ByHand(cut, options.get("params", PARAMS))
+OPTIONS = {
+    "plain": {"optimizer": ow.Adam(0.1)},
+    "lazy": {"lazy": "table"},
+    "no rows": {"rows": False},
+    "half": {"params": HALF},
+}
+
+
+@pytest.mark.parametrize(("options", "servers", "trainers"), pairs(OPTIONS, (1, 2, 3), (1, 2)))
+def test_bytes_are_those_of_the_arrays_that_travel(options, servers, trainers):
+    cut = cut_of(servers, trainers, **OPTIONS[options])
+    told, hand = ow.plan(cut), ByHand(cut, OPTIONS[options].get("params", PARAMS), run=shaped)
     for k in range(2):
         hand.step([{"i": part} for [part] in parts_of([ids(k)], trainers)])
         for t in range(trainers):
@@ -55,7 +66,7 @@ def test_bytes_are_those_of_the_arrays_that_travel(servers, trainers, options):
                 assert told.up(i, touched) == hand.up[t][i]
                 assert told.down(i, touched) == hand.down[t][i]
                 assert told.asked(i, touched) == hand.asked[t][i]
-            assert bool(sum(sum(x.values()) for x in hand.touched[t])) == ("rows" not in options)
+            assert bool(sum(sum(x.values()) for x in hand.touched[t])) == (options != "no rows")
 
 
 @pytest.mark.parametrize("servers", [1, 2])
