@@ -19,8 +19,8 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 
 # What a worker has compiled is read by the processes that its tests start. The folder is made by the process
-# that starts the workers and goes with it, so that every run begins with nothing. Each worker has its own: JAX
-# writes without a lock, and what one reads while another one writes it is a warning, which is an error here.
+# that starts the workers and goes with it, so that every run begins with nothing. Each worker has its own:
+# JAX writes without a lock, and what one reads while another one writes it is a warning, an error here.
 FOLDER = "ONWARD_TESTS_COMPILED"
 MADE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
