@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""For what runs for a moment only: compiled in half the time."""
+"""For what runs for a moment only: compiled in half the time. Not for pooling, see ``tests/quickly.py``."""
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def named(name, faults):
         faults[name] = f"{type(error).__name__}: {error}"
 
 
-def at_once(cases, faults):
+def at_once(cases, faults, options=FAST):
     """What each of ``{name: (function, *arguments)}`` gives, in one computation, with barriers between."""
 
     def every(given):
@@ -29,7 +29,7 @@ def at_once(cases, faults):
         return found
 
     given = {name: tuple(arguments) for name, (_, *arguments) in cases.items()}
-    return jax.jit(every, compiler_options=FAST)(given)
+    return jax.jit(every, compiler_options=options)(given)
 
 
 def expect_no(faults):

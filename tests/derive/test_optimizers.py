@@ -139,3 +139,8 @@ def test_a_limit_of_a_hyperparameter_holds_while_training(name):
         state.replace({name: 1.5})
     with pytest.raises(ow.HyperparameterError, match="It must be less than 1"):
         state.sweep({name: [0.5, 1.0]})
+
+
+def test_more_values_than_hyperparameters_are_counted():
+    with pytest.raises(ow.OnwardError, match=r"SGD was given 9 values; it has"):
+        ow.SGD(*range(9))

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from ipaddress import ip_address
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import onward as ow
 from onward.execute.peers import heartbeat
 from onward.execute.peers.heartbeat import Heard, Member, Status, Word, own_host, pack, short, unpack
 from onward.execute.peers.peers import SILENCE, Peers
-from onward.execute.peers.rendezvous import meet, summary
+from onward.execute.peers.rendezvous import _own_address, meet, summary
 from onward.execute.peers.verdict import View, verdict
 
 INTERVAL = 0.05
@@ -470,3 +471,7 @@ def test_whoever_woke_up_listens_before_judging():
 )
 def test_an_error_in_one_line(error, line):
     assert summary(error) == line
+
+
+def test_others_reach_this_host_at_an_address():
+    ip_address(_own_address())

@@ -12,6 +12,7 @@ from tests.explain.drawn import PROGRAMS, long_line, mlp, transformer
 
 import onward as ow
 from onward.core.program import Program
+from onward.explain.draw.details import variables_details
 from onward.explain.draw.dot import dot_of
 from onward.explain.draw.draw import draw
 
@@ -205,3 +206,9 @@ def test_a_program_of_nothing():
 
 def test_the_same_program_gives_the_same_drawing():
     assert draw(mlp()).html == draw(mlp()).html
+
+
+def test_feeds_belong_to_the_forward_lane_and_parameters_to_the_state():
+    program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
+    assert variables_details(program.inputs, program)["lane"] == "forward"
+    assert variables_details(program.parameters, program)["lane"] == "state"

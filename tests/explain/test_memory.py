@@ -15,6 +15,7 @@ from onward.core.errors import ArgumentError
 from onward.core.show import nbytes
 from onward.execute.executable import Executable
 from onward.explain.memory.memory import Share, memory
+from onward.explain.memory.plot import _tick
 
 SMALL = {"d": 32, "heads": 2, "seq": 32, "batch": 8}
 
@@ -204,3 +205,8 @@ def test_a_program_that_computes_nothing_holds_what_it_is_given():
 def test_no_program_is_refused():
     with pytest.raises(ArgumentError, match="memory was given"):
         memory(np.ones(3))
+
+
+@pytest.mark.parametrize(("most", "tick"), [(1, 1), (4, 1), (5, 2), (8, 2), (1000, 256), (1024, 256)])
+def test_marks_are_round_and_some_four(most, tick):
+    assert _tick(most) == tick

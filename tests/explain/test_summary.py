@@ -2,7 +2,7 @@
 
 import html.parser
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ import pytest
 
 import onward as ow
 from onward.core.cost import size
+from onward.explain.summary.fold import folded
+from onward.explain.summary.rows import Row
 
 DEPTH, WIDTH, BATCH = 4, 6, 5
 
@@ -162,3 +164,10 @@ def test_html_is_escaped():
     shown = ow.summary(ow.trace(loss, jnp.ones(3)))._repr_html_()
     assert "a&lt;b&gt;" in shown
     assert "a<b>" not in shown
+
+
+def test_the_longest_repetition_is_folded():
+    """Three alike and another one, twice: four rows remain, not one for each three."""
+    row = Row("", None, 1, 0, "f32[]", 9, 8, 4, 0, 4, 0)
+    rows = [replace(row, scope=scope, flops=10 if scope in "dh" else 9) for scope in "abcdefgh"]
+    assert [r.scope for r in folded(rows)] == ["a ... e", "b ... f", "c ... g", "d ... h"]

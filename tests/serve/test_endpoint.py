@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import http.client
 import io
@@ -31,7 +32,7 @@ from onward.serve.endpoint.endpoint import Endpoint
 from onward.serve.endpoint.plan import Plan
 from onward.serve.endpoint.probe import probe
 from onward.serve.endpoint.refusal import Refusal
-from onward.serve.endpoint.routes import _announced
+from onward.serve.endpoint.routes import _announced, _read
 from onward.serve.endpoint.served import Served
 from onward.serve.endpoint.source import Opened
 from onward.serve.endpoint.watch import Watch, mark_of
@@ -727,3 +728,12 @@ def test_a_large_body_is_read_like_a_small_one() -> None:
         assert ask("/predict", b"[" * 300_000, content_type="application/json")[0] == 400
         status, answer, _ = ask("/predict", {"x": rows.tolist()})
     assert (status, [*answer["outputs"].values()]) == (200, [(rows * 2).tolist()])
+
+
+def test_too_much_is_read_to_its_end_so_that_the_client_hears_why():
+    async def parts(count):
+        for _ in range(count):
+            yield b"eight by"
+
+    assert asyncio.run(_read(parts(4), 10)) == (32, [b"eight by"])
+    assert asyncio.run(_read(parts(99), 10))[0] == 48
