@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+from jaxlib import version as jaxlib
 
 __all__ = ["AFFECTED", "CURE", "OPTION", "compiled_alone", "compiler_options", "is_cured_by"]
 

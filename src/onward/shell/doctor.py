@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
+from jaxlib import version as jaxlib
 
 from onward.core import compiler
 from onward.execute.host_memory import can_keep_host_memory
