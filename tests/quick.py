@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT = 0.2  # seconds of the first case, with its fixtures
+LIMIT = 0.15  # seconds of the first case, with its fixtures
 LIST = Path(__file__).with_name("not_quick.txt")
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")
 PROCESS = ("starts", "a process")

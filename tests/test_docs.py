@@ -197,7 +197,6 @@ def test_every_benchmark_says_its_question_on_the_site(tmp_path):
     assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) >= set(asked)
 
 
-@pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path):
     """From a copy without anything that an earlier build left; every public name has its place in it."""
     for folder in ("docs", "notebooks", "benchmarks"):

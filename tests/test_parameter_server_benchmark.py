@@ -10,7 +10,6 @@ from benchmarks import parameter_server
 from benchmarks.parameter_server import main
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("earlier_objects_frozen"),
 ]

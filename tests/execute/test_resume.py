@@ -149,7 +149,6 @@ def resume_all(folder):
 # ---------------------------------------------------------------------------- bit for bit
 
 
-@pytest.mark.slow
 def test_every_optimizer_in_another_process(tmp_path, compiled):
     for name, optimizer in OPTIMIZERS.items():
         stopped(tmp_path / name, optimizer, make=network_for(name))
@@ -537,7 +536,6 @@ def test_random_interrupts_of_a_process():
             assert found.split()[:2] == ["kept", "saved"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_cache")
 def test_kills_of_a_process():
     begun, differ, values = training_kills.compare(count=2, epochs=24)

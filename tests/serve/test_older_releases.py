@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from files.write import batch
+from tests.serve.files.write import batch
 
 import onward as ow
 

@@ -6,7 +6,6 @@ import pytest
 from benchmarks import serving
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("earlier_objects_frozen")
 def test_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
     rows = serving.run(rounds=2, quick=True)

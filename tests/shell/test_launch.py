@@ -159,7 +159,6 @@ def test_a_killed_process_is_named_by_the_others(run, script):
     assert not [x for x in err if "Check failure stack trace" in x]
 
 
-@pytest.mark.slow
 def test_the_death_of_the_coordinator_is_an_error_too_and_a_restart_helps(run, script, tmp_path):
     path = script(
         SUM
@@ -183,7 +182,6 @@ print("whole", step().tolist())
     assert [x for x in err if x.startswith("[1] onward.core.errors.PeerError") and "Process 0 (pid" in x]
 
 
-@pytest.mark.slow
 def test_a_stopped_process_is_named_within_the_deadline(run, script):
     path = script(SUM + "print(os.getpid())\nif here == 1: os.kill(os.getpid(), signal.SIGSTOP)\nstep()")
     status, out, err = run("-n", 2, "--devices", 1, "--deadline", 4, script=path)
@@ -195,7 +193,6 @@ def test_a_stopped_process_is_named_within_the_deadline(run, script):
     assert not any(is_running(int(line.split()[1])) for line in out)
 
 
-@pytest.mark.slow
 def test_processes_of_another_launcher_end_within_the_deadline_too(script, surroundings):
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -225,7 +222,6 @@ jax.distributed.initialize({address!r}, 2, int(sys.argv[1]), coordinator_bind_ad
     assert f"Step 4 did not end within 4 s. Process 1 (pid {processes[1].pid} on" in err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_process_whose_data_ran_out_is_named_at_once(run, script, first):
     path = script(SUM + f"if here != {first}: step()")

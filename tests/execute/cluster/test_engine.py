@@ -291,14 +291,12 @@ def alone(tmp_path, body):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 def test_an_engine_leaves_all_as_it_was_and_says_nothing(tmp_path):
     with alone(tmp_path, CLOSED) as process:
         assert process.communicate(timeout=120) == ("", "")
         assert process.returncode == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_that_is_killed_leaves_nothing(tmp_path, number):
     with alone(tmp_path, KILLED) as process:
@@ -357,7 +355,6 @@ def head():
             process.terminate()
 
 
-@pytest.mark.slow
 def test_joining_a_cluster_takes_its_token(tmp_path, head):
     wrong = tmp_path / "wrong"
     wrong.write_text("8" * 64)

@@ -562,7 +562,6 @@ KILLS = [("server 0", "after apply", 3), ("server 1", "during write", 5), ("trai
 STOPS = [("trainer 0", "after send", 3), ("server 1", "before apply", 3)]
 
 
-@pytest.mark.slow
 def test_real_processes_that_are_killed(tmp_path, ray_here):
     faults = Breaking(tmp_path / "faults", KILLS, dict.fromkeys(MESSAGES, 0.04))
     run = real_run("bounded", faults)
@@ -571,7 +570,6 @@ def test_real_processes_that_are_killed(tmp_path, ray_here):
     assert nobody_lives(run)
 
 
-@pytest.mark.slow
 def test_real_processes_that_are_killed_and_stopped(tmp_path, ray_here):
     faults = Breaking(tmp_path / "faults", KILLS, dict.fromkeys(MESSAGES, 0.04), stops=STOPS)
     run = real_run("sync", faults, deadline=3.0, restarts=20)

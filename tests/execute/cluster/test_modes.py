@@ -440,7 +440,7 @@ def cross_entropy(params, images, labels):
     return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
 
 
-EPOCHS, BATCH = 10, 64
+EPOCHS, BATCH = 40, 64
 
 
 @pytest.fixture(scope="module")
@@ -458,7 +458,7 @@ def recognized():
         return [(images[part], labels[part]) for part in np.split(order, per_epoch)]
 
     def rate(step):
-        return 0.005 * (1 + jnp.cos(jnp.pi * step / (EPOCHS * per_epoch)))
+        return 0.0025 * (1 + jnp.cos(jnp.pi * step / (EPOCHS * per_epoch)))
 
     guess = jax.jit(lambda params, images: predict(params, images).argmax(1))
 
@@ -471,7 +471,6 @@ def recognized():
 
 
 @once
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", ow.cluster.Bounded(2)], ids=str)
 def test_trainers_at_their_own_pace_learn_as_well(mode, recognized):
     program, first, read, accuracy, expected = recognized

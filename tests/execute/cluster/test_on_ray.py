@@ -19,7 +19,7 @@ X, Y = RNG.normal(size=(2 * STEPS * ROWS, 5)), RNG.normal(size=(2 * STEPS * ROWS
 FIRST = {"w": RNG.normal(size=(5, 3)), "v": RNG.normal(size=(3, 2)), "b": np.zeros(2)}
 BATCHES = [(X[i : i + ROWS], Y[i : i + ROWS]) for i in range(0, 2 * STEPS * ROWS, ROWS)]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
+pytestmark = [pytest.mark.usefixtures("ray_here")]
 
 
 @pytest.fixture(autouse=True)
