@@ -15,9 +15,8 @@ import pytest
 
 FOLDER = Path(os.environ.get("ONWARD_FAULTS", ".faults"))
 INSIDE = f"{os.sep}src{os.sep}onward{os.sep}"
-TOOL = sys.monitoring.PROFILER_ID
-EVENTS = sys.monitoring.events
-DISABLE = sys.monitoring.DISABLE
+MONITORING = getattr(sys, "monitoring", None)  # Python 3.12 and newer
+TOOL = 2  # that of profilers
 
 entered: set[str] = set()
 taken: dict[tuple[str, int, str, int], set[int]] = {}
@@ -32,16 +31,16 @@ def _file(code):
 def _entered(code, _offset):
     if file := _file(code):
         entered.add(f"{file}:{code.co_firstlineno}")
-    return DISABLE
+    return MONITORING.DISABLE
 
 
 def _taken(code, offset, destination):
     """Not asked again where both ways have been taken, or where the code is not ours."""
     if not (file := _file(code)):
-        return DISABLE
+        return MONITORING.DISABLE
     ways = taken.setdefault((file, code.co_firstlineno, code.co_qualname, offset), set())
     ways.add(destination)
-    return DISABLE if len(ways) == 2 else None
+    return MONITORING.DISABLE if len(ways) == 2 else None
 
 
 def _write(row):
@@ -50,23 +49,26 @@ def _write(row):
 
 
 def pytest_configure():
+    if MONITORING is None:
+        raise pytest.UsageError("tests.faults.record needs Python 3.12 or newer")
     FOLDER.mkdir(exist_ok=True)
-    sys.monitoring.use_tool_id(TOOL, "faults")
-    sys.monitoring.register_callback(TOOL, EVENTS.PY_START, _entered)
-    sys.monitoring.register_callback(TOOL, EVENTS.BRANCH, _taken)
-    sys.monitoring.set_events(TOOL, EVENTS.PY_START | EVENTS.BRANCH)
+    events = MONITORING.events
+    MONITORING.use_tool_id(TOOL, "faults")
+    MONITORING.register_callback(TOOL, events.PY_START, _entered)
+    MONITORING.register_callback(TOOL, events.BRANCH, _taken)
+    MONITORING.set_events(TOOL, events.PY_START | events.BRANCH)
 
 
 def pytest_unconfigure():
-    sys.monitoring.set_events(TOOL, 0)
-    sys.monitoring.free_tool_id(TOOL)
+    MONITORING.set_events(TOOL, 0)
+    MONITORING.free_tool_id(TOOL)
     _write_branches()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     entered.clear()
-    sys.monitoring.restart_events()
+    MONITORING.restart_events()
     start = time.perf_counter()
     result = yield
     took = time.perf_counter() - start

@@ -32,7 +32,7 @@ CURE = f"--{OPTION}={_SINGLE}"
 AFFECTED = (0, 10, 2) <= tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3]) <= (0, 11, 0)
 
 
-def compiler_options() -> dict[str, str]:
+def compiler_options() -> dict[str, str | bool]:
     """The options for an executable on this backend with this version of jaxlib; mostly none.
 
     Example:
