@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from benchmarks.models import Model
 from benchmarks.sides import REFERENCE, SIDES
 from benchmarks.worker import Local, Report, SideError, Worker
 from benchmarks.workloads import WORKLOADS, Workload
+from tests.compiled import optimized
 
 import onward as ow
 
@@ -59,18 +59,9 @@ def test_every_benchmark_file_is_listed() -> None:
 POOLING = {"cnn", "step_time"}
 
 
-@contextmanager
-def hasty_compiler(name: str) -> Iterator[None]:
-    """XLA without most of its optimizations: nothing is timed here, and compiling is most of the time.
-
-    Not where there is max pooling: so compiled, JAX 0.10.2 was seen to take a wrong gradient of it.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", name not in POOLING)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+def compiler(name: str) -> AbstractContextManager[None]:
+    """Nothing is timed here, but what has max pooling is compiled as it should be."""
+    return optimized() if name in POOLING else nullcontext()
 
 
 @pytest.fixture
@@ -106,7 +97,7 @@ def accumulating_step_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_quick_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.json"
-    with hasty_compiler(name):
+    with compiler(name):
         rows = main([name, "--quick", "--rounds", "2", "--json", str(path)])[name]
     assert list(dict.fromkeys(row.case for row in rows)) == CASES[name]
     for row in rows:
@@ -263,7 +254,7 @@ def expected_losses(kind: str) -> list[float]:
 def test_other_libraries_compute_the_same(side: str, kind: str) -> None:
     if not SIDES[side].is_installed:
         pytest.skip(f"{side} is not installed")
-    with hasty_compiler(kind):
+    with compiler(kind):
         check_agreement(Local(side, small(kind)).report.losses, expected_losses(kind))
 
 

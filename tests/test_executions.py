@@ -1,7 +1,6 @@
 """Some rows of the table of executions: one of each type of rule, and one that evaluates the loss again."""
 
 import pytest
-from tests.derive.optimizers.fast import compiled_fast
 from tests.executions import LIMIT, WAYS, compared
 
 REFUSED = {
@@ -18,8 +17,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_five_executions_are_equal_or_refused_with_a_reason(name):
-    with compiled_fast():
-        cells = compared(name)
+    cells = compared(name)
     assert set(cells) == set(WAYS)
     for way, value in cells.items():
         if way in REFUSED[name]:

@@ -16,9 +16,12 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.py"))
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("optimized"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning"
+    ),
+]
 
 
 def test_there_are_notebooks():
@@ -26,7 +29,7 @@ def test_there_are_notebooks():
 
 
 @pytest.fixture(scope="module")
-def kernel():
+def kernel(optimized):
     """What the first notebook starts, and the first one behind a notebook that failed."""
     manager = AsyncKernelManager(kernel_name="python3")
     yield manager

@@ -10,6 +10,7 @@ from sklearn.datasets import load_digits
 
 import onward as ow
 
+pytestmark = pytest.mark.usefixtures("optimized")
 EPOCHS, BATCH, RATE = 6, 64, 0.05
 MOMENTUM, EPSILON = 0.9, 1e-5
 

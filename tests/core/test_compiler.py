@@ -8,6 +8,7 @@ import pytest
 
 from onward.core.compiler import CURE, compiled_alone, compiler_options, is_cured_by
 
+pytestmark = pytest.mark.usefixtures("optimized")
 SUMS = """
 import jax, jax.numpy as jnp, numpy as np
 import onward as ow

@@ -13,6 +13,8 @@ from onward.core.flops import flops
 from onward.core.jaxprs import body_of
 from onward.core.lower import lower
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (2, 3, 5), (16, 8, 4)])
 def test_dot_and_both_gradients(m, k, n):

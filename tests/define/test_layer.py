@@ -13,6 +13,7 @@ from sklearn.metrics import roc_auc_score
 
 import onward as ow
 
+pytestmark = pytest.mark.usefixtures("optimized")
 L = ow.layer
 
 

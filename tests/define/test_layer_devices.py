@@ -38,15 +38,6 @@ def double_precision():
         yield
 
 
-@pytest.fixture
-def hasty_compiler():
-    """XLA without most of its optimizations, which take long; not for sums over windows, as of an AUC."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 # ---------------------------------------------------------------- costs by weight, on one device and on many
 
 
@@ -102,7 +93,6 @@ def trained(spread, weights, steps=4):
     return losses, {name: np.asarray(state[name]) for name in state}
 
 
-@pytest.mark.usefixtures("hasty_compiler")
 @pytest.mark.parametrize("spread", SPREAD)
 @pytest.mark.parametrize("cost", COSTS)
 def test_weights_count_as_they_do_on_one_device(cost, spread):
@@ -116,7 +106,6 @@ def test_weights_count_as_they_do_on_one_device(cost, spread):
             np.testing.assert_allclose(found[1][v], expected[1][v], 1e-11, 1e-13, err_msg=f"{name}: {v}")
 
 
-@pytest.mark.usefixtures("hasty_compiler")
 @pytest.mark.parametrize("weights", list(WEIGHTS)[:3])
 def test_the_cost_over_devices_is_the_average_of_numpy(weights):
     (first, *_), _ = trained("4 devices", weights)

@@ -20,15 +20,6 @@ RATE = 0.5
 OPTIMIZERS = {"sgd": ow.SGD(0.05), "momentum": ow.Momentum(0.02), "adam": ow.Adam(0.01)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hasty_compiler():
-    """XLA without most of its optimizations: compiling is most of the time here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(autouse=True)
 def in_double():
     with jax.enable_x64(True):

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tests.derive.at_once import FAST, at_once, expect_no, named
+from tests.compiled import at_once, expect_no, named
 
 import onward as ow
 from onward.core.lower import lower
 from onward.core.words import Kind, Pass
 from onward.derive import differentiate as rules
 
-jitted = partial(jax.jit, compiler_options=FAST)
+jitted = partial(jax.jit)
 
 
 def normal(*shape, seed=0):

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.derive.at_once import FAST
-from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 
 STEPS, ROWS = 4, 8
-jitted = partial(jax.jit, compiler_options=FAST)
+jitted = partial(jax.jit)
 TRANSFORMS = {
     "accumulate": lambda p: ow.accumulate(p, 2),
     "mixed": lambda p: ow.mixed_precision(p, "bfloat16"),
@@ -73,8 +71,7 @@ def numbers(state):
 
 
 def compiled(program, **options):
-    with compiled_fast():
-        return ow.compile(program, **options)
+    return ow.compile(program, **options)
 
 
 @cache
@@ -174,8 +171,7 @@ def test_a_combination_runs_under_scan_and_vmap_and_takes_other_numbers_and_batc
 
     big = [np.concatenate([part, part]) for part in batches()[0]]
     _, once = step(first, *batches()[0])
-    with compiled_fast():
-        _, twice = step(first, *big)
+    _, twice = step(first, *big)
     assert (step.compilations, step.traces) == (2, 1)
     np.testing.assert_allclose(twice.loss, once.loss, rtol=1e-5)
 
@@ -220,12 +216,6 @@ def training(order):
     return model, transformed(adam.minimize(model.topology), order)
 
 
-@pytest.fixture
-def fast():
-    with compiled_fast():
-        yield
-
-
 def trainer(order):
     model, program = training(order)
     return ow.Trainer(model.copy(), program)
@@ -236,7 +226,6 @@ def reader():
     return ow.batches({"x": x, "y": y}, ROWS, shuffle=True)
 
 
-@pytest.mark.usefixtures("fast")
 def test_a_training_with_everything_on_resumes_bit_for_bit(tmp_path):
     order = ("mixed", "accumulate", "guard", "sharded")
     whole, resumed = trainer(order), trainer(order)
@@ -254,7 +243,6 @@ def test_a_training_with_everything_on_resumes_bit_for_bit(tmp_path):
             np.testing.assert_array_equal(np.asarray(whole[name]), np.asarray(resumed[name]), err_msg=name)
 
 
-@pytest.mark.usefixtures("fast")
 def test_a_checkpoint_without_rule_and_guard_serves_a_training_that_has_them(tmp_path):
     model = ow.Model(network, seed=1)
     before = ow.Trainer(model, ow.Adam(1e-2, slot_dtype="bfloat16"))

@@ -4,20 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 from onward.core.lower import lower
 from onward.derive.fence import fence, fences, worth_fencing
 
 DEPTH, WIDTH = 4, 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fast():
-    """What is compiled in less time is the same text."""
-    with compiled_fast():
-        yield
 
 
 def normalized(x):

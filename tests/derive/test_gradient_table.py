@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from tests.derive.at_once import FAST, at_once, expect_no, named
-from tests.derive.optimizers.fast import compiled_fast
+from tests.compiled import OPTIMIZED, at_once, expect_no, named
 
 import onward as ow
 from onward.core.lower import lower
@@ -875,7 +874,7 @@ def gradients_of(family):
         with named(name, faults):
             derived[name] = backward_of(name)
     cases = {n: (partial(both, *case[:2]), case[2]) for n, case in derived.items() if n not in APART}
-    pairs = at_once(cases, faults, {} if "max pool" in cases else FAST)
+    pairs = at_once(cases, faults, OPTIMIZED if "max pool" in cases else None)
     for name in APART & derived.keys():
         with named(name, faults):
             pairs[name] = each_by_itself(*derived[name], faults)
@@ -897,9 +896,8 @@ def test_the_gradient_is_that_of_jax(family):
 def test_a_step_fetches_the_same_gradient(family):
     name = next(iter(FAMILIES[family]))
     program, _, (parameters, *data) = backward_of(name)
-    with compiled_fast():
-        step = ow.compile(program, fetch=[g for _, g in program.gradients])
-        _, out = step(step.init(parameters), *data)
+    step = ow.compile(program, fetch=[g for _, g in program.gradients])
+    _, out = step(step.init(parameters), *data)
     _, expected = gradients_of(family)[0][name]
     assert [bits(out[g]) for _, g in program.gradients] == [bits(g) for g in expected]
 

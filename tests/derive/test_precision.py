@@ -8,6 +8,7 @@ import pytest
 import onward as ow
 from onward.derive.update.precision import Kept, Type, narrowed, rounded_at_random
 
+pytestmark = pytest.mark.usefixtures("optimized")  # two programs round alike, to the bit
 LOW = ("bfloat16", "float16")
 ELEMENTWISE = {"SGD": ow.SGD, "Momentum": ow.Momentum, "Adam": ow.Adam, "Adagrad": ow.Adagrad}
 

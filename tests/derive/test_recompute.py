@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError
@@ -22,13 +21,6 @@ RNG = np.random.default_rng(0)
 DEPTH, WIDTH, ROWS = 4, 16, 256
 PARAMS = [jnp.asarray(RNG.normal(0, 0.2, (WIDTH, WIDTH)), jnp.float32) for _ in range(DEPTH)]
 X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fast():
-    """What is compiled in less time takes the same memory."""
-    with compiled_fast():
-        yield
 
 
 def loss(params, x):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 from onward.core.errors import GraphError
@@ -20,13 +19,6 @@ RNG = np.random.default_rng(0)
 TURNS, WIDTH, ROWS = 6, 8, 64
 STACKED = jnp.asarray(RNG.normal(0, 0.3, (TURNS, WIDTH, WIDTH)), jnp.float32)
 X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fast():
-    """What is compiled in less time takes the same memory."""
-    with compiled_fast():
-        yield
 
 
 def turn(x, w):

@@ -10,20 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 from onward.derive import differentiate
 
 PARAMS = {"w1": jnp.full((4, 3), 0.5), "b1": jnp.zeros(3), "w2": jnp.ones((3, 1))}
 X, Y = jnp.ones((8, 4)), jnp.ones((8, 1))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fast():
-    """What runs for a moment only is compiled in less time."""
-    with compiled_fast():
-        yield
 
 
 def loss(params, x, y):

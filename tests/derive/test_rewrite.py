@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tests.derive.at_once import FAST, at_once
-from tests.derive.optimizers.fast import compiled_fast
+from tests.compiled import at_once
 
 import onward as ow
 from onward.core.jaxprs import body_of, primitives_in, windows_of
@@ -14,6 +13,7 @@ from onward.derive.differentiate import rule_for
 from onward.derive.rewrite.rewrite import rewrite, rewritten_ops
 from onward.derive.rewrite.windows import touching_windows
 
+pytestmark = pytest.mark.usefixtures("optimized")
 SHAPES = [((2, 4, 6, 3), (1, 2, 2, 1)), ((2, 5, 7, 2), (1, 2, 3, 1)), ((3, 9), (2, 3)), ((7,), (4,))]
 
 
@@ -145,11 +145,10 @@ def test_it_is_for_the_platform_it_is_told():
 
 
 def test_it_is_replayed_for_a_batch_of_another_length():
-    with compiled_fast():
-        step = ow.compile(rewrite(ow.SGD(0.1).minimize(network, *DATA)))
-        _, out = step(step.init(DATA[0]), DATA[1][:1])
+    step = ow.compile(rewrite(ow.SGD(0.1).minimize(network, *DATA)))
+    _, out = step(step.init(DATA[0]), DATA[1][:1])
     assert step.traces == 1
-    expected = jax.jit(network, compiler_options=FAST)(DATA[0], DATA[1][:1])
+    expected = jax.jit(network)(DATA[0], DATA[1][:1])
     np.testing.assert_allclose(out.loss, expected, rtol=1e-6)
 
 

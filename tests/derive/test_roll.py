@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 from onward.core.errors import GraphError, UnknownNameError
@@ -59,8 +58,7 @@ def types(program):
 
 def trained(program, steps=20, data=(X, Y), params=None, **options):
     """The losses of some steps, the parameters and what else was fetched after them."""
-    with compiled_fast():
-        step = ow.compile(program, **options)
+    step = ow.compile(program, **options)
     state = step.init(layers(4) if params is None else params)
     losses = []
     for _ in range(steps):
@@ -265,8 +263,7 @@ def test_batch_norm_and_dropout_keep_their_state():
 
 def after_steps(program, steps=20):
     """All state but the random key, by name."""
-    with compiled_fast():
-        step = ow.compile(program)
+    step = ow.compile(program)
     state = step.init()
     for _ in range(steps):
         state, _ = step(state, x=X, y=Y)
@@ -327,9 +324,8 @@ def test_test_and_evaluation_programs_are_rolled_too():
 
 
 def test_a_batch_of_another_length_is_rolled_again():
-    with compiled_fast():
-        step = ow.compile(roll(minimized()))
-        _, out = step(step.init(layers(4)), X[:3], Y[:3])
+    step = ow.compile(roll(minimized()))
+    _, out = step(step.init(layers(4)), X[:3], Y[:3])
     np.testing.assert_allclose(out.loss, loss(layers(4), X[:3], Y[:3]), rtol=1e-5)
 
 

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.derive.at_once import FAST
-from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 from onward.derive.roll.roll import roll, rolls_of
@@ -313,7 +311,7 @@ def by_hand(case):
     """The losses and parameters of gradient descent in plain JAX."""
     moving, fixed = eqx.partition(case.params, eqx.is_inexact_array)
 
-    @partial(jax.jit, compiler_options=FAST)
+    @partial(jax.jit)
     def step(moving, data):
         value, slope = jax.value_and_grad(lambda p: case.loss(eqx.combine(p, fixed), *data))(moving)
         return value, jax.tree.map(lambda p, g: p - RATE * g, moving, slope)
@@ -332,8 +330,7 @@ def test_rolled_training_is_that_of_plain_jax(name):
     rolled = roll(program)
     assert [found.times for found in rolls_of(rolled)] == case.times
     same_head(program, rolled)
-    with compiled_fast():
-        step = ow.compile(rolled)
+    step = ow.compile(rolled)
     state = step.init(case.params)
     losses = []
     for _ in range(STEPS):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.derive.optimizers.fast import FAST, compiled_fast
 
 import onward as ow
 from onward.derive import schedules as schedule
@@ -171,8 +170,7 @@ def compiled(at, steps):
 @cache
 def at_steps(name):
     """Not compiled: operation by operation."""
-    with compiled_fast():
-        return SCHEDULES[name](STEPS)
+    return SCHEDULES[name](STEPS)
 
 
 PLACES = (0, 5, 7, 69, -1, 10**6, LAST - 1, LAST)
@@ -185,7 +183,7 @@ def at_places():
     def values(n):
         return {name: at(n) for name, at in SCHEDULES.items()}
 
-    one, every = (jax.jit(f, compiler_options=FAST) for f in (values, jax.vmap(values)))
+    one, every = (jax.jit(f) for f in (values, jax.vmap(values)))
     return [one(np.int32(n)) for n in PLACES], every(np.int32(STEPS))
 
 
@@ -322,7 +320,7 @@ def said():
     def both(n):
         return {name: (ours(n), theirs(n)) for name, (ours, theirs) in OPTAX.items()}
 
-    return jax.jit(jax.vmap(both), compiler_options=FAST)(np.int32(STEPS))
+    return jax.jit(jax.vmap(both))(np.int32(STEPS))
 
 
 @pytest.mark.parametrize("name", OPTAX)

@@ -1,13 +1,11 @@
 """Cutting a training Program along its gradients: what makes them, and what applies them."""
 
-from contextlib import nullcontext
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.derive.optimizers.fast import compiled_fast
 
 import onward as ow
 
@@ -70,8 +68,7 @@ def before_updates(program):
 
 def compiled(program, make):
     """Compiled in less time, sums of batch normalization are rounded otherwise in another program."""
-    with compiled_fast() if make == "arguments" else nullcontext():
-        return ow.compile(program, donate=False)
+    return ow.compile(program, donate=False)
 
 
 @cache
@@ -125,9 +122,8 @@ def test_the_forward_pass_is_the_program_before_minimize():
 def test_the_forward_pass_can_be_minimized_again_and_fed_other_batches():
     cut = ow.forward_pass(ow.Adam(0.1).minimize(ow.trace(network)))
     program = ow.SGD(0.1).minimize(cut)
-    with compiled_fast():
-        step = ow.compile(program)
-        state, _ = step(step.init(), X[:3], Y[:3])
+    step = ow.compile(program)
+    state, _ = step(step.init(), X[:3], Y[:3])
     assert int(state["step"]) == 1
 
 
@@ -148,14 +144,12 @@ def test_the_update_pass_alone_is_sgd_by_hand():
 
 
 def test_slots_of_an_update_pass_begin_by_themselves():
-    with compiled_fast():
-        step = ow.compile(ow.update_pass(ow.Adam(0.1).minimize(loss, PARAMS, X, Y)))
+    step = ow.compile(ow.update_pass(ow.Adam(0.1).minimize(loss, PARAMS, X, Y)))
     state = step.init(PARAMS)
     assert state["a/mean"].shape == (3, 4)
     assert float(state["learning_rate"]) == np.float32(0.1)
     declared = ow.update_pass(ow.Adam(0.1).minimize(ow.trace(network)))
-    with compiled_fast():
-        assert ow.compile(declared).init().parameters["fc_0/w"].shape == (3, 1)
+    assert ow.compile(declared).init().parameters["fc_0/w"].shape == (3, 1)
 
 
 def test_a_frozen_parameter_is_on_the_forward_side_only():

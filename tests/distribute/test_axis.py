@@ -7,12 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 
 import onward as ow
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 ROWS = 16
 RNG = np.random.default_rng(0)

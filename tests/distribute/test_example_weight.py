@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 
 import onward as ow
 
@@ -18,10 +17,6 @@ WEIGHT = RNG.uniform(0.5, 2.0, MOST)
 W = RNG.normal(size=3)
 SIZES = range(1, MOST + 1)
 RATE = 0.5
-
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 
 @pytest.fixture(autouse=True)

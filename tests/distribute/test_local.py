@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 
 import onward as ow
 
@@ -16,10 +15,6 @@ ROWS = DEVICES * EACH
 RNG = np.random.default_rng(0)
 BATCHES = [(RNG.normal(size=(ROWS, 3)), RNG.normal(size=(ROWS, 2))) for _ in range(STEPS)]
 FIRST = {"a": RNG.normal(size=(3, 4)), "b": RNG.normal(size=(4, 2))}
-
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 
 @pytest.fixture(autouse=True)

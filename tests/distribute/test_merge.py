@@ -6,17 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 
 import onward as ow
 
 DEVICES = 4
 ROWS, FEATURES = 16, 6
 RNG = np.random.default_rng(0)
-
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 
 # ---------------------------------------------------------------- error feedback, on whole numbers

@@ -7,12 +7,10 @@ import pytest
 from benchmarks import models, multi_device
 from benchmarks.by_hand import Case
 from benchmarks.multi_device import main
-from tests import quickly
 
 import onward as ow
 
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("earlier_objects_frozen", "optimizations_off")
+pytestmark = pytest.mark.usefixtures("earlier_objects_frozen")
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 
 import onward as ow
 
 ROWS, STEPS = 16, 50
-
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 
 # ---------------------------------------------------------------- the networks

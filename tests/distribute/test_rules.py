@@ -5,13 +5,9 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 from tests.distribute.split.by_hand import ByHand
 
 import onward as ow
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 PARAMS = {"w": np.random.default_rng(0).normal(size=(6, 4)).astype("float32"), "s": np.float32(2)}
 X = np.random.default_rng(1).normal(size=(8, 6)).astype("float32")

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 from tests.compiled import compiled_once
 
 import onward as ow
@@ -16,10 +15,6 @@ RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(18, 3)).astype("float32"), RNG.normal(size=(18, 2)).astype("float32")
 BATCH = X[:ROWS], Y[:ROWS]
 FEED = {"x": X[:ROWS], "y": Y[:ROWS]}
-
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 
 @pytest.fixture(scope="module", autouse=True)

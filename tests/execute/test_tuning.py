@@ -11,6 +11,7 @@ import pytest
 
 import onward as ow
 
+pytestmark = pytest.mark.usefixtures("optimized")
 SIZE, DEEP = 4, 30
 X = jnp.linspace(-1.0, 1.0, 2 * SIZE).reshape(2, SIZE)
 

@@ -7,6 +7,8 @@ from onward.core.extras import require
 from onward.shell.demo import load_digits
 from onward.shell.main import main
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 def test_the_demo_learns_to_read_digits(tmp_path, capsys):
     path = tmp_path / "digits.safetensors"

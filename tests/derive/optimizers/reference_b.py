@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tests.derive.optimizers.fast import together
+from tests.compiled import together
 
 import onward as ow
 

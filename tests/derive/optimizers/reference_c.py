@@ -12,12 +12,11 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.derive.optimizers.fast import FAST
 
 import onward as ow
 from onward.derive.update.loss import Loss
 
-jit = partial(jax.jit, compiler_options=FAST)
+jit = partial(jax.jit)
 
 SHAPES = {"scalar": (), "vector": (4,), "matrix": (3, 4), "kernel": (2, 3, 2, 3)}
 

@@ -4,7 +4,7 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from tests.derive.optimizers.fast import together
+from tests.compiled import together
 from tests.derive.optimizers.reference import descended, parabola, rosenbrock
 
 import onward as ow

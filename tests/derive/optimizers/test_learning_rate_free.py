@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.derive.optimizers.fast import together
+from tests.compiled import together
 from tests.derive.optimizers.reference_b import (
     PRECISIONS,
     check,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.compiled import together, training
 from tests.derive.optimizers import reference_c as reference
-from tests.derive.optimizers.fast import together, training
 
 import onward as ow
 from onward.core.program import Variable

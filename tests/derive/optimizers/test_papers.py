@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from tests.compiled import together, training
 from tests.derive.optimizers import papers
-from tests.derive.optimizers.fast import together, training
 from tests.derive.optimizers.reference import assert_as_in_the_paper, by_the_paper, given, run
 
 import onward as ow

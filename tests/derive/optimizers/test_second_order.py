@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 import scipy.optimize
+from tests.compiled import together, trained, training
 from tests.derive.optimizers import reference_c as reference
-from tests.derive.optimizers.fast import together, trained, training
 
 import onward as ow
 from onward.derive.optimizers.kron import PSGDKron

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.compiled import together, training
 from tests.derive.optimizers import papers
-from tests.derive.optimizers.fast import together, training
 
 import onward as ow
 from onward.derive.rule import GradientRule

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from tests.derive.optimizers.fast import together
+from tests.compiled import together
 from tests.derive.rules.around import assert_close, case, given
 
 import onward as ow

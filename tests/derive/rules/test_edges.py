@@ -5,7 +5,7 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.derive.optimizers.fast import together, training
+from tests.compiled import together, training
 from tests.derive.rules.around import dot
 
 import onward as ow

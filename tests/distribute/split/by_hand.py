@@ -13,7 +13,6 @@ from onward.distribute.split.trainer import TRAINER, is_key, plain
 from onward.execute.initialize import initialized
 
 RUNS = {}
-OPTIONS = {"xla_backend_optimization_level": 0}  # compiled sooner; the numbers are as exact
 
 
 @cache
@@ -26,7 +25,7 @@ def run(program, state, fed):
     following = [program.next_state.get(v, v) for v in program.state]
     key = (told(program), bool(jax.config.read("jax_enable_x64")))
     if key not in RUNS:
-        RUNS[key] = jax.jit(lower(program, [*program.outputs, *following]), compiler_options=OPTIONS)
+        RUNS[key] = jax.jit(lower(program, [*program.outputs, *following]))
     values = RUNS[key]([state[v.name] for v in program.state], [fed[v.name] for v in program.inputs])
     count = len(program.outputs)
     outputs = {v: np.asarray(x) for v, x in zip(program.outputs, values, strict=False)}

@@ -8,14 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 from tests.distribute.split.by_hand import ByHand, compared, parts_of
 from tests.pairs import pairs
 
 import onward as ow
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 LONG, WIDE, ROWS = 60, 3, 12
 OPTIMIZERS = {

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 from tests.distribute.split.by_hand import Alone, ByHand, compared, first_values, parts_of
 from tests.pairs import pairs
 
@@ -18,9 +17,6 @@ import onward as ow
 from onward.core.walk import producers
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.split import check_landing
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 ROWS, STEPS = 12, 50
 OPTIMIZERS = {

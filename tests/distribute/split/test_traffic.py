@@ -4,14 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import quickly
 from tests.distribute.split.by_hand import ByHand, parts_of, shaped
 from tests.pairs import pairs
 
 import onward as ow
-
-optimizations_off = quickly.optimizations_off
-pytestmark = pytest.mark.usefixtures("optimizations_off")
 
 LONG, WIDE = 60, 5
 
