@@ -27,15 +27,17 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from onward.core.captured import Same, key_of
 from onward.core.errors import TraceError
+from onward.core.keys import Same, key_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import Source, is_library
 from onward.core.words import Kind, Pass, Placement
 
 Type = jax.ShapeDtypeStruct
+_JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)  # type: ignore[attr-defined, unused-ignore]
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 _TOO_LONG = 60
 
 
@@ -147,9 +149,10 @@ class Body:
         """Equal for bodies that compute the same; what derived rules are remembered by.
 
         Primitives, parameters, wiring, types, numbers and, however deep, the jaxprs inside are compared; not
-        names, scopes and places in the code. Functions, such as a ``custom_vjp`` rule, are compared by their
-        code and what they captured. Two that differ never have one signature; two that are equal may have
-        two, where a function captured something that is only equal to itself.
+        names, scopes and places in the code. A function with a rule of its own (``custom_jvp``,
+        ``custom_vjp``) is compared by what it computes and by what its rule traces to, as it is now. Two that
+        differ never have one signature; two that are equal may have two, where something in them is only
+        equal to itself.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -406,7 +409,9 @@ class Signature:
 
 
 _signatures: WeakValueDictionary[Any, Signature] = WeakValueDictionary()
-_of_jaxprs: WeakKeyDictionary[Any, Signature] = WeakKeyDictionary()
+_RULES_WITHIN_RULES = 2  # the rule of a function is traced, and of those that its rule calls, to this depth
+_of_jaxprs = tuple(WeakKeyDictionary[Any, Signature]() for _ in range(_RULES_WITHIN_RULES + 1))
+_within: ContextVar[int] = ContextVar("within", default=0)
 _interning = Lock()
 
 
@@ -418,12 +423,13 @@ def interned(key: Any) -> Signature:
 
 def _signature(jaxpr: Any) -> Signature:
     """The signature of a jaxpr, closed or not; looked at once, as ``jit`` calls one jaxpr in many places."""
-    known = _of_jaxprs.get(jaxpr)
+    met = _of_jaxprs[_within.get()]
+    known = met.get(jaxpr)
     if known is None:
         closed = _closed(jaxpr)
         inner = closed.jaxpr
         key = _key(inner.constvars, closed.consts, inner.invars, inner.eqns, inner.outvars)
-        known = _of_jaxprs[jaxpr] = interned(key)
+        known = met[jaxpr] = interned(key)
     return known
 
 
@@ -444,7 +450,7 @@ def _key(constvars: Any, consts: Any, invars: Any, eqns: Any, outvars: Any) -> A
     steps = tuple(
         (
             eqn.primitive,
-            tuple((name, _value_key(value)) for name, value in eqn.params.items()),
+            _params_key(eqn),
             tuple(map(read, eqn.invars)),
             tuple(map(write, eqn.outvars)),
             eqn.ctx,
@@ -453,6 +459,59 @@ def _key(constvars: Any, consts: Any, invars: Any, eqns: Any, outvars: Any) -> A
         for eqn in eqns
     )
     return given, steps, tuple(map(read, outvars))
+
+
+def _params_key(eqn: Any) -> Any:
+    if eqn.primitive.name in _WITH_RULES:
+        return _rule_key(eqn)
+    return tuple((name, _value_key(value)) for name, value in eqn.params.items())
+
+
+def _rule_key(eqn: Any) -> Any:
+    """A call of a function with a rule of its own: what it computes, and what its rule traces to.
+
+    Nothing else tells two rules apart: a rule may read whatever Python can reach. One that cannot be traced
+    in reverse, or asks which inputs have a tangent, is only equal to itself.
+    """
+    forward, depth = _signature(eqn.params["call_jaxpr"]), _within.get()
+    if depth == _RULES_WITHIN_RULES:
+        return forward
+    if eqn.params["symbolic_zeros"]:
+        return Same(object())
+    token = _within.set(depth + 1)
+    try:
+        return forward, _signature(_gradient_of(eqn))
+    except Exception:
+        return Same(object())
+    finally:
+        _within.reset(token)
+
+
+def _gradient_of(eqn: Any) -> Any:
+    """The jaxpr of a call together with the gradients of its inputs."""
+    types = [_type(v.aval) for v in eqn.invars]
+    given = [jex.Var(v.aval) for v in eqn.invars]
+    made = [jex.Var(v.aval) for v in eqn.outvars]
+    alone = eqn.replace(invars=given, outvars=made, source_info=_nowhere())
+    call = jex.jaxpr_as_fun(
+        _close(jex.Jaxpr([], given, made, [alone], eqn.effects, _nothing().jaxpr.debug_info), [])
+    )
+    chosen, counted = ([i for i, v in enumerate(g) if _is_real(v.aval)] for g in (given, made))
+
+    def gradient(inputs: Any, cotangents: Any) -> Any:
+        def of(*values: Any) -> Any:
+            found = dict(zip(chosen, values, strict=True))
+            outputs = call(*(found.get(i, x) for i, x in enumerate(inputs)))
+            return [outputs[j] for j in counted]
+
+        return jax.vjp(of, *(inputs[i] for i in chosen))[1](cotangents)
+
+    return traced(gradient, types, [_type(made[j].aval) for j in counted])
+
+
+def _is_real(aval: Any) -> bool:
+    """Whether numbers of this type have a gradient."""
+    return bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 
 def _value_key(value: Any) -> Any:
@@ -941,7 +1000,7 @@ def _kind(eqn: Any) -> str:
 
 
 def _calls_custom_rule(eqn: Any) -> bool:
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+    if eqn.primitive.name in _WITH_RULES:
         return True
     inner = (jaxpr for value in eqn.params.values() for jaxpr in _jaxprs_in(value))
     return any(_calls_custom_rule(e) for jaxpr in inner for e in jaxpr.jaxpr.eqns)
@@ -1123,14 +1182,11 @@ def _jaxprs_in(value: Any) -> list[Any]:
 
 
 def _is_jaxpr(value: Any) -> bool:
-    return (hasattr(value, "eqns") and hasattr(value, "invars")) or hasattr(value, "jaxpr")
+    return isinstance(value, _JAXPRS)
 
 
 def _closed(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else _close(jaxpr, [])
-
-
-_FUNCTIONS = (*_INLINED, "custom_jvp_call", "custom_vjp_call")
 
 
 def primitives_in(body: Body) -> Iterator[str]:
@@ -1148,7 +1204,7 @@ def primitives_in(body: Body) -> Iterator[str]:
 def _primitives_of(equations: Iterable[Any]) -> Iterator[str]:
     for eqn in equations:
         name = eqn.primitive.name
-        if name in _FUNCTIONS:
+        if name in (*_INLINED, *_WITH_RULES):
             yield from _primitives_of(e for inner in _called(eqn) for e in inner.jaxpr.eqns)
         else:
             yield "mul" if name == "div" and isinstance(eqn.invars[1], jex.Literal) else str(name)

@@ -55,11 +55,28 @@ def _whereabouts() -> str:
     """Where the user's code stores a tracer; empty if only JAX itself still holds one."""
     tracers = [o for o in gc.get_objects() if isinstance(o, jax.core.Tracer)]
     held = [(tracer, holder) for tracer in tracers for holder in gc.get_referrers(tracer)]
+    held = [(tracer, holder) for tracer, holder in held if not _is_of_jax(holder)]
     for tracer, holder in held:
-        for key, value in list(holder.items()) if isinstance(holder, dict) else ():
+        for key, value in _named_in(holder).items():
             if value is tracer and isinstance(key, str) and not key.startswith("_"):
                 return f"{tracer.aval} under the name {key!r}"
     for tracer, holder in held:
         if isinstance(holder, list) and holder is not tracers:
             return f"{tracer.aval} in a list of {len(holder)}"
     return ""
+
+
+def _named_in(holder: Any) -> dict[Any, Any]:
+    """What a dict holds, or an object by its attributes."""
+    if isinstance(holder, dict):
+        return dict(holder)
+    try:
+        return dict(vars(holder))
+    except TypeError:
+        return {}
+
+
+def _is_of_jax(holder: Any) -> bool:
+    """Whether JAX itself keeps the tracer: in an object of its own, or as a jaxpr keeps its constants."""
+    keepers = (holder, *gc.get_referrers(holder)) if isinstance(holder, list | dict) else (holder,)
+    return any(type(keeper).__module__.partition(".")[0] in ("jax", "jaxlib") for keeper in keepers)

@@ -9,7 +9,8 @@ becomes F with extra outputs. Where gradients meet, an explicit op adds them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, reduce
 from operator import add
@@ -214,13 +215,19 @@ class _Backward:
         return {v: total[v] for v in self.wanted if v in total}
 
     def path(self, needed: set[Variable]) -> set[Variable]:
-        """The Variables through which a gradient flows from what is needed to what is wanted."""
+        """The Variables through which a gradient flows from what is needed to what is wanted.
+
+        An op that has no rule for all its outputs may have one for those whose gradient arrives, and none is
+        asked of it if none arrives: which these are is known on the way back.
+        """
         active = set(self.wanted) - self.stopped
         for op in self.source.ops:
             chosen = [i for i, v in enumerate(op.inputs) if v in active]
             flowing = [j for j, v in enumerate(op.outputs) if v in needed and self.lets_through(v)]
             if chosen and flowing:
-                active.update(op.outputs[j] for j in _explaining(op, flows, self.body(op), chosen, flowing))
+                with suppress(*_HAS_NO_RULE):
+                    flowing = flows(self.body(op), chosen, flowing)
+                active.update(op.outputs[j] for j in flowing)
         return active
 
     def body(self, op: Op) -> Body:
@@ -240,7 +247,7 @@ class _Backward:
     ) -> None:
         """Append the gradient op of one forward op."""
         body = self.body(op)
-        rule = _explaining(op, rule_for, body, chosen, given)
+        rule = _rule_of(op, body, chosen, given)
         saved = self.residuals(op, rule, body)
         values = {"input": op.inputs, "output": op.outputs, "residual": saved}
         inputs = [
@@ -312,11 +319,14 @@ class _Backward:
         return replace(self.source, ops=(*forward, *(d.op() for d in self.drafts if any(d.outputs))))
 
 
-def _explaining(op: Op, derive: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``derive`` returns, or a LossError that names the op which JAX cannot differentiate."""
+_HAS_NO_RULE = (TypeError, ValueError, NotImplementedError)  # what JAX raises
+
+
+def _rule_of(op: Op, body: Body, chosen: list[int], given: list[int]) -> Rule:
+    """The rule of an op, or a LossError that names the op which JAX cannot differentiate."""
     try:
-        return derive(*arguments)
-    except (TypeError, ValueError, NotImplementedError) as error:
+        return rule_for(body, chosen, given)
+    except _HAS_NO_RULE as error:
         where = f" at {op.source.file}:{op.source.line}" if op.source is not None and op.source.file else ""
         raise LossError(
             f"{op.type}{where} has no gradient: {str(error).splitlines()[0]} If none is wanted, name its "

@@ -68,7 +68,7 @@ class _Memory:
 
 
 _rules = _Memory(_REMEMBERED)
-_rules_by_identity = _Memory(_REMEMBERED_BY_IDENTITY)  # their keys hold functions, and what these captured
+_rules_by_identity = _Memory(_REMEMBERED_BY_IDENTITY)  # they hold functions, and what these captured
 
 
 def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
