@@ -413,10 +413,6 @@ class Forgetful(ow.Optimizer):
         return parameter - gradient, {"average": slots["mean"]}
 
 
-def is_taken():
-    return type("Count", (ow.SGD,), {})
-
-
 REFUSALS = {
     "sums": (
         lambda: ow.replicate(ow.SGD(0.1, rules=[ow.SAM(0.1)]).minimize(loss, PARAMS, X, Y), 2, ow.Sum()),
@@ -434,7 +430,6 @@ REFUSALS = {
         lambda: Forgetful().minimize(loss, PARAMS, X, Y),
         "Forgetful returned the slots ['average'], and its init made ['mean']",
     ),
-    "a name that is taken": (is_taken, "would be of the type 'count', which is taken"),
     "negative sums": (lambda: ow.Adagrad(initial_accumulator=-1.0), "initial_accumulator is -1.0"),
 }
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from onward.core.errors import ArgumentError, GraphError
+from onward.core.marks import LOCAL
 from onward.core.words import Pass, Placement
 
 if TYPE_CHECKING:
     from onward.core.program import Program, Replicas, Variable
-
-LOCAL = "local"  # the type of the initializer that gives every device its own of a parameter
 
 
 def equal_variables(program: Program) -> set[Variable]:
@@ -68,7 +67,7 @@ def expect_divisible(program: str, rows: int, name: str, count: int, where: str 
 
 def local_copies(program: Program) -> dict[Variable, Variable]:
     """For each parameter the state in which every device has its own of it, where that is so."""
-    made = (op for op in program.initializers if op.type == LOCAL and op.made_by is Pass.COLLECTIVE)
+    made = (op for op in program.initializers if op.type is LOCAL and op.made_by is Pass.COLLECTIVE)
     return {op.inputs[0]: op.outputs[0] for op in made}
 
 

@@ -86,14 +86,15 @@ class _Opened:
     ) -> Iterator[Step]:
         """The equations of an op of one equation, which may be a call."""
         inner = tuple(op.body.subprograms.values())
-        if op.type in _LOOPS:
-            yield Step(number, op.type, inputs, outputs, inner)
+        kind = op.type if isinstance(op.body, DescribedBody) else next(op.body.calls).primitive
+        if kind in _LOOPS:
+            yield Step(number, kind, inputs, outputs, inner)
         elif len(inner) == 1 and _is_called(inner[0], op):
             operands = zip(op.body.operands, inner[0].inputs, strict=True)
             given = tuple(inputs[x] if isinstance(x, int) else replace(v) for x, v in operands)
             yield from self._inside(number, inner[0], given, outputs)
         else:
-            yield Step(number, op.type, inputs, outputs)
+            yield Step(number, kind, inputs, outputs)
 
 
 def _is_called(program: Program, op: Op) -> bool:

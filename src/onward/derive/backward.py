@@ -21,6 +21,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError, LossError, UnreachedWarning
 from onward.core.jaxprs import Body, Type, body_of
+from onward.core.marks import ONES, SUM, gradient_type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
@@ -191,7 +192,7 @@ class _Backward:
         if gradient is not None:
             self.parts.setdefault(target, []).append(gradient)
             return
-        draft = _Draft("ones", (), _ones(target.shape, target.dtype), None)
+        draft = _Draft(ONES, (), _ones(target.shape, target.dtype), None)
         self.drafts.append(draft)
         self.parts.setdefault(target, []).append((draft, 0))
 
@@ -254,7 +255,7 @@ class _Backward:
             total[op.outputs[r.position]] if r.source == "cotangent" else values[r.source][r.position]
             for r in rule.reads
         ]
-        draft = _Draft(f"{op.type}_grad", inputs, rule.backward, op)
+        draft = _Draft(gradient_type(op.type), inputs, rule.backward, op)
         self.drafts.append(draft)
         for k, i in enumerate(rule.writes):
             self.parts.setdefault(op.inputs[i], []).append((draft, k))
@@ -301,7 +302,7 @@ class _Backward:
         ]
         maker = self.makers.get(v)
         scope = maker.scope if maker is not None else ""
-        draft = _Draft("sum", terms, _sum(len(terms), v.shape, v.dtype), None, scope)
+        draft = _Draft(SUM, terms, _sum(len(terms), v.shape, v.dtype), None, scope)
         self.drafts.append(draft)
         return self.named((draft, 0), whole)
 

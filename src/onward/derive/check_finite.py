@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs import Body, Signature, Type, body_over, program_of
+from onward.core.marks import CHECK, GO_ON, Mark
 from onward.core.program import Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
-from onward.derive.guard import CHECK, Guard, all_finite, is_guarded, watched_by_update
+from onward.derive.guard import Guard, all_finite, is_guarded, watched_by_update
 
-_GO_ON = "go_on"
 _PASSING = {"add", "add_any", "convert_element_type", "mul", "neg", "square", "sub"}
 _FEW = 4096  # numbers that are looked at twice without a thought
 
@@ -69,17 +69,17 @@ def check_finite(program: Program) -> Program:
     checked = Guard(program)
     finite = checked.told(CHECK, *_look(program))
     state = checked.number("is_finite", (), np.bool_, True)
-    checked.count(_GO_ON, (state, finite), (state,), lambda before, now: [before & now])
+    checked.count(GO_ON, (state, finite), (state,), lambda before, now: [before & now])
     checked.keep(checked.next_state[state], lambda v: True)
     return checked.program()
 
 
 def check_of(program: Program) -> Check | None:
     """What tells whether the steps of a Program are finite; None if nothing does."""
-    made = {op.type: op for op in program.ops if op.made_by is Pass.UPDATE}
-    if CHECK not in made or _GO_ON not in made:
+    made = {op.type: op for op in program.ops if isinstance(op.type, Mark)}
+    if CHECK not in made or GO_ON not in made:
         return None
-    finite, following = made[_GO_ON].inputs[0], made[_GO_ON].outputs[0]
+    finite, following = made[GO_ON].inputs[0], made[GO_ON].outputs[0]
     return Check(finite, following, made[CHECK].inputs)
 
 

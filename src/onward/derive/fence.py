@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from onward.core.jaxprs import Body, Type, Wire, body_of, primitives_in
+from onward.core.marks import FENCE, SUM
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
@@ -94,7 +95,7 @@ def fences(program: Program) -> tuple[Variable, ...]:
         >>> ow.fences(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3)))
         ()
     """
-    return tuple(op.outputs[0] for op in program.ops if op.type == "fence")
+    return tuple(op.outputs[0] for op in program.ops if op.type is FENCE)
 
 
 def _fenced(program: Program, places: frozenset[Variable]) -> Program:
@@ -109,7 +110,7 @@ def _fenced(program: Program, places: frozenset[Variable]) -> Program:
             if v in places:
                 behind[v] = replace(v, name=names.new(f"fenced({v.name})"))
                 body = _body(v.shape, v.dtype)
-                ops.append(Op("fence", (v,), (behind[v],), body, op.made_by, op.scope, op.source))
+                ops.append(Op(FENCE, (v,), (behind[v],), body, op.made_by, op.scope, op.source))
     return replace(program, ops=tuple(ops))
 
 
@@ -185,7 +186,7 @@ def _read(op: Op, read: Sequence[_Value]) -> int:
 
 def _look(op: Op, value: _Value, values: Mapping[Variable, _Value]) -> bool:
     """Find what computing a value reads, and tell whether it is to be fenced."""
-    if op.type == "fence" or not _is_cheap(op.body):
+    if op.type is FENCE or not _is_cheap(op.body):
         return False
     v = value.variable
     large = [values[i] for i in op.inputs if i.size >= v.size]
@@ -199,7 +200,7 @@ def _look(op: Op, value: _Value, values: Mapping[Variable, _Value]) -> bool:
 def _operands(op: Op, v: Variable, values: Mapping[Variable, _Value]) -> int:
     """How many operands of the size of the result the last operation behind it has: 1, or more."""
     large = {id(values[i]): values[i] for i in op.inputs if i.size >= v.size}
-    if op.type == "sum" and len(op.inputs) > 1:  # added up from the left
+    if op.type is SUM and len(op.inputs) > 1:  # added up from the left
         return 1 if values[op.inputs[-1]].spread else 2
     return sum(not value.spread for value in large.values())
 

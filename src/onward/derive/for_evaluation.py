@@ -8,6 +8,7 @@ from typing import Any
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Type, body_of
+from onward.core.marks import SCHEDULE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import recipe_of, transform
@@ -96,7 +97,7 @@ class Averages:
         return cls(
             [(t.parameter, rule, slots, values) for t, rule, slots, values in update.evaluated],
             tuple(update.draft.state),
-            tuple(op for op in update.draft.ops if op.type == "schedule"),
+            tuple(op for op in update.draft.ops if op.type is SCHEDULE),
             tuple(update.draft.initializers),
         )
 

@@ -18,17 +18,13 @@ from jax import lax
 
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs import Body, Type, body_of, body_over, current_axis
+from onward.core.marks import CHECK, COUNT, FINITE, KEEP, SCHEDULE, STOP, UNSCALE, Mark
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
 from onward.core.walk import producers, substitute
 from onward.core.words import Kind, Pass, UpdateType
-
-_FINITE, _STOP = "finite", "stop"
-CHECK = "check_finite"  # the type of the op that looks at a step as ``check_finite`` does
-KEEP = "keep"  # the type of the ops that keep old values: (whether the step counts, new, old)
-UNSCALE = "unscale"  # the type of the ops that give a scaled gradient its size, which is no rule
 
 
 @transform
@@ -92,7 +88,7 @@ def _stopping(program: Program) -> Program:
         now = stopped | ~jnp.all(finite)
         return [now, jnp.where(stopped, culprits, ~finite), ~now]
 
-    guarded.count(_STOP, (stopped, culprits, finite), (stopped, culprits), stop, (goes_on,))
+    guarded.count(STOP, (stopped, culprits, finite), (stopped, culprits), stop, (goes_on,))
     guarded.keep(goes_on, lambda v: True)
     return guarded.program()
 
@@ -125,13 +121,13 @@ class Stop(NamedTuple):
 
 def stop_of(program: Program) -> Stop | None:
     """What tells whether a Program has stopped; None if it never does so."""
-    made = {op.type: op for op in program.ops if op.made_by is Pass.UPDATE}
-    if _STOP not in made:
+    made = {op.type: op for op in program.ops if isinstance(op.type, Mark)}
+    if STOP not in made:
         return None
     by_maker = producers(program)
-    stopped, culprits, _ = made[_STOP].inputs
-    step = made["count"].inputs[0] if "count" in made else None
-    return Stop(stopped, culprits, step, tuple((v, by_maker.get(v)) for v in made[_FINITE].inputs))
+    stopped, culprits, _ = made[STOP].inputs
+    step = made[COUNT].inputs[0] if COUNT in made else None
+    return Stop(stopped, culprits, step, tuple((v, by_maker.get(v)) for v in made[FINITE].inputs))
 
 
 def _place(op: Op | None) -> str:
@@ -149,7 +145,7 @@ def watched_by_update(program: Program) -> tuple[Variable, ...]:
     updating = (op for op in program.ops if op.made_by is Pass.UPDATE)
     ruled = [v for op in updating for v in op.outputs if v.kind is Kind.GRADIENT]
     loss = [program.loss] if program.loss is not None else []
-    scheduled = (v for op in program.ops if op.type == "schedule" for v in op.outputs)
+    scheduled = (v for op in program.ops if op.type is SCHEDULE for v in op.outputs)
     numbers = (*program.hyperparameters, *scheduled)
     return tuple(dict.fromkeys((*loss, *derived, *read, *ruled, *numbers)))
 
@@ -191,11 +187,11 @@ class Guard:
 
         types = list(map(_type, watched))
         body = body_of(lambda *xs: finite_of(xs), *types) if each else body_over(finite_of, types)
-        return self.told(_FINITE, watched, (len(watched),) if each else (), body)
+        return self.told(FINITE, watched, (len(watched),) if each else (), body)
 
     def told(self, kind: str, watched: Sequence[Variable], shape: tuple[int, ...], body: Body) -> Variable:
         """What an op says of these; what it says on the device that says no."""
-        finite = Variable(self.names.new(_FINITE), shape, np.dtype(np.bool_))
+        finite = Variable(self.names.new(FINITE), shape, np.dtype(np.bool_))
         self.ops.append(Op(kind, tuple(watched), (finite,), body, Pass.UPDATE, update=UpdateType.ACROSS))
         if equal_variables(self.source).issuperset(watched):
             return finite
@@ -259,13 +255,13 @@ class Guard:
 
 def is_guarded(program: Program) -> bool:
     """Whether steps that are not finite change nothing."""
-    return any(op.type in (_FINITE, CHECK) and op.made_by is Pass.UPDATE for op in program.ops)
+    return any((op.type is FINITE or op.type is CHECK) and op.made_by is Pass.UPDATE for op in program.ops)
 
 
 def _derived(gradient: Variable, made: Mapping[Variable, Op]) -> Iterable[Variable]:
     """The gradients, not made by a rule, from which rules made this one."""
     maker = made.get(gradient)
-    if maker is None or maker.made_by is not Pass.UPDATE or maker.type == UNSCALE:
+    if maker is None or maker.made_by is not Pass.UPDATE or maker.type is UNSCALE:
         return [gradient]
     return [raw for v in maker.inputs if v.kind is Kind.GRADIENT for raw in _derived(v, made)]
 

@@ -33,26 +33,6 @@ Schedule = Callable[[jax.Array], jax.Array]
 Hyperparameter = float | Schedule
 Slots = Mapping[str, jax.Array]
 
-_TAKEN = {  # types of the other ops of an update pass
-    "adjust_scale",
-    "check_finite",
-    "constant",
-    "count",
-    "finite",
-    "go_on",
-    "init",
-    "keep",
-    "narrow",
-    "pack",
-    "round",
-    "row",
-    "schedule",
-    "stack",
-    "stop",
-    "unscale",
-    "unstack",
-    "widen",
-}
 _ELSEWHERE = {
     "b1": "beta1",
     "b2": "beta2",
@@ -97,11 +77,6 @@ class Rule:
             raise HyperparameterError(
                 f"{cls.__name__} has a field named 'step', but hyperparameters.step is the number of updates "
                 "made before this one. Give the field another name."
-            )
-        if (word := _op_name(cls)) in _TAKEN:
-            raise HyperparameterError(
-                f"The ops of {cls.__name__} would be of the type {word!r}, which is taken. Give the class "
-                "another name."
             )
         if cls.evaluates_loss and cls.type is not UpdateType.ACROSS:
             raise HyperparameterError(

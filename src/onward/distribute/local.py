@@ -15,8 +15,9 @@ from jax import lax
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs import Type, body_of
 from onward.core.lower import lower
+from onward.core.marks import COUNT, LOCAL
 from onward.core.names import Names
-from onward.core.placement import LOCAL, local_copies
+from onward.core.placement import local_copies
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import Step
 from onward.core.walk import substitute
@@ -87,7 +88,7 @@ class LocalSGD(Merge):
         copies = StandIns(lambda _: ((), pairs), Placement.PER_REPLICA)
         alone = with_update(program, optimizer, stand_ins=copies)
         added = alone.ops[len(program.ops) :]
-        count = next(op for op in added if op.update is UpdateType.BOOKKEEPING and op.type == "count")
+        count = next(op for op in added if op.update is UpdateType.BOOKKEEPING and op.type is COUNT)
         following = [(v, alone.next_state[v]) for v in local.values()]
         alone = substitute(alone, {new: replace(new, name=f"updated({v.name})") for v, new in following})
         fed = {p: alone.next_state[v] for p, v in local.items()}

@@ -12,6 +12,7 @@ from jax import lax
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Type, body_of
+from onward.core.marks import PART
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import Step
@@ -100,7 +101,7 @@ def _part(weave: Weave, p: Variable, devices: Devices) -> Variable:
     def part(x: Any) -> list[Any]:
         return [lax.dynamic_slice(devices.padded(x), (devices.index * size,), (size,))]
 
-    return weave.collective("part", [p], [f"part({p.name})"], body_of(part, Type(p.shape, p.dtype)))[0]
+    return weave.collective(PART, [p], [f"part({p.name})"], body_of(part, Type(p.shape, p.dtype)))[0]
 
 
 def _scattered(weave: Weave, g: Variable, devices: Devices, merged: bool) -> Variable:
@@ -118,7 +119,7 @@ def _scattered(weave: Weave, g: Variable, devices: Devices, merged: bool) -> Var
 def _gathered(draft: Program, before: Program, devices: Devices) -> Program:
     """The parameters, put together of their updated parts."""
     weave = Weave.after(draft)
-    parts = {op.outputs[0]: op.inputs[0] for op in draft.ops if op.type == "part"}
+    parts = {op.outputs[0]: op.inputs[0] for op in draft.ops if op.type is PART}
     following = dict(draft.next_state)
     for part, p in parts.items():
         if part in following:

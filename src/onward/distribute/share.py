@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs import Type, body_of
+from onward.core.marks import WEIGH
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import descendants, substitute
 from onward.core.words import Pass
@@ -56,7 +57,7 @@ class Share:
         weighed = Variable(weave.names.new(f"weighed({loss.name})"), loss.shape, loss.dtype)
         types = (Type(v.shape, v.dtype) for v in (loss, factor))
         times = body_of(lambda x, f: [weighed_by(x, f)], *types)
-        weave.append(Op("weigh", (loss, factor), (weighed,), times))
+        weave.append(Op(WEIGH, (loss, factor), (weighed,), times))
         self._settled = {*self._settled, weighed}
 
         def new(v: Variable) -> Variable:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from onward.core.errors import GraphError, RecipeError
+from onward.core.marks import KEEP
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
-from onward.derive.guard import KEEP
 
 
 class Cut:
@@ -39,7 +39,7 @@ class Cut:
     @property
     def proposed(self) -> dict[Variable, Variable]:
         """What a guard keeps or takes for the next state, by what it makes of that."""
-        keeping = (op for op in self.program.ops if op.type == KEEP and op.made_by is Pass.UPDATE)
+        keeping = (op for op in self.program.ops if op.type is KEEP and op.made_by is Pass.UPDATE)
         return {op.outputs[0]: op.inputs[1] for op in keeping}
 
     def _threaded(self) -> dict[Variable, Variable]:

@@ -20,6 +20,7 @@ from onward.core.check import check
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Body, Type, along, traced
 from onward.core.lower import lower
+from onward.core.marks import ACCUMULATE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass, Placement
@@ -233,7 +234,7 @@ class _Plan:
         with nullcontext() if axis is None else along(axis):
             closed = traced(run, *(Type(v.shape, v.dtype) for v in inputs.values()))
         body = Loop(closed, self.how.steps, turn)
-        return Op("accumulate", tuple(inputs.values()), tuple(outputs), body, Pass.BACKWARD)
+        return Op(ACCUMULATE, tuple(inputs.values()), tuple(outputs), body, Pass.BACKWARD)
 
     def run(self, env: Values) -> Values:
         """The values that the loop makes, from those it is given."""

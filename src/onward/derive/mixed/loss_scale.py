@@ -17,14 +17,14 @@ import numpy as np
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Body, Type, body_of
+from onward.core.marks import ONES, SCALE_LOSS, UNSCALE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
 from onward.core.walk import ancestors, substitute
 from onward.core.words import Kind, Pass, UpdateType
-from onward.derive.guard import UNSCALE, skipping
+from onward.derive.guard import skipping
 
-_SCALE = "scale_loss"
 _LEAST = 1.0
 
 
@@ -70,7 +70,7 @@ def adjust_scale(program: Program, growth_every: int, factor: float) -> Program:
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2; the factor of 2 and the 2000
     good steps are those of its authors' libraries.
     """
-    scale = next(op.inputs[0] for op in program.ops if op.type == _SCALE)
+    scale = next(op.inputs[0] for op in program.ops if op.type is SCALE_LOSS)
     guarded, finite = skipping(program)
     names = Names(guarded.variables)
     good = Variable(names.new("good_steps"), (), np.dtype(np.int32), Kind.STATE)
@@ -106,7 +106,7 @@ def _adjusting(growth_every: int, factor: float) -> Callable[..., list[Any]]:
 def _seed(program: Program) -> Op:
     """The op that the backward pass of the loss begins with: the ones that reach the gradients, made last."""
     reaching = ancestors(program, [g for _, g in program.gradients])
-    seeds = [op for op in program.ops if op.type == "ones" and op.made_by is Pass.BACKWARD]
+    seeds = [op for op in program.ops if op.type is ONES and op.made_by is Pass.BACKWARD]
     found = [op for op in seeds if not reaching.isdisjoint(op.outputs)]
     if not found:
         raise GraphError(f"Program {program.name!r} has no backward pass whose loss could be scaled.")
@@ -116,7 +116,7 @@ def _seed(program: Program) -> Op:
 def _begun_with(loss_scale: Variable, seed: Op) -> Op:
     (v,) = seed.outputs
     body = body_of(lambda scale: [scale.astype(v.dtype)], _type(loss_scale))
-    return replace(seed, type=_SCALE, inputs=(loss_scale,), body=body)
+    return replace(seed, type=SCALE_LOSS, inputs=(loss_scale,), body=body)
 
 
 def _initially(v: Variable, value: float) -> Op:

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from onward.core.cost import size
+from onward.core.marks import STACK
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass
 from onward.derive.recompute.effort import effort
 from onward.derive.recompute.min_cut import Task
-
-_STACK = "stack"  # of parameters, which lie so in memory
 
 
 class Activations:
@@ -51,7 +50,7 @@ class Activations:
         """What depends on nothing, and what is never computed twice: effects, collectives."""
         found = set(self.program.constants)
         for op in self.forward:
-            if found.issuperset(op.inputs) or not may_run_again(op) or op.type == _STACK:
+            if found.issuperset(op.inputs) or not may_run_again(op) or op.type is STACK:
                 found.update(op.outputs)
         return found
 

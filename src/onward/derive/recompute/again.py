@@ -24,13 +24,14 @@ from jax import lax
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Body, Type, body_of
+from onward.core.marks import Mark
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Pass
 from onward.derive.recompute.activations import Activations
 
-BARRIER = "optimization_barrier"
+BARRIER = Mark("optimization_barrier")
 
 
 @transform

@@ -16,6 +16,7 @@ import numpy as np
 
 from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
+from onward.core.marks import ACCUMULATE
 from onward.core.program import Program, Variable
 from onward.core.transform import expect_program
 from onward.core.walk import Where, listed, producers, select
@@ -160,9 +161,8 @@ def _checked(budget: int | float | None) -> int | float:
 def _expect_fit(program: Program) -> None:
     expect_program(program, "recompute")
     name = program.name
-    types = {op.type for op in program.ops}
     made = {v for op in program.ops if op.made_by is Pass.FORWARD for v in op.outputs}
-    if "accumulate" in types:
+    if any(op.type is ACCUMULATE for op in program.ops):
         raise GraphError(
             f"Program {name!r} is accumulated: its forward and backward pass are one op. Recompute first: "
             "accumulate(recompute(program, ...), steps)."

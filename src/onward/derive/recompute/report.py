@@ -111,7 +111,7 @@ def recomputed(program: Program, compile: bool = False) -> Recomputed:  # noqa: 
 
 def is_recomputed(program: Program) -> bool:
     """Whether the backward pass computes some of the forward pass again."""
-    barriers = (op for op in program.ops if op.type == BARRIER and op.made_by is Pass.BACKWARD)
+    barriers = (op for op in program.ops if op.type is BARRIER)
     return any(barriers) or bool(_loops_of(program))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from onward.core.errors import GraphError, UnknownNameError, UnreachedWarning
+from onward.core.marks import ACCUMULATE, UNSTACK
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.transform import Step, recipe_of, transform
@@ -91,7 +92,7 @@ def roll_where_worth(program: Program, keep: Where | Iterable[Where] = ()) -> tu
         >>> same is program, verdict.reason
         (True, 'no layer repeats')
     """
-    within = any(op.type == "accumulate" for op in program.ops)  # in there only a trace can tell
+    within = any(op.type is ACCUMULATE for op in program.ops)  # in there only a trace can tell
     verdict = Verdict(True, "layers within accumulate") if within else worth_rolling(program)
     if not verdict:
         return program, verdict
@@ -217,7 +218,7 @@ def _chosen(variables: tuple[Variable, ...], where: Iterable[Where]) -> frozense
 
 def _folded(forward: Program, result: Program) -> frozenset[str]:
     """The names of what is computed within a loop, and what of it is handed out by ``unstack``."""
-    computed = {v for op in result.ops if op.type != "unstack" for v in op.outputs}
+    computed = {v for op in result.ops if op.type is not UNSTACK for v in op.outputs}
     return frozenset(v.name for op in forward.ops for v in op.outputs if v not in computed)
 
 

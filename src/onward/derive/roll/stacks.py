@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onward.core.jaxprs import Body, Type, body_of
+from onward.core.marks import STACK, UNSTACK
 from onward.core.program import Op, Variable
 from onward.core.source import Source
 
@@ -21,7 +22,7 @@ def stack(values: Sequence[Variable], name: str, scope: str, source: Source | No
     place = {v: i for i, v in enumerate(distinct)}
     body = _stacking(tuple(place[v] for v in values), values[0].shape, values[0].dtype)
     out = Variable(name, (len(values), *values[0].shape), values[0].dtype)
-    return Op("stack", distinct, (out,), body, scope=scope, source=source)
+    return Op(STACK, distinct, (out,), body, scope=scope, source=source)
 
 
 def unstack(
@@ -29,7 +30,7 @@ def unstack(
 ) -> Op:
     """The op that gives some of what is stacked back as Variables of their own."""
     body = _unstacking(tuple(which), part.shape, part.dtype)
-    return Op("unstack", (part,), tuple(outputs), body, scope=scope, source=source)
+    return Op(UNSTACK, (part,), tuple(outputs), body, scope=scope, source=source)
 
 
 def starred(values: Sequence[Variable]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from onward.core.errors import HyperparameterError
 from onward.core.jaxprs import Type, body_of
+from onward.core.marks import COUNT, SCHEDULE
 from onward.core.program import Variable
 from onward.core.words import UpdateType
 from onward.define.trace import explaining
@@ -51,7 +52,7 @@ def _count(draft: Draft) -> Variable:
     step = draft.number(STEP, 0, np.int32)
     following = Variable(draft.names.new(f"next({step.name})"), (), step.dtype)
     body = body_of(lambda n: [n + 1], Type((), step.dtype))
-    draft.ops.append(update_op("count", (step,), (following,), body, UpdateType.BOOKKEEPING))
+    draft.ops.append(update_op(COUNT, (step,), (following,), body, UpdateType.BOOKKEEPING))
     draft.next_state[step] = following
     return step
 
@@ -65,5 +66,5 @@ def _scheduled(draft: Draft, name: str, schedule: Callable[[Any], Any], step: Va
         )
     value = Variable(draft.names.new(name), (), np.dtype(np.float32))
     body = body_of(lambda n: [jnp.asarray(schedule(n), jnp.float32)], Type((), step.dtype))
-    draft.ops.append(update_op("schedule", (step,), (value,), body, UpdateType.BOOKKEEPING))
+    draft.ops.append(update_op(SCHEDULE, (step,), (value,), body, UpdateType.BOOKKEEPING))
     return value

@@ -12,6 +12,7 @@ from jax import lax
 
 from onward.core.jaxprs import current_axis
 from onward.core.lower import lower
+from onward.core.marks import WEIGH
 from onward.core.program import Program, Variable
 from onward.core.walk import prune
 
@@ -62,7 +63,7 @@ class LossFunction:
         assert program.loss is not None
         self.trained = tuple(trained)
         self.part = prune(program, [program.loss])
-        weighing = (op.inputs[1] for op in self.part.ops if op.type == "weigh")
+        weighing = (op.inputs[1] for op in self.part.ops if op.type is WEIGH)
         self.run = lower(self.part, [*self.part.outputs, *weighing])
         self.reads = (*self.part.state, *self.part.inputs)
 

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError, GraphError
+from onward.core.marks import UNSCALE
 from onward.core.program import Program, Variable
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
-from onward.derive.guard import UNSCALE
 
 Choice = bool | Where | Iterable[Where]
 
@@ -120,7 +120,7 @@ def seam_of(program: Program) -> dict[Variable, Variable]:
         while v is not None:
             found[v] = p
             op = made.get(v)
-            passes_on = op is not None and (op.made_by is Pass.COLLECTIVE or op.type == UNSCALE)
+            passes_on = op is not None and (op.made_by is Pass.COLLECTIVE or op.type is UNSCALE)
             place = op.outputs.index(v) if passes_on and op is not None else -1
             inputs = op.inputs if op is not None else ()
             before = inputs[place] if 0 <= place < len(inputs) else None

@@ -15,6 +15,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs import Type, body_of, current_axis
+from onward.core.marks import COUNT, WATCH
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
@@ -25,8 +26,6 @@ from onward.derive.watch.choice import Choice, Entry, Role, entries_of, variable
 from onward.derive.watch.look import Look, looking
 from onward.derive.watch.reading import Watching
 from onward.derive.watch.statistics import HERE, SCALARS, Over, Statistic, statistic_of
-
-WATCH = "watch"  # the type of the ops that look
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def watching_of(program: Program) -> tuple[tuple[Watching, Variable, Variable], 
     return tuple(
         (op.body, op.outputs[0], op.outputs[1])
         for op in program.ops
-        if op.type == WATCH and isinstance(op.body, Watching)
+        if op.type is WATCH and isinstance(op.body, Watching)
     )
 
 
@@ -166,7 +165,7 @@ def unwatched(program: Program) -> Program:
         >>> unwatched(watch(program, gradients=True)).ops == program.ops
         True
     """
-    if not any(op.type == WATCH for op in program.ops):
+    if not any(op.type is WATCH for op in program.ops):
         return program
     return replace(program, ops=tuple(op for op in program.ops if not isinstance(op.body, Watching)))
 
@@ -201,7 +200,7 @@ def _inserted(ops: Sequence[Op], more: Iterable[Op]) -> tuple[Op, ...]:
 
 def _counter(program: Program) -> Variable | None:
     """The state Variable that counts the updates."""
-    counts = (op for op in program.ops if op.type == "count" and op.made_by is Pass.UPDATE)
+    counts = (op for op in program.ops if op.type is COUNT and op.made_by is Pass.UPDATE)
     return next((op.inputs[0] for op in counts), None)
 
 

@@ -24,6 +24,7 @@ from hashlib import sha256
 from typing import Any
 
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError, UnreachedWarning
+from onward.core.marks import Mark
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import Recipe, recipe_of
@@ -270,7 +271,10 @@ def check_landing(cut: Split) -> Split:
 def _check_updates(program: Program, own: Sequence[Shard], routing: Routing) -> None:
     """Raise ``GraphError`` unless each part of a parameter is updated by one op of its rule."""
     following = {old.name: new for old, new in program.next_state.items()}
-    made = {op.type: [other for other in program.ops if other.type == op.type] for op in program.ops}
+    made: dict[str, list[Op]] = {}
+    for op in program.ops:
+        if not isinstance(op.type, Mark):
+            made.setdefault(op.type, []).append(op)
     landed: dict[str, set[Op]] = {}
     for shard in own:
         rule = routing[shard.parameter].optimizer

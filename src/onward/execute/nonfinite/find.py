@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from onward.core.marks import KEEP
 from onward.core.program import Program, Variable
 from onward.core.transform import replayed
 from onward.derive.check_finite import check_of, may_be_infinite
-from onward.derive.guard import KEEP, watched_by_update
+from onward.derive.guard import watched_by_update
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.nonfinite.finding import NonFinite, forward_of, source_of
@@ -46,7 +47,7 @@ def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> N
     origin = walk.first(run.program)
     if origin is None:
         return None
-    shown = {op.inputs[1]: op.outputs[0] for op in run.program.ops if op.type == KEEP}
+    shown = {op.inputs[1]: op.outputs[0] for op in run.program.ops if op.type is KEEP}
     spoilt = tuple(dict.fromkeys(shown.get(p.variable, p.variable).name for p in starts))
     return _told(run, origin, spoilt, devices)
 
@@ -58,7 +59,7 @@ def looked_at(program: Program, flags: Flags) -> list[Variable]:
     if check is None:
         watched = [*watched_by_update(program), *before]
     else:
-        before |= {op.inputs[1]: op.inputs[2] for op in program.ops if op.type == KEEP}
+        before |= {op.inputs[1]: op.inputs[2] for op in program.ops if op.type is KEEP}
         watched = [v for v in check.watched if v not in program.state or v in program.hyperparameters]
     if program.loss is None and not program.next_state:
         watched = list(program.outputs)

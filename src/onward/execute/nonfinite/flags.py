@@ -20,6 +20,7 @@ from onward.core.check import check
 from onward.core.compiler import compiled_alone
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.lower import lower
+from onward.core.marks import STACK
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass
@@ -75,7 +76,7 @@ def flagged(program: Program) -> Program:
         for v, row in zip(watched, rows, strict=True)
     ]
     body = body_of(lambda *xs: [jnp.stack(xs)[None]], *[Type((3,), np.dtype(np.bool_))] * len(rows))
-    return _returning(program, (*added, Op("stack", tuple(rows), (whole,), body, Pass.UPDATE)), (whole,))
+    return _returning(program, (*added, Op(STACK, tuple(rows), (whole,), body, Pass.UPDATE)), (whole,))
 
 
 def lifted(program: Program, wanted: Sequence[Variable]) -> Program:

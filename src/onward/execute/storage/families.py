@@ -10,12 +10,12 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from onward.core.marks import STACK, UNSTACK, gradient_type
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
 from onward.core.words import Pass
 
-STACK = "stack"
-ROWS = ("unstack", "stack_grad")
+_ROWS = (UNSTACK, gradient_type(STACK))
 _ROUNDS = 6
 
 
@@ -60,12 +60,12 @@ def families_of(program: Program) -> list[Family]:
 
 def is_stack(op: Op) -> bool:
     """Whether an op lays arrays of one type on top of each other."""
-    return op.type == STACK and op.outputs[0].shape == (len(op.inputs), *op.inputs[0].shape)
+    return op.type is STACK and op.outputs[0].shape == (len(op.inputs), *op.inputs[0].shape)
 
 
 def is_rows(op: Op) -> bool:
     """Whether an op hands out the rows of one array, each as an array of its own."""
-    if op.type not in ROWS or len(op.inputs) != 1:
+    if not any(op.type is rows for rows in _ROWS) or len(op.inputs) != 1:
         return False
     (whole,) = op.inputs
     return whole.shape[:1] == (len(op.outputs),) and all(v.shape == whole.shape[1:] for v in op.outputs)

@@ -12,6 +12,7 @@ import jax
 from jax import lax
 
 from onward.core.jaxprs import Body, Collected, Type, body_of
+from onward.core.marks import STACK
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass, UpdateType
@@ -187,7 +188,7 @@ class _Packing:
             name = self.names.new(f"stack({pattern_of([v.name for v in members])})")
             stack = replace(one, name=name, shape=(len(members), *one.shape))
             body = _stack(len(members), one.shape, one.dtype)
-            self.move("stack", tuple(map(self.value, members)), stack, body)
+            self.move(STACK, tuple(map(self.value, members)), stack, body)
             self.stacks[members] = stack
         return self.stacks[members]
 

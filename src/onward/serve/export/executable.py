@@ -82,7 +82,7 @@ def _written(function: Callable[..., Any], types: Sequence[Type], platforms: Seq
 
 def _reason(program: Program, error: Exception) -> str:
     said = " ".join(str(error).split())[:300]
-    effects = [op for op in program.ops if op.body.has_effects or "callback" in op.type]
+    effects = [op for op in program.ops if op.body.has_effects or "callback" in " ".join(op.body.primitives)]
     if effects:
         (op, *_) = effects
         where = f" at {op.source}" if op.source is not None and op.source.file else ""

@@ -14,6 +14,7 @@ import jax
 
 from onward.core.cost import cost
 from onward.core.described import DescribedBody, Description
+from onward.core.marks import MARKS, Mark
 from onward.core.program import Op, Program, Variable
 from onward.core.source import Source
 from onward.core.structure import Signature
@@ -83,13 +84,14 @@ class _Writer:
         body, like = op.primal or op.body, self._like(op)
         parts = {} if like is None else like.subprograms
         required: dict[str, Any] = {
-            "type": op.type,
+            "type": str(op.type),
             "inputs": self._numbers(op.inputs),
             "outputs": self._numbers(op.outputs),
             "pass": str(op.made_by),
             "operands": list(body.operands),
         }
         optional = {
+            "mark": isinstance(op.type, Mark) or None,
             "scope": op.scope,
             "attributes": dict(op.attributes),
             "line": self._line(op),
@@ -201,7 +203,7 @@ class _Reader:
     def _op(self, record: Mapping[str, Any]) -> Op:
         inputs, outputs = self._all(record["inputs"]), self._all(record["outputs"])
         return Op(
-            type=_text(record["type"]),
+            type=_type_of(record),
             inputs=inputs,
             outputs=outputs,
             body=DescribedBody(self._description(record, inputs, outputs)),
@@ -251,6 +253,12 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{str(value)[:40]!r} is no text")
     return value
+
+
+def _type_of(record: Mapping[str, Any]) -> str:
+    """The type of an op; files of release 0.1.0 do not tell which are marks."""
+    text, made_by = _text(record["type"]), record["pass"]
+    return Mark(text) if record.get("mark", made_by != Pass.FORWARD and text in MARKS) is True else text
 
 
 def _count(value: Any) -> int:
