@@ -13,9 +13,10 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 from onward.core.check import check
-from onward.core.errors import ArgumentError, RecipeError
+from onward.core.errors import ArgumentError, GraphError, RecipeError
 from onward.core.jaxprs import along
 from onward.core.program import Op, Program, Target, Variable
+from onward.core.structure import describe
 
 Arguments = ParamSpec("Arguments")
 
@@ -100,7 +101,13 @@ def transform(
         expect_program(program, function.__name__.strip("_"))
         values, options = tuple(map(_kept, args)), {key: _kept(value) for key, value in kwargs.items()}
         with _devices_of(program):
-            return remembered(program, function(program, *values, **options), applied, values, options)
+            result = function(program, *values, **options)
+            if not isinstance(result, Program):
+                raise GraphError(
+                    f"The transform {function.__name__!r} returned {describe(result)}; expected the "
+                    "Program that it makes. Change one with dataclasses.replace(program, ...) and return it."
+                )
+            return remembered(program, result, applied, values, options)
 
     return applied
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
-from onward.core.errors import UnknownNameError, nearest
+from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.program import Op, Program, Target, Variable
-from onward.core.transform import transform
+from onward.core.structure import describe
+from onward.core.transform import expect_program, transform
 from onward.core.words import Pass
 
 
@@ -26,11 +27,13 @@ Where = str | Variable | Named | Callable[[Variable], bool]
 
 def producers(program: Program) -> Mapping[Variable, Op]:
     """The op that gives each computed Variable its value."""
+    expect_program(program, "producers")
     return {v: op for op in program.ops for v in op.outputs}
 
 
 def consumers(program: Program) -> Mapping[Variable, tuple[Op, ...]]:
     """The ops that read each Variable."""
+    expect_program(program, "consumers")
     found: dict[Variable, list[Op]] = {}
     for op in program.ops:
         for v in op.inputs:
@@ -38,18 +41,24 @@ def consumers(program: Program) -> Mapping[Variable, tuple[Op, ...]]:
     return {v: tuple(ops) for v, ops in found.items()}
 
 
-def ancestors(program: Program, targets: Iterable[Variable]) -> set[Variable]:
-    """Every Variable that the targets depend on, the targets included."""
-    needed = set(targets)
+def ancestors(program: Program, targets: Where | Iterable[Where]) -> set[Variable]:
+    """Every Variable that the targets depend on, the targets included.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+    >>> sorted(v.name for v in ow.ancestors(program, "mul"))
+    ['mul', 'params', 'x']
+    """
+    needed = _found(program, targets, "ancestors")
     for op in reversed(program.ops):
         if not needed.isdisjoint(op.outputs):
             needed.update(op.inputs)
     return needed
 
 
-def descendants(program: Program, sources: Iterable[Variable]) -> set[Variable]:
+def descendants(program: Program, sources: Where | Iterable[Where]) -> set[Variable]:
     """Every Variable that depends on a source, the sources included."""
-    reached = set(sources)
+    reached = _found(program, sources, "descendants")
     for op in program.ops:
         if not reached.isdisjoint(op.inputs):
             reached.update(op.outputs)
@@ -58,6 +67,7 @@ def descendants(program: Program, sources: Iterable[Variable]) -> set[Variable]:
 
 def liveness(program: Program) -> list[set[Variable]]:
     """For each op, the computed Variables that are alive once it has run."""
+    expect_program(program, "liveness")
     alive = {*program.outputs, *program.next_state.values()}
     after: list[set[Variable]] = []
     computed = {v for op in program.ops for v in op.outputs}
@@ -85,7 +95,7 @@ def prune(program: Program, targets: str | Variable | Target | Sequence[str | Va
     needed = needed_ops(program, outputs)
     used = set(outputs).union(*(op.inputs for op in needed))
     differentiated = {op.of for op in needed}
-    ops = tuple(op if op.outputs and op.outputs[0] in differentiated else _primal_form(op) for op in needed)
+    ops = tuple(op if differentiated & {*op.outputs[:1]} else _primal_form(op, used) for op in needed)
     initializers = _initializers(program, used)
     used.update(v for op in initializers for v in (*op.inputs, *op.outputs))
     computed = {v for op in ops for v in op.outputs}
@@ -130,11 +140,14 @@ def needed_ops(program: Program, targets: Iterable[Variable]) -> list[Op]:
     ]
 
 
-def _primal_form(op: Op) -> Op:
-    """The op as it was before it saved residuals for its gradient op."""
+def _primal_form(op: Op, used: set[Variable]) -> Op:
+    """The op as it was before it saved residuals for its gradient op, unless one of these is used."""
     if op.primal is None:
         return op
-    return replace(op, outputs=op.outputs[: len(op.primal.out_avals)], body=op.primal, primal=None)
+    count = len(op.primal.out_avals)
+    if not used.isdisjoint(op.outputs[count:]):
+        return op
+    return replace(op, outputs=op.outputs[:count], body=op.primal, primal=None)
 
 
 def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Program:
@@ -180,6 +193,12 @@ def find(program: Program, target: Any) -> Variable:
     return program[name]
 
 
+def _found(program: Program, targets: Any, what: str) -> set[Variable]:
+    """The Variables that are meant; one of any Program stands for itself."""
+    expect_program(program, what)
+    return {t if isinstance(t, Variable) else find(program, t) for t in listed(targets)}
+
+
 def name_of(target: Any) -> str | None:
     """The name that a string, a Variable or a declaration stands for."""
     return target if isinstance(target, str) else getattr(target, "name", None)
@@ -188,6 +207,11 @@ def name_of(target: Any) -> str | None:
 def listed(choice: Any) -> list[Any]:
     """Several choices as a list; one alone as a list of one."""
     alone = isinstance(choice, str | Target) or hasattr(choice, "name") or callable(choice)
+    if not alone and not isinstance(choice, Iterable):
+        raise ArgumentError(
+            f"{describe(choice)} picks nothing; expected names, patterns such as 'layers/*/w', Variables, "
+            "or a predicate of them."
+        )
     return [choice] if alone else list(choice)
 
 

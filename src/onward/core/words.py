@@ -1,9 +1,21 @@
 """The closed sets of words that describe Variables and Ops."""
 
 from enum import StrEnum
+from typing import Any
+
+from onward.core.errors import UnknownNameError, nearest
 
 
-class Kind(StrEnum):
+class Words(StrEnum):
+    """A closed set of words, which says what is in it to who gives another one."""
+
+    @classmethod
+    def _missing_(cls, value: Any) -> None:
+        words = [str(word) for word in cls]
+        raise UnknownNameError(f"There is no {cls.__name__} {value!r}. {nearest(str(value), words)}")
+
+
+class Kind(Words):
     """What a Variable is for."""
 
     DATA = "data"
@@ -14,7 +26,7 @@ class Kind(StrEnum):
     GRADIENT = "gradient"
 
 
-class Placement(StrEnum):
+class Placement(Words):
     """Where a state Variable lives when a Program runs on many devices."""
 
     REPLICATED = "replicated"
@@ -22,7 +34,7 @@ class Placement(StrEnum):
     SHARDED = "sharded"
 
 
-class Pass(StrEnum):
+class Pass(Words):
     """The pass that made an Op."""
 
     FORWARD = "forward"
@@ -31,7 +43,7 @@ class Pass(StrEnum):
     UPDATE = "update"
 
 
-class UpdateType(StrEnum):
+class UpdateType(Words):
     """How far an update rule looks: what may be packed, sharded or cut is decided by this.
 
     ``ELEMENTWISE``: each number by itself. ``PER_MATRIX``: one parameter as a whole.

@@ -68,6 +68,11 @@ def by_name(program: Program, values: Any) -> dict[Variable, Any]:
     """Copies of values given by name, for some of the state."""
     if values is None:
         return {}
+    if not program.state:
+        raise ArgumentError(
+            f"{program.name} reads no parameters, so it takes none: init(). What it computes depends on "
+            "the data alone; if that is not meant, prune or trace a target that reads parameters."
+        )
     if not isinstance(values, Mapping):
         raise ArgumentError(
             f"{program.name} declares its parameters itself: init() makes them. To begin with your own, give "

@@ -14,6 +14,7 @@ import numpy as np
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Body, Collected, Type, body_of
 from onward.core.program import Variable
+from onward.core.structure import describe
 from onward.core.words import UpdateType
 from onward.derive.rule import GradientRule
 from onward.derive.update.loss import LossFunction
@@ -102,9 +103,11 @@ class Act:
         numbers = numbers_of(self.values, env, self.columns["parameter"])
         extra = (self.loss.at(env),) if self.loss else ()
         if self.rule.type is UpdateType.ACROSS:
-            made, following = self.rule.update(*map(tuple, columns), tuple(slots), numbers, *extra)
+            found = self.rule.update(*map(tuple, columns), tuple(slots), numbers, *extra)
+            made, following = _pair(self.rule, found, len(slots))
         else:
-            one, kept = self.rule.update(*(column[0] for column in columns), slots[0], numbers)
+            found = self.rule.update(*(column[0] for column in columns), slots[0], numbers)
+            one, kept = _pair(self.rule, found)
             made, following = (one,), (kept,)
         for own, new in zip(self.slots, following, strict=True):
             _expect_slots(self.rule, own, new)
@@ -145,7 +148,27 @@ def numbers_of(
     )
 
 
+def _pair(rule: Any, found: Any, parameters: int | None = None) -> tuple[Any, Any]:
+    """What an update returned, which has to be two things: each for every parameter, if it looks across."""
+    what = "the gradient" if isinstance(rule, GradientRule) else "the next parameter"
+    many = "" if parameters is None else f", each a tuple of {parameters}, one for each parameter"
+    fits = isinstance(found, tuple | list) and len(found) == 2
+    if fits and parameters is not None:
+        fits = all(isinstance(part, tuple | list) and len(part) == parameters for part in found)
+    if not fits:
+        raise GraphError(
+            f"{type(rule).__name__}.update returned {describe(found)}; expected two things: {what} and the "
+            f"next slots{many}. Without slots: return {what.rsplit(maxsplit=1)[-1]}, slots."
+        )
+    return found[0], found[1]
+
+
 def _expect_slots(rule: Any, own: Mapping[str, Slot], new: Mapping[str, Any]) -> None:
+    if not isinstance(new, Mapping):
+        raise GraphError(
+            f"{type(rule).__name__}.update returned {describe(new)} as the next slots; expected a dict by "
+            f"name, with {sorted(own) or 'none'}: return them as they came, or {{'name': array}}."
+        )
     if set(new) != set(own):
         raise GraphError(
             f"{type(rule).__name__} returned the slots {sorted(new)}, and its init made {sorted(own)}. "

@@ -13,7 +13,7 @@ number of 1.0 does not change when 0.001 is added to it, however often.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.core.errors import HyperparameterError
+from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs import Type
+from onward.core.structure import describe
 
 _FORMS = ("float32", "bfloat16", "float16", "int8")
 _BLOCK = 256
@@ -83,8 +84,18 @@ def kept(slot: Any, parameter: Any, form: str | None) -> Kept:
 def slots_of(rule: Any, parameter: Any, form: str | None) -> dict[str, Kept]:
     """What a rule keeps for a parameter of this shape and dtype, by name."""
     like = Type(parameter.shape, jnp.promote_types(parameter.dtype, np.float32))
-    types = jax.eval_shape(lambda p: dict(rule.init(p)), like)
+    types = jax.eval_shape(lambda p: _expect_mapping(rule, rule.init(p)), like)
     return {name: kept(used, like, form) for name, used in types.items()}
+
+
+def _expect_mapping(rule: Any, slots: Any) -> dict[str, Any]:
+    """The slots that a rule makes, which have to be arrays by name."""
+    if not isinstance(slots, Mapping) or not all(isinstance(name, str) for name in slots):
+        raise GraphError(
+            f"{type(rule).__name__}.init returned {describe(slots)}; expected a dict of arrays by name, such "
+            "as {'mean': jnp.zeros_like(parameter)}, or {} for a rule without slots."
+        )
+    return dict(slots)
 
 
 def dtype_word(dtype: Any) -> Any:

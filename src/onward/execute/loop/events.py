@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from math import inf
 from typing import Any
 
@@ -24,9 +23,10 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, nearest
 from onward.core.structure import describe
+from onward.core.words import Words
 
 
-class EventKind(StrEnum):
+class EventKind(Words):
     """When a callback is called."""
 
     BEGIN = "begin"
