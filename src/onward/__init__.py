@@ -49,7 +49,7 @@ from onward.core.errors import (
 from onward.core.homes import homes
 from onward.core.jaxprs import body_of
 from onward.core.program import Op, Program, Target, Variable
-from onward.core.show import show, summary_by_pass
+from onward.core.show import show
 from onward.core.transform import transform
 from onward.core.walk import ancestors, consumers, descendants, liveness, producers, prune
 from onward.core.words import Kind, Pass, Placement, UpdateType
@@ -185,7 +185,7 @@ from onward.explain.find_nonfinite import find_nonfinite
 from onward.explain.inspect.inspect import inspect
 from onward.explain.memory.memory import Beside, Memory, memory
 from onward.explain.profile.profile import Profile, profile
-from onward.explain.summary.summary import Summary, summary
+from onward.explain.summary.summary import Summary, summary, summary_by_pass
 from onward.explain.watched.plot import plot_watched
 from onward.explain.watched.tensorboard import TensorBoard, to_tensorboard
 from onward.serve.endpoint.endpoint import Endpoint

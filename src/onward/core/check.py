@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from onward.core.errors import GraphError
+from onward.core.errors import ArgumentError, GraphError
 from onward.core.placement import check_placement
 from onward.core.program import SEED, Op, Program, Variable
 from onward.core.words import Placement
+
+
+def expect_program(program: Any, what: str) -> None:
+    """Raise ``ArgumentError`` for what is no Program, such as the function to trace one from."""
+    if not isinstance(program, Program):
+        found = f"the function {getattr(program, '__name__', '')!r}" if callable(program) else repr(program)
+        raise ArgumentError(
+            f"{what} was given {found}; expected a Program. Make one: trace(function, params, *data), or "
+            "optimizer.minimize(function, params, *data)."
+        )
 
 
 def check(program: Program) -> Program:
@@ -22,6 +33,7 @@ def check(program: Program) -> Program:
     >>> ow.check(program) is program
     True
     """
+    expect_program(program, "check")
     known = _Known(program.name)
     known.give((*program.inputs, *program.state, *program.constants), "the head of the Program")
     for op in program.ops:

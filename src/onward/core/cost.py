@@ -25,11 +25,11 @@ from weakref import WeakKeyDictionary
 
 import jax
 
+from onward.core.check import expect_program
 from onward.core.described import DescribedBody
 from onward.core.flops import TRANSCENDENTAL, flops, has_rule
 from onward.core.jaxprs import Body, Call, Signature, Type
 from onward.core.program import Op, Program
-from onward.core.transform import expect_program
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from onward.core.check import expect_program
 from onward.core.program import Op, Program, Variable
-from onward.core.transform import expect_program
 from onward.core.walk import consumers, producers
 from onward.core.words import Kind, Pass
 

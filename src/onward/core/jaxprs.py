@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from onward.core.errors import TraceError
+from onward.core.errors import ArgumentError, TraceError
 from onward.core.keys import Same, key_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Replicas, Variable
@@ -559,7 +559,19 @@ def body_of(function: Callable[..., Any], *types: Any) -> Body:
         >>> [(t.shape, str(t.dtype)) for t in body.out_types]
         [((3,), 'float32')]
     """
+    if not callable(function) or not all(map(_has_type, types)):
+        kinds = ", ".join(type(x).__name__ for x in (function, *types))
+        raise ArgumentError(
+            f"body_of was given {kinds}; expected a function, and an array of numbers or a "
+            "jax.ShapeDtypeStruct((3, 4), jnp.float32) for each of its inputs."
+        )
     return Body(traced(function, *types))
+
+
+def _has_type(value: Any) -> bool:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind not in "OSUVmM"
+    return isinstance(value, jax.Array | Type)
 
 
 def joined(ops: Iterable[Op], given: Sequence[Variable], wanted: Sequence[Variable]) -> Body:

@@ -254,26 +254,6 @@ def _table(blocks: list[list[_Line]], source: bool) -> Iterator[str]:
             before = line.margin
 
 
-def summary_by_pass(program: Program) -> str:
-    """How many ops and how many bytes of results each pass has.
-
-    >>> import jax.numpy as jnp, onward as ow
-    >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
-    >>> print(ow.summary_by_pass(program))
-    pass        ops    results
-    forward       2       16 B
-    backward      3       28 B
-    update        2       16 B
-    """
-    rows = [f"{'pass':<10}{'ops':>5}{'results':>11}"]
-    for made_by in Pass:
-        ops = [op for op in program.ops if op.made_by is made_by]
-        if ops:
-            total = sum(map(nbytes, (v for op in ops for v in op.outputs)))
-            rows.append(f"{made_by:<10}{len(ops):>5}{human_bytes(total):>11}")
-    return "\n".join(rows)
-
-
 def nbytes(v: Variable) -> int:
     """The size of a value in bytes."""
     return int(prod(v.shape)) * int(v.dtype.itemsize)

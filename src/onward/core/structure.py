@@ -117,6 +117,21 @@ def path_keys(path: Sequence[Any]) -> tuple[str, ...]:
     return tuple(map(_key_name, path))
 
 
+def is_word(value: Any, words: Iterable[str]) -> bool:
+    """Whether a value is one of these texts, whatever else it may be.
+
+    >>> is_word("sum", ("sum", "mean")), is_word(np.ones(3), ("sum", "mean"))
+    (True, False)
+    """
+    return isinstance(value, str) and value in words
+
+
+def expect_flag(value: Any, what: str) -> None:
+    """Raise ``ArgumentError`` for what is neither True nor False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(f"{what} is {describe(value)}; expected True or False.")
+
+
 def describe(value: Any) -> str:
     """What a value is, in a few words.
 

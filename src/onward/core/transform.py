@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol
 
-from onward.core.check import check
-from onward.core.errors import ArgumentError, GraphError, RecipeError
+from onward.core.check import check, expect_program
+from onward.core.errors import GraphError, RecipeError
 from onward.core.jaxprs import along
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.structure import describe
@@ -110,16 +110,6 @@ def transform(
             return remembered(program, result, applied, values, options)
 
     return applied
-
-
-def expect_program(program: Any, what: str) -> None:
-    """Raise ``ArgumentError`` for what is no Program, such as the function to trace one from."""
-    if not isinstance(program, Program):
-        found = f"the function {getattr(program, '__name__', '')!r}" if callable(program) else repr(program)
-        raise ArgumentError(
-            f"{what} was given {found}; expected a Program. Make one: trace(function, params, *data), or "
-            "optimizer.minimize(function, params, *data)."
-        )
 
 
 def _devices_of(program: Program) -> AbstractContextManager[None]:

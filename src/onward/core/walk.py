@@ -7,10 +7,11 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
+from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.structure import describe
-from onward.core.transform import expect_program, transform
+from onward.core.transform import transform
 from onward.core.words import Pass
 
 
@@ -233,10 +234,21 @@ def select(variables: Sequence[Variable], where: Iterable[Where], what: str) -> 
 def _matches(variables: Sequence[Variable], by_name: Mapping[str, Variable], choice: Where) -> list[Variable]:
     name = name_of(choice)
     if name is None:
-        return [v for v in variables if callable(choice) and choice(v)]
+        return [v for v in variables if callable(choice) and _picks(choice, v)]
     if name in by_name:
         return [by_name[name]]
     return [v for v in variables if fnmatchcase(v.name, name)]
+
+
+def _picks(predicate: Callable[[Variable], bool], v: Variable) -> bool:
+    """Whether a predicate picks a Variable; ``ArgumentError`` if it cannot tell."""
+    try:
+        return bool(predicate(v))
+    except Exception as error:
+        raise ArgumentError(
+            f"The predicate {predicate!r} cannot tell whether it picks {v!r}: {type(error).__name__}: "
+            f"{error}. It takes a Variable, with name, shape, dtype and kind, and returns True or False."
+        ) from error
 
 
 def _nothing_found(choice: Where, by_name: Mapping[str, Variable], what: str) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.errors import TraceError
+from onward.core.errors import ArgumentError, TraceError
 from onward.core.jaxprs import body_of, read_jaxpr
 from onward.core.names import Names
 from onward.core.program import SEED, Op, Program, Variable
-from onward.core.structure import Signature, Static, Structure
+from onward.core.structure import Signature, Static, Structure, describe
 from onward.core.words import Kind
 from onward.define.arguments import Leaf, Specification, Type
 from onward.define.context import Context, Declared
@@ -138,11 +138,27 @@ def _initializers(context: Context, declared: dict[str, Variable]) -> tuple[Op, 
 
 def initialization(v: Variable, initializer: Callable[..., Any]) -> Op:
     """The operator that gives a Variable its first value: a function of the seed and of the name alone."""
+    if not callable(initializer):
+        raise ArgumentError(
+            f"The initializer of {v.name!r} is {describe(initializer)}; expected one of "
+            "onward.initializer, or a function (key, shape, dtype) -> array."
+        )
     salt = zlib.crc32(v.name.encode())
 
     def first(seed: Any) -> list[Any]:
         key = jax.random.fold_in(jax.random.key(seed), salt)
-        return [initializer(key, v.shape, v.dtype)]
+        try:
+            value = initializer(key, v.shape, v.dtype)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"The initializer of {v.name!r} cannot make shape {v.shape}: {error}. It is called as "
+                "initializer(key, shape, dtype)."
+            ) from error
+        if np.shape(value) != v.shape:
+            raise ArgumentError(
+                f"The initializer of {v.name!r} made {describe(value)}; expected an array of shape {v.shape}."
+            )
+        return [value]
 
     body, kept = body_of(first, Type(SEED.shape, SEED.dtype)).restricted([0])
     kind = getattr(initializer, "name", getattr(initializer, "__name__", "initialize")).strip("_")

@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, LossError, UnreachedWarning
 from onward.core.jaxprs import Body, Type, body_of
 from onward.core.marks import ONES, SUM, gradient_type
@@ -129,11 +130,13 @@ def gradients(
         >>> float(out[first]), float(out[second])
         (12.0, 12.0)
     """
+    expect_program(program, "gradients")
     expect_one_device(program, "a gradient")
     chosen = [find(program, t) for t in listed(targets)]
     wanted = [find(program, v) for v in listed(inputs)]
     seeds = [
-        None if g is None else find(program, g) for g in listed(target_gradients or [None] * len(chosen))
+        None if g is None else find(program, g)
+        for g in listed([None] * len(chosen) if target_gradients is None else target_gradients)
     ]
     _check_targets(chosen, wanted, seeds)
     backward = _Backward(program, wanted, ())

@@ -18,10 +18,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from onward.core.check import expect_program
 from onward.core.jaxprs import Body, Type, Wire, body_of, primitives_in
 from onward.core.marks import FENCE, SUM
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
+from onward.core.structure import is_word
 from onward.core.transform import transform
 from onward.core.words import Pass
 
@@ -66,7 +68,7 @@ def fence(program: Program, platform: str = "cpu") -> Program:
         >>> [v.name for v in fences(fence(program))]
         ['fenced(mul_2)', 'fenced(mul_5)']
     """
-    places = _places(program) if platform == "cpu" else ()
+    places = _places(program) if is_word(platform, ["cpu"]) else ()
     return _fenced(program, frozenset(places)) if places else program
 
 
@@ -78,7 +80,8 @@ def worth_fencing(program: Program, platform: str = "cpu") -> tuple[bool, str]:
         >>> worth_fencing(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3)))
         (False, 'no value that is read again and again builds on 2 others like it')
     """
-    if platform != "cpu":
+    expect_program(program, "worth_fencing")
+    if not is_word(platform, ["cpu"]):
         return False, f"only XLA's CPU compiler computes cheap values again; this is for {platform}"
     places = _places(program)
     if not places:
@@ -95,6 +98,7 @@ def fences(program: Program) -> tuple[Variable, ...]:
         >>> ow.fences(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3)))
         ()
     """
+    expect_program(program, "fences")
     return tuple(op.outputs[0] for op in program.ops if op.type is FENCE)
 
 

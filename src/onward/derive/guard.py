@@ -22,6 +22,7 @@ from onward.core.marks import CHECK, COUNT, FINITE, KEEP, SCHEDULE, STOP, UNSCAL
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
+from onward.core.structure import is_word
 from onward.core.transform import transform
 from onward.core.walk import producers, substitute
 from onward.core.words import Kind, Pass, UpdateType
@@ -58,7 +59,7 @@ def guard(program: Program, action: str = "skip") -> Program:
         >>> state.parameters.tolist(), int(state["skipped"]), int(state["step"])
         ([1.0, 1.0], 1, 0)
     """
-    if action not in ("skip", "stop"):
+    if not is_word(action, ("skip", "stop")):
         raise ArgumentError(f"guard: action is {action!r}; expected 'skip' or 'stop'.")
     return _stopping(program) if action == "stop" else skipping(program)[0]
 

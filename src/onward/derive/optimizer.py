@@ -20,8 +20,10 @@ from dataclasses import field
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
+from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, HyperparameterError
 from onward.core.program import Program, Variable
+from onward.core.structure import is_word
 from onward.core.walk import Where, listed, select
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
@@ -86,7 +88,7 @@ class Optimizer(Rule):
             group.of(self)  # refuses what the optimizer does not have
         object.__setattr__(self, "slot_dtype", dtype_word(self.slot_dtype))
         check_form(type(self).__name__, self.slot_dtype)
-        if self.low_precision not in _LOW_PRECISION:
+        if not is_word(self.low_precision, _LOW_PRECISION):
             raise HyperparameterError(
                 f"{type(self).__name__}: low_precision is {self.low_precision!r}; expected 'master', "
                 "'stochastic' or 'nearest'."
@@ -194,6 +196,7 @@ class Optimizer(Rule):
 
     def _trained(self, program: Program, chosen: Iterable[Where] | None) -> Iterable[Where] | None:
         """What is asked for, without what is frozen."""
+        expect_program(program, f"{type(self).__name__}.create_backward_pass")
         routing = Routing.of(self, program.parameters)
         if not any(route.frozen for route in routing):
             return chosen

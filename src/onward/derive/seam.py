@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import jax
 
-from onward.core.check import check
+from onward.core.check import check, expect_program
 from onward.core.errors import GraphError
 from onward.core.placement import expect_one_device
 from onward.core.program import Program, Variable
@@ -27,6 +27,7 @@ def forward_pass(program: Program) -> Program:
         >>> [op.type for op in ow.forward_pass(program).ops]
         ['mul', 'reduce_sum']
     """
+    expect_program(program, "forward_pass")
     return _forward_pass(unaccumulated(program))
 
 
@@ -53,6 +54,7 @@ def update_pass(program: Program) -> Program:
         >>> part.inputs, [op.type for op in part.ops]
         ((Variable('grad(w)', float32[3], gradient),), ['count', 'sgd'])
     """
+    expect_program(program, "update_pass")
     expect_one_device(program, "a cut along the gradients")
     program = unwatched(program)
     ops = tuple(op for op in program.ops if op.made_by is Pass.UPDATE)

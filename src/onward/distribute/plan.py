@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import overload
 
+from onward.core.check import expect_program
 from onward.core.columns import columns
 from onward.core.errors import GraphError
 from onward.core.jaxprs import Collective
@@ -133,6 +134,7 @@ def plan(program: Program | Split) -> Plan | Traffic:
     """
     if isinstance(program, Split):
         return traffic(program)
+    expect_program(program, "plan")
     replicas = program.replicas
     if replicas is None:
         raise GraphError(

@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.check import check
+from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs import Type, along, body_of
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
-from onward.core.transform import Origin, expect_program, recipe_of, transform
+from onward.core.structure import describe, is_word
+from onward.core.transform import Origin, recipe_of, transform
 from onward.core.walk import Where, listed, select, substitute
 from onward.core.words import Pass, Placement
 from onward.derive.accumulation.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
@@ -92,6 +93,10 @@ def replicate(
             "replicate(optimizer.minimize(loss, ...)). To evaluate on many devices, replicate the test "
             "Program: replicate(for_test(program))."
         )
+    if not isinstance(axis_name, str) or not axis_name:
+        raise ArgumentError(
+            f"replicate: axis_name is {describe(axis_name)}; expected a name, such as 'replicas'."
+        )
     count = jax.device_count() if devices is None else _checked(devices)
     if (how := accumulation_of(program)) is not None:
         expect_devices(program, count, merge.is_sum)
@@ -99,7 +104,7 @@ def replicate(
         named = example_weight if example_weight != WEIGHT or how.weight is None else how.weight
         spread = replicate(unaccumulated(program), count, merge, axis_name, sync_batch_norm, kept, named)
         return accumulated(spread, how.on_devices(spread))
-    if example_weight != WEIGHT:
+    if not is_word(example_weight, [WEIGHT]):
         select(program.inputs, [example_weight], "example_weight")
     split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
     weight = example_weight if example_weight in split else None

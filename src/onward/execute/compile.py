@@ -73,7 +73,7 @@ def compile(  # noqa: A001
             f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
             "optimizer.minimize(loss, params, *data) to train."
         )
-    switches = (("roll", roll), ("tune", tune), ("check_finite", check_finite))
+    switches = (("roll", roll), ("tune", tune), ("check_finite", check_finite), ("check_feeds", check_feeds))
     for word, value in switches:
         known = (True, False, None) if word == "roll" else (True, False)
         if not any(value is choice for choice in known):

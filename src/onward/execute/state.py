@@ -275,6 +275,8 @@ class State:
 
     def _position(self, name: str | Variable) -> int:
         name = name.name if isinstance(name, Variable) else name
+        if not isinstance(name, str):
+            raise UnknownNameError(f"{describe(name)} names nothing in the state; give a name or a Variable.")
         try:
             return self.layout.position[name]
         except KeyError:

@@ -19,13 +19,14 @@ from tqdm import tqdm
 
 from onward.core.extras import require
 from onward.core.program import Program
-from onward.core.show import headline, human_bytes, summary_by_pass
+from onward.core.show import headline, human_bytes
 from onward.core.walk import prune
 from onward.define.trace import trace
 from onward.derive.optimizers import Adam
 from onward.execute.compile import compile
 from onward.execute.state import State
 from onward.execute.step import Step
+from onward.explain.summary.summary import summary_by_pass
 
 Parameters: TypeAlias = dict[str, Any]
 BATCH = 64

@@ -16,6 +16,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program
+from onward.core.structure import expect_flag, is_word
 from onward.core.transform import Recipe, recipe_of, remembered
 from onward.core.walk import Where, select
 from onward.core.words import Placement
@@ -70,7 +71,8 @@ def accumulate(
     """
     recipe = recipe_of(program, *_PURPOSE)
     _expect_fit(program, recipe, steps)
-    if example_weight != WEIGHT:
+    expect_flag(is_sum, "accumulate: is_sum")
+    if not is_word(example_weight, [WEIGHT]):
         select(program.inputs, [example_weight], "example_weight")
     split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
     weight = example_weight if example_weight in split else None

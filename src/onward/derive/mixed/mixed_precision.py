@@ -17,6 +17,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError
 from onward.core.program import Program
+from onward.core.structure import is_word
 from onward.core.transform import Recipe, Step, recipe_of, transform
 from onward.core.walk import Where, listed
 from onward.derive.backward import append_backward
@@ -81,7 +82,7 @@ def mixed_precision(
         ('bfloat16[3,4]', 'bfloat16[8,4]', 'float32[3,4]', 'float32[]')
     """
     dtype = dtype_word(dtype)
-    if dtype not in _DTYPES:
+    if not is_word(dtype, _DTYPES):
         raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16' or 'float16'.")
     recipe = recipe_of(program, f"in {dtype}", "Compute in that dtype yourself")
     if any(step.function is lowered for step in recipe.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onward.core.errors import HyperparameterError
+from onward.core.structure import is_word
 from onward.derive.optimizer import Optimizer
 
 
@@ -19,7 +20,7 @@ def check_counts(optimizer: Optimizer, *names: str) -> None:
 def check_choice(optimizer: Optimizer, name: str, choices: tuple[str, ...]) -> None:
     """Raise ``HyperparameterError`` unless this field is one of the choices."""
     value = getattr(optimizer, name)
-    if value not in choices:
+    if not is_word(value, choices):
         listed = ", ".join(map(repr, choices))
         raise HyperparameterError(f"{type(optimizer).__name__}: {name} is {value!r}. Write one of {listed}.")
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
+from onward.core.check import expect_program
 from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
 from onward.core.program import Program, Variable
-from onward.core.transform import expect_program
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
 from onward.derive.recompute.activations import where

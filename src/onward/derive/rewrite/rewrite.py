@@ -53,7 +53,7 @@ def rewritten_ops(program: Program, platform: str) -> tuple[Op, ...]:
 
 
 def _rewritten(op: Op, platform: str) -> Op:
-    for rule in RULES.get(platform, ()):
+    for rule in RULES.get(str(platform), ()):
         body = rule(op.body)
         if body is not None:
             return replace(op, body=body)

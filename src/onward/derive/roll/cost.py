@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from onward.core.check import expect_program
 from onward.core.program import Program
 from onward.derive.roll.find import find_runs
 from onward.derive.roll.forward import forward_ops
@@ -67,6 +68,7 @@ def worth_rolling(program: Program) -> Verdict:
         >>> print(worth_rolling(ow.trace(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))).reason)
         6 layers of 3 ops: fewer than 12 layers gain too little from a loop
     """
+    expect_program(program, "worth_rolling")
     line = line_of(replace(program, ops=forward_ops(program)), frozenset(), frozenset())
     runs = find_runs(line).runs
     if not runs:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from onward.core.check import expect_program
 from onward.core.errors import GraphError, UnknownNameError, UnreachedWarning
 from onward.core.marks import ACCUMULATE, UNSTACK
 from onward.core.names import Names
@@ -140,6 +141,7 @@ def rolls_of(program: Program) -> tuple[Rolled, ...]:
         >>> ow.rolls_of(ow.roll(program))[0].times
         6
     """
+    expect_program(program, "rolls_of")
     found: list[Rolled] = []
     for op in program.ops:
         body = op.primal or op.body

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.core.errors import HyperparameterError, UnknownNameError
+from onward.core.errors import ArgumentError, HyperparameterError, UnknownNameError
 from onward.core.jaxprs import Type
 from onward.core.names import Names
 from onward.core.program import Variable
@@ -135,6 +135,8 @@ class Routing:
             UnknownNameError: the pattern of a group or rule that no parameter matches.
             HyperparameterError: two groups for one parameter.
         """
+        if not hasattr(type(optimizer), "minimize"):
+            raise ArgumentError(f"{describe(optimizer)} is no optimizer; expected one, such as Adam(1e-3).")
         routes: dict[str, Route] = {}
         sent: list[tuple[tuple[Route, Optimizer], Route]] = []
         main = Route("", optimizer)

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onward.core.check import expect_program
 from onward.core.columns import columns
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.core.show import human_bytes, nbytes, short_type
-from onward.core.transform import expect_program
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 from onward.derive.rules.decay import L1, L2, WeightDecay
 from onward.derive.update.groups import Route, Routing

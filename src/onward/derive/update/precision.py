@@ -26,7 +26,7 @@ from jax import lax
 
 from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs import Type
-from onward.core.structure import describe
+from onward.core.structure import describe, is_word
 
 _FORMS = ("float32", "bfloat16", "float16", "int8")
 _BLOCK = 256
@@ -104,13 +104,13 @@ def dtype_word(dtype: Any) -> Any:
         return dtype
     try:
         return np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         return dtype
 
 
 def check_form(what: str, form: object) -> None:
     """Raise ``HyperparameterError`` unless this says how slots are kept."""
-    if form is not None and form not in _FORMS:
+    if form is not None and not is_word(form, _FORMS):
         raise HyperparameterError(
             f"{what}: slot_dtype is {form!r}; expected {', '.join(map(repr, _FORMS))}, or None for what the "
             "rule asks for."

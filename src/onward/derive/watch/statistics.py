@@ -239,7 +239,7 @@ def statistic_of(choice: Any, bins: int) -> Statistic:
     """
     if isinstance(choice, Statistic):
         return choice
-    if choice == HISTOGRAM:
+    if isinstance(choice, str) and choice == HISTOGRAM:
         return Statistic(HISTOGRAM, partial(histogram, bins), shown=Histogram.of)
     if isinstance(choice, str) and choice in SCALARS:
         return SCALARS[choice]

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs import Type, body_of, current_axis
 from onward.core.marks import COUNT, WATCH
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
-from onward.core.transform import expect_program, transform
+from onward.core.structure import describe
+from onward.core.transform import transform
 from onward.core.walk import Where
 from onward.core.words import Pass, UpdateType
 from onward.derive.watch.choice import Choice, Entry, Role, entries_of, variables_of
@@ -104,6 +106,10 @@ def watch(
             'watch(program, "grad(*)", activations="block_*").'
         )
     chosen = [statistics] if isinstance(statistics, str | Statistic) else statistics
+    if not isinstance(chosen, Iterable):
+        raise ArgumentError(
+            f"watch: statistics is {describe(chosen)}; expected names, such as ['norm', 'max']."
+        )
     found = tuple(dict.fromkeys(statistic_of(s, int(bins)) for s in chosen))
     if len({s.name for s in found}) < len(found) or not found:
         raise ArgumentError(

@@ -23,10 +23,12 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
+from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError, UnreachedWarning
 from onward.core.marks import Mark
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
+from onward.core.structure import expect_flag
 from onward.core.transform import Recipe, recipe_of
 from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
@@ -186,6 +188,8 @@ def split(
     for what, count in (("servers", servers), ("trainers", trainers)):
         if not is_count(count):
             raise ArgumentError(f"split: {what} is {count!r}; expected how many, at least 1.")
+    expect_program(program, "split")
+    expect_flag(rows, "split: rows")
     expect_one_device(program, "a cut into trainers and servers")
     how = accumulation_of(program)
     recipe = recipe_of(program, "without its update", "Build it with optimizer.minimize").without(accumulated)

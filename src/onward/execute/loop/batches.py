@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import ArgumentError
-from onward.core.structure import describe
+from onward.core.structure import describe, expect_flag
 from onward.execute.spread import place_among_processes
 
 
@@ -75,6 +75,7 @@ class Batches:
             raise ArgumentError(f"batch_size is {describe(batch_size)}; expected a whole number, at least 1.")
         if not isinstance(seed, int | np.integer) or seed < 0:
             raise ArgumentError(f"seed is {describe(seed)}; expected a whole number, at least 0.")
+        expect_flag(drop_last, "drop_last")
         self.batch_size, self.shuffle, self.seed, self.parts = int(batch_size), shuffle, int(seed), parts
         self._length = self.examples // self.batch_size if drop_last else -(-self.examples // self.batch_size)
         if not self._length:

@@ -12,10 +12,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from onward.core.check import expect_program
 from onward.core.cost import cost
 from onward.core.liveness import lifetimes
 from onward.core.program import Op, Program
-from onward.core.transform import expect_program
 from onward.explain.diff.compare import Fact, Pair, compared, facts
 from onward.explain.diff.lines import headline
 from onward.explain.diff.match import Matching, match

@@ -12,9 +12,9 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
+from onward.core.check import expect_program
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
-from onward.core.transform import expect_program
 from onward.explain.draw.dot import dot_of
 from onward.explain.draw.page import notebook_of, page_of
 from onward.explain.draw.scene import Scene

@@ -39,10 +39,10 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 
+from onward.core.check import expect_program
 from onward.core.liveness import Array, lifetimes
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes
-from onward.core.transform import expect_program
 from onward.core.words import Kind, Pass
 from onward.derive.recompute.measure import results
 from onward.explain.memory.plot import Chart, Picture, Point, picture

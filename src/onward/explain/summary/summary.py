@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from onward.core.check import expect_program
 from onward.core.columns import columns
 from onward.core.cost import cost
 from onward.core.errors import ArgumentError, nearest
 from onward.core.program import Program
-from onward.core.show import headline
-from onward.core.transform import expect_program
+from onward.core.show import headline, human_bytes, nbytes
+from onward.core.structure import is_word
+from onward.core.words import Pass
 from onward.explain.summary.fold import folded
 from onward.explain.summary.html import html_of
 from onward.explain.summary.rows import Count, Row, rows_of, totals_of
@@ -51,8 +53,8 @@ class Summary:
         Raises:
             ArgumentError: a column that does not exist; the message names the nearest.
         """
-        if by not in NUMBERS:
-            raise ArgumentError(f"There is no column {by!r} of numbers. {nearest(by, NUMBERS)}")
+        if not is_word(by, NUMBERS):
+            raise ArgumentError(f"There is no column {by!r} of numbers. {nearest(str(by), NUMBERS)}")
         together = max if by == "live" else sum
         scopes = [list(rows) for _, rows in groupby(self.rows, lambda row: row.scope)]
         scopes.sort(key=lambda rows: -together(getattr(row, by) * row.times for row in rows))
@@ -112,6 +114,27 @@ def summary(program: Program, depth: int | None = 1, sort: str | None = None) ->
         headline(program), tuple(folded(rows_of(count, levels))), tuple(totals_of(count)), _notes(program)
     )
     return found.sorted(sort) if sort is not None else found
+
+
+def summary_by_pass(program: Program) -> str:
+    """How many ops and how many bytes of results each pass has.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+    >>> print(ow.summary_by_pass(program))
+    pass        ops    results
+    forward       2       16 B
+    backward      3       28 B
+    update        2       16 B
+    """
+    expect_program(program, "summary_by_pass")
+    rows = [f"{'pass':<10}{'ops':>5}{'results':>11}"]
+    for made_by in Pass:
+        ops = [op for op in program.ops if op.made_by is made_by]
+        if ops:
+            total = sum(map(nbytes, (v for op in ops for v in op.outputs)))
+            rows.append(f"{made_by:<10}{len(ops):>5}{human_bytes(total):>11}")
+    return "\n".join(rows)
 
 
 def _notes(program: Program) -> tuple[str, ...]:
