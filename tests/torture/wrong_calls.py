@@ -61,7 +61,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "object": object,
     "strange object": NoIterable,
     "function": lambda: lambda *args: None,
-    "class": lambda: dict,
+    "class": lambda: Exception,
     "module": lambda: np,
     "program": lambda: trained(),
     "optimizer": lambda: ow.SGD(0.1),
