@@ -20,8 +20,8 @@ import jax, numpy as np, onward as ow
 folder, merge, fate = sys.argv[1:]
 
 def network():
-    x, y, w = ow.data("x", (None, 6)), ow.data("y", (None, 1)), ow.data("example_weight", (None,))
-    return ow.layer.mse(ow.layer.fc(ow.layer.fc(x, 8, act="tanh"), 1), y, weights=w)
+    x, y, w = ow.data("x", (None, 6)), ow.data("y", (None, 2)), ow.data("example_weight", (None,))
+    return ow.layer.mse(ow.layer.fc(x, 2, act="tanh"), y, weights=w)
 
 def fail(event):
     if fate and event.step == 5 and jax.process_index() == 1 and not os.path.exists(f"{folder}/done"):
@@ -29,7 +29,7 @@ def fail(event):
         os.kill(os.getpid(), getattr(signal, fate))
 
 rng = np.random.default_rng(0)
-arrays = {"x": rng.normal(size=(22, 6)).astype("float32"), "y": rng.normal(size=(22, 1)).astype("float32")}
+arrays = {"x": rng.normal(size=(22, 6)).astype("float32"), "y": rng.normal(size=(22, 2)).astype("float32")}
 reader = ow.batches(arrays | {"example_weight": np.ones(22, "float32")}, 16, shuffle=True)
 trainer = ow.train(
     network, reader, optimizer=ow.Momentum(0.05), epochs=4, test=reader, devices=None,

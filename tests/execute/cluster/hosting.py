@@ -1,7 +1,7 @@
 """An engine without Ray: each object in threads of its own, which can die as a process does.
 
 Nothing of a host that died goes on: its threads stand still, without an exception, so that no ``finally``
-runs and files stay as they are, as when a process is killed. ``release`` ends them once nobody looks any more.
+runs and files stay as they are, as when a process is killed. In the end ``release`` ends them.
 """
 
 import asyncio
@@ -111,10 +111,12 @@ class Host:
             self.engine.lose(self)
 
     def begin(self, function, arguments):
+        """A call that waits on the event loop, which is open as long as the host is alive."""
         with self.lock:
-            if self.alive:
-                return asyncio.run_coroutine_threadsafe(self.wait(function, arguments), self.loop)
-        stand_still()
+            pending = self.alive and asyncio.run_coroutine_threadsafe(
+                self.wait(function, arguments), self.loop
+            )
+        return pending or stand_still()
 
     async def wait(self, function, arguments):
         if not self.alive:
