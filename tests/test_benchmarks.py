@@ -13,6 +13,7 @@ from typing import Any
 import benchmarks
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from benchmarks import accumulate_time, by_hand, harness, models, report, update_time
 from benchmarks.__main__ import BENCHMARKS, main
@@ -64,19 +65,31 @@ def compiler(name: str) -> AbstractContextManager[None]:
     return optimized() if name in POOLING else nullcontext()
 
 
+ONE_CONVOLUTION = {"channels": (2,), "size": 4, "batch": 2}
+
+
 @pytest.fixture
 def few_arrays_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a transformer the first and the last; of an MLP all, by SGD: half of the time went into Adam."""
+    """Of a transformer the first and the last; of an MLP the last layer, of a deep one all, by SGD.
+
+    Half of the time went into Adam.
+    """
 
     def few(**sizes: Any) -> Model:
         loss, params, data = transformer(**sizes)
         trained = {name: params[name] for name in ("places", "last")}
         return Model(lambda p, *batch: loss({**params, **p}, *batch), trained, data)
 
-    transformer, deep = models.transformer, "100-layer MLP"
+    def last(*args: Any, **sizes: Any) -> Model:
+        loss, params, data = mlp(*args, **sizes)
+        return Model(lambda p, *batch: loss([*params[:-1], *p], *batch), params[-1:], data)
+
+    mlp, transformer, deep, cnn = models.mlp, models.transformer, "100-layer MLP", "CNN, Momentum"
+    monkeypatch.setattr(models, "mlp", last)
     monkeypatch.setattr(models, "transformer", few)
     monkeypatch.setattr(update_time, "transformer", few)
     monkeypatch.setitem(WORKLOADS, deep, replace(WORKLOADS[deep], optimizer="SGD", rate=1e-4))
+    monkeypatch.setitem(WORKLOADS, cnn, replace(WORKLOADS[cnn], quick=ONE_CONVOLUTION))
 
 
 @pytest.fixture
@@ -230,12 +243,17 @@ OPTIMIZER_OF = {
     "transformer": ("SGD", 1e-1),
     "leaves": ("SGD", 1e-3),
 }
+SMALLER = {
+    "residual_mlp": {"layers": 2, "width": 4, "batch": 8},
+    "cnn": ONE_CONVOLUTION,
+    "leaves": {"count": 3},
+}
 
 
 def small(kind: str) -> Workload:
     work = next(work for work in WORKLOADS.values() if work.kind == kind).small
     optimizer, rate = OPTIMIZER_OF[kind]
-    return replace(work, optimizer=optimizer, rate=rate)
+    return replace(work, optimizer=optimizer, rate=rate, sizes=SMALLER.get(kind, work.sizes))
 
 
 def test_every_optimizer_of_a_workload_is_compared_with_other_libraries() -> None:
@@ -248,6 +266,17 @@ def expected_losses(kind: str) -> list[float]:
     return Local(REFERENCE, small(kind)).report.losses
 
 
+@pytest.fixture
+def nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What equinox begins with is replaced by the parameters of the model."""
+
+    def uniform(key: Any, shape: tuple[int, ...] = (), *args: Any, **options: Any) -> jax.Array:
+        return jnp.asarray(np.full(shape, 0.5, np.float32))
+
+    monkeypatch.setattr(jax.random, "uniform", uniform)
+
+
+@pytest.mark.usefixtures("nothing_is_drawn")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", OPTIMIZER_OF)
 @pytest.mark.parametrize("side", ["flax.nnx", "equinox"])

@@ -325,7 +325,7 @@ def test_the_two_projections_share_one_parameter_whose_gradients_are_summed():
         lengths = jnp.linalg.norm(a, axis=1) * jnp.linalg.norm(b, axis=1)
         return jnp.mean(((a * b).sum(1) / lengths - alike) ** 2)
 
-    of_a, of_b = jax.grad(cost, (0, 1))(model["projection"], model["projection"])
+    of_a, of_b = jax.jit(jax.grad(cost, (0, 1)))(model["projection"], model["projection"])
     np.testing.assert_allclose(machine.gradient("projection"), of_a + of_b, rtol=1e-4, atol=1e-6)
 
 

@@ -79,11 +79,11 @@ def squared(prediction, y):
 # ------------------------------------------------------------------------------------------ equinox
 
 
-def eqx_mlp(activation=jax.nn.relu):
+def eqx_mlp(activation=jax.nn.relu, depth=1):
     def loss(model, x, y):
         return squared(jax.vmap(model)(x), y)
 
-    return Case(loss, made(lambda key: eqx.nn.MLP(4, 1, 8, 2, activation, key=key), KEY), regression())
+    return Case(loss, made(lambda key: eqx.nn.MLP(4, 1, 8, depth, activation, key=key), KEY), regression())
 
 
 def eqx_sequential():
@@ -267,7 +267,7 @@ def nnx_with_rest():
 
 
 def haiku():
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8, 1])(x)))
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 1])(x)))
 
     def loss(params, x, y):
         return squared(net.apply(params, x), y)
@@ -293,7 +293,7 @@ def haiku_state():
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "eqx-mlp": eqx_mlp,
+    "eqx-mlp": partial(eqx_mlp, depth=2),
     "eqx-mlp-swish": partial(eqx_mlp, jax.nn.swish),
     "eqx-mlp-prelu": lambda: eqx_mlp(eqx.nn.PReLU()),
     "eqx-mlp-lambda": lambda: eqx_mlp(lambda x: jnp.sin(x)),
@@ -345,10 +345,14 @@ def training_program(case, optimizer):
 
 
 @cache
+def compiled(name, optimizer):
+    return ow.compile(training_program(case_of(name), OPTIMIZERS[optimizer][0]))
+
+
+@cache
 def trained_by_onward(name, optimizer):
     """The losses of five steps, and the State after them."""
-    case = case_of(name)
-    step = ow.compile(training_program(case, OPTIMIZERS[optimizer][0]))
+    case, step = case_of(name), compiled(name, optimizer)
     state = step.init(case.model) if case.state is None else step.init(case.model, case.state)
     losses = []
     for batch in case.batches:
@@ -434,8 +438,7 @@ def test_the_model_comes_back_as_it_was_passed_and_that_one_stays_usable(case):
 
 @pytest.mark.parametrize("case", WITH_STATE)
 def test_a_batch_of_another_size_goes_through_the_model_again(case):
-    case = case_of(case)
-    step = ow.compile(training_program(case, ow.SGD(0.05)))
+    step, case = compiled(case, TRAINED[case][-1]), case_of(case)
     x, y, *rest = case.batches[1]
     _, out = step(step.init(case.model, case.state), x[:3], y[:3], *rest)
     # without jit, flax.nnx would write into the state that it is given
@@ -460,14 +463,12 @@ def test_a_trained_equinox_model_predicts_with_its_static_leaves():
 
 
 def test_the_activation_of_an_equinox_model_is_static_and_compared():
-    case = case_of("eqx-mlp")
-    program = ow.SGD(0.1).minimize(case.loss, case.model, *case.batches[0])
-    assert [v.name for v in program.parameters] == [
+    case, step = case_of("eqx-mlp"), compiled("eqx-mlp", "sgd")
+    assert [v.name for v in step.program.parameters] == [
         f"layers/{i}/{part}" for i in range(3) for part in ("weight", "bias")
     ]
-    step = ow.compile(program)
     assert step.init(case.model).parameters.activation is case.model.activation
-    other = eqx_mlp(jax.nn.tanh).model
+    other = eqx_mlp(jax.nn.tanh, depth=2).model
     with pytest.raises(ow.ArgumentError, match=r"holds .* where the traced one holds .*trace again"):
         step.init(other)
 
@@ -540,8 +541,7 @@ def test_nnx_update_takes_the_trained_parameters():
 
 
 def test_random_keys_and_counters_of_nnx_are_carried_and_not_trained():
-    case = case_of("nnx-rest")
-    program = training_program(case, ow.SGD(0.1))
+    program = compiled("nnx-rest", "sgd").program
     kinds = {v.name: v.kind for v in program.state if v.name.startswith("rest/")}
     assert set(kinds.values()) == {ow.Kind.STATE}
     assert {name for name in kinds if "rngs" in name} == {
@@ -553,9 +553,9 @@ def test_random_keys_and_counters_of_nnx_are_carried_and_not_trained():
 
 
 def test_haiku_module_names_are_part_of_the_variable_names():
-    program = training_program(case_of("haiku"), ow.SGD(0.1))
+    program = compiled("haiku", "sgd").program
     names = [v.name for v in program.parameters]
-    assert names == [f"mlp/~/linear_{i}/{part}" for i in range(3) for part in ("b", "w")]
+    assert names == [f"mlp/~/linear_{i}/{part}" for i in range(2) for part in ("b", "w")]
 
 
 def test_a_frozen_layer_of_a_foreign_model_stays():

@@ -1,10 +1,12 @@
 """Every notebook runs from top to bottom, and ends in a picture.
 
 All run in one process, which imports once what they share; each begins without names, in a folder of its own.
-With ONWARD_NOTEBOOKS=FOLDER each one is written there as it ran, for the documentation.
+What measures or has pooling in it is compiled as users compile it. With ONWARD_NOTEBOOKS=FOLDER each one is,
+and is written there as it ran, for the documentation.
 """
 
 import os
+import re
 from pathlib import Path
 
 import jupytext
@@ -13,15 +15,15 @@ import pytest
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
+from tests.compiled import HASTE
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.py"))
-pytestmark = [
-    pytest.mark.usefixtures("optimized"),
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning"
-    ),
-]
+WRITTEN = os.environ.get("ONWARD_NOTEBOOKS")
+OPTIMIZED = re.compile(r"process_time|reduce_window|max_pool|\.pool\(")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning"
+)
 
 
 def test_there_are_notebooks():
@@ -29,7 +31,7 @@ def test_there_are_notebooks():
 
 
 @pytest.fixture(scope="module")
-def kernel(optimized):
+def kernel():
     """What the first notebook starts, and the first one behind a notebook that failed."""
     manager = AsyncKernelManager(kernel_name="python3")
     yield manager
@@ -44,16 +46,25 @@ def end(kernel):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook(path, kernel, tmp_path):
     notebook = jupytext.read(path)
-    execute(notebook, kernel, tmp_path)
-    if folder := os.environ.get("ONWARD_NOTEBOOKS"):
-        nbformat.write(notebook, Path(folder) / f"{path.stem}.ipynb")
+    execute(notebook, kernel, tmp_path, in_haste=not WRITTEN and not OPTIMIZED.search(path.read_text()))
+    if WRITTEN:
+        nbformat.write(notebook, Path(WRITTEN) / f"{path.stem}.ipynb")
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert any(map(is_picture, cells[-1].outputs))
 
 
-def execute(notebook, kernel, folder):
+BEFORE = """\
+%reset -f
+%cd -q {folder}
+%env {HASTE}={in_haste:d}
+__import__("jax").config.update("{switch}", {in_haste})
+"""
+
+
+def execute(notebook, kernel, folder, in_haste):
     """Run all cells behind one that forgets the names of the notebook before."""
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {folder}"))
+    before = BEFORE.format(folder=folder, HASTE=HASTE, switch=HASTE.lower(), in_haste=in_haste)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(before))
     client = NotebookClient(notebook, km=kernel, timeout=300)
     try:
         client.execute()

@@ -1,5 +1,10 @@
-"""The benchmark of parameter servers runs and says what it measured; how fast is never asked here."""
+"""The benchmark of parameter servers runs and says what it measured; how fast is never asked here.
 
+Ray runs the peers. Our servers and trainers are in threads of this process; what would go to a process of
+Ray's is pickled as Ray does. That they run on Ray is tested in ``tests/execute/cluster``.
+"""
+
+import copyreg
 import json
 
 import pytest
@@ -8,6 +13,10 @@ pytest.importorskip("ray")
 
 from benchmarks import parameter_server
 from benchmarks.parameter_server import main
+from ray import cloudpickle
+from tests.execute.cluster.hosting import ThreadLink, Threads, release
+
+from onward.execute.cluster.engine import Engine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -15,10 +24,34 @@ pytestmark = [
 ]
 
 
+ENGINES = {}
+
+
+class Pickled(Threads):
+    def spawn(self, factory, *arguments, **options):
+        ENGINES[id(self)] = self
+        factory, arguments = cloudpickle.loads(cloudpickle.dumps((factory, arguments)))
+        return super().spawn(factory, *arguments, **options)
+
+
+def there(engine, number):
+    return ThreadLink(ENGINES[engine], number)
+
+
+def by_number(link):
+    return there, (id(link.engine), link.number)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("benchmark") / "r.json"
-    return main(["--quick", "--rounds", "1", "--json", str(path)]), json.loads(path.read_text())
+    with Engine(memory=300 * 2**20), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameter_server, "Engine", Pickled)
+        patch.setitem(copyreg.dispatch_table, ThreadLink, by_number)
+        results = main(["--quick", "--rounds", "1", "--json", str(path)])
+    release()
+    ENGINES.clear()
+    return results, json.loads(path.read_text())
 
 
 def test_every_part_is_measured_and_written(written):

@@ -44,6 +44,7 @@ WEIGHTS = {
     "b": np.zeros(16, "float32"),
     "c": RNG.normal(size=(16, 3), scale=0.3).astype("float32"),
 }
+UNBIASED = {name: WEIGHTS[name] for name in "ac"}
 MLP = models.mlp((12, 8, 4), batch=16)
 TRANSFORMER = models.transformer(layers=1, d=16, heads=2, seq=4, batch=2)
 MODULE = equinox.nn.MLP(6, 3, 8, 1, key=jax.random.key(0))
@@ -232,27 +233,26 @@ def test_a_forward_program_can_be_minimized_later():
 
 
 def test_other_batches_are_traced_in_the_same_dtypes():
-    step = ow.compile(mixed_precision(ow.SGD(0.1).minimize(simple, WEIGHTS, X, LABELS), "float16"))
-    state, _ = step(step.init(WEIGHTS), X[:5], LABELS[:5])
+    step = ow.compile(mixed_precision(ow.SGD(0.1).minimize(simple, UNBIASED, X, LABELS), "float16"))
+    state, _ = step(step.init(UNBIASED), X[:5], LABELS[:5])
     assert step.traces == 1
     assert int(state["good_steps"]) == 1
 
 
 @pytest.mark.parametrize("dtype", MACHINE)
 def test_on_two_devices_as_on_one(dtype):
-    unbiased = {name: WEIGHTS[name] for name in "ac"}
-    program = ow.Momentum(0.1, 0.9).minimize(simple, unbiased, X, LABELS)
+    program = ow.Momentum(0.1, 0.9).minimize(simple, UNBIASED, X, LABELS)
     one = mixed_precision(program, dtype)
     inside, outside = ow.replicate(one, 2), mixed_precision(ow.replicate(program, 2), dtype)
     assert str(inside) == str(outside)
     states = []
     for p in (one, inside) if dtype == "bfloat16" else (one, inside, ow.replicate(one, 2, ow.Sharded())):
         step = ow.compile(p)
-        state = step.init(unbiased)
+        state = step.init(UNBIASED)
         for factor in (1, 1e9 if dtype == "float16" else 1, 1):
             state, _ = step(state, X * np.float32(factor), LABELS)
         states.append(state)
-        for name in unbiased:
+        for name in UNBIASED:
             np.testing.assert_allclose(state[name], states[0][name], atol=0.2 * MACHINE[dtype])
         if dtype == "float16":
             assert (int(state["skipped"]), float(state["loss_scale"])) == (1, 2.0**14)
@@ -279,20 +279,20 @@ def test_gradients_that_float16_does_not_hold_are_held_by_the_scale():
 
 
 def test_a_power_of_two_cancels_out():
-    program = ow.SGD(0.1).minimize(simple, WEIGHTS, X, LABELS)
+    program = ow.SGD(0.1).minimize(simple, UNBIASED, X, LABELS)
     programs = [mixed_precision(program, "bfloat16", scale=scale) for scale in (None, 2.0**20)]
-    plain, scaled = (first_step(p, (WEIGHTS,), (X, LABELS), ["grad(a)"])["grad(a)"] for p in programs)
+    plain, scaled = (first_step(p, (UNBIASED,), (X, LABELS), ["grad(a)"])["grad(a)"] for p in programs)
     assert np.array_equal(plain, scaled)
 
 
 def test_overflows_are_skipped_and_the_scale_follows_its_schedule():
     """Growth after 3 good steps in a row; batches 2, 3 and 8 overflow; against the rule written out."""
-    program = ow.Adam(0.1).minimize(simple, WEIGHTS, X, LABELS)
-    clipped = ow.clip_by_global_norm(ow.append_backward(ow.trace(simple, WEIGHTS, X, LABELS)), 1.0)
+    program = ow.Adam(0.1).minimize(simple, UNBIASED, X, LABELS)
+    clipped = ow.clip_by_global_norm(ow.append_backward(ow.trace(simple, UNBIASED, X, LABELS)), 1.0)
     clipped = ow.append_update(clipped, ow.Adam(0.1))
     for p in (program, clipped):
         step = ow.compile(mixed_precision(p, "float16", scale=1024.0, growth_every=3), donate=False)
-        state = step.init(WEIGHTS)
+        state = step.init(UNBIASED)
         scale, good, skipped = 1024.0, 0, 0
         for i in range(12):
             bad = i in (2, 3, 8)
@@ -302,16 +302,16 @@ def test_overflows_are_skipped_and_the_scale_follows_its_schedule():
             good, skipped = good % 3, skipped + bad
             found = [float(after[name]) for name in ("loss_scale", "good_steps", "skipped")]
             assert found == [scale, good, skipped]
-            same = [np.array_equal(after[n], state[n]) for n in (*WEIGHTS, "a/mean", "step")]
+            same = [np.array_equal(after[n], state[n]) for n in (*UNBIASED, "a/mean", "step")]
             assert all(same) if bad else not any(same)
             state = after
 
 
 def test_a_scale_that_is_too_large_at_first_comes_down():
     step = ow.compile(
-        mixed_precision(ow.SGD(0.1).minimize(simple, WEIGHTS, X, LABELS), "float16", scale=2.0**40)
+        mixed_precision(ow.SGD(0.1).minimize(simple, UNBIASED, X, LABELS), "float16", scale=2.0**40)
     )
-    state = step.init(WEIGHTS)
+    state = step.init(UNBIASED)
 
     @jax.jit
     def train(state):

@@ -296,12 +296,12 @@ def test_learning_rates_are_swept_in_one_compilation():
     )
     traces.clear()
     rates = [0.1, 0.01, 0.0]
-    states = step.init(w).sweep({"learning_rate": rates})
-    swept, _ = jax.jit(jax.vmap(step, (0, None)))(states, g)
+    first = begun(step, w)
+    swept, _ = jax.jit(jax.vmap(step, (0, None)))(first.sweep({"learning_rate": rates}), g)
     assert not traces
     found = {name: np.asarray(swept[name]).astype("float32") for name in swept}
     for i, rate in enumerate(rates):
-        one, _ = step(step.init(w).replace({"learning_rate": rate}), g)
+        one, _ = step(first.replace({"learning_rate": rate}), g)
         for name in one:
             np.testing.assert_allclose(
                 found[name][i],

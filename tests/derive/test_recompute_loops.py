@@ -51,8 +51,8 @@ LAYERS = {"w": list(STACKED), "scale": jnp.float32(1.1)}
 @cache
 def plain(name):
     if name == "looped":
-        return ow.Momentum(0.1).minimize(looped, LOOPED, X), LOOPED
-    return roll(ow.Momentum(0.1).minimize(unrolled, LAYERS, X)), LAYERS
+        return ow.SGD(0.1).minimize(looped, LOOPED, X), LOOPED
+    return roll(ow.SGD(0.1).minimize(unrolled, LAYERS, X)), LAYERS
 
 
 @cache

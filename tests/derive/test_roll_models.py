@@ -111,17 +111,15 @@ def attending():
 def encoder_decoder():
     def loss(params, x, y):
         for layer in params["encoder"]:
-            x = x + attention(layer["self"], normed(x), normed(x))
-            x = x + jax.nn.relu(apply(layer["up"], normed(x)))
+            x = x + attention(layer, normed(x), normed(x))
         z = y[::-1]
         for layer in params["decoder"]:
-            z = z + attention(layer["cross"], normed(z), x)
-            z = z + jax.nn.relu(apply(layer["up"], normed(z)))
+            z = z + attention(layer, normed(z), x)
         return squared(z, y)
 
     params = {
-        "encoder": [{"self": attending(), "up": dense()} for _ in range(3)],
-        "decoder": [{"cross": attending(), "up": dense()} for _ in range(4)],
+        "encoder": [attending() for _ in range(3)],
+        "decoder": [attending() for _ in range(4)],
     }
     return Case(loss, params, (X, Y), [3, 4])
 
@@ -241,8 +239,8 @@ def control_flow():
 class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
-        return x + nn.gelu(nn.Dense(WIDTH)(nn.LayerNorm()(x)))
+        x = x + nn.MultiHeadDotProductAttention(2, use_bias=False)(nn.LayerNorm(use_bias=False)(x))
+        return x + nn.gelu(nn.Dense(WIDTH)(nn.LayerNorm(use_bias=False)(x)))
 
 
 class LinenTransformer(nn.Module):

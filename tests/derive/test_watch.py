@@ -33,8 +33,8 @@ EVERYTHING = {
     "every": 3,
 }
 WATCHED = watch(BASE, **EVERYTHING)
-FEW = {"statistics": ["norm", "histogram"], "bins": 5, "every": 3}
-SOME = watch(BASE, "tanh", gradients=True, updates="a", parameters="a", **FEW)
+SOME = watch(BASE, "tanh", statistics=["norm", "histogram"], bins=5, every=3)
+SOME = watch(SOME, gradients=True, updates="a", parameters="a", statistics="norm", every=3)
 
 
 @cache

@@ -73,7 +73,7 @@ def test_a_resnet_agrees_with_the_step_by_hand():
 
 
 def test_a_merge_that_is_not_exact_is_caught():
-    case = multi_device._case("mlp", multi_device._MODELS["mlp"](2, True))
+    case = multi_device._case("mlp", models.mlp((8, 4), 4))
     with pytest.raises(AssertionError, match="apart"):
         multi_device.check_agreement(*sides(case, 1e-3, "power_sgd"))
 

@@ -35,20 +35,19 @@ def cnn(dtype):
 def transformer(dtype):
     x, y = inputs((3, 4), dtype)
     attend = ow.layer.attention if dtype == "float32" else in_double
-    h = x + attend(x, heads=2, causal=True, b={"key": False})
+    h = x + attend(x, heads=2, causal=True, b=False)
     return ow.layer.fc(jnp.mean(h, axis=1), 3, b=False), y
 
 
 def in_double(x, heads, causal, b):
     """Attention in the precision of x; that of JAX takes its softmax in float32."""
     q, k, v = (
-        ow.layer.fc(x, x.shape[-1], b=False).reshape(*x.shape[:2], heads, -1)
-        for _ in ("query", "key", "value")
+        ow.layer.fc(x, x.shape[-1], b=b).reshape(*x.shape[:2], heads, -1) for _ in ("query", "key", "value")
     )
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30) if causal else scores
     seen = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
-    return ow.layer.fc(seen.reshape(x.shape), x.shape[-1])
+    return ow.layer.fc(seen.reshape(x.shape), x.shape[-1], b=b)
 
 
 def lstm(dtype):
@@ -218,7 +217,8 @@ def test_gradients_of_one_step_in_single_precision(network, merge):
 def noisy():
     """What every kind of layer does at once: normalized by batch, dropped, counted."""
     x, y = inputs((6,), "float32")
-    h = ow.layer.dropout(ow.layer.batch_norm(ow.layer.fc(x, 5), name="norm"), 0.5, name="drop")
+    h = ow.layer.batch_norm(ow.layer.fc(x, 5, b=False), scale=False, offset=False, name="norm")
+    h = ow.layer.dropout(h, 0.5, name="drop")
     logits = ow.layer.fc(h, 3)
     hits = ow.state("hits", (), "int32")
     steps = ow.state("steps", (), "int32")

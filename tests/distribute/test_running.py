@@ -70,7 +70,8 @@ def noisy():
     x, y = ow.data("x", (None, 3)), ow.data("y", (None, 2))
     positive = ow.state("positive", (), "int32")
     ow.assign(positive, positive + jnp.sum(y > 0, dtype="int32"))
-    h = ow.layer.dropout(ow.layer.batch_norm(x, name="norm"), 0.5, name="drop")
+    h = ow.layer.batch_norm(x, scale=False, offset=False, name="norm")
+    h = ow.layer.dropout(h, 0.5, name="drop")
     out = ow.layer.fc(h, 2, name="last")
     return ow.layer.mse(out, y), {"out": out, "positive": jnp.sum(y > 0)}
 

@@ -274,7 +274,7 @@ def test_the_best_value_so_far_may_be_infinite():
 def matrices(params, x):
     for w in params:
         x = x + jnp.log(jnp.abs(x @ w) + 1)
-    return jnp.mean(x / jnp.max(x))
+    return jnp.mean(x)
 
 
 SQUARE = np.full((2, 2), 0.5, "float32")

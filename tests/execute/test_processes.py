@@ -1,12 +1,18 @@
 """One script, in one process or in several: equal results, and a peer that dies or hangs is named."""
 
-import subprocess
-import sys
+import os
+import signal
+from contextlib import redirect_stderr
+from io import BytesIO, TextIOWrapper
+from threading import Timer
 from time import monotonic
 
 import numpy as np
 import pytest
 
+from onward.shell.main import main
+
+LONGEST = 180.0  # seconds of one launch
 SCRIPT = """
 import os, signal, sys
 import jax, numpy as np, onward as ow
@@ -14,8 +20,8 @@ import jax, numpy as np, onward as ow
 folder, merge, fate = sys.argv[1:]
 
 def network():
-    x, y, w = ow.data("x", (None, 6)), ow.data("y", (None, 1)), ow.data("example_weight", (None,))
-    return ow.layer.mse(ow.layer.fc(ow.layer.fc(x, 8, act="tanh"), 1), y, weights=w)
+    x, y, w = ow.data("x", (None, 6)), ow.data("y", (None, 2)), ow.data("example_weight", (None,))
+    return ow.layer.mse(ow.layer.fc(x, 2, act="tanh"), y, weights=w)
 
 def fail(event):
     if fate and event.step == 5 and jax.process_index() == 1 and not os.path.exists(f"{folder}/done"):
@@ -23,7 +29,7 @@ def fail(event):
         os.kill(os.getpid(), getattr(signal, fate))
 
 rng = np.random.default_rng(0)
-arrays = {"x": rng.normal(size=(22, 6)).astype("float32"), "y": rng.normal(size=(22, 1)).astype("float32")}
+arrays = {"x": rng.normal(size=(22, 6)).astype("float32"), "y": rng.normal(size=(22, 2)).astype("float32")}
 reader = ow.batches(arrays | {"example_weight": np.ones(22, "float32")}, 16, shuffle=True)
 trainer = ow.train(
     network, reader, optimizer=ow.Momentum(0.05), epochs=4, test=reader, devices=None,
@@ -31,8 +37,7 @@ trainer = ow.train(
 )
 if jax.process_index() == 0:
     values = {name: np.asarray(trainer[name]) for name in trainer.state if name in trainer.model.state}
-    np.savez(f"{folder}/end.npz", **values)
-    print("test loss", trainer.history["test_loss"][-1])
+    np.savez(f"{folder}/end.npz", test_loss=trainer.history["test_loss"][-1], **values)
 """
 
 
@@ -44,8 +49,15 @@ def script(tmp_path_factory):
 
 
 def launch(script, folder, *options, merge="Average", fate=""):
-    command = [sys.executable, "-m", "onward", "launch", *options, str(script), str(folder), merge, fate]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+    """The status that ``onward launch`` ends with, and what it says; one that hangs is interrupted."""
+    late = Timer(LONGEST, os.kill, [os.getpid(), signal.SIGINT])
+    late.start()
+    try:
+        with redirect_stderr(TextIOWrapper(BytesIO(), write_through=True)) as said:
+            status = main(["launch", *options, str(script), str(folder), merge, fate])
+    finally:
+        late.cancel()
+    return status, said.buffer.getvalue().decode()
 
 
 def end(folder):
@@ -56,37 +68,36 @@ def end(folder):
 def together(script, tmp_path_factory):
     """What two processes make of it."""
     folder = tmp_path_factory.mktemp("together")
-    done = launch(script, folder, "-n", "2")
-    assert done.returncode == 0, done.stderr
-    return end(folder), done.stdout
+    status, said = launch(script, folder, "-n", "2")
+    assert status == 0, said
+    return end(folder)
 
 
 def test_two_processes_equal_one_with_two_devices(script, together, tmp_path):
-    done = launch(script, tmp_path, "-n", "1", "--devices", "2")
-    assert done.returncode == 0, done.stderr
-    expected, printed = together
+    status, said = launch(script, tmp_path, "-n", "1", "--devices", "2")
+    assert status == 0, said
     alone = end(tmp_path)
-    assert alone.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(alone[name], value, 1e-6, 1e-7)
-    assert float(printed.split()[-1]) == pytest.approx(float(done.stdout.split()[-1]), rel=1e-6)
+    assert alone.keys() == together.keys()
+    for name, value in together.items():
+        np.testing.assert_allclose(alone[name], value, 1e-6, 1e-7, err_msg=name)
+    assert float(together["test_loss"]) == pytest.approx(float(alone["test_loss"]), rel=1e-6)
 
 
 def test_one_is_killed_and_all_go_on_from_the_last_checkpoint(script, together, tmp_path):
-    done = launch(script, tmp_path, "-n", "2", "--restarts", "1", fate="SIGKILL")
-    assert done.returncode == 0, done.stderr
-    assert "PeerError" in done.stderr
-    assert "process 1 was killed by SIGKILL" in done.stderr
+    status, said = launch(script, tmp_path, "-n", "2", "--restarts", "1", fate="SIGKILL")
+    assert status == 0, said
+    assert "PeerError" in said
+    assert "process 1 was killed by SIGKILL" in said
     for name, value in end(tmp_path).items():
-        np.testing.assert_array_equal(value, together[0][name])
+        np.testing.assert_array_equal(value, together[name], err_msg=name)
 
 
 def test_one_is_stopped_and_the_other_names_it_within_the_deadline(script, tmp_path):
     begun = monotonic()
-    done = launch(script, tmp_path, "-n", "2", "--deadline", "6", merge="Sharded", fate="SIGSTOP")
-    assert done.returncode != 0
+    status, said = launch(script, tmp_path, "-n", "2", "--deadline", "6", merge="Sharded", fate="SIGSTOP")
+    assert status != 0
     assert monotonic() - begun < 60
-    [message] = [line for line in done.stderr.splitlines() if "PeerError: " in line]
+    [message] = [line for line in said.splitlines() if "PeerError: " in line]
     assert message.startswith("[0] ")
     assert "Process 1" in message
     assert "it died or was stopped" in message

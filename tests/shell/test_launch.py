@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from onward.core.errors import ArgumentError
-from onward.shell.launch import gang
+from onward.shell.launch import gang, worker
 from onward.shell.launch.gang import Ending, Gang, Signals, blamed, name_of
 from onward.shell.launch.launch import environment, shares
 from onward.shell.launch.printer import tagged
@@ -103,6 +103,13 @@ def start(surroundings):
         process.stdout.close()
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """What is left of a gang has nothing more to say, and is ended soon."""
+    monkeypatch.setattr(gang, "FAILED", ((0.5, signal.SIGTERM), (1.0, signal.SIGKILL)))
+    monkeypatch.setattr(gang, "ENDED", ((0, signal.SIGTERM), (0.5, signal.SIGKILL)))
+
+
 def is_running(pid):
     with suppress(ProcessLookupError):
         os.kill(pid, 0)
@@ -182,7 +189,7 @@ print("whole", step().tolist())
     assert [x for x in err if x.startswith("[1] onward.core.errors.PeerError") and "Process 0 (pid" in x]
 
 
-def test_a_stopped_process_is_named_within_the_deadline(run, script):
+def test_a_stopped_process_is_named_within_the_deadline(run, script, quick):
     path = script(SUM + "print(os.getpid())\nif here == 1: os.kill(os.getpid(), signal.SIGSTOP)\nstep()")
     status, out, err = run("-n", 2, "--devices", 1, "--deadline", 4, script=path)
     assert status == GAVE_UP
@@ -223,7 +230,7 @@ jax.distributed.initialize({address!r}, 2, int(sys.argv[1]), coordinator_bind_ad
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_process_whose_data_ran_out_is_named_at_once(run, script, first):
+def test_a_process_whose_data_ran_out_is_named_at_once(run, script, quick, first):
     path = script(SUM + f"if here != {first}: step()")
     begun = time.monotonic()
     status, _, err = run("-n", 2, "--devices", 1, script=path)
@@ -289,13 +296,12 @@ atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Own()))).__name__))
     assert out == [f"1 {[str(link), '--help']} {tmp_path} {link} False", "True True", "Own"]
 
 
-def test_a_worker_is_not_started_by_hand():
-    done = subprocess.run(
-        [sys.executable, "-m", "onward.shell.launch.worker", "train.py"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr.strip()) == (
-        1,
-        "onward.shell.launch.worker is started by the launcher: onward launch -n 2 script.py",
+def test_a_worker_is_not_started_by_hand(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(SystemExit) as end:
+        worker.main()
+    assert end.value.code == (
+        "onward.shell.launch.worker is started by the launcher: onward launch -n 2 script.py"
     )
 
 
@@ -367,12 +373,6 @@ def test_when_nobody_reads_any_more(start, script):
 
 
 # ---------------------------------------------------------------------------- a gang of anything
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(gang, "FAILED", ((0.5, signal.SIGTERM), (1.0, signal.SIGKILL)))
-    monkeypatch.setattr(gang, "ENDED", ((0, signal.SIGTERM), (0.5, signal.SIGKILL)))
 
 
 def gang_of(*codes, signals=None):

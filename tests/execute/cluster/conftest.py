@@ -1,6 +1,7 @@
 """One Ray for all tests of this folder; where it is asked for, one graph for all hosts in threads."""
 
 import pytest
+from tests.execute.cluster import hosting
 from tests.execute.cluster.on_threads import remembering
 
 from onward.execute.cluster import run, servers, worker
@@ -37,3 +38,10 @@ def short_pauses(monkeypatch, request):
     if "ray_here" not in request.fixturenames:
         for module, name in ((run, "_LOOK"), (servers, "PAUSE"), (worker, "PAUSE")):
             monkeypatch.setattr(module, name, 0.03)
+
+
+@pytest.fixture(autouse=True)
+def released():
+    """Hosts in threads that died hold nothing any more when a test has ended."""
+    yield
+    hosting.release()

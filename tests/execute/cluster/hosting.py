@@ -1,7 +1,7 @@
 """An engine without Ray: each object in threads of its own, which can die as a process does.
 
-Nothing of a host that died goes on: its threads stand still for ever, without an exception, so that no
-``finally`` runs and files stay as they are, as when a process is killed.
+Nothing of a host that died goes on: its threads stand still, without an exception, so that no ``finally``
+runs and files stay as they are, as when a process is killed. In the end ``release`` ends them.
 """
 
 import asyncio
@@ -14,7 +14,13 @@ from contextlib import suppress
 from onward.execute.cluster.link import Unreachable
 
 AWAY = 0.05  # seconds until one that was lost is started again
+LAST = 10.0  # seconds that threads have to end
 HERE = threading.local()
+DEAD = []
+
+
+class Released(SystemExit):
+    """Ends the threads of a host that died; an event loop lets no other exception through."""
 
 
 def here():
@@ -24,7 +30,18 @@ def here():
 
 def stand_still():
     """What becomes of the threads of a host that died."""
-    threading.Event().wait()
+    here().over.wait()
+    raise Released
+
+
+def release():
+    """End the threads of all hosts that died, and let go of what they hold."""
+    hosts = {DEAD.pop() for _ in range(len(DEAD))}
+    for host in hosts:
+        host.over.set()
+    for thread in threading.enumerate():
+        if getattr(thread, "host", None) in hosts:
+            thread.join(LAST)
 
 
 class Host:
@@ -34,18 +51,37 @@ class Host:
         self.engine, self.number = engine, number
         self.factory, self.arguments = factory, arguments
         self.alive, self.stopped = True, False
+        self.over, self.lock = threading.Event(), threading.Lock()
         self.open = set()
         self.loop = asyncio.new_event_loop()
         self.hosted = Future()
-        self.start(self.loop.run_forever)
+        self.start(self.serve)
         self.start(self.make)
 
     def start(self, function, *arguments):
         def run():
             HERE.host = self
-            function(*arguments)
+            with suppress(Released):
+                function(*arguments)
 
-        threading.Thread(target=run, daemon=True).start()
+        thread = threading.Thread(target=run, daemon=True)
+        thread.host = self
+        thread.start()
+
+    def serve(self):
+        with suppress(Released):
+            self.loop.run_forever()
+        while self.loop._ready or asyncio.all_tasks(self.loop):
+            self.turn()
+        self.loop.close()
+
+    def turn(self):
+        """What is ready, once, and nobody waits on for anything."""
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)
+        with suppress(Released):
+            self.loop.run_forever()
 
     def make(self):
         try:
@@ -65,7 +101,7 @@ class Host:
         try:
             function = getattr(self.hosted.result(), method)
             if inspect.iscoroutinefunction(function):
-                found = asyncio.run_coroutine_threadsafe(function(*arguments), self.loop).result()
+                found = self.begin(function, arguments).result()
             else:
                 found = function(*arguments)
             self.settle(result, found, None)
@@ -73,6 +109,19 @@ class Host:
             self.settle(result, None, error)
         if method == self.engine.dies_after:
             self.engine.lose(self)
+
+    def begin(self, function, arguments):
+        """A call that waits on the event loop, which is open as long as the host is alive."""
+        with self.lock:
+            pending = self.alive and asyncio.run_coroutine_threadsafe(
+                self.wait(function, arguments), self.loop
+            )
+        return pending or stand_still()
+
+    async def wait(self, function, arguments):
+        if not self.alive:
+            stand_still()
+        return await function(*arguments)
 
     def settle(self, result, found, error):
         if self.stopped and self.alive:
@@ -88,16 +137,14 @@ class Host:
             result.set_exception(Unreachable("it was killed"))
 
     def die(self):
-        self.alive = False
+        with self.lock:
+            if not self.alive:
+                return
+            self.alive = False
+            self.loop.call_soon_threadsafe(stand_still)
         for result in list(self.open):
             self.fail(result)
-        self.loop.call_soon_threadsafe(self.stand_still)
-
-    def stand_still(self):
-        """The loop itself, which gives back its three files: a process has no more than so many."""
-        for part in (self.loop._selector, self.loop._ssock, self.loop._csock):
-            part.close()
-        stand_still()
+        DEAD.append(self)
 
 
 class Call:

@@ -440,7 +440,7 @@ def cross_entropy(params, images, labels):
     return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
 
 
-EPOCHS, BATCH = 40, 64
+EPOCHS, BATCH = 16, 64
 
 
 @pytest.fixture(scope="module")
@@ -458,7 +458,7 @@ def recognized():
         return [(images[part], labels[part]) for part in np.split(order, per_epoch)]
 
     def rate(step):
-        return 0.0025 * (1 + jnp.cos(jnp.pi * step / (EPOCHS * per_epoch)))
+        return 0.003 * (1 + jnp.cos(jnp.pi * step / (EPOCHS * per_epoch)))
 
     guess = jax.jit(lambda params, images: predict(params, images).argmax(1))
 
