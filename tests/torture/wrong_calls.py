@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ def calls() -> Iterator[Call]:
     yield Call("split", ow.split, (whole, 2))
     yield Call("diff", ow.diff, (program, whole))
     yield Call("inspect", ow.inspect, (lambda p, x: {k: v - 0.1 for k, v in p.items()}, PARAMS, X))
-    yield Call("body_of", ow.body_of, (lambda x: [x + 1], X))
+    yield Call("body_of", partial(ow.body_of, lambda x: [x + 1]), (X,))
     yield Call("step", step(), (step().init(PARAMS), X, Y))
     yield Call("init", step().init, (PARAMS,))
     yield Call("fetch", step().init(PARAMS).__getitem__, ("w",))
