@@ -94,7 +94,7 @@ def test_what_has_pooling_is_compiled_with_all_optimizations():
     pooling = re.compile(r"reduce_window|max_pool|\.pool\((?!.*global)")
     named = [path for path in (ROOT / "tests").rglob("*.py") if pooling.search(path.read_text())]
     hasty = [path.name for path in named if "optimized" not in path.read_text().lower()]
-    assert hasty == ["plant.py"], hasty  # a pool of threads
+    assert not hasty, hasty
 
 
 def test_the_links_of_the_readme_lead_to_files():
