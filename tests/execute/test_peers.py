@@ -433,6 +433,14 @@ JUDGED = {
     "silent at first": (view(Word(), step=1, age=5), "ago, before its first step: it died"),
     "silent for a few steps": (view(Word(15, 14), age=5), "5.0 s ago, after step 17: it died"),
     "without a label": (view(Word(18, 17)), "feeds nothing that has a name in step 18, and this one x."),
+    "another Program": (
+        view(Word(18, 17, text="Program aa, x [4]"), label="Program bb, x [4]"),
+        "feeds Program aa, x [4] in step 18, and this one Program bb, x [4]: these are different Programs",
+    ),
+    "another shape for the same Program": (
+        view(Word(18, 17, text="Program aa, x [4]"), label="Program aa, x [8]"),
+        "feeds Program aa, x [4] in step 18, and this one Program aa, x [8]. ",
+    ),
     "the gravest first": (
         view(Word(17, 17), INSIDE, Word(17, 17, Status.FAILED, "OSError: no")),
         "Process 3 (pid 4243 on host3) was ended after step 17 by an error: OSError: no. Process 1 (pid",

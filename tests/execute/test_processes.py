@@ -24,15 +24,19 @@ def network():
     return ow.layer.mse(ow.layer.fc(x, 2, act="tanh"), y, weights=w)
 
 def fail(event):
-    if fate and event.step == 5 and jax.process_index() == 1 and not os.path.exists(f"{folder}/done"):
+    if event.step != 5 or jax.process_index() != 1 or not fate.startswith("SIG"):
+        return
+    if not os.path.exists(f"{folder}/done"):
         open(f"{folder}/done", "w").close()
         os.kill(os.getpid(), getattr(signal, fate))
 
 rng = np.random.default_rng(0)
 arrays = {"x": rng.normal(size=(22, 6)).astype("float32"), "y": rng.normal(size=(22, 2)).astype("float32")}
 reader = ow.batches(arrays | {"example_weight": np.ones(22, "float32")}, 16, shuffle=True)
+own = jax.process_index() * (fate == "parts")
+rate = (lambda step: 0.05 + own) if fate else 0.05
 trainer = ow.train(
-    network, reader, optimizer=ow.Momentum(0.05), epochs=4, test=reader, devices=None,
+    network, reader, optimizer=ow.Momentum(rate), epochs=4, test=reader, devices=None,
     merge=getattr(ow, merge)(), checkpoints=ow.Checkpoints(folder, every=2), resume=True, callbacks=[fail],
 )
 if jax.process_index() == 0:
@@ -101,3 +105,10 @@ def test_one_is_stopped_and_the_other_names_it_within_the_deadline(script, tmp_p
     assert message.startswith("[0] ")
     assert "Process 1" in message
     assert "it died or was stopped" in message
+
+
+def test_processes_whose_rates_differ_do_not_train_on(script, tmp_path):
+    status, said = launch(script, tmp_path, "-n", "2", fate="parts")
+    assert status != 0
+    assert "these are different Programs. All processes run the same one" in said, said
+    assert not (tmp_path / "end.npz").exists()

@@ -16,6 +16,7 @@ from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
 from onward.core.words import Placement
 from onward.derive.watch.watch import watching_of
+from onward.distribute.split.outline import fingerprint
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
@@ -64,6 +65,7 @@ class Executable:
         self._first = list(range(len(self._reused)))
         self._deadline = deadline
         self._peers: Peers | None = None
+        self._fingerprint = ""  # of what all processes have to run alike
         self._compiled: jax.stages.Compiled | None = None
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -101,6 +103,7 @@ class Executable:
         self._compiled = jitted.lower(*types).compile(compiler_options())
         if self._spread is not None and self._spread.is_shared:
             self._peers = Peers.meet(self._deadline)
+            self._fingerprint = fingerprint(self.program)
 
     def _type(self, v: Variable) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(whole_shape(v, self.program.replicas), v.dtype)
@@ -174,7 +177,7 @@ class Executable:
     ) -> tuple[Sequence[Any], Any, list[Any]]:
         """Run in all processes, none of which waits for another longer than until the deadline."""
         shapes = zip(self.program.inputs, values, strict=True)
-        label = ", ".join(f"{v.name} {list(x.shape)}" for v, x in shapes)
+        label = ", ".join((f"Program {self._fingerprint}", *(f"{v.name} {list(x.shape)}" for v, x in shapes)))
         changed, results = peers.run(partial(self._run_compiled, own, values), self._deadline, label)
         return own, changed, self._spread.local(results)  # type: ignore[union-attr]
 

@@ -46,6 +46,10 @@ GONE = frozenset({Kind.FAILED, Kind.DEAD, Kind.SILENT, Kind.FINISHED, Kind.GAVE_
 HOPELESS = frozenset({Kind.FAILED, Kind.DEAD, Kind.MISMATCHED, Kind.FINISHED, Kind.GAVE_UP})
 ON_THE_WAY = frozenset({Kind.ABSENT, Kind.LATE})
 
+_OTHER_PROGRAM = (
+    ": these are different Programs. All processes run the same one: the same network, optimizer and rates, "
+    "and no constant, shape or seed within it that depends on the process"
+)
 _ADVICE = {
     Kind.FAILED: _RESTART,
     Kind.DEAD: _RESTART,
@@ -155,7 +159,8 @@ def _deed(view: View, kind: Kind, heard: Heard) -> str:
         case Kind.SILENT:
             return f"was last heard of {view.now - heard.at:.1f} s ago, {where}: it died or was stopped"
         case Kind.MISMATCHED:
-            return f"feeds {text or 'nothing that has a name'} in step {step}, and this one {view.label}"
+            deed = f"feeds {text or 'nothing that has a name'} in step {step}, and this one {view.label}"
+            return deed + _OTHER_PROGRAM * (_program(text) != _program(view.label))
         case Kind.FINISHED:
             return f"came to its end {where}, and takes no part in step {step}"
         case Kind.ABSENT:
@@ -163,6 +168,11 @@ def _deed(view: View, kind: Kind, heard: Heard) -> str:
             return f"is alive and has not begun step {step}, which this one waits in: {wants}"
         case _:
             return f"gave up {where}: {text}"
+
+
+def _program(label: str) -> str:
+    """What a label begins with: which Program it is that runs."""
+    return label.partition(",")[0] if label.startswith("Program ") else ""
 
 
 def _where(word: Word, step: int) -> str:
