@@ -86,6 +86,20 @@ def test_an_activation_that_was_asked_for_comes_at_once(model):
     assert evaluator.activation("hidden") is out["hidden"]
 
 
+@pytest.mark.parametrize("name", ["hidden", "last"])
+def test_an_activation_is_that_of_the_request_though_its_array_is_filled_again(model, name):
+    evaluator, x = ow.Evaluator(model), X.copy()
+    evaluator.forward(x=x)
+    x[:] = 100
+    p = model.parameters
+    expected = {"hidden": jax.nn.relu(X @ p["hidden/w"] + p["hidden/b"]), "last": predict(p, X)}
+    found = evaluator.activation(name)
+    close(found, expected[name])
+    assert evaluator.activation(name) is found
+    evaluator.forward(x=x)
+    assert not np.allclose(evaluator.activation(name), found)
+
+
 def test_gradients_are_those_of_jax(model):
     machine = ow.GradientMachine(model, activations=["last"])
     out = machine.backward(X, Y)
@@ -189,7 +203,10 @@ def test_several_outputs_those_that_can_be():
 def test_data_may_be_a_container():
     program = ow.trace(lambda p, d: jnp.sum(p * d["a"]) + d["b"], jnp.ones(2), {"a": jnp.ones(2), "b": 1.0})
     evaluator = ow.Evaluator(ow.Model(program, jnp.array([1.0, 2.0])))
-    assert float(evaluator.forward(d={"a": np.float32([3, 4]), "b": np.float32(5)}).loss) == 16
+    d = {"a": np.float32([3, 4]), "b": np.float32(5)}
+    assert float(evaluator.forward(d=d).loss) == 16
+    d["a"][:], d["b"] = 100, np.float32(100)
+    assert evaluator.activation("mul").tolist() == [3, 8]
 
 
 # ---------------------------------------------------------------------------- parameters held once

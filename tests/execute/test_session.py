@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from functools import cache
 
@@ -154,35 +155,37 @@ def test_feeds_may_be_keyed_by_the_declaration():
 
 
 TARGETS = {
-    "the Program": (lambda p: p, {"fc_0", "fc_1"}, 1),
-    "a list of it": (lambda p: [p], {"fc_0", "fc_1"}, 1),
-    "its updates": (lambda p: p.updates, {"fc_0", "fc_1"}, 1),
-    "updates one by one": (lambda p: list(p.updates), {"fc_0", "fc_1"}, 1),
-    "one update": (lambda p: p.updates[-1], {"fc_1"}, 1),
-    "an update by name": (lambda p: "next(fc_0/w)", {"fc_0"}, 1),
-    "a Variable": (lambda p: p["next(fc_0/w)"], {"fc_0"}, 1),
-    "an update op": (lambda p: p.updates[-1].op, {"fc_1"}, 1),
-    "a gradient": (lambda p: "grad(fc_0/w)", set(), 0),
-    "a forward op": (lambda p: p.ops[0], set(), 0),
-    "the loss": (lambda p: "loss", set(), 0),
+    "the Program": (lambda p: p, {"fc_0", "fc_1"}),
+    "a list of it": (lambda p: [p], {"fc_0", "fc_1"}),
+    "its updates": (lambda p: p.updates, {"fc_0", "fc_1"}),
+    "updates one by one": (lambda p: list(p.updates), {"fc_0", "fc_1"}),
+    "one update": (lambda p: p.updates[-1], {"fc_1"}),
+    "an update by name": (lambda p: "next(fc_0/w)", {"fc_0"}),
+    "a Variable": (lambda p: p["next(fc_0/w)"], {"fc_0"}),
+    "an update op": (lambda p: p.updates[-1].op, {"fc_1"}),
+    "a gradient": (lambda p: "grad(fc_0/w)", set()),
+    "a forward op": (lambda p: p.ops[0], set()),
+    "the loss": (lambda p: "loss", set()),
 }
 
 
 @pytest.fixture(scope="module")
 def begun():
-    """A session after its first run; each further one is compared with the one before."""
+    """A session after its first run, and the updates of each parameter so far."""
     session = ow.Session(training())
     session.run(target=training(), feed=FEED)
-    return session
+    return session, Counter(v.name for v in training().parameters)
 
 
-@pytest.mark.parametrize(("choose", "trained", "steps"), TARGETS.values(), ids=TARGETS)
-def test_a_target_changes_what_it_updates_and_nothing_else(begun, choose, trained, steps):
-    program, session, before = training(), begun, values(begun)
+@pytest.mark.parametrize(("choose", "trained"), TARGETS.values(), ids=TARGETS)
+def test_a_target_changes_what_it_updates_and_nothing_else(begun, choose, trained):
+    (session, updates), program = begun, training()
+    before = values(session)
     assert session.run(target=choose(program), feed=FEED) == []
     moved = changed(session, before) - {"step"}
     assert {name.partition("/")[0] for name in moved} == trained
-    assert int(session["step"]) == before["step"] + steps
+    updates.update(v.name for v in program.parameters if v.name in moved)
+    assert int(session["step"]) == max(updates.values())
 
 
 def test_only_what_the_targets_need_is_run():
@@ -262,6 +265,160 @@ def test_a_program_to_come_is_the_last_program_too():
     [loss] = session.run(fetch=["loss"], feed=feed)
     [again] = session.run(fetch=[cost], feed=feed)
     assert float(loss) == pytest.approx(float(again))
+
+
+# --------------------------------------------------------------------------- several optimizers
+
+
+def sloped(name):
+    """A cost whose gradient by one parameter is the mean of the data."""
+
+    def cost():
+        return ow.parameter(name, ()) * jnp.mean(ow.data("x", (None,)))
+
+    cost.__name__ = f"cost_{name}"
+    return ow.trace(cost)
+
+
+def at_once():
+    return ow.parameter("a", ()) * jnp.mean(ow.data("x", (None,))) - ow.parameter("b", ())
+
+
+def slopes(count):
+    return [np.full(4, [1.0, -3.0, 2.0][i % 3], "float32") for i in range(count)]
+
+
+def adam_by_hand(gradients, rate=0.1):
+    """Kingma and Ba, algorithm 1, in NumPy."""
+    w = m = v = 0.0
+    for t, g in enumerate(gradients, start=1):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w -= rate * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+    return w
+
+
+def test_each_optimizer_keeps_its_own_rate_counter_and_slots():
+    a, b = ow.Adam(0.1).minimize(sloped("a")), ow.Adam(0.01).minimize(sloped("b"))
+    c = ow.SGD(ow.schedule.linear(1.0, 0.0, steps=4)).minimize(sloped("c"))
+    session = ow.Session()
+    for i, x in enumerate(slopes(4)):
+        for program in (a, b, b, c)[: 4 if i % 2 else 3]:
+            session.run(target=program.updates, feed={"x": x})
+    g = [float(x[0]) for x in slopes(4)]
+    assert float(session["a"]) == pytest.approx(adam_by_hand(g), rel=1e-5)
+    assert float(session["b"]) == pytest.approx(adam_by_hand(np.repeat(g, 2), 0.01), rel=1e-5)
+    assert float(session["c"]) == pytest.approx(-(1.0 * g[1] + 0.75 * g[3]), rel=1e-6)
+    assert [int(session[p["step"]]) for p in (a, b, c)] == [4, 8, 2]
+    assert [int(session[n]) for n in ("step", "cost_b/step", "cost_c/step")] == [4, 8, 2]
+    assert float(session[b["learning_rate"]]) == pytest.approx(0.01)
+
+
+def test_two_optimizers_of_one_parameter_share_the_parameter_alone():
+    slow, fast = (ow.Momentum(rate).minimize(sloped("w")) for rate in (0.5, 1.0))
+    session, x = ow.Session(), {"x": np.ones(4, "float32")}
+    for program in (slow, fast, slow):
+        session.run(target=program, feed=x)
+    assert float(session["w"]) == pytest.approx(-(0.5 + 1.0 + 0.5 * 1.9))
+    assert float(session[slow["w/velocity"]]) == pytest.approx(1.9)
+    assert float(session[fast["w/velocity"]]) == pytest.approx(1.0)
+
+
+def test_a_network_and_an_optimizer_may_use_one_name():
+    def counting_steps():
+        step = ow.state("step", (), "int32")
+        ow.assign(step, step + 10)
+        return jnp.sum(ow.data("x", (None,))) + step
+
+    session, x = ow.Session(), {"x": np.ones(4, "float32")}
+    network, trained = ow.trace(counting_steps), ow.SGD(0.1).minimize(sloped("w"))
+    for _ in range(2):
+        session.run(target=trained, feed=x)
+        session.run(target=network, feed=x)
+    assert [int(session[p["step"]]) for p in (trained, network)] == [2, 20]
+
+
+def test_the_same_optimizer_derived_again_goes_on():
+    session = ow.Session()
+    for i, x in enumerate(slopes(3)):
+        session.run(target=ow.Adam(0.1).minimize(sloped("w")), feed={"x": x[: 4 - i]})
+    assert float(session["w"]) == pytest.approx(adam_by_hand([1.0, -3.0, 2.0]), rel=1e-5)
+    assert int(session["step"]) == 3
+
+
+def test_who_trains_nothing_reads_what_the_optimizer_of_its_cost_keeps():
+    both = [
+        ow.SGD(rate, rules=[ow.EMA(0.5)]).minimize(sloped(name)) for name, rate in (("a", 1.0), ("b", 3.0))
+    ]
+    session, x = ow.Session(), {"x": np.ones(4, "float32")}
+    for program in (*both, *both):
+        session.run(target=program, feed=x)
+    found = [session.run(target=ow.for_evaluation(p), feed=x, fetch=["loss"])[0] for p in both]
+    alone = []
+    for program in both:
+        other = ow.Session()
+        other.run(target=program, feed=x)
+        other.run(target=program, feed=x)
+        alone.append(other.run(target=ow.for_evaluation(program), feed=x, fetch=["loss"])[0])
+    np.testing.assert_allclose(found, alone)
+    assert found[1] == pytest.approx(3 * found[0])
+
+
+def test_rates_are_set_by_the_variable_where_several_bear_the_name():
+    a, b = ow.SGD(1.0).minimize(sloped("a")), ow.SGD(1.0).minimize(sloped("b"))
+    session, x = ow.Session(), {"x": np.ones(4, "float32")}
+    session[a["learning_rate"]] = 0.5
+    session.run(target=a, feed=x)
+    with pytest.raises(ow.StateError, match=r"did not run here yet.*'cost_a' \(trains a\)"):
+        session[b["learning_rate"]] = 0.25
+    session.run(target=b, feed=x)
+    with pytest.raises(ow.ArgumentError, match=r"several optimizers.*session\[program\['learning_rate'\]\]"):
+        session["learning_rate"] = 0.25
+    session[b["learning_rate"]] = 0.25
+    for program in (a, b):
+        session.run(target=program, feed=x)
+    assert [float(session[n]) for n in ("a", "b")] == [-1.0, -1.25]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_checkpoint_knows_whose_values_it_keeps(tmp_path, rounds):
+    a, b = ow.Adam(0.1).minimize(sloped("a")), ow.Adam(0.01).minimize(sloped("b"))
+    session, g = ow.Session(), slopes(3)
+    for x in g[:2]:
+        session.run(target=a, feed={"x": x})
+    session.run(target=b, feed={"x": g[0]})
+    session.save(tmp_path)
+    other = ow.Session()
+    for _ in range(rounds):
+        other.restore(tmp_path)
+        other.run(target=b, feed={"x": g[1]})
+        other.run(target=a, feed={"x": g[2]})
+    assert float(other["a"]) == pytest.approx(adam_by_hand([1.0, -3.0, 2.0]), rel=1e-5)
+    assert float(other["b"]) == pytest.approx(adam_by_hand([1.0, -3.0], 0.01), rel=1e-5)
+    third = ow.Session()
+    third.restore(tmp_path)
+    with pytest.raises(ow.StateError, match=r"keeps values of Adam.*of 'cost_a'.*of 'cost_b'.*none of them"):
+        third.run(target=ow.Adam(0.1).minimize(ow.trace(at_once)), feed={"x": g[0]})
+
+
+def test_updates_in_parts_count_as_one_step(tmp_path):
+    program = ow.Adam(0.1).minimize(ow.trace(at_once))
+    session = ow.Session()
+    _, *parts = program.updates
+    for x in slopes(3):
+        for part in parts:
+            session.run(target=part, feed={"x": x})
+    assert int(session["step"]) == 3
+    assert float(session["a"]) == pytest.approx(adam_by_hand([1.0, -3.0, 2.0]), rel=1e-5)
+    assert float(session["b"]) == pytest.approx(adam_by_hand([-1.0] * 3), rel=1e-5)
+    session.run(target=parts[0], feed={"x": slopes(1)[0]})
+    with pytest.raises(ow.StateError, match=r"'a' has had 4 updates here and 'b' 3.*an optimizer of its own"):
+        session.run(target=program, feed={"x": slopes(1)[0]})
+    session.save(tmp_path)
+    other = ow.Session()
+    other.restore(tmp_path)
+    other.run(target=parts[1], feed={"x": slopes(1)[0]})
+    assert int(other["step"]) == 4
+    assert float(other["b"]) == pytest.approx(adam_by_hand([-1.0] * 4), rel=1e-5)
 
 
 # --------------------------------------------------------------------------- training and test

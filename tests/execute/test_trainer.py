@@ -308,6 +308,24 @@ class Loader:
         return iter(list(uneven()))
 
 
+def read_only(views):
+    for view in views:
+        view.flags.writeable = False
+    return views
+
+
+def refilled(as_batch=tuple):
+    """One array for all batches, aligned such that JAX computes on its very memory."""
+    memory = [np.empty(SIZE * 4 + 16, "float32"), np.empty(SIZE + 16, "float32")]
+    for pair in uneven():
+        views = []
+        for own, new in zip(memory, pair, strict=True):
+            first = -own.ctypes.data % 64 // 4
+            views.append(own[first : first + new.size].reshape(new.shape))
+            views[-1][:] = new
+        yield as_batch(views)
+
+
 READERS = {
     "batches": uneven(),
     "list": list(uneven()),
@@ -319,6 +337,9 @@ READERS = {
     "generator function": lambda: (pair for pair in uneven()),
     "callable of the epoch": as_epoch,
     "loader": Loader(),
+    "one array again and again": refilled,
+    "read-only views of it": lambda: refilled(read_only),
+    "dicts of it": lambda: refilled(lambda views: dict(zip("xy", views, strict=True))),
 }
 
 
@@ -467,7 +488,12 @@ def test_threads_converge(threads):
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_threads_lose_no_update(threads):
-    numbers = [np.full(1, n, "float32") for n in range(1, 201)]
+    def numbers():
+        array = np.empty(1, "float32")
+        for n in range(1, 201):
+            array[:] = n
+            yield array
+
     trainer = ow.Trainer(ow.Model(counting), ow.SGD(1.0))
     trainer.train(numbers, epochs=3, threads=threads)
     assert float(trainer["w"]) == -3 * sum(range(1, 201))

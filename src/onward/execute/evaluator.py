@@ -19,7 +19,7 @@ from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Program, Variable
 from onward.core.structure import describe, path_name
 from onward.core.walk import find, name_of
-from onward.execute.feeds import data_names
+from onward.execute.feeds import data_names, unshared
 from onward.execute.loop.reader import Reading
 from onward.execute.model import Model, Request
 from onward.execute.out import Out
@@ -35,7 +35,7 @@ class Evaluator:
     Args:
         model: whose parameters are read as they are at each ``forward``.
         activations: names that every ``forward`` shall compute at once. Any other activation is computed when
-            it is asked for, from the same data and the same parameters.
+            it is first asked for, by another run up to there, from the same data and the same parameters.
 
     Raises:
         ArgumentError: something else than a Model.
@@ -62,6 +62,7 @@ class Evaluator:
         self._names = data_names(model.test_program)
         self._out: Out | None = None
         self._seen: tuple[State, dict[str, Any]] | None = None
+        self._asked: dict[str, Any] = {}
 
     def forward(self, *data: Any, **feed: Any) -> Out:
         """Run forward on some data.
@@ -77,10 +78,11 @@ class Evaluator:
         Raises:
             ArgumentError: data of the wrong name, shape or dtype.
         """
-        fed = self._named(data, feed) if data else feed
+        given = self._named(data, feed) if data else feed
+        fed = {name: unshared(value) for name, value in given.items()}
         state = self.model.state
         self._out = out = self._forward(fed, self._fetch, only=False)(state, fed)
-        self._seen = state, fed
+        self._seen, self._asked = (state, fed), {}
         return out
 
     def activation(self, layer: Any) -> Any:
@@ -99,8 +101,10 @@ class Evaluator:
         name = find(self.model.test_program, layer).name
         if name in self._out.results.position:
             return self._out[name]
-        state, fed = self._seen
-        return self._forward(fed, (name,), only=True)(state, fed)[name]
+        if name not in self._asked:
+            state, fed = self._seen
+            self._asked[name] = self._forward(fed, (name,), only=True)(state, fed)[name]
+        return self._asked[name]
 
     def test(self, reader: Any) -> dict[str, float]:
         """The mean of the loss and of every other number that the network returns, over a reader.

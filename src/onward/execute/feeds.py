@@ -14,6 +14,7 @@ from onward.core.structure import describe
 from onward.define.arguments import Type, type_of
 from onward.execute.state import fits
 
+_FIXED = (jax.Array, np.generic, bool, int, float, complex)  # nobody can change their numbers
 Key = tuple[tuple[tuple[int, ...], Any], ...]
 
 
@@ -203,3 +204,23 @@ def data_names(program: Program) -> tuple[str, ...]:
 def key_of(values: Sequence[Any]) -> Key:
     """What tells one compiled shape from another."""
     return tuple((v.shape, v.dtype) for v in values)
+
+
+def unshared(value: Any) -> Any:
+    """The data, its NumPy arrays copied, because who feeds them may fill them with other numbers meanwhile.
+
+    JAX may compute on the very memory of a NumPy array, and later than it was called.
+
+    >>> row = np.zeros(2)
+    >>> mine = unshared({"x": row})
+    >>> row[:] = 7
+    >>> mine
+    {'x': array([0., 0.])}
+    """
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value if isinstance(value, _FIXED) else jax.tree.map(_copied_leaf, value)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

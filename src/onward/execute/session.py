@@ -20,15 +20,17 @@ from os import PathLike
 from typing import Any
 
 from onward.core.errors import ArgumentError, nearest
-from onward.core.program import Program, Target
+from onward.core.program import Program, Target, Variable
 from onward.core.structure import describe
 from onward.core.walk import name_of
 from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
 from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.counts import Part
 from onward.execute.feeds import data_names
 from onward.execute.loop.interrupt import Interruptible
 from onward.execute.out import Out
+from onward.execute.owners import owner_of
 from onward.execute.scope import Scope
 from onward.execute.state import State
 from onward.execute.step import Step
@@ -41,6 +43,12 @@ class Session:
     Only what the targets need is run. A Variable is initialized when a run first needs it, once; a training
     Program and a test Program over the same Variables share them. What was compiled for targets, fetches and
     shapes is remembered. Ctrl-C waits until a run has stored its values.
+
+    Several optimizers may train, such as the two of a GAN. Parameters are shared, by name; each optimizer
+    keeps a learning rate, a step counter and slots of its own, which its Variables find:
+    ``session[program["learning_rate"]]``. The mere names are those of the first optimizer that ran. A Program
+    that is derived again by an equal optimizer, for the same parameters and a cost of the same name, goes on
+    with its values. Updates of one optimizer that are run in parts, one after the other, count as one step.
 
     Args:
         program: where targets that are mere names, ops or Variables are looked up; unless given, the last
@@ -103,14 +111,15 @@ class Session:
             ArgumentError: data that is missing, misspelt, or of another shape or dtype.
             GraphError: targets of several Programs, or of another one.
             UnknownNameError: a target or fetch that no Variable bears.
-            StateError: a Variable without a first value.
+            StateError: a Variable without a first value; or parameters together that had different numbers of
+                updates, by an optimizer that reads its step counter.
         """
         try:
             fed = _named(feed)
             with self.scope.lock, Interruptible() as interrupts:
                 plan = self._plan(listed(target), listed(fetch), fed)
                 plan.check(fed)
-                self.scope.initialize(plan.step.program, self.seed)
+                self.scope.initialize(plan.step.program, self.seed, plan.owner)
                 with interrupts.uninterrupted:
                     out = self._run(plan, fed)
             return [out[name] for name in plan.aim.fetch]
@@ -121,9 +130,13 @@ class Session:
 
     def _run(self, plan: _Plan, fed: Mapping[str, Any]) -> Out:
         """Run a plan over the values of the scope, and keep the new ones; nothing may interrupt this."""
-        state = State(plan.step.layout, self.scope.values_of(plan.step.layout.variables))
-        state, out = plan.step(state, *plan.data(fed))
-        self.scope.take(state)
+        names = self.scope.names_of(plan.step.program, plan.step.layout)
+        part, counts = plan.part, self.scope.counts_of(plan.part.counter)
+        before, after = counts.shifts(part.trained, part.is_read)
+        values = self.scope.values_of(names, part.counter, before)
+        state, out = plan.step(State(plan.step.layout, values), *plan.data(fed))
+        self.scope.take(state, names, part.counter, after)
+        counts.add(part.trained)
         self.runs += 1
         return out
 
@@ -137,7 +150,7 @@ class Session:
         if store is None:
             raise ArgumentError("There is no folder to save to: session.save('runs/one').")
         with self.scope.lock:
-            path = store.save(self.scope.values_by_name(), self.runs)
+            path = store.save(self.scope.values_by_name(), self.runs, extra=self.scope.record())
         store.wait()
         return path
 
@@ -153,7 +166,7 @@ class Session:
             raise ArgumentError("There is no folder to restore from: session.restore('runs/one').")
         found = store.load(which)
         with self.scope.lock:
-            self.scope.update(found.arrays)
+            self.scope.restore(found.arrays, found.extra)
             self.runs = found.step
 
     def program(self, target: Any, feed: Mapping[Any, Any] | None = None) -> Program:
@@ -161,11 +174,11 @@ class Session:
         with self.scope.lock:
             return self._plan(listed(target), [], _named(feed)).step.program
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str | Variable) -> Any:
         """A copy of the value of a state Variable."""
         return self.scope[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str | Variable, value: Any) -> None:
         """Give a state Variable a value."""
         self.scope[name] = value
 
@@ -216,6 +229,7 @@ class _Plan:
         self.step = Step(aimed.pruned(), (), donate=True, ahead=False)
         self.reads = frozenset(name for _, name in self.step.feeds.taken)
         self.known = data_names(aimed.program)
+        self.owner, self.part = owner_of(aimed.program), Part.of(self.step.program)
 
     def data(self, fed: Mapping[str, Any]) -> tuple[Any, ...]:
         """What the step reads of the feed, in its order."""

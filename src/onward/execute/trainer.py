@@ -174,8 +174,8 @@ class Trainer:
             test: a reader to test on after each epoch; its means go to the history as ``test_loss``...
             callbacks: functions of an Event. One ends the training by raising ``StopTraining``.
             progress: show a bar; None: in a terminal or a notebook.
-            prefetch: how many batches a thread reads ahead. Readers that fill the same array again and again
-                need 0.
+            prefetch: how many batches a thread reads ahead. Each is copied, so that a reader may fill the
+                same NumPy array again and again.
             threads: how many threads train at once, each on batches of its own, with the gradients of the
                 parameters as it finds them. These are a few steps old, which momentum amplifies: take a
                 smaller learning rate.

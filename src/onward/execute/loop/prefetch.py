@@ -29,7 +29,8 @@ def prefetched(iterator: Iterator[T], size: int, place: Callable[[T], T]) -> Gen
     Args:
         iterator: what to read.
         size: how many items to hold ready; 0 reads without a thread.
-        place: what the thread does with each item, for instance ``jax.device_put``.
+        place: what the thread does with each item, for instance ``jax.device_put``. Where the iterator fills
+            the same array again and again, it has to copy; so does ``train``.
 
     Raises:
         Exception: what ``iterator`` or ``place`` raises, after the items that came before.

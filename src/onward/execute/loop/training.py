@@ -17,6 +17,7 @@ from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
 from onward.core.structure import describe
 from onward.derive.guard import is_guarded
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
+from onward.execute.feeds import unshared
 from onward.execute.loop.events import Event, EventKind, StopTraining
 from onward.execute.loop.interrupt import Interruptible
 from onward.execute.loop.prefetch import prefetched
@@ -137,9 +138,10 @@ class Training:
         return prefetched(numbered, self.prefetch, self.prepared)
 
     def prepared(self, batch: Batch) -> Batch:
-        """A batch as the step takes it; raises ``ArgumentError`` that names the batch."""
+        """A batch as the step takes it, its arrays copied; raises ``ArgumentError`` naming the batch."""
         try:
-            fed = as_feed(batch.fed, self.trainer.names)
+            given = as_feed(batch.fed, self.trainer.names)
+            fed = {name: unshared(value) for name, value in given.items()}
             if self.check:
                 for name, value in fed.items():
                     _check_finite(name, value)
