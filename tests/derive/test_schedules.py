@@ -226,15 +226,15 @@ def test_steps_out_of_range_are_the_nearest():
     assert [float(at(n)) for n in (-7, -0.5, 2.9, np.int64(3), 2**40, 1e300)] == [0, 0, 2, 3, 64, 64]
     with jax.enable_x64(True):
         assert float(at(jnp.int64(2**40))) == 64
-        assert at(jnp.int64(3)).dtype == jnp.float32
+        assert at(jnp.int64(3)).dtype == jnp.float64
 
 
 @pytest.mark.parametrize("name", ["cosine, warmup", "restarts, growing", "cyclic, exp_range"])
-def test_float32_with_x64_too(name):
+def test_float64_with_x64(name):
     at, every = SCHEDULES[name], at_steps(name)
     with jax.enable_x64(True):
         wide = jax.jit(lambda n: at(n))(jnp.asarray(STEPS))
-        assert wide.dtype == jnp.float32
+        assert wide.dtype == jnp.float64
         close(wide, np.asarray(every), rtol=1e-6)
 
 

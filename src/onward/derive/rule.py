@@ -54,12 +54,12 @@ class Rule:
     """The base of optimizers, gradient rules and parameter rules.
 
     A subclass is a frozen dataclass without being told so. A field annotated ``Hyperparameter`` becomes a
-    float32 state Variable, or follows a schedule; a field of any other type is fixed when the Program is
-    derived. ``type`` says how far the rule looks; with ``ACROSS`` it takes tuples over all parameters in
-    place of single arrays; one that keeps no slots and does not ask which number lies in which array may set
-    ``any_layout``, and is given stacks. A rule that sets ``evaluates_loss`` is given one more argument, a
-    ``Loss``. The hyperparameters named in ``below_one`` must be less than 1. Rules compute in float32, or in
-    what is wider.
+    state Variable (float32, or float64 where a parameter is), or follows a schedule; a field of any other
+    type is fixed when the Program is derived. ``type`` says how far the rule looks; with ``ACROSS`` it takes
+    tuples over all parameters in place of single arrays; one that keeps no slots and does not ask which
+    number lies in which array may set ``any_layout``, and is given stacks. A rule that sets
+    ``evaluates_loss`` is given one more argument, a ``Loss``. The hyperparameters named in ``below_one`` must
+    be less than 1. Rules compute in float32, or in what is wider.
 
     Raises:
         HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.

@@ -74,7 +74,7 @@ def relative_step(step: jax.Array) -> jax.Array:
         >>> [round(float(relative_step(step)), 4) for step in (0, 39_999)]
         [0.01, 0.005]
     """
-    return jnp.minimum(1e-2, 1 / jnp.sqrt(jnp.asarray(step + 1, jnp.float32)))
+    return jnp.minimum(1e-2, 1 / jnp.sqrt(jnp.asarray(step + 1, jnp.result_type(float))))
 
 
 class Adafactor(Optimizer):

@@ -39,9 +39,9 @@ class Draft:
         self.numbers: list[Variable] = []
         self.limits: dict[Variable, float] = {}
 
-    def hyperparameter(self, name: str, value: Any, limit: float | None) -> Variable:
-        """A float32 state Variable that people may change, below a limit if there is one."""
-        v = self.number(name, value, np.float32)
+    def hyperparameter(self, name: str, value: Any, dtype: Any, limit: float | None) -> Variable:
+        """A state Variable that people may change, below a limit if there is one."""
+        v = self.number(name, value, dtype)
         self.numbers.append(v)
         if limit is not None:
             self.limits[v] = limit

@@ -31,7 +31,9 @@ def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> di
     values: dict[Any, dict[str, Variable]] = {}
     for key, prefix, rule, own in owners:
         values[key] = {
-            k: draft.hyperparameter(f"{prefix}/{k}" if prefix else k, v, 1.0 if k in rule.below_one else None)
+            k: draft.hyperparameter(
+                f"{prefix}/{k}" if prefix else k, v, routing.real, 1.0 if k in rule.below_one else None
+            )
             for k, v in rule.hyperparameters.items()
             if k in own and not callable(v)
         }
@@ -40,7 +42,7 @@ def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> di
         for name, schedule in rule.hyperparameters.items():
             if callable(schedule) and name in own:
                 full = f"{prefix}/{name}" if prefix else name
-                values[key][name] = _scheduled(draft, full, schedule, step)
+                values[key][name] = _scheduled(draft, full, schedule, step, routing.real)
         base = values.get(key.base, {}) if isinstance(key, Route) else {}
         known = {**base, **values[key], STEP: step}
         values[key] = {k: known[k] for k in (STEP, *rule.hyperparameters) if k in known}
@@ -57,14 +59,16 @@ def _count(draft: Draft) -> Variable:
     return step
 
 
-def _scheduled(draft: Draft, name: str, schedule: Callable[[Any], Any], step: Variable) -> Variable:
+def _scheduled(
+    draft: Draft, name: str, schedule: Callable[[Any], Any], step: Variable, dtype: Any
+) -> Variable:
     """A hyperparameter that a schedule computes from the step."""
     result = explaining(f"The schedule of {name}", jax.eval_shape, schedule, Type((), step.dtype))
     if getattr(result, "shape", None) != ():
         raise HyperparameterError(
             f"The schedule of {name} returns {result} for a step; it must return one number."
         )
-    value = Variable(draft.names.new(name), (), np.dtype(np.float32))
-    body = body_of(lambda n: [jnp.asarray(schedule(n), jnp.float32)], Type((), step.dtype))
+    value = Variable(draft.names.new(name), (), np.dtype(dtype))
+    body = body_of(lambda n: [jnp.asarray(schedule(n), dtype)], Type((), step.dtype))
     draft.ops.append(update_op(SCHEDULE, (step,), (value,), body, UpdateType.BOOKKEEPING))
     return value
