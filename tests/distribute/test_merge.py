@@ -354,3 +354,20 @@ def test_rules_that_look_further_are_refused_by_name(optimizer, words):
     with pytest.raises(ow.GraphError, match=message):
         ow.replicate(program, DEVICES, ow.Sharded())
     ow.replicate(program, DEVICES, ow.Bucketed())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ow.PowerSGD(1.5), r"PowerSGD: rank is 1\.5; expected a whole number"),
+        (lambda: ow.PowerSGD(0), r"PowerSGD: rank is 0"),
+        (lambda: ow.LowPrecision("int7"), r"LowPrecision: dtype is 'int7'; expected a dtype of real numbers"),
+        (lambda: ow.LowPrecision("int8"), r"LowPrecision: dtype is 'int8'"),
+        (lambda: ow.LowPrecision(feedback="no"), r"LowPrecision: feedback is 'no'"),
+        (lambda: ow.TopK("0.1"), r"TopK: ratio is '0\.1'; expected a share"),
+        (lambda: ow.TopK(float("nan")), r"TopK: ratio is nan"),
+    ],
+)
+def test_a_strategy_refuses_what_it_cannot_be(make, words):
+    with pytest.raises(ow.ArgumentError, match=words):
+        make()

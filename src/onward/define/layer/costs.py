@@ -21,7 +21,14 @@ from onward.core.source import user_line
 from onward.define.context import current_context
 from onward.define.layer.base import cost
 from onward.define.layer.devices import mean_over_devices
-from onward.define.layer.expect import expect_fraction, expect_same_shape, is_integer, precise, words
+from onward.define.layer.expect import (
+    expect_fraction,
+    expect_least,
+    expect_same_shape,
+    is_integer,
+    precise,
+    words,
+)
 
 
 @cost
@@ -77,6 +84,7 @@ def huber(
         2.5
     """
     prediction, target = jnp.asarray(prediction), jnp.asarray(target)
+    expect_least("huber", "delta", delta, above=True)
     expect_same_shape("huber", prediction, target, ("a prediction", "target"))
     error = jnp.abs(precise(prediction) - precise(target))
     near = jnp.minimum(error, delta)
@@ -179,6 +187,7 @@ def cosine_similarity(a: Any, b: Any, *, epsilon: float = 1e-8, name: str | None
         [1.0, 0.0]
     """
     a, b = jnp.asarray(a), jnp.asarray(b)
+    expect_least("cosine_similarity", "epsilon", epsilon)
     expect_same_shape("cosine_similarity", a, b, ("a first array", "a second"))
     return jnp.sum(_unit(precise(a), epsilon) * _unit(precise(b), epsilon), -1)
 
