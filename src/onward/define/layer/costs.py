@@ -104,8 +104,9 @@ def cross_entropy(
 
     Args:
         logits: [..., classes], before the softmax.
-        labels: integers [...] or [..., 1], checked to lie in ``range(classes)`` where they are fed (the cost
-            of another label is NaN); or how likely each class is, [..., classes].
+        labels: integers [...] or [..., 1], checked to lie in ``range(classes)`` where they are fed from
+            the host (the cost of another label is NaN, and so it is for arrays on a device, which are not
+            looked at); or how likely each class is, [..., classes].
         label_smoothing: the part of the label that is spread evenly over all classes.
         weights: how much each example counts.
         name: as for every layer.
@@ -140,7 +141,8 @@ def binary_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, name
 
     Args:
         logits: an array of any shape, before the sigmoid.
-        targets: of the same shape: 0 or 1, or how likely 1 is.
+        targets: of the same shape: 0 or 1, or how likely 1 is. Integers are checked where they are fed from
+            the host; the cost of another integer is NaN.
         weights: how much each example counts.
         name: as for every layer.
 
@@ -161,6 +163,8 @@ def binary_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, name
         context.bound(targets, 2, "targets")
     x, t = precise(logits), precise(targets)
     losses = t * jax.nn.softplus(-x) + (1 - t) * jax.nn.softplus(x)
+    if is_integer(targets):
+        losses = jnp.where((targets == 0) | (targets == 1), losses, jnp.nan)
     return weighted_mean("binary_cross_entropy", losses, weights)
 
 
