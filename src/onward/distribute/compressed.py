@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, GraphError
 from onward.distribute.merge import Devices, Merge, is_count
 
 
@@ -89,6 +89,11 @@ class TopK(Merge):
     ) -> tuple[Any, Mapping[str, Any]]:
         """The mean of what every device sends: places and numbers."""
         whole = (gradient + kept["error"]).ravel()
+        if whole.size >= 2**31:
+            raise GraphError(
+                f"TopK sends places as int32, and a gradient of shape {list(gradient.shape)} has "
+                f"{whole.size} numbers, 2**31 or more. Merge with Average(), Sharded() or LowPrecision()."
+            )
         count = max(1, int(self.ratio * whole.size))
         _, places = lax.top_k(jnp.abs(whole), count)
         numbers = whole[places]

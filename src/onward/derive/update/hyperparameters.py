@@ -20,6 +20,8 @@ from onward.derive.update.draft import Draft, update_op
 from onward.derive.update.groups import Route, Routing, own_fields
 
 STEP = "step"
+LAST = 2**31 - 128
+"""Where the step counter stays: rules may still add to it, and float32 holds it."""
 
 
 def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> dict[Any, dict[str, Variable]]:
@@ -50,10 +52,10 @@ def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> di
 
 
 def _count(draft: Draft) -> Variable:
-    """The step counter: the number of updates made so far."""
+    """The step counter: the number of updates made so far, at most ``LAST``."""
     step = draft.number(STEP, 0, np.int32)
     following = Variable(draft.names.new(f"next({step.name})"), (), step.dtype)
-    body = body_of(lambda n: [n + 1], Type((), step.dtype))
+    body = body_of(lambda n: [jnp.minimum(n, LAST - 1) + 1], Type((), step.dtype))
     draft.ops.append(update_op(COUNT, (step,), (following,), body, UpdateType.BOOKKEEPING))
     draft.next_state[step] = following
     return step
