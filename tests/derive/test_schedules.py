@@ -593,3 +593,20 @@ def test_bad_input(name):
 def test_a_step_that_is_no_number(step):
     with pytest.raises(ow.ArgumentError, match="expected a step, int32"):
         schedule.constant(0.1)(step)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: s.constant(1e40), r"constant: .* is 1e\+40, which float32 holds as infinite"),
+        (
+            lambda: s.cosine(0.1, steps=10, end=1e-50),
+            r"cosine: end is 1e-50, which float32 cannot",
+        ),
+    ],
+)
+def test_a_value_that_float32_changes_is_refused(make, words):
+    with pytest.raises(ow.HyperparameterError, match=words):
+        make()
+    with jax.enable_x64(True):
+        assert make()(0).dtype == np.float64
