@@ -197,6 +197,32 @@ def test_a_hyperparameter_that_is_no_number(value):
         ow.Adam(learning_rate=value)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (ow.SGD(1e40), "learning_rate is 1e+40, which float32 holds as infinite"),
+        (ow.Adam(beta2=1 - 1e-9), "beta2 is 0.999999999, which float32 cannot tell from 1"),
+        (ow.Adam(epsilon=1e-50), "epsilon is 1e-50, which float32 cannot tell from 0"),
+        (ow.SGD(0.1, rules=[ow.EMA(1 - 1e-9)]), "ema/decay is 0.999999999, which float32 cannot tell from 1"),
+    ],
+    ids=repr,
+)
+def test_a_hyperparameter_that_float32_changes(optimizer, words):
+    with pytest.raises(ow.HyperparameterError, match=re.escape(words)):
+        optimizer.minimize(loss, PARAMS, X, Y)
+    with jax.enable_x64(True):
+        wide = np.ones(2)
+        program = optimizer.minimize(lambda w: jnp.sum(w), wide) if "1e+40" not in words else None
+        assert program is None or all(v.dtype == np.float64 for v in program.hyperparameters)
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 1e40}, {"beta2": 1 - 1e-9}, {"epsilon": 1e-50}])
+def test_a_hyperparameter_that_float32_changes_at_run_time(changes):
+    step = ow.compile(ow.Adam(0.1).minimize(lambda w: jnp.sum(w), X))
+    with pytest.raises(ow.HyperparameterError, match="which float32"):
+        step.init(X).replace(changes)
+
+
 @pytest.fixture(scope="module")
 def step():
     return ow.compile(ow.SGD(0.1).minimize(loss, PARAMS, X, Y))

@@ -789,3 +789,48 @@ def test_names_are_listed_once_and_explained():
         "cost",
         "weight",
     ]
+
+
+WRONG_ARGUMENTS = {
+    "fc 1.5": (lambda: ow.layer.fc(PLANE, 1.5), r"fc at .* size=1\.5; expected a whole number of at least 1"),
+    "fc 8.0": (lambda: ow.layer.fc(PLANE, 8.0), r"size=8\.0; .*Write 8\."),
+    "fc '8'": (lambda: ow.layer.fc(PLANE, "8"), r"fc at .* size='8'; expected a whole number"),
+    "fc 0": (lambda: ow.layer.fc(PLANE, 0), r"fc at .* size=0; expected a whole number of at least 1"),
+    "fc True": (lambda: ow.layer.fc(PLANE, True), r"fc at .* size=True"),
+    "embedding": (lambda: ow.layer.embedding(np.arange(3), 2.5, 4), r"embedding at .* vocabulary=2\.5"),
+    "embedding 0": (lambda: ow.layer.embedding(np.arange(3), 3, 0), r"embedding at .* size=0"),
+    "filters": (lambda: ow.layer.conv(PLANE, 0, 3), r"conv at .* filters=0"),
+    "groups": (lambda: ow.layer.conv(PLANE, 4, 3, groups=1.5), r"conv at .* groups=1\.5"),
+    "window": (lambda: ow.layer.conv(PLANE, 4, 2.5), r"The size of a window .* is 2\.5"),
+    "stride": (lambda: ow.layer.conv(PLANE, 4, 3, stride="2"), r"The stride of a window .* is '2'"),
+    "dilation": (lambda: ow.layer.conv(PLANE, 4, 3, dilation=0), r"The dilation of a window .* is 0"),
+    "padding": (lambda: ow.layer.conv(PLANE, 4, 3, padding=1.5), r"The padding of a window .* is 1\.5"),
+    "pads": (lambda: ow.layer.conv(PLANE, 4, 3, padding=[(0.5, 1), (1, 1)]), r"The padding .* is \[\(0\.5"),
+    "pool": (lambda: ow.layer.pool(PLANE, 2, stride=0.5), r"The stride of a window .* is 0\.5"),
+    "rate": (lambda: ow.layer.dropout(PLANE, "0.5"), r"dropout at .* rate='0\.5'; expected a number"),
+    "rate NaN": (lambda: ow.layer.dropout(PLANE, float("nan")), r"dropout at .* rate=nan"),
+    "momentum": (lambda: ow.layer.batch_norm(PLANE, momentum=2), r"batch_norm .* momentum=2; .* from 0 to 1"),
+    "epsilon": (lambda: ow.layer.batch_norm(PLANE, epsilon=-1e-5), r"batch_norm at .* epsilon=-1e-05"),
+    "axis": (lambda: ow.layer.batch_norm(PLANE, axis=7), r"batch_norm at .* axis=7 .*from -4 to 3"),
+    "layer_norm": (lambda: ow.layer.layer_norm(PLANE, epsilon=-1), r"layer_norm at .* epsilon=-1"),
+    "rms_norm": (lambda: ow.layer.rms_norm(PLANE, epsilon=None), r"rms_norm at .* epsilon=None"),
+    "lstm": (lambda: ow.layer.lstm(PLANE[0], 2.5), r"lstm at .* size=2\.5"),
+    "gru": (lambda: ow.layer.gru(PLANE[0], 0), r"gru at .* size=0"),
+    "heads": (lambda: ow.layer.attention(PLANE[0], heads=1.5), r"attention at .* heads=1\.5"),
+    "attention": (lambda: ow.layer.attention(PLANE[0], heads=1, size="4"), r"attention at .* size='4'"),
+    "delta": (lambda: ow.layer.huber(PLANE, PLANE, delta=0), r"huber at .* delta=0; .* above 0"),
+    "top_k": (lambda: ow.layer.accuracy(np.eye(3), np.arange(3), top_k=1.5), r"accuracy at .* top_k=1\.5"),
+}
+PLANE = np.ones((2, 6, 6, 2), np.float32)
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_named(call, words):
+    with pytest.raises((ow.ArgumentError, ow.HyperparameterError), match=words):
+        ow.trace(call)
+
+
+def test_whole_numbers_of_numpy_are_sizes():
+    program = ow.trace(lambda: ow.layer.conv(PLANE, np.int64(4), np.int32(3), stride=(np.int64(2), 1)))
+    assert program.outputs[0].shape == (2, 3, 6, 4)
+    assert ow.trace(lambda: ow.layer.fc(PLANE, np.int64(4))).outputs[0].shape == (2, 6, 6, 4)

@@ -693,3 +693,20 @@ def test_a_mutable_array_is_refused_where_it_is_used():
 
     with pytest.raises(ow.TraceError, match=r"test_backward\.py:\d+ uses a mutable array"):
         ow.trace(f, jnp.ones(3))
+
+
+def test_a_complex_loss_is_refused_as_by_jax():
+    def loss(w, x):
+        return jnp.sum(w * x)
+
+    w, x = jnp.ones(2, "complex64"), jnp.ones(2)
+    with pytest.raises(TypeError, match="complex"):
+        jax.grad(loss)(w, x)
+    with pytest.raises(ow.LossError, match=r"is complex64.*, a complex number.*loss\.real"):
+        ow.SGD(0.1).minimize(loss, w, x)
+    program = ow.trace(loss, w, x)
+    with pytest.raises(ow.LossError, match=r"The target .* is complex64.*, a complex number"):
+        ow.gradients(program, program.outputs[0], "w")
+    step = ow.compile(ow.SGD(0.5).minimize(lambda w, x: loss(w, x).real, w, x))
+    state, _ = step(step.init(w), x)
+    np.testing.assert_allclose(state["w"], w - 0.5 * jax.grad(lambda w: loss(w, x).real)(w))

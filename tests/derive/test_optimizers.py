@@ -144,3 +144,17 @@ def test_a_limit_of_a_hyperparameter_holds_while_training(name):
 def test_more_values_than_hyperparameters_are_counted():
     with pytest.raises(ow.OnwardError, match=r"SGD was given 9 values; it has"):
         ow.SGD(*range(9))
+
+
+def test_the_step_counter_stays_where_an_int32_would_wrap():
+    w = jnp.ones(3)
+    optimizer = ow.NAdam(ow.schedule.cosine(0.1, steps=100, end=0.01))
+    step = ow.compile(optimizer.minimize(lambda w: jnp.sum(w**2), w), fetch=["learning_rate"])
+    state = step.init(w).replace({"step": np.int32(2**31 - 130)})
+    seen = []
+    for _ in range(4):
+        state, out = step(state)
+        seen.append(int(state["step"]))
+        assert np.isfinite(state["w"]).all()
+        np.testing.assert_allclose(out["learning_rate"], 0.01, rtol=1e-6)
+    assert seen == [2**31 - 129, 2**31 - 128, 2**31 - 128, 2**31 - 128]

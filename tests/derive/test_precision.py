@@ -309,3 +309,55 @@ def test_learning_rates_are_swept_in_one_compilation():
                 rtol=1e-2,
                 err_msg=name,
             )
+
+
+@pytest.mark.parametrize("rate", [0.1, lambda n: 0.1 / (n + 1), ow.schedule.cosine(0.1, steps=100)])
+def test_float64_parameters_are_updated_with_float64_hyperparameters(rate):
+    with jax.enable_x64(True):
+        w = np.zeros(3)
+        step = ow.compile(ow.SGD(rate).minimize(lambda w, x: jnp.sum(w * x), w, w))
+        state, _ = step(step.init(w), np.ones(3))
+        np.testing.assert_array_equal(state["w"], -0.1)
+
+
+def test_adam_in_float64_is_the_formula_in_float64():
+    with jax.enable_x64(True):
+        w, gradients = np.linspace(-1, 1, 5), np.random.default_rng(0).normal(size=(20, 5))
+        step = ow.compile(ow.Adam(1e-3).minimize(lambda w, x: jnp.sum(w * x), w, w))
+        state, expected, m, v = step.init(w), w.copy(), np.zeros(5), np.zeros(5)
+        for t, g in enumerate(gradients, 1):
+            state, _ = step(state, g)
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            expected -= 1e-3 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        np.testing.assert_allclose(state["w"], expected, rtol=1e-12)
+
+
+def test_a_float32_parameter_beside_a_float64_one_stays_float32():
+    with jax.enable_x64(True):
+        params = {"a": np.zeros(2, np.float32), "b": np.zeros(2)}
+        program = ow.Adam(0.1).minimize(lambda p: jnp.sum(p["a"]) + jnp.sum(p["b"]), params)
+        step = ow.compile(program)
+        state, _ = step(step.init(params))
+        assert (state["a"].dtype, state["b"].dtype) == (np.float32, np.float64)
+        assert {v.dtype for v in program.hyperparameters} == {np.dtype(np.float64)}
+        alone = ow.Adam(0.1).minimize(lambda a: jnp.sum(a), params["a"])
+        assert {v.dtype for v in alone.hyperparameters} == {np.dtype(np.float32)}
+
+
+def test_equal_weights_are_rounded_each_by_itself():
+    """Half of the way between two bfloat16 numbers: half of the weights go up, without a pattern."""
+    x = jnp.full((512, 8), 1 + 2.0**-8)
+    up = np.asarray(rounded_at_random(x, jnp.bfloat16, jnp.int32(3)), np.float32) > 1
+    np.testing.assert_allclose(up.mean(), 0.5, atol=0.05)
+    np.testing.assert_allclose((up[1:] == up[:-1]).mean(), 0.5, atol=0.05)
+    later = np.asarray(rounded_at_random(x, jnp.bfloat16, jnp.int32(4)), np.float32) > 1
+    np.testing.assert_allclose((up == later).mean(), 0.5, atol=0.05)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_equal_slots_are_rounded_each_by_itself(form):
+    kept = Kept(Type((4096,), np.dtype(np.float32)), form)
+    value = jnp.where(jnp.arange(4096) % 256 == 0, 1.0, 0.501953125 if form == "bfloat16" else 0.3)
+    read = np.asarray(kept.read(kept.write(value, jnp.int32(0))))[np.arange(4096) % 256 != 0]
+    assert 0.1 < (read > np.median(np.unique(read))).mean() < 0.9
+    np.testing.assert_allclose(read.mean(), float(value[1]), rtol=0.003)

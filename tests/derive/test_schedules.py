@@ -226,15 +226,15 @@ def test_steps_out_of_range_are_the_nearest():
     assert [float(at(n)) for n in (-7, -0.5, 2.9, np.int64(3), 2**40, 1e300)] == [0, 0, 2, 3, 64, 64]
     with jax.enable_x64(True):
         assert float(at(jnp.int64(2**40))) == 64
-        assert at(jnp.int64(3)).dtype == jnp.float32
+        assert at(jnp.int64(3)).dtype == jnp.float64
 
 
 @pytest.mark.parametrize("name", ["cosine, warmup", "restarts, growing", "cyclic, exp_range"])
-def test_float32_with_x64_too(name):
+def test_float64_with_x64(name):
     at, every = SCHEDULES[name], at_steps(name)
     with jax.enable_x64(True):
         wide = jax.jit(lambda n: at(n))(jnp.asarray(STEPS))
-        assert wide.dtype == jnp.float32
+        assert wide.dtype == jnp.float64
         close(wide, np.asarray(every), rtol=1e-6)
 
 
@@ -593,3 +593,20 @@ def test_bad_input(name):
 def test_a_step_that_is_no_number(step):
     with pytest.raises(ow.ArgumentError, match="expected a step, int32"):
         schedule.constant(0.1)(step)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: s.constant(1e40), r"constant: .* is 1e\+40, which float32 holds as infinite"),
+        (
+            lambda: s.cosine(0.1, steps=10, end=1e-50),
+            r"cosine: end is 1e-50, which float32 cannot",
+        ),
+    ],
+)
+def test_a_value_that_float32_changes_is_refused(make, words):
+    with pytest.raises(ow.HyperparameterError, match=words):
+        make()
+    with jax.enable_x64(True):
+        assert make()(0).dtype == np.float64

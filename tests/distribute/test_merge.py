@@ -354,3 +354,56 @@ def test_rules_that_look_further_are_refused_by_name(optimizer, words):
     with pytest.raises(ow.GraphError, match=message):
         ow.replicate(program, DEVICES, ow.Sharded())
     ow.replicate(program, DEVICES, ow.Bucketed())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ow.PowerSGD(1.5), r"PowerSGD: rank is 1\.5; expected a whole number"),
+        (lambda: ow.PowerSGD(0), r"PowerSGD: rank is 0"),
+        (lambda: ow.LowPrecision("int7"), r"LowPrecision: dtype is 'int7'; expected a dtype of real numbers"),
+        (lambda: ow.LowPrecision("int8"), r"LowPrecision: dtype is 'int8'"),
+        (lambda: ow.LowPrecision(feedback="no"), r"LowPrecision: feedback is 'no'"),
+        (lambda: ow.TopK("0.1"), r"TopK: ratio is '0\.1'; expected a share"),
+        (lambda: ow.TopK(float("nan")), r"TopK: ratio is nan"),
+    ],
+)
+def test_a_strategy_refuses_what_it_cannot_be(make, words):
+    with pytest.raises(ow.ArgumentError, match=words):
+        make()
+
+
+HUGE = jax.ShapeDtypeStruct((2**16, 2**17), np.float32)  # 2**33 numbers, traced and never made
+
+
+def slices(jaxpr):
+    """Every ``dynamic_slice`` of a jaxpr: the shape that it cuts."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dynamic_slice":
+            yield equation.invars[0].aval.shape
+        for inner in equation.params.values():
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from slices(getattr(inner, "jaxpr", inner))
+
+
+def test_a_part_of_more_numbers_than_an_int32_counts_is_cut_by_rows():
+    """A place in the whole vector would wrap around, and JAX would clamp it to another place in silence."""
+    program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(w) * jnp.mean(x), HUGE, np.ones(8, "f4"))
+    body = next(op.body for op in ow.replicate(program, 8, ow.Sharded()).ops if op.type == "part")
+    assert list(slices(body.closed.jaxpr)) == [(8, 2**30)]
+
+
+def test_places_that_an_int32_cannot_count_are_not_sent():
+    program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(w) * jnp.mean(x), HUGE, np.ones(8, "f4"))
+    with pytest.raises(ow.GraphError, match=r"TopK sends places as int32.*8589934592 numbers"):
+        ow.replicate(program, 8, ow.TopK())
+
+
+def test_a_bucket_ends_before_its_places_overflow():
+    three = [ow.Variable(name, (2**30,), np.dtype("f4")) for name in "abc"]
+    assert [len(bucket) for bucket in ow.Bucketed(2**40).groups(three)] == [1, 1, 1]
+    assert [len(bucket) for bucket in ow.Bucketed(2**40).groups([*three[:1], *small(3)])] == [4]
+
+
+def small(count):
+    return [ow.Variable(f"small {i}", (2,), np.dtype("f4")) for i in range(count)]

@@ -158,6 +158,12 @@ FEEDS = {
     "dates": ({"ids": IDS.astype("datetime64[D]")}, "'ids' holds .* in an array that is none of numbers"),
     "a declaration": ({"x": ow.data("x", (None, 3))}, "'x' is a LazyData; expected an array"),
     # what JAX would swallow in silence
+    "a masked array": (
+        {"x": np.ma.masked_greater(X, 0)},
+        r"'x' is a masked array of NumPy, float32\[4, 3\].*Pass x\.filled\(0\)",
+    ),
+    "masked ids": ({"ids": np.ma.masked_equal(IDS, 2)}, r"'ids' is a masked array of NumPy, int32\[4\]"),
+    "masked rows": ({"x": [np.ma.masked_greater(row, 0) for row in X]}, "'x' is a masked array of NumPy"),
     "float64 beyond float32": ({"x": wide(1e300, "f8")}, r"'x' holds .*1e\+300.*which float32 cannot hold"),
     "a list beyond float32": ({"x": [[1e300] * 3] * 4}, "'x' holds .*which float32 cannot hold.*in silence"),
     "Python integers beyond 64 bits": ({"x": [[10**30] * 3] * 4}, "'x' holds an integer of 100 bits"),
@@ -237,6 +243,32 @@ def test_bounds_are_looked_at_on_the_host_unless_that_is_switched_off(name):
         ByStep().run(wrong)
     assert np.isnan(ByStep(check_feeds=False).run(wrong))
     assert np.isnan(ByStep().run(on_device))
+
+
+def test_a_target_of_yes_or_no_on_a_device_that_is_neither():
+    """The host refuses it; on a device, which is not asked, the cost is NaN."""
+    targets = np.array([0, 1, 2], "int32")
+    program = ow.trace(
+        lambda w, x, t: ow.layer.binary_cross_entropy(w * x, t), 1.0, np.ones(3, "f4"), targets
+    )
+    step = ow.compile(program)
+    with pytest.raises(ow.ArgumentError, match=r"holds 2 at \[2\]; targets must lie from 0 to 1"):
+        step(step.init(1.0), np.ones(3, "f4"), targets)
+    assert np.isnan(step(step.init(1.0), np.ones(3, "f4"), jnp.asarray(targets))[1].loss)
+    assert np.isfinite(step(step.init(1.0), np.ones(3, "f4"), jnp.asarray(targets % 2))[1].loss)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ow.batches((x, IDS), 2),
+        lambda x: ow.trace(lambda w, x: jnp.sum(w * x), np.ones(3, "f4"), x),
+        lambda x: ow.compile(ow.trace(lambda w: jnp.sum(w), X)).init(x),
+    ],
+)
+def test_masked_arrays_are_refused_wherever_they_enter(call):
+    with pytest.raises(ow.ArgumentError, match="masked array of NumPy"):
+        call(np.ma.masked_greater(X, 0))
 
 
 def test_a_program_knows_its_bounds():

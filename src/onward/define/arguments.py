@@ -113,6 +113,7 @@ def type_of(value: Any, numbers: bool = True) -> Type | None:
     if isinstance(value, Type):
         return value
     if isinstance(value, jax.Array | np.ndarray | np.generic):
+        expect_unmasked(value, "An argument")
         if isinstance(value, np.ndarray) and value.dtype.kind not in "biufcV":
             raise ArgumentError(
                 f"An argument holds a NumPy array of dtype {value.dtype}, which no device can hold. Encode "
@@ -124,6 +125,16 @@ def type_of(value: Any, numbers: bool = True) -> Type | None:
         number = jax.typeof(value)
         return Type((), number.dtype, weak_type=True)
     return None
+
+
+def expect_unmasked(value: Any, what: str) -> None:
+    """Raise ``ArgumentError`` for a masked array of NumPy, of which JAX would take what is under the mask."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{what} is a masked array of NumPy, {value.dtype}{list(value.shape)}. No device knows a mask, "
+            "and what is under it would count like anything else. Pass x.filled(0), and "
+            "~np.ma.getmaskarray(x) as data of its own, such as the weights of a cost."
+        )
 
 
 def _is_extended(dtype: Any) -> bool:

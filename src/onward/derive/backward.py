@@ -53,7 +53,7 @@ def append_backward(
         no_grad_set: Variables through which no gradient flows.
 
     Raises:
-        LossError: the loss is not a floating point scalar or depends on none of the parameters.
+        LossError: the loss is not a floating point scalar, is complex, or depends on none of the parameters.
         UnknownNameError: a name in ``parameter_list`` or ``no_grad_set`` that no Variable bears.
 
     Example:
@@ -117,7 +117,7 @@ def gradients(
 
     Raises:
         UnknownNameError: a name that no Variable bears.
-        LossError: a Variable that is no floating point number.
+        LossError: a Variable that is no floating point number; a complex target without a gradient.
         ArgumentError: target gradients whose number or types are not those of the targets.
 
     Example:
@@ -364,7 +364,17 @@ def _loss_of(program: Program, loss: str | Variable | None) -> Variable:
             f"The loss {target.name!r} of {program.name} is {target.type}{_made_at(program, target)}; it "
             "must be a floating point number. Is a count or an accuracy returned in place of the loss?"
         )
+    _expect_real(target, f"The loss {target.name!r} of {program.name}", _made_at(program, target))
     return target
+
+
+def _expect_real(target: Variable, what: str, place: str = "") -> None:
+    """Raise ``LossError`` for a complex number, which has no direction of descent."""
+    if jnp.issubdtype(target.dtype, np.complexfloating):
+        raise LossError(
+            f"{what} is {target.type}{place}, a complex number, of which none is less than another. Make a "
+            "real number of it, such as jnp.abs(loss) or loss.real."
+        )
 
 
 def _expect_floats(program: Program, chosen: Iterable[Where]) -> None:
@@ -394,6 +404,8 @@ def _check_targets(
         if not _differentiable(v):
             raise LossError(f"{v.name!r} is {v.type}: only floating point Variables have gradients.")
     for target, seed in zip(targets, seeds, strict=True):
+        if seed is None:
+            _expect_real(target, f"The target {target.name!r}")
         if seed is not None and (seed.shape, seed.dtype) != (target.shape, target.dtype):
             raise ArgumentError(
                 f"The target {target.name!r} is {target.type} and its gradient {seed.name!r} is {seed.type}; "

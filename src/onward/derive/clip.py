@@ -18,6 +18,7 @@ from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass, UpdateType
+from onward.derive.lengths import Length, length, shortened
 
 
 @transform
@@ -72,13 +73,14 @@ def clip_by_global_norm(program: Program, max_norm: float) -> Program:
 
 
 def _norm(dtype: Any, gradients: Sequence[Any]) -> list[Any]:
-    squares = (jnp.sum(jnp.square(jnp.abs(g).astype(dtype))) for g in gradients)
-    return [jnp.sqrt(sum(squares, jnp.zeros((), dtype)))]
+    return [length([jnp.abs(g).astype(dtype) for g in gradients]).norm]
 
 
 def _clipped(gradient: Any, norm: Any, max_norm: float) -> Any:
-    factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, np.finfo(norm.dtype).tiny))
-    return (gradient * factor).astype(gradient.dtype)
+    half = 2.0 ** (np.finfo(norm.dtype).maxexp // 2)
+    down = jnp.where(norm > half, 1 / half, 1).astype(norm.dtype)
+    wide = gradient.astype(jnp.promote_types(gradient.dtype, np.float32))
+    return shortened(wide, Length(norm * down, down), max_norm).astype(gradient.dtype)
 
 
 def _type(v: Variable) -> Type:

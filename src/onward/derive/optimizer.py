@@ -100,7 +100,8 @@ class Optimizer(Rule):
         """The next parameter and the next slots.
 
         ``hyperparameters`` has every hyperparameter by its name, and ``step``: the number of updates
-        made before this one, int32.
+        made before this one, int32. It stays at 2**31 - 128, so a schedule keeps its last value, and what
+        happens every so many steps no longer does.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how to update a parameter")
 

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Self, dataclass_transform
 
 import jax
+import numpy as np
 
 from onward.core.errors import HyperparameterError, nearest
 from onward.core.walk import Where
@@ -54,12 +55,12 @@ class Rule:
     """The base of optimizers, gradient rules and parameter rules.
 
     A subclass is a frozen dataclass without being told so. A field annotated ``Hyperparameter`` becomes a
-    float32 state Variable, or follows a schedule; a field of any other type is fixed when the Program is
-    derived. ``type`` says how far the rule looks; with ``ACROSS`` it takes tuples over all parameters in
-    place of single arrays; one that keeps no slots and does not ask which number lies in which array may set
-    ``any_layout``, and is given stacks. A rule that sets ``evaluates_loss`` is given one more argument, a
-    ``Loss``. The hyperparameters named in ``below_one`` must be less than 1. Rules compute in float32, or in
-    what is wider.
+    state Variable (float32, or float64 where a parameter is), or follows a schedule; a field of any other
+    type is fixed when the Program is derived. ``type`` says how far the rule looks; with ``ACROSS`` it takes
+    tuples over all parameters in place of single arrays; one that keeps no slots and does not ask which
+    number lies in which array may set ``any_layout``, and is given stacks. A rule that sets
+    ``evaluates_loss`` is given one more argument, a ``Loss``. The hyperparameters named in ``below_one`` must
+    be less than 1. Rules compute in float32, or in what is wider.
 
     Raises:
         HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.
@@ -183,6 +184,34 @@ class ParameterRule(Rule):
     ) -> tuple[Any, Any]:
         """The next parameter, from the one before the step and what became of it so far; and the slots."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to change a parameter")
+
+
+def expect_held(name: str, value: Any, dtype: Any, limit: float | None = None) -> None:
+    """Raise ``HyperparameterError`` for a number that its dtype turns infinite, into 0, or into the limit.
+
+    >>> expect_held("epsilon", 1e-50, np.float64)
+    >>> expect_held("epsilon", 1e-50, np.float32)
+    Traceback (most recent call last):
+        ...
+    onward.core.errors.HyperparameterError: epsilon is 1e-50, which float32 cannot tell from 0. Give a number
+    that float32 holds, or train float64 parameters (jax_enable_x64).
+    """
+    given = np.asarray(value, np.float64)
+    with np.errstate(over="ignore", under="ignore"):
+        held = given.astype(dtype)
+    if np.any(np.isinf(held)):
+        word = "holds as infinite"
+    elif np.any((given != 0) & (np.abs(held) < np.finfo(dtype).tiny)):  # XLA takes subnormal numbers for 0
+        word = "cannot tell from 0"
+    elif limit is not None and np.any(held >= limit):
+        word = f"cannot tell from {limit:g}"
+    else:
+        return
+    kind = np.dtype(dtype).name
+    wider = ", or train float64 parameters (jax_enable_x64)" if kind == "float32" else ""
+    raise HyperparameterError(
+        f"{name} is {value!r}, which {kind} {word}. Give a number that {kind} holds{wider}."
+    )
 
 
 def _is_hyperparameter(annotation: Any) -> bool:

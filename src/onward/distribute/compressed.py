@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from onward.core.errors import ArgumentError
-from onward.distribute.merge import Devices, Merge
+from onward.core.errors import ArgumentError, GraphError
+from onward.distribute.merge import Devices, Merge, is_count
 
 
 class LowPrecision(Merge):
@@ -29,6 +30,19 @@ class LowPrecision(Merge):
     exact: ClassVar[bool] = False
     dtype: str = "bfloat16"
     feedback: bool = True
+
+    def __post_init__(self) -> None:
+        try:
+            is_float = jnp.issubdtype(jnp.dtype(self.dtype), np.floating)
+        except TypeError:
+            is_float = False
+        if not is_float:
+            raise ArgumentError(
+                f"LowPrecision: dtype is {self.dtype!r}; expected a dtype of real numbers, such as "
+                "'bfloat16' or 'float16'."
+            )
+        if not isinstance(self.feedback, bool):
+            raise ArgumentError(f"LowPrecision: feedback is {self.feedback!r}; expected True or False.")
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
         """What rounding has lost so far."""
@@ -60,8 +74,11 @@ class TopK(Merge):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ArgumentError(f"TopK: ratio is {self.ratio}; expected a share, more than 0 and at most 1.")
+        is_number = isinstance(self.ratio, int | float | np.number) and not isinstance(self.ratio, bool)
+        if not is_number or not 0 < self.ratio <= 1:
+            raise ArgumentError(
+                f"TopK: ratio is {self.ratio!r}; expected a share, more than 0 and at most 1."
+            )
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
         """What was not sent so far."""
@@ -72,6 +89,11 @@ class TopK(Merge):
     ) -> tuple[Any, Mapping[str, Any]]:
         """The mean of what every device sends: places and numbers."""
         whole = (gradient + kept["error"]).ravel()
+        if whole.size >= 2**31:
+            raise GraphError(
+                f"TopK sends places as int32, and a gradient of shape {list(gradient.shape)} has "
+                f"{whole.size} numbers, 2**31 or more. Merge with Average(), Sharded() or LowPrecision()."
+            )
         count = max(1, int(self.ratio * whole.size))
         _, places = lax.top_k(jnp.abs(whole), count)
         numbers = whole[places]
@@ -89,6 +111,10 @@ class PowerSGD(Merge):
 
     exact: ClassVar[bool] = False
     rank: int = 2
+
+    def __post_init__(self) -> None:
+        if not is_count(self.rank):
+            raise ArgumentError(f"PowerSGD: rank is {self.rank!r}; expected a whole number of at least 1.")
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
         """What was not sent so far, and the right factor of the last step."""

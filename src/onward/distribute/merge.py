@@ -36,6 +36,8 @@ from onward.derive.update.groups import Routing
 from onward.derive.update.update import append_update
 from onward.distribute.weave import Weave
 
+_MOST = 2**31  # numbers of a vector, whose places are int32
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -213,14 +215,19 @@ class Bucketed(Merge):
         return self.inner.merge(gradient, kept, devices)
 
     def groups(self, gradients: Sequence[Variable]) -> list[list[Variable]]:
-        """Runs of gradients of one dtype, each of at least ``bytes``."""
+        """Runs of gradients of one dtype, each of at least ``bytes``; several hold less than 2**31."""
         buckets: list[list[Variable]] = []
         for g in gradients:
             last = buckets[-1] if buckets else None
-            if last is None or last[0].dtype != g.dtype or sum(map(nbytes, last)) >= self.bytes:
+            if last is None or self._is_full(last, g):
                 buckets.append([])
             buckets[-1].append(g)
         return buckets
+
+    def _is_full(self, bucket: Sequence[Variable], g: Variable) -> bool:
+        """Whether a gradient begins a bucket of its own."""
+        together = sum(prod(v.shape) for v in (*bucket, g))
+        return bucket[0].dtype != g.dtype or sum(map(nbytes, bucket)) >= self.bytes or together >= _MOST
 
 
 def _expect_gradients_only(rules: Sequence[Any], merge: Merge) -> None:
@@ -306,7 +313,13 @@ def _vector_type(group: Sequence[Variable]) -> Type:
 
 def _joined(gradients: Sequence[Any]) -> Any:
     """Gradients as one vector; XLA computes what goes into a concatenation again and slowly on a CPU."""
-    vector = jnp.zeros(sum(g.size for g in gradients), gradients[0].dtype)
+    count = sum(g.size for g in gradients)
+    if count >= _MOST:
+        raise GraphError(
+            f"Gradients of {count} numbers shall be merged as one vector, whose places no int32 counts: "
+            "2**31 or more. Let groups() return smaller groups."
+        )
+    vector = jnp.zeros(count, gradients[0].dtype)
     begin = 0
     for g in gradients:
         vector = lax.dynamic_update_slice(vector, g.ravel(), (begin,))

@@ -99,7 +99,8 @@ def _part(weave: Weave, p: Variable, devices: Devices) -> Variable:
     size = _length(p, devices)
 
     def part(x: Any) -> list[Any]:
-        return [lax.dynamic_slice(devices.padded(x), (devices.index * size,), (size,))]
+        rows = devices.padded(x).reshape(devices.size, size)  # as a vector its places may not fit an int32
+        return [lax.dynamic_index_in_dim(rows, devices.index, keepdims=False)]
 
     return weave.collective(PART, [p], [f"part({p.name})"], body_of(part, Type(p.shape, p.dtype)))[0]
 

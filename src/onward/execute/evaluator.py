@@ -204,7 +204,8 @@ class _Forward:
     def _is_plain(self, state: State, data: list[Any]) -> bool:
         """Whether nothing needs to be converted, flattened or reordered."""
         try:
-            return self._plain and state.layout is self._layout and [x.dtype for x in data] == self._dtypes
+            known = self._plain and state.layout is self._layout and [x.dtype for x in data] == self._dtypes
+            return known and not any(isinstance(x, np.ma.MaskedArray) for x in data)
         except AttributeError:
             return False
 

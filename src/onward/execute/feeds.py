@@ -11,7 +11,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, nearest
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
-from onward.define.arguments import Type, type_of
+from onward.define.arguments import Type, expect_unmasked, type_of
 from onward.execute.state import fits
 
 _FIXED = (jax.Array, np.generic, bool, int, float, complex)  # nobody can change their numbers
@@ -41,12 +41,23 @@ class Feeds:
                 f"({', '.join(name for _, name in self.taken)}); {len(data)} were given."
             )
         if self.flat and len(self.program.inputs) == len(data):
+            self._expect_unmasked(data)
             return data
         values: list[Any] = []
         for (structure, name), argument in zip(self.taken, data, strict=True):
             arrays = structure.flatten(argument, f"{self.program.name}: {name}")
             values.extend(x for v, x in zip(structure.variables, arrays, strict=True) if v in self.inputs)
+        self._expect_unmasked(values)
         return values
+
+    def _expect_unmasked(self, values: Sequence[Any]) -> None:
+        """Raise ``ArgumentError`` for masked arrays, also where their types are known already."""
+        for v, value in zip(self.program.inputs, values, strict=True):
+            if isinstance(value, np.ma.MaskedArray):
+                expect_unmasked(value, f"{self.program.name}: {v.name!r}")
+            elif isinstance(value, list | tuple):
+                for x in value:
+                    expect_unmasked(x, f"An element of {self.program.name}: {v.name!r}")
 
     def named(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> tuple[Any, ...]:
         """The data arguments in order, some of them given by name.
@@ -71,7 +82,11 @@ class Feeds:
         return (*data, *(feed[name] for name in rest))
 
     def check_bounds(self, values: Sequence[Any]) -> None:
-        """Raise ``ArgumentError`` for a label or an id out of range, which devices read as something else."""
+        """Raise ``ArgumentError`` for a label or an id out of range, which devices read as something else.
+
+        Arrays that lie on a device already are not looked at, for that would wait for them: the layers make
+        NaN of what is out of range.
+        """
         for v, value in zip(self.program.inputs, values, strict=True):
             if v in self.program.bounds and not isinstance(value, jax.Array):
                 _check_bound(self.program.name, v, _integers(value), *self.program.bounds[v])

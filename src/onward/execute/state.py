@@ -17,6 +17,7 @@ from onward.core.program import Program, Replicas, Variable
 from onward.core.structure import Signature, describe
 from onward.core.words import UpdateType
 from onward.define.arguments import type_of
+from onward.derive.rule import expect_held
 from onward.execute.storage.storage import Storage
 
 
@@ -219,7 +220,7 @@ class State:
             i = self._position(name)
             v = self.layout.variables[i]
             if v in self.layout.hyperparameters:
-                check_hyperparameter(v.name, value, self.layout.limits.get(v.name))
+                check_hyperparameter(v.name, value, v.dtype, self.layout.limits.get(v.name))
                 value = jnp.asarray(value, v.dtype)
             values[i] = stored(value, self.layout.whole(v), f"state.replace: {v.name!r}")
             if (copy := self.layout.copies.get(v.name)) is not None and copy not in changes:
@@ -331,8 +332,11 @@ def _repeated(value: Any, count: int) -> Any:
     return jnp.broadcast_to(value, (count, *value.shape))
 
 
-def check_hyperparameter(name: str, value: Any, limit: float | None = None) -> None:
-    """Raise ``HyperparameterError`` unless this is a finite number of at least 0, and below the limit."""
+def check_hyperparameter(name: str, value: Any, dtype: Any, limit: float | None = None) -> None:
+    """Raise ``HyperparameterError`` unless this is a finite number of at least 0, and below the limit.
+
+    So it has to be in the dtype that it will have, too.
+    """
     if isinstance(value, jax.core.Tracer):
         return
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
@@ -341,6 +345,7 @@ def check_hyperparameter(name: str, value: Any, limit: float | None = None) -> N
         raise HyperparameterError(f"{name} is {value!r}. It must be a finite number of at least 0.")
     if limit is not None and not np.all(number < limit):
         raise HyperparameterError(f"{name} is {value!r}. It must be less than {limit:g}.")
+    expect_held(name, value, dtype, limit)
 
 
 def stored(value: Any, v: Variable, what: str) -> Any:

@@ -10,10 +10,12 @@ from tests.compiled import OPTIMIZED, together, training
 from tests.derive.optimizers.reference_b import descended, gradients, trajectory, tree
 
 import onward as ow
+from onward.derive.lengths import length
 from onward.derive.optimizers.distance_over_gradients import DoG, LDoG
 from onward.derive.optimizers.factored import SM3, Adafactor
 from onward.derive.optimizers.layerwise import LAMB, LARS, NovoGrad
 from onward.derive.optimizers.learning_rate_free import DAdaptAdam, DAdaptSGD, Prodigy
+from onward.derive.optimizers.norms import norm
 from onward.derive.optimizers.proximal import FTRL, ProximalAdagrad, ProximalGD
 from onward.derive.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 
@@ -207,3 +209,41 @@ def test_parameters_in_half_precision_keep_it_and_slots_have_more(name):
     assert state["w"].dtype == jnp.bfloat16
     assert np.all(np.isfinite(np.float32(state["w"])))
     assert {v.dtype for n, v in state.items() if "/" in n} == {np.dtype("float32")}
+
+
+def test_lengths_are_those_of_numpy_also_where_squares_overflow():
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    for size in (1.0, 1e18, 1e25, 1e38):
+        expected = np.linalg.norm(x.astype(np.float64)) * size
+        its = length([jnp.asarray(x[:1] * np.float32(size)), jnp.asarray(x[1:] * np.float32(size))])
+        np.testing.assert_allclose(float(its.scaled) / float(its.down), expected, rtol=1e-6)
+    assert float(length([jnp.array([np.inf, 1])]).norm) == np.inf
+    assert np.isnan(float(length([jnp.array([np.nan, 1])]).norm))
+    assert float(norm(jnp.array([np.inf, 1]))) == np.inf
+
+
+RUNNING = (
+    *(
+        ow.Adam,
+        ow.AdamW,
+        ow.AMSGrad,
+        ow.NAdam,
+        ow.RAdam,
+        ow.Yogi,
+        ow.AdaBelief,
+        ow.ADOPT,
+        ow.LAMB,
+        ow.NovoGrad,
+    ),
+    *(ow.RMSProp, ow.Adadelta, ow.DecayedAdagrad, ow.Adafactor, ow.ScheduleFreeAdamW, ow.Adan),
+)
+
+
+@pytest.mark.parametrize("optimizer", RUNNING)
+def test_a_gradient_whose_square_overflows_leaves_finite_slots(optimizer):
+    """What is infinite in a running mean never leaves it, and the parameter would not move again."""
+    step = ow.compile(optimizer().minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3)))
+    state = step.init(jnp.ones(3))
+    for x in (1.0, 1e20, 1e38, 1.0):
+        state, _ = step(state, np.full(3, x, np.float32))
+    assert all(np.isfinite(state[name]).all() for name in state), dict(state)

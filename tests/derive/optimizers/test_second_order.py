@@ -42,9 +42,9 @@ def probes(shapes, steps, dtype):
 
 
 def sophia(w, a, bs, shapes, dtype, every):
-    h = {k: reference.f32(v) for k, v in SOPHIA.items()}
+    h = {k: np.float64(dtype(v)) for k, v in SOPHIA.items()}
     us = probes(shapes, len(bs), dtype)
-    mean, curvature, rate = np.zeros_like(w), np.zeros_like(w), reference.f32(0.01)
+    mean, curvature, rate = np.zeros_like(w), np.zeros_like(w), np.float64(dtype(0.01))
     for t, b in enumerate(bs):
         gradient = a @ w + w**3 + b
         mean = h["beta1"] * mean + (1 - h["beta1"]) * gradient

@@ -82,7 +82,7 @@ def by_hand(rules, references, params, gradients):
     wide = np.result_type(next(iter(params.values())).dtype, np.float64)
     w = {k: v.astype(wide) for k, v in params.items()}
     kept, memory, path = {k: {} for k in w}, [{} for _ in rules], []
-    rates = {k: float32(OPTIMIZERS[k.partition("/")[0]][0].learning_rate) for k in w}
+    rates = {k: OPTIMIZERS[k.partition("/")[0]][0].learning_rate for k in w}
     for t in range(1, 1 + len(next(iter(gradients.values())))):
         g = {k: v[t - 1].astype(wide) for k, v in gradients.items()}
         for rule, reference, s in zip(rules, references, memory, strict=True):
@@ -101,13 +101,7 @@ def by_hand(rules, references, params, gradients):
 def updated(name, w, g, s, t):
     """One parameter after its optimizer, by the paper."""
     optimizer, paper = OPTIMIZERS[name.partition("/")[0]]
-    values = {k: float32(v) for k, v in optimizer.hyperparameters.items()}
-    return paper(w, g, s, t, SimpleNamespace(**values))
-
-
-def float32(number):
-    """A hyperparameter as it is kept."""
-    return float(np.float32(number))
+    return paper(w, g, s, t, SimpleNamespace(**optimizer.hyperparameters))
 
 
 def assert_close(actual, expected, rtol):

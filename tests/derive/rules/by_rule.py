@@ -1,7 +1,6 @@
 """The rules in NumPy, written from the papers alone; see ``around`` for the contract."""
 
 import numpy as np
-from tests.derive.rules.around import float32
 
 
 def each(function):
@@ -48,11 +47,11 @@ def adaptive_clip(ratio, epsilon):
 
 
 def l1(rate):
-    return each(lambda w, g: g + float32(rate) * w / np.where(w == 0, 1, np.abs(w)))
+    return each(lambda w, g: g + rate * w / np.where(w == 0, 1, np.abs(w)))
 
 
 def l2(rate):
-    return each(lambda w, g: g + float32(rate) * w)
+    return each(lambda w, g: g + rate * w)
 
 
 def centralize():
@@ -64,14 +63,14 @@ def centralize():
 
 def decay(rate, independent=False):
     def decayed(w, new, g, s, t, rates):
-        return {k: new[k] - (1 if independent else rates[k]) * float32(rate) * w[k] for k in w}
+        return {k: new[k] - (1 if independent else rates[k]) * rate * w[k] for k in w}
 
     return decayed
 
 
 def ema(rate, ramp=False):
     def averaged(w, new, g, s, t, rates):
-        share = min(float32(rate), t / (9 + t)) if ramp else float32(rate)
+        share = min(rate, t / (9 + t)) if ramp else rate
         old = s.get("average", w)
         s["average"] = {k: share * old[k] + (1 - share) * new[k] for k in w}
         return new
@@ -100,7 +99,7 @@ def lookahead(share, every):
         slow = s.setdefault("slow", w)
         if t % every:
             return new
-        s["slow"] = {k: slow[k] + float32(share) * (new[k] - slow[k]) for k in w}
+        s["slow"] = {k: slow[k] + share * (new[k] - slow[k]) for k in w}
         return s["slow"]
 
     return back

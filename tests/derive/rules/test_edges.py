@@ -109,3 +109,38 @@ def test_names_of_ops_and_hyperparameters():
     names = [v.name for v in program.hyperparameters]
     assert names[:4] == ["learning_rate", "l1/rate", "l2/rate", "ema/decay"]
     assert len(set(names)) == 5
+
+
+@pytest.mark.parametrize("size", [1.0, 1e25, 3e38])
+@pytest.mark.parametrize("rule", [ow.ClipByGlobalNorm(1.0), ow.ClipByNorm(1.0), ow.AdaptiveClip(1.0)])
+def test_a_gradient_whose_square_overflows_is_shortened_not_lost(rule, size):
+    step = ow.compile(ow.SGD(1.0, rules=[rule]).minimize(lambda w, x: jnp.sum(w * x), *[jnp.ones(2)] * 2))
+    begin = np.array([0.6, 0.8], np.float32)
+    state, _ = step(step.init(begin), size * begin)
+    np.testing.assert_allclose(begin - state["w"], begin, rtol=1e-5)
+
+
+def test_sam_goes_its_radius_whatever_the_size_of_the_gradient():
+    """Of ``c w**2 / 2`` at 1 the gradient is c; at ``1 + 0.5`` it is ``1.5 c``."""
+    program = ow.SGD(1.0, rules=[ow.SAM(0.5)]).minimize(lambda w, c: c * w**2 / 2, *[jnp.float32(1)] * 2)
+    step = ow.compile(program)
+    for size in (1.0, 1e25):
+        state, _ = step(step.init(jnp.float32(1)), jnp.float32(size))
+        np.testing.assert_allclose((1 - state["w"]) / size, 1.5, rtol=1e-6)
+
+
+def test_the_transform_clips_what_overflows_when_squared():
+    program = ow.append_backward(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2)))
+    step = ow.compile(ow.append_update(ow.clip_by_global_norm(program, 1e-3), ow.SGD(1.0)))
+    state, _ = step(step.init(jnp.zeros(2)), jnp.array([6e37, 8e37]))
+    np.testing.assert_allclose(state["w"], [-6e-4, -8e-4], rtol=1e-5)
+
+
+def test_an_infinite_gradient_stays_visible():
+    step = ow.compile(
+        ow.SGD(1.0, rules=[ow.ClipByGlobalNorm(1.0)]).minimize(
+            lambda w, x: jnp.sum(w * x), *[jnp.ones(2)] * 2
+        )
+    )
+    state, _ = step(step.init(jnp.zeros(2)), jnp.array([np.inf, 1.0]))
+    assert np.isnan(state["w"][0])

@@ -15,7 +15,7 @@ from onward.define import declare
 from onward.define.context import Initializer
 from onward.define.layer.base import layer
 from onward.define.layer.dense import affine
-from onward.define.layer.expect import expect_axes, expect_fraction, words
+from onward.define.layer.expect import count, expect_axes, expect_fraction, words
 from onward.define.layer.normalization import dropped
 
 
@@ -77,6 +77,7 @@ def attention(
     key = query if key is None else key
     inputs = {"query": query, "key": key, "value": key if value is None else value}
     arrays = {part: jnp.asarray(x) for part, x in inputs.items()}
+    heads = count("attention", "heads", heads)
     width = _width(arrays, heads, size)
 
     def project(x: Any, part: str) -> Any:
@@ -125,8 +126,8 @@ def _width(arrays: Mapping[str, Any], heads: int, size: int | None) -> int:
             f"attention at {user_line()} was given {found}; expected the same batch in all, "
             "and a value for every key."
         )
-    width = arrays["query"].shape[-1] if size is None else size
-    if heads < 1 or width % heads:
+    width = arrays["query"].shape[-1] if size is None else count("attention", "size", size)
+    if width % heads:
         raise ArgumentError(
             f"attention at {user_line()} has {heads} heads for {width} features; heads must divide them. "
             "Write size=, a multiple of heads."

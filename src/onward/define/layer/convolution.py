@@ -20,7 +20,7 @@ from onward.define.context import Initializer
 from onward.define.initializer import constant, he_normal
 from onward.define.layer.activation import activated
 from onward.define.layer.base import layer, weight
-from onward.define.layer.expect import expect_axes, floating, precise
+from onward.define.layer.expect import count, expect_axes, floating, precise
 
 Window = int | Sequence[int]
 Padding = str | int | Sequence[tuple[int, int]]
@@ -85,14 +85,15 @@ def conv(
     """
     x = jnp.asarray(x)
     expect_axes("conv", x, (3, 4, 5), _MEANING)
-    dtype, count = floating(x), x.ndim - 2
-    shape = (*_each("size", size, count), _channels(x, filters, groups), filters)
+    dtype, axes = floating(x), x.ndim - 2
+    filters, groups = count("conv", "filters", filters), count("conv", "groups", groups)
+    shape = (*_each("size", size, axes), _channels(x, filters, groups), filters)
     w = jnp.asarray(weight(w, "w", shape, dtype, initializer or he_normal()))
     y = lax.conv_general_dilated(
         *_same_dtype(x, w),
-        window_strides=_each("stride", stride, count),
-        padding=_padding(padding, count),
-        rhs_dilation=_each("dilation", dilation, count),
+        window_strides=_each("stride", stride, axes),
+        padding=_padding(padding, axes),
+        rhs_dilation=_each("dilation", dilation, axes),
         dimension_numbers=_NUMBERS[x.ndim],
         feature_group_count=groups,
     )
@@ -179,24 +180,24 @@ def _average(x: Any, window: Any, strides: Any, padding: Any) -> Any:
     return (sums(values) / sums(ones)).astype(floating(x))
 
 
-def _each(what: str, value: Window, count: int) -> tuple[int, ...]:
+def _each(what: str, value: Window, axes: int) -> tuple[int, ...]:
     """A number for each spatial axis."""
-    sizes = (value,) * count if isinstance(value, int) else tuple(value)
-    if len(sizes) != count or any(not isinstance(n, int) or n < 1 for n in sizes):
+    sizes: tuple[Any, ...] = tuple(value) if isinstance(value, tuple | list) else (value,) * axes
+    if len(sizes) != axes or not all(_is_whole(n) and n >= 1 for n in sizes):
         raise ArgumentError(
             f"The {what} of a window at {user_line()} is {value!r}; expected a positive number, or a tuple "
-            f"of {count}, one for each spatial axis."
+            f"of {axes}, one for each spatial axis."
         )
-    return sizes
+    return tuple(int(n) for n in sizes)
 
 
 def _padding(padding: Padding, count: int) -> Any:
     """The padding as ``jax.lax`` takes it: a word, or (before, after) for each spatial axis."""
-    if isinstance(padding, int) and padding >= 0:
+    if _is_whole(padding) and padding >= 0:  # type: ignore[operator]
         return [(padding, padding)] * count
     if isinstance(padding, str) and padding.upper() in ("SAME", "VALID"):
         return padding.upper()
-    if not isinstance(padding, int | str) and len(padding) == count and all(map(_is_pair, padding)):
+    if isinstance(padding, tuple | list) and len(padding) == count and all(map(_is_pair, padding)):
         return [(int(before), int(after)) for before, after in padding]
     raise ArgumentError(
         f'The padding of a window at {user_line()} is {padding!r}; expected "SAME", "VALID", a number, or '
@@ -205,13 +206,17 @@ def _padding(padding: Padding, count: int) -> Any:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_whole, value))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _channels(x: Any, filters: int, groups: int) -> int:
     """How many channels of x each filter sees."""
     channels = int(x.shape[-1])
-    if groups < 1 or channels % groups or filters % groups:
+    if channels % groups or filters % groups:
         raise ArgumentError(
             f"conv at {user_line()} has {channels} channels and {filters} filters in {groups} groups; groups "
             "must divide both."

@@ -21,7 +21,14 @@ from onward.core.source import user_line
 from onward.define.context import current_context
 from onward.define.layer.base import cost
 from onward.define.layer.devices import mean_over_devices
-from onward.define.layer.expect import expect_fraction, expect_same_shape, is_integer, precise, words
+from onward.define.layer.expect import (
+    expect_fraction,
+    expect_least,
+    expect_same_shape,
+    is_integer,
+    precise,
+    words,
+)
 
 
 @cost
@@ -77,6 +84,7 @@ def huber(
         2.5
     """
     prediction, target = jnp.asarray(prediction), jnp.asarray(target)
+    expect_least("huber", "delta", delta, above=True)
     expect_same_shape("huber", prediction, target, ("a prediction", "target"))
     error = jnp.abs(precise(prediction) - precise(target))
     near = jnp.minimum(error, delta)
@@ -96,8 +104,9 @@ def cross_entropy(
 
     Args:
         logits: [..., classes], before the softmax.
-        labels: integers [...] or [..., 1], checked to lie in ``range(classes)`` where they are fed (the cost
-            of another label is NaN); or how likely each class is, [..., classes].
+        labels: integers [...] or [..., 1], checked to lie in ``range(classes)`` where they are fed from
+            the host (the cost of another label is NaN, and so it is for arrays on a device, which are not
+            looked at); or how likely each class is, [..., classes].
         label_smoothing: the part of the label that is spread evenly over all classes.
         weights: how much each example counts.
         name: as for every layer.
@@ -132,7 +141,8 @@ def binary_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, name
 
     Args:
         logits: an array of any shape, before the sigmoid.
-        targets: of the same shape: 0 or 1, or how likely 1 is.
+        targets: of the same shape: 0 or 1, or how likely 1 is. Integers are checked where they are fed from
+            the host; the cost of another integer is NaN.
         weights: how much each example counts.
         name: as for every layer.
 
@@ -153,6 +163,8 @@ def binary_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, name
         context.bound(targets, 2, "targets")
     x, t = precise(logits), precise(targets)
     losses = t * jax.nn.softplus(-x) + (1 - t) * jax.nn.softplus(x)
+    if is_integer(targets):
+        losses = jnp.where((targets == 0) | (targets == 1), losses, jnp.nan)
     return weighted_mean("binary_cross_entropy", losses, weights)
 
 
@@ -179,6 +191,7 @@ def cosine_similarity(a: Any, b: Any, *, epsilon: float = 1e-8, name: str | None
         [1.0, 0.0]
     """
     a, b = jnp.asarray(a), jnp.asarray(b)
+    expect_least("cosine_similarity", "epsilon", epsilon)
     expect_same_shape("cosine_similarity", a, b, ("a first array", "a second"))
     return jnp.sum(_unit(precise(a), epsilon) * _unit(precise(b), epsilon), -1)
 

@@ -13,7 +13,7 @@ from onward.define.context import Initializer, current_context
 from onward.define.initializer import constant, normal, xavier_uniform
 from onward.define.layer.activation import activated
 from onward.define.layer.base import layer, weight
-from onward.define.layer.expect import expect_features, floating, is_integer, words
+from onward.define.layer.expect import count, expect_features, floating, is_integer, words
 
 
 @layer
@@ -42,7 +42,8 @@ def fc(
         [..., size], of the dtype of x (float32 for integers).
 
     Raises:
-        ArgumentError: nothing tells the size, or w or b has another shape.
+        ArgumentError: nothing tells the size, it is no whole number of at least 1, or w or b has another
+            shape.
 
     Example:
         >>> import onward as ow
@@ -52,8 +53,8 @@ def fc(
     """
     x = jnp.asarray(x)
     expect_features("fc", x)
-    count = _size(size, w, b)
-    return activated(affine(x, count, w, b, initializer), act)
+    width = _size(size, w, b)
+    return activated(affine(x, width, w, b, initializer), act)
 
 
 @layer
@@ -69,7 +70,8 @@ def embedding(
 ) -> Any:
     """A row of a table for every integer.
 
-    Ids that are fed are checked to lie in ``range(vocabulary)``; the row of another one is NaN.
+    Ids that are fed from the host are checked to lie in ``range(vocabulary)``; the row of another one is NaN,
+    and so it is for ids on a device, which are not looked at.
 
     Args:
         ids: integers, [...].
@@ -84,7 +86,7 @@ def embedding(
         [..., size].
 
     Raises:
-        ArgumentError: ids that are no integers, or w has another shape.
+        ArgumentError: ids that are no integers, sizes that are no counts, or w has another shape.
 
     Source: Bengio et al., A Neural Probabilistic Language Model, 2003, section 2.
 
@@ -94,6 +96,7 @@ def embedding(
         [[4, 5], [0, 1]]
     """
     ids = jnp.asarray(ids)
+    vocabulary, size = count("embedding", "vocabulary", vocabulary), count("embedding", "size", size)
     if not is_integer(ids):
         raise ArgumentError(
             f"embedding at {user_line()} was given {words(ids)}; expected integers, which say the row: "
@@ -116,6 +119,8 @@ def affine(x: Any, size: int, w: Any, b: Any, initializer: Initializer | None = 
 
 def _size(size: int | None, w: Any, b: Any) -> int:
     """How many outputs: as said, or as the weights that were given have."""
+    if size is not None:
+        return count("fc", "size", size)
     for given in (w, b):
         if size is None and getattr(given, "shape", None):
             size = given.shape[-1]

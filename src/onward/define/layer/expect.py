@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from onward.core.errors import ArgumentError, HyperparameterError
 from onward.core.source import user_line
@@ -58,11 +61,66 @@ def expect_same_shape(layer: str, first: Any, second: Any, names: tuple[str, str
 
 def expect_fraction(layer: str, name: str, value: float) -> None:
     """Raise ``HyperparameterError`` unless ``0 <= value < 1``."""
-    if not 0 <= value < 1:
-        raise HyperparameterError(
-            f"{layer} at {user_line()} was given {name}={value!r}; expected a number of at least 0 and less "
-            "than 1."
+    if not 0 <= _number(value) < 1:
+        _refuse(layer, name, value, "a number of at least 0 and less than 1")
+
+
+def expect_share(layer: str, name: str, value: float) -> None:
+    """Raise ``HyperparameterError`` unless ``0 <= value <= 1``."""
+    if not 0 <= _number(value) <= 1:
+        _refuse(layer, name, value, "a number from 0 to 1")
+
+
+def expect_least(layer: str, name: str, value: float, above: bool = False) -> None:
+    """Raise ``HyperparameterError`` unless the number is finite and not negative, or ``above`` 0."""
+    number = _number(value)
+    if not 0 <= number < math.inf or (above and number == 0):
+        _refuse(layer, name, value, f"a finite number {'above 0' if above else 'of at least 0'}")
+
+
+def count(layer: str, name: str, value: Any) -> int:
+    """A whole number of at least 1, such as a size; ``ArgumentError`` for anything else.
+
+    >>> count("fc", "size", 8)
+    8
+    """
+    try:
+        found = 0 if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        found = 0
+    if found < 1:
+        hint = (
+            f" Write {int(value)}." if isinstance(value, float) and value.is_integer() and value > 0 else ""
         )
+        raise ArgumentError(
+            f"{layer} at {user_line()} was given {name}={value!r}; expected a whole number of at least 1."
+            f"{hint}"
+        )
+    return found
+
+
+def expect_axis(layer: str, x: Any, axis: Any) -> None:
+    """Raise ``ArgumentError`` unless this is one of the axes of the array."""
+    is_whole = isinstance(axis, int | np.integer) and not isinstance(axis, bool)
+    if not is_whole or not -x.ndim <= axis < x.ndim:
+        raise ArgumentError(
+            f"{layer} at {user_line()} was given axis={axis!r} for {words(x)}; expected a whole number from "
+            f"{-x.ndim} to {x.ndim - 1}."
+        )
+
+
+def _number(value: Any) -> float:
+    """The value as a number; NaN, which no comparison holds for, if it is none."""
+    if isinstance(value, bool | str):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _refuse(layer: str, name: str, value: Any, expected: str) -> None:
+    raise HyperparameterError(f"{layer} at {user_line()} was given {name}={value!r}; expected {expected}.")
 
 
 def _remedy(first: tuple[int, ...], second: tuple[int, ...], names: tuple[str, str]) -> str:

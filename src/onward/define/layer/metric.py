@@ -12,7 +12,7 @@ from onward.core.source import user_line
 from onward.define.layer.base import cost, layer
 from onward.define.layer.costs import checked_weights, expect_labels, weighted_mean
 from onward.define.layer.devices import gathered, mean_over_devices
-from onward.define.layer.expect import expect_same_shape, precise
+from onward.define.layer.expect import count, expect_same_shape, precise
 
 
 @cost
@@ -45,7 +45,7 @@ def accuracy(
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     expect_labels("accuracy", logits, labels)
-    if not 1 <= top_k <= logits.shape[-1]:
+    if count("accuracy", "top_k", top_k) > logits.shape[-1]:
         raise ArgumentError(
             f"accuracy at {user_line()} was given top_k={top_k} for {logits.shape[-1]} classes; expected "
             "a number from 1 to that many."

@@ -18,7 +18,15 @@ from onward.define.context import current_context
 from onward.define.initializer import constant
 from onward.define.layer.base import layer, weight
 from onward.define.layer.devices import mean_over_devices
-from onward.define.layer.expect import expect_features, expect_fraction, floating, precise
+from onward.define.layer.expect import (
+    expect_axis,
+    expect_features,
+    expect_fraction,
+    expect_least,
+    expect_share,
+    floating,
+    precise,
+)
 
 
 @layer
@@ -97,7 +105,8 @@ def batch_norm(
         name: as for every layer.
 
     Raises:
-        ArgumentError: arrays of another shape.
+        ArgumentError: arrays of another shape, or an axis that x has not.
+        HyperparameterError: a momentum that is not from 0 to 1, or a negative epsilon.
         TraceError: in training, a mean or variance to update that is no state.
 
     Source: Ioffe and Szegedy, Batch Normalization, 2015, algorithms 1 and 2.
@@ -110,6 +119,9 @@ def batch_norm(
     """
     x = jnp.asarray(x)
     expect_features("batch_norm", x)
+    expect_axis("batch_norm", x, axis)
+    expect_share("batch_norm", "momentum", momentum)
+    expect_least("batch_norm", "epsilon", epsilon)
     axes = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     values, shape = precise(x), (x.shape[axis],)
     active = declare.is_training() if training is None else training
@@ -152,6 +164,7 @@ def layer_norm(
     """
     x = jnp.asarray(x)
     expect_features("layer_norm", x)
+    expect_least("layer_norm", "epsilon", epsilon)
     values = precise(x)
     centred = values - jnp.mean(values, -1, keepdims=True)
     variance = jnp.mean(centred**2, -1, keepdims=True)
@@ -183,6 +196,7 @@ def rms_norm(x: Any, *, epsilon: float = 1e-6, scale: Any = None, name: str | No
     """
     x = jnp.asarray(x)
     expect_features("rms_norm", x)
+    expect_least("rms_norm", "epsilon", epsilon)
     values = precise(x)
     y = values * lax.rsqrt(jnp.mean(values**2, -1, keepdims=True) + epsilon)
     return _scaled(y, x, scale).astype(floating(x))

@@ -17,7 +17,7 @@ from onward.core.source import user_line
 from onward.define.context import Initializer
 from onward.define.initializer import constant, orthogonal, xavier_uniform
 from onward.define.layer.base import layer, weight
-from onward.define.layer.expect import expect_axes, floating
+from onward.define.layer.expect import count, expect_axes, floating
 
 _SERIES = "[batch, time, features]"
 
@@ -71,6 +71,7 @@ def lstm(
         ((8, 5, 4), [(3, 16), (4, 16), (16,)])
     """
     x = jnp.asarray(x)
+    size = count("lstm", "size", size)
     gates, u = _projected("lstm", x, size, 4, w, u, initializer)
     if b is not False:
         gates = gates + weight(b, "b", (4 * size,), floating(x), constant(0.0))
@@ -134,6 +135,7 @@ def gru(
         ((8, 5, 4), True)
     """
     x = jnp.asarray(x)
+    size = count("gru", "size", size)
     gates, u = _projected("gru", x, size, 3, w, u, initializer)
     inside: Any = 0
     if b is not False:

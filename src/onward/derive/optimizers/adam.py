@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.arithmetic import bias_correction, squared
+from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
 from onward.derive.rule import Hyperparameter, Slots
 
 
@@ -19,6 +19,10 @@ class Adam(Optimizer):
     ``m <- beta1 m + (1 - beta1) g``; ``v <- beta2 v + (1 - beta2) g**2``;
     ``w <- w - learning_rate * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + epsilon)``,
     t counted from 1.
+
+    A number of a gradient beyond 2**62 (4.6e18; 2**510 in float64) counts as that: its square would make the
+    variance infinite, as in optax, and the parameter would never move again. So in every rule that keeps a
+    running mean of squares; ``Adagrad`` and others that add them up for ever do come to rest.
 
     Source: Kingma and Ba, Adam, 2015, algorithm 1 (optax and torch add epsilon in the same place; the
     "epsilon hat" form of TensorFlow and Keras does not).
@@ -195,6 +199,7 @@ def moments(parameter: Any) -> dict[str, Any]:
 
 def averaged(gradient: Any, slots: Slots, h: SimpleNamespace) -> tuple[Any, Any]:
     """The running means of the gradient and of its square, one gradient later."""
+    gradient = squarable(gradient)
     mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
     variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient)
     return mean, variance

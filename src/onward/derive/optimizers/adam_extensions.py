@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.adam import adam, averaged, moments
-from onward.derive.optimizers.arithmetic import bias_correction, squared
+from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
 from onward.derive.optimizers.norms import norm
 from onward.derive.rule import Hyperparameter, Slots
 
@@ -49,6 +49,7 @@ class Adan(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
         h, t = hyperparameters, hyperparameters.step + 1
         change = _change(gradient, slots, h)
         mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient

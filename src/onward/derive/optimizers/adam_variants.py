@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.adam import averaged, corrected, moments
-from onward.derive.optimizers.arithmetic import bias_correction, squared
+from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
 from onward.derive.rule import Hyperparameter, Slots
 
 
@@ -46,6 +46,7 @@ class NAdam(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
         h, t = hyperparameters, hyperparameters.step + 1
         mu, following = (h.beta1 * (1 - 0.5 * 0.96 ** (n * h.momentum_decay)) for n in (t, t + 1))
         product = slots["product"] * mu
@@ -131,6 +132,7 @@ class Yogi(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
         h, square = hyperparameters, squared(gradient)
         mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
         variance = slots["variance"] + (1 - h.beta2) * jnp.sign(square - slots["variance"]) * square
@@ -165,7 +167,7 @@ class AdaBelief(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
-        h = hyperparameters
+        h, gradient = hyperparameters, squarable(gradient)
         mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
         variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient - mean) + h.epsilon
         new = parameter - h.learning_rate * corrected(mean, variance, h)
@@ -205,6 +207,7 @@ class ADOPT(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
         h, t = hyperparameters, hyperparameters.step
         first, square = t == 0, squared(gradient)
         scaled = gradient / jnp.maximum(jnp.sqrt(slots["variance"]), h.epsilon)

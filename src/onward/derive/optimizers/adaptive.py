@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.arithmetic import squared
+from onward.derive.optimizers.arithmetic import squarable, squared
 from onward.derive.rule import Hyperparameter, Slots
 
 
@@ -77,7 +77,7 @@ class DecayedAdagrad(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
-        h = hyperparameters
+        h, gradient = hyperparameters, squarable(gradient)
         variance = h.decay * slots["variance"] + (1 - h.decay) * squared(gradient)
         step = gradient / (jnp.sqrt(variance) + h.epsilon)
         return parameter - h.learning_rate * step, {"variance": variance}
@@ -112,7 +112,7 @@ class Adadelta(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
-        h = hyperparameters
+        h, gradient = hyperparameters, squarable(gradient)
         variance = h.rho * slots["variance"] + (1 - h.rho) * squared(gradient)
         step = gradient * jnp.sqrt(slots["steps"] + h.epsilon) / jnp.sqrt(variance + h.epsilon)
         steps = h.rho * slots["steps"] + (1 - h.rho) * squared(step)
@@ -163,7 +163,7 @@ class RMSProp(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
-        h = hyperparameters
+        h, gradient = hyperparameters, squarable(gradient)
         new = {"variance": h.decay * slots["variance"] + (1 - h.decay) * squared(gradient)}
         spread = new["variance"]
         if "mean" in slots:

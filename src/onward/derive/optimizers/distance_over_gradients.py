@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from onward.core.words import UpdateType
+from onward.derive.lengths import length
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.arithmetic import squared
 from onward.derive.optimizers.checks import check_positive
@@ -135,7 +136,7 @@ def _update(
 
 
 def _norm(arrays: list[Any]) -> Any:
-    return jnp.sqrt(sum(jnp.sum(squared(x)) for x in arrays))
+    return length(arrays).norm
 
 
 def _check(optimizer: Optimizer, averaging: float | None) -> None:

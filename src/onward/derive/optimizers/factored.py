@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from onward.core.errors import HyperparameterError
 from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.arithmetic import squared
+from onward.derive.optimizers.arithmetic import squarable, squared
 from onward.derive.optimizers.norms import quotient, root_mean_square
 from onward.derive.rule import Hyperparameter, Slots
 
@@ -74,7 +74,7 @@ def relative_step(step: jax.Array) -> jax.Array:
         >>> [round(float(relative_step(step)), 4) for step in (0, 39_999)]
         [0.01, 0.005]
     """
-    return jnp.minimum(1e-2, 1 / jnp.sqrt(jnp.asarray(step + 1, jnp.float32)))
+    return jnp.minimum(1e-2, 1 / jnp.sqrt(jnp.asarray(step + 1, jnp.result_type(float))))
 
 
 class Adafactor(Optimizer):
@@ -152,6 +152,7 @@ class Adafactor(Optimizer):
 
     def _normalised(self, gradient: Any, slots: Slots, h: SimpleNamespace) -> tuple[Any, dict[str, Any]]:
         """The gradient over the root of its running second moment, and that moment."""
+        gradient = squarable(gradient)
         beta = 1 - (h.step + 1.0) ** -h.decay_exponent
         energy = squared(gradient) + h.epsilon
         axes = self._axes(gradient.shape)

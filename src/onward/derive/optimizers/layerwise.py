@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from onward.core.words import UpdateType
+from onward.derive.lengths import length, shortened
 from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.arithmetic import bias_correction, squared
+from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
 from onward.derive.optimizers.norms import norm, quotient
 from onward.derive.rule import Hyperparameter, Slots
 
@@ -95,6 +97,7 @@ class LAMB(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
         h, t = hyperparameters, hyperparameters.step + 1
         mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
         variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient)
@@ -138,6 +141,7 @@ class NovoGrad(Optimizer):
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
         h = hyperparameters
+        gradient = shortened(gradient, length([gradient]), 2.0 ** (np.finfo(gradient.dtype).maxexp // 2 - 2))
         size = jnp.sum(squared(gradient))
         running = h.beta2 * slots["variance"] + (1 - h.beta2) * size
         variance = jnp.where(h.step == 0, size, running)

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from onward.core.words import UpdateType
+from onward.derive.lengths import length
 from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.arithmetic import squared
+from onward.derive.optimizers.arithmetic import squarable, squared
 from onward.derive.optimizers.checks import check_positive
 from onward.derive.optimizers.norms import inner, quotient
 from onward.derive.rule import Hyperparameter, Slots
@@ -75,8 +76,7 @@ class DAdaptSGD(Optimizer):
         rate = h.learning_rate * quotient(d, jnp.sqrt(sum(first)))
         product = [s["product"] + rate * inner(g, s["sum"]) for g, s in zip(gradients, slots, strict=True)]
         sums = [s["sum"] + rate * g for g, s in zip(gradients, slots, strict=True)]
-        length = jnp.sqrt(sum(jnp.sum(squared(x)) for x in sums))
-        estimate = jnp.maximum(d, quotient(2 * sum(product), length))
+        estimate = jnp.maximum(d, quotient(2 * sum(product), length(sums).norm))
         moved = tuple(
             h.momentum * w + (1 - h.momentum) * (s["first"] - x)
             for w, s, x in zip(parameters, slots, sums, strict=True)
@@ -138,7 +138,7 @@ class DAdaptAdam(Optimizer):
     @staticmethod
     def _gathered(g: Any, slots: Slots, d: Any, h: SimpleNamespace) -> tuple[dict[str, Any], Any]:
         """The slots of one parameter with this gradient in them, and the scale of its step."""
-        b, rate = jnp.sqrt(h.beta2), h.learning_rate * d
+        g, b, rate = squarable(g), jnp.sqrt(h.beta2), h.learning_rate * d
         variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(g)
         scale = jnp.sqrt(variance) + h.epsilon
         product = rate * inner(g, slots["sum"] / scale)
@@ -205,7 +205,7 @@ class Prodigy(Optimizer):
     @staticmethod
     def _gathered(w: Any, g: Any, slots: Slots, d: Any, h: SimpleNamespace) -> dict[str, Any]:
         """The slots of one parameter with this gradient in them."""
-        b = jnp.sqrt(h.beta2)
+        g, b = squarable(g), jnp.sqrt(h.beta2)
         weight = (1 - b) * h.learning_rate * d**2
         return {
             "mean": h.beta1 * slots["mean"] + (1 - h.beta1) * d * g,

@@ -25,7 +25,7 @@ def norm(x: Any) -> Any:
     (5.0, True)
     """
     largest = jnp.max(jnp.abs(x), initial=0)
-    scale = jnp.where(largest > 0, largest, 1)
+    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     return scale * jnp.sqrt(jnp.sum(squared(x / scale)))
 
 
@@ -35,7 +35,7 @@ def root_mean_square(x: Any) -> Any:
     >>> float(root_mean_square(jnp.array([1.0, 7.0]))), float(root_mean_square(jnp.zeros(0)))
     (5.0, 0.0)
     """
-    return jnp.sqrt(jnp.sum(squared(x)) / max(x.size, 1))
+    return norm(x) / max(x.size, 1) ** 0.5
 
 
 def quotient(x: Any, y: Any, otherwise: float = 0.0) -> Any:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from onward.core.errors import HyperparameterError
 from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.arithmetic import bias_correction, squared
+from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
 from onward.derive.optimizers.norms import quotient
 from onward.derive.rule import Hyperparameter, Slots
 
@@ -105,7 +105,7 @@ class ScheduleFreeAdamW(Optimizer):
     def update(
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
-        h = hyperparameters
+        h, gradient = hyperparameters, squarable(gradient)
         variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient)
         scale = jnp.sqrt(variance / bias_correction(h.beta2, h.step + 1)) + h.epsilon
         direction = gradient / scale + h.weight_decay * parameter

@@ -11,7 +11,7 @@ from jax import lax
 
 from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.arithmetic import bias_correction, squared
+from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
 from onward.derive.optimizers.checks import check_counts
 from onward.derive.optimizers.matrices import HIGHEST, along, gram
 from onward.derive.rule import Hyperparameter, Slots
@@ -89,8 +89,9 @@ class SOAP(Optimizer):
         self, gradient: Any, slots: Slots, bases: dict[int, Any], h: SimpleNamespace
     ) -> tuple[Any, dict[str, Any]]:
         """The direction of Adam, found in the bases and rotated back, and the moments it leaves."""
+        gradient = squarable(gradient)
         mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
-        square = squared(_rotated(gradient, bases))
+        square = squared(squarable(_rotated(gradient, bases)))
         variance = h.beta2 * slots["variance"] + (1 - h.beta2) * square
         t = jnp.maximum(h.step, 1)
         scale = jnp.sqrt(variance / bias_correction(h.beta2, t)) + h.epsilon

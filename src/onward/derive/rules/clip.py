@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.words import UpdateType
+from onward.derive.lengths import Length, length, shortened
 from onward.derive.rule import GradientRule, Hyperparameter, Slots
 
 
@@ -63,7 +64,7 @@ class ClipByNorm(GradientRule):
         self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Slots]:
         """The gradient, no longer than allowed."""
-        return gradient * _shortening(_norm([gradient]), hyperparameters.max_norm), slots
+        return shortened(gradient, length([gradient]), hyperparameters.max_norm), slots
 
 
 class ClipByGlobalNorm(GradientRule):
@@ -96,8 +97,8 @@ class ClipByGlobalNorm(GradientRule):
         hyperparameters: SimpleNamespace,
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """The gradients, together no longer than allowed."""
-        factor = _shortening(_norm(gradient), hyperparameters.max_norm)
-        return tuple(g * factor.astype(jnp.abs(g).dtype) for g in gradient), slots
+        together = length(gradient)
+        return tuple(shortened(g, together, hyperparameters.max_norm) for g in gradient), slots
 
 
 class AdaptiveClip(GradientRule):
@@ -129,19 +130,14 @@ class AdaptiveClip(GradientRule):
     ) -> tuple[Any, Slots]:
         """The gradient, unit by unit no longer than allowed."""
         h = hyperparameters
-        longest = h.ratio * jnp.maximum(_unit_norms(parameter), h.epsilon)
-        return gradient * _shortening(_unit_norms(gradient), longest), slots
+        longest = h.ratio * jnp.maximum(_unit_lengths(parameter).norm, h.epsilon)
+        return shortened(gradient, _unit_lengths(gradient), longest), slots
 
 
-def _norm(arrays: Sequence[Any]) -> Any:
-    squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in arrays]
-    return jnp.sqrt(sum(squares[1:], squares[0]))
-
-
-def _unit_norms(x: Any) -> Any:
+def _unit_lengths(x: Any) -> Length:
     """The norm of each slice along the last axis, to be multiplied with the array; of a vector the whole."""
     axes = tuple(range(x.ndim - 1)) if x.ndim > 1 else None
-    return jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x)), axis=axes, keepdims=True))
+    return length([x], axes, keepdims=True)
 
 
 def _shortening(norm: Any, longest: Any) -> Any:

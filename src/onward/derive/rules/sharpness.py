@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.words import UpdateType
+from onward.derive.lengths import length
 from onward.derive.rule import GradientRule, Hyperparameter, Slots
 from onward.derive.update.loss import Loss
 
@@ -48,7 +49,8 @@ class SAM(GradientRule):
         """The gradients of the same batch at the perturbed parameters."""
         scales = [jnp.abs(p) if self.adaptive else jnp.ones_like(jnp.abs(p)) for p in parameter]
         steep = [s * g for s, g in zip(scales, gradient, strict=True)]
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g))) for g in steep))
-        factor = hyperparameters.radius / jnp.maximum(norm, np.finfo(norm.dtype).tiny)
-        top = [p + (factor.astype(s.dtype) * s) * g for p, s, g in zip(parameter, scales, steep, strict=True)]
+        its = length(steep)
+        factor = hyperparameters.radius / jnp.maximum(its.scaled, np.finfo(its.scaled.dtype).tiny)
+        way = [g * its.down.astype(s.dtype) for s, g in zip(scales, steep, strict=True)]
+        top = [p + (factor.astype(s.dtype) * s) * g for p, s, g in zip(parameter, scales, way, strict=True)]
         return loss.value_and_gradient(*top)[1], slots

@@ -1,4 +1,4 @@
-"""What a schedule is: a frozen dataclass that computes a float32 from an int32 step.
+"""What a schedule is: a frozen dataclass that computes a number from an int32 step.
 
 >>> import onward as ow
 >>> decay = ow.schedule.linear(1.0, 0.0, steps=4)
@@ -61,13 +61,14 @@ class Schedule:
     def __call__(self, step: Any) -> jax.Array:
         """The value at a step, float32; at each of an array of steps, to plot it.
 
-        A step below 0 counts as 0, and of a step that is no whole number the whole part.
+        Under ``jax_enable_x64`` it is float64. A step below 0 counts as 0, and of a step that is no whole
+        number the whole part.
 
         Raises:
             ArgumentError: the step is no number.
         """
         n = _whole(step)
-        return jnp.broadcast_to(jnp.asarray(self._at(n), jnp.float32), n.shape)
+        return jnp.broadcast_to(jnp.asarray(self._at(n), jnp.result_type(float)), n.shape)
 
     def __mul__(self, factor: float) -> Schedule:
         """The schedule whose values are ``factor`` times as large."""

@@ -9,13 +9,15 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import HyperparameterError
 from onward.core.structure import describe
+from onward.derive.rule import expect_held
 
 Value = float
-"""A finite number of at least 0."""
+"""A finite number of at least 0, which the dtype of a schedule holds."""
 
 Factor = float
 """A finite number above 0."""
@@ -45,7 +47,10 @@ def checked(owner: str, name: str, kind: str, value: Any) -> Any:
     if kind in ("Steps", "Count"):
         return whole(owner, name, value, int(kind == "Steps"))
     if kind in ("Value", "Factor"):
-        return number(owner, name, value, above=kind == "Factor")
+        found = number(owner, name, value, above=kind == "Factor")
+        if kind == "Value":
+            expect_held(f"{owner}: {name}", found, jnp.result_type(float))
+        return found
     return value
 
 

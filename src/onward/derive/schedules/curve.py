@@ -24,6 +24,11 @@ class Phase(NamedTuple):
     shape: Shape
 
 
+def real() -> Any:
+    """The dtype that schedules compute in: float32, float64 under ``jax_enable_x64``."""
+    return jnp.result_type(float)
+
+
 def along(n: Any, *phases: Phase) -> Any:
     """The values at steps ``n`` of phases one after the other; the last value stays.
 
@@ -42,9 +47,9 @@ def _between(n: Any, phase: Phase) -> Any:
     """The values of one phase, whatever ``n``; a division by a constant is inexact when compiled."""
     steps, begin, end, shape = phase
     if begin == end:
-        return jnp.full(n.shape, begin, jnp.float32)
+        return jnp.full(n.shape, begin, real())
     done = jnp.clip(n, 0, steps)
-    value = mixed(begin, end, shape((steps - done).astype(jnp.float32) / steps, part(done, steps)))
+    value = mixed(begin, end, shape((steps - done).astype(real()) / steps, part(done, steps)))
     return jnp.where(done == 0, begin, jnp.where(done == steps, end, value))
 
 
@@ -54,8 +59,8 @@ def mixed(begin: Any, end: Any, weights: tuple[Any, Any]) -> Any:
 
 
 def part(n: Any, steps: Any) -> Any:
-    """Which part of the steps ``n`` are, float32."""
-    return n.astype(jnp.float32) / steps
+    """Which part of the steps ``n`` are, as a real number."""
+    return n.astype(real()) / steps
 
 
 def straight(left: Any, gone: Any) -> tuple[Any, Any]:

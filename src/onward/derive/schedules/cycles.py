@@ -15,7 +15,7 @@ import numpy as np
 from onward.core.errors import HyperparameterError
 from onward.derive.schedules.base import Schedule
 from onward.derive.schedules.checks import LAST, Count, Factor, Steps, Value, fits, one_of
-from onward.derive.schedules.curve import SHAPES, Phase, along, half_wave, mixed, part, straight
+from onward.derive.schedules.curve import SHAPES, Phase, along, half_wave, mixed, part, real, straight
 
 
 class restarts(Schedule):
@@ -76,7 +76,7 @@ class restarts(Schedule):
         heights = np.float64(self.rate) ** np.arange(len(starts))
         start, length, height = (
             jnp.asarray(table, dtype)[k]
-            for table, dtype in ((starts, jnp.int32), (lengths, jnp.float32), (heights, jnp.float32))
+            for table, dtype in ((starts, jnp.int32), (lengths, real()), (heights, real()))
         )
         return n - start, length, height
 
@@ -204,7 +204,7 @@ class cyclic(Schedule):
         rise = Phase(self._rise, 0.0, 1.0, straight)
         height = along(n % self.every, rise, Phase(self.every - self._rise, 1.0, 0.0, straight))
         if self.mode == "triangular2":
-            height *= jnp.exp2(-(n // self.every).astype(jnp.float32))
+            height *= jnp.exp2(-(n // self.every).astype(real()))
         elif self.mode == "exp_range":
             height *= _faded(self.rate, n)
         return mixed(self.begin, self.peak, (1 - height, height))
@@ -212,7 +212,7 @@ class cyclic(Schedule):
 
 def _faded(rate: float, n: Any) -> Any:
     """``rate`` to the power of a count."""
-    return jnp.exp(math.log(rate) * n.astype(jnp.float32))
+    return jnp.exp(math.log(rate) * n.astype(real()))
 
 
 def _check_rate(schedule: restarts | cyclic) -> None:

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 
 from onward.derive.schedules.base import Schedule
 from onward.derive.schedules.checks import Count, Factor, Steps, Value, fits, one_of
-from onward.derive.schedules.curve import SHAPES, Phase, along, half_wave, mixed, part, powered, straight
+from onward.derive.schedules.curve import (
+    SHAPES,
+    Phase,
+    along,
+    half_wave,
+    mixed,
+    part,
+    powered,
+    real,
+    straight,
+)
 
 
 class linear(Schedule):
@@ -85,7 +95,7 @@ class polynomial(Schedule):
         shape = powered(straight, self.power)
         if not self.cycle:
             return along(n, Phase(self.steps, self.begin, self.end, shape))
-        rounds = jnp.maximum((n - 1) // self.steps + 1, 1).astype(jnp.float32)
+        rounds = jnp.maximum((n - 1) // self.steps + 1, 1).astype(real())
         left = jnp.where(n == 0, self.steps, -n % self.steps)
         value = mixed(
             self.begin, self.end, shape(part(left, self.steps) / rounds, part(n, self.steps) / rounds)

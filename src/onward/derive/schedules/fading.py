@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from onward.core.errors import HyperparameterError
 from onward.derive.schedules.base import Schedule
 from onward.derive.schedules.checks import Factor, Steps, Value
-from onward.derive.schedules.curve import part
+from onward.derive.schedules.curve import part, real
 
 
 class exponential(Schedule):
@@ -173,7 +173,7 @@ class noam(Schedule):
     scale: Value = 1.0
 
     def _at(self, n: jax.Array) -> Any:
-        t = n.astype(jnp.float32) + 1
+        t = n.astype(real()) + 1
         peak = self.scale / math.sqrt(self.d_model * self.warmup)
         return peak * jnp.minimum(t / self.warmup, jnp.sqrt(self.warmup / t))
 
@@ -184,7 +184,7 @@ _Fading = exponential | natural_exp | inverse_time
 def _elapsed(schedule: _Fading, n: jax.Array) -> Any:
     """How often ``every`` steps have gone by."""
     if schedule.staircase:
-        return (n // schedule.every).astype(jnp.float32)
+        return (n // schedule.every).astype(real())
     return part(n, schedule.every)
 
 

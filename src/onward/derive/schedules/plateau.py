@@ -152,7 +152,7 @@ class plateau:
         if not self.heard.lowers or following >= before:
             return holder
         if not hasattr(found, "replace"):
-            found[self.name] = np.float32(following)
+            found[self.name] = np.asarray(following, np.asarray(found[self.name]).dtype)
             return holder
         replaced = found.replace({self.name: following})
         return holder if replaced is None else replaced

@@ -18,7 +18,7 @@ from onward.core.structure import describe
 from onward.core.words import UpdateType
 from onward.derive.rule import GradientRule
 from onward.derive.update.loss import LossFunction
-from onward.derive.update.precision import Kept, widened
+from onward.derive.update.precision import Kept, real_of, widened
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def numbers_of(
     values: Mapping[str, Variable], env: Mapping[Variable, Any], parameters: Sequence[Variable]
 ) -> SimpleNamespace:
     """The hyperparameters, as precise as the parameters; the step stays an integer."""
-    real = np.empty(0, jnp.result_type(np.float32, *(v.dtype for v in parameters))).real.dtype
+    real = real_of(parameters)
     given = {name: env[v] for name, v in values.items()}
     return SimpleNamespace(
         **{k: x.astype(real) if jnp.issubdtype(x.dtype, np.floating) else x for k, x in given.items()}

@@ -14,6 +14,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
+from onward.derive.rule import expect_held
 from onward.derive.update.precision import widened
 
 
@@ -39,9 +40,14 @@ class Draft:
         self.numbers: list[Variable] = []
         self.limits: dict[Variable, float] = {}
 
-    def hyperparameter(self, name: str, value: Any, limit: float | None) -> Variable:
-        """A float32 state Variable that people may change, below a limit if there is one."""
-        v = self.number(name, value, np.float32)
+    def hyperparameter(self, name: str, value: Any, dtype: Any, limit: float | None) -> Variable:
+        """A state Variable that people may change, below a limit if there is one.
+
+        Raises:
+            HyperparameterError: a number that the dtype cannot hold.
+        """
+        expect_held(name, value, dtype, limit)
+        v = self.number(name, value, dtype)
         self.numbers.append(v)
         if limit is not None:
             self.limits[v] = limit

@@ -23,7 +23,7 @@ from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, name_of, select
 from onward.derive.rule import GradientRule, ParameterRule, Rule
-from onward.derive.update.precision import Kept, is_low, slots_of
+from onward.derive.update.precision import Kept, is_low, real_of, slots_of
 from onward.derive.update.rule_lists import choices, distinct, in_order
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class Route:
 class Routing:
     """For each parameter, by name, its route; and where the rules apply.
 
-    ``names`` says for what stands in for a parameter (rows of it, say) which parameter that is.
+    ``names`` says for what stands in for a parameter (rows of it, say) which parameter that is. ``real`` is
+    the dtype of the hyperparameters: float32, or float64 where a parameter is as precise.
     """
 
     def __init__(
@@ -123,8 +124,9 @@ class Routing:
         routes: Mapping[str, Route],
         chosen: Sequence[tuple[Rule, frozenset[str]]],
         names: Mapping[str, str],
+        real: np.dtype[Any],
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self.real = optimizer, real
         self._routes, self._chosen, self._names = routes, chosen, names
 
     @classmethod
@@ -151,7 +153,7 @@ class Routing:
         used = dict.fromkeys(routes.values())
         rules = distinct([rule for route in used for rule in route.optimizer.rules])
         chosen = [(rule, _names_where(rule, parameters)) for rule in rules]
-        routing = cls(optimizer, routes, chosen, {})
+        routing = cls(optimizer, routes, chosen, {}, real_of(parameters))
         for rule, names in chosen:
             if not any(routing.applies(rule, p) for p in parameters):
                 raise UnknownNameError(
@@ -162,7 +164,7 @@ class Routing:
 
     def standing_for(self, names: Mapping[str, str]) -> Routing:
         """The same, that knows which parameter is meant by other names."""
-        return Routing(self.optimizer, self._routes, self._chosen, names)
+        return Routing(self.optimizer, self._routes, self._chosen, names, self.real)
 
     def __getitem__(self, parameter: Variable) -> Route:
         """The route of a parameter, or of what stands in for one."""

@@ -20,6 +20,8 @@ from onward.derive.update.draft import Draft, update_op
 from onward.derive.update.groups import Route, Routing, own_fields
 
 STEP = "step"
+LAST = 2**31 - 128
+"""Where the step counter stays: rules may still add to it, and float32 holds it."""
 
 
 def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> dict[Any, dict[str, Variable]]:
@@ -31,7 +33,9 @@ def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> di
     values: dict[Any, dict[str, Variable]] = {}
     for key, prefix, rule, own in owners:
         values[key] = {
-            k: draft.hyperparameter(f"{prefix}/{k}" if prefix else k, v, 1.0 if k in rule.below_one else None)
+            k: draft.hyperparameter(
+                f"{prefix}/{k}" if prefix else k, v, routing.real, 1.0 if k in rule.below_one else None
+            )
             for k, v in rule.hyperparameters.items()
             if k in own and not callable(v)
         }
@@ -40,7 +44,7 @@ def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> di
         for name, schedule in rule.hyperparameters.items():
             if callable(schedule) and name in own:
                 full = f"{prefix}/{name}" if prefix else name
-                values[key][name] = _scheduled(draft, full, schedule, step)
+                values[key][name] = _scheduled(draft, full, schedule, step, routing.real)
         base = values.get(key.base, {}) if isinstance(key, Route) else {}
         known = {**base, **values[key], STEP: step}
         values[key] = {k: known[k] for k in (STEP, *rule.hyperparameters) if k in known}
@@ -48,23 +52,25 @@ def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> di
 
 
 def _count(draft: Draft) -> Variable:
-    """The step counter: the number of updates made so far."""
+    """The step counter: the number of updates made so far, at most ``LAST``."""
     step = draft.number(STEP, 0, np.int32)
     following = Variable(draft.names.new(f"next({step.name})"), (), step.dtype)
-    body = body_of(lambda n: [n + 1], Type((), step.dtype))
+    body = body_of(lambda n: [jnp.minimum(n, LAST - 1) + 1], Type((), step.dtype))
     draft.ops.append(update_op(COUNT, (step,), (following,), body, UpdateType.BOOKKEEPING))
     draft.next_state[step] = following
     return step
 
 
-def _scheduled(draft: Draft, name: str, schedule: Callable[[Any], Any], step: Variable) -> Variable:
+def _scheduled(
+    draft: Draft, name: str, schedule: Callable[[Any], Any], step: Variable, dtype: Any
+) -> Variable:
     """A hyperparameter that a schedule computes from the step."""
     result = explaining(f"The schedule of {name}", jax.eval_shape, schedule, Type((), step.dtype))
     if getattr(result, "shape", None) != ():
         raise HyperparameterError(
             f"The schedule of {name} returns {result} for a step; it must return one number."
         )
-    value = Variable(draft.names.new(name), (), np.dtype(np.float32))
-    body = body_of(lambda n: [jnp.asarray(schedule(n), jnp.float32)], Type((), step.dtype))
+    value = Variable(draft.names.new(name), (), np.dtype(dtype))
+    body = body_of(lambda n: [jnp.asarray(schedule(n), dtype)], Type((), step.dtype))
     draft.ops.append(update_op(SCHEDULE, (step,), (value,), body, UpdateType.BOOKKEEPING))
     return value

@@ -117,6 +117,12 @@ def check_form(what: str, form: object) -> None:
         )
 
 
+def real_of(parameters: Sequence[Any]) -> np.dtype[Any]:
+    """The dtype of real numbers that parameters are computed with: theirs, at least float32."""
+    wide = jnp.result_type(np.float32, *(p.dtype for p in parameters))
+    return np.empty(0, wide).real.dtype
+
+
 def is_low(dtype: Any) -> bool:
     """Whether a dtype of floats is narrower than float32."""
     return bool(jnp.issubdtype(dtype, np.floating)) and np.dtype(dtype).itemsize < 4
@@ -143,7 +149,9 @@ def master(parameter: Any, rest: Any) -> list[Any]:
 def rounded_at_random(value: Any, dtype: Any, step: Any) -> Any:
     """A value rounded up or down, each as often as it is near, so that the mean over many steps is exact.
 
-    What decides is a hash of the number and the step, so that equal runs are equal, on any number of devices.
+    What decides is a hash of the number, its place in the array and the step: equal runs are equal, and equal
+    numbers are rounded each by itself. Of a part of an array, as ``Sharded`` has them, the place is that in
+    the part.
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015, section 3.
     """
@@ -167,9 +175,10 @@ def _rounded(value: Any, dtype: Any) -> Any:
 
 
 def _chance(value: Any, step: Any) -> Any:
-    """A number from 0 to 1 that looks random, by the bits of a float32 and the step."""
+    """A number from 0 to 1 that looks random, by the bits of a float32, its place and the step."""
     bits = lax.bitcast_convert_type(value, np.uint32)
-    hashed = _hashed(bits ^ (step.astype(np.uint32) * np.uint32(0x9E3779B9)))
+    place = lax.iota(np.uint32, value.size).reshape(value.shape)
+    hashed = _hashed(bits ^ _hashed(place + step.astype(np.uint32) * np.uint32(0x9E3779B9)))
     return (hashed >> 8).astype(np.float32) / 2**24
 
 

@@ -1,6 +1,6 @@
 """From forward + backward to the whole training Program: gradient rules, update ops, parameter rules.
 
-The hyperparameters of the optimizer become float32 state Variables, its slots state Variables named
+The hyperparameters of the optimizer become state Variables, its slots state Variables named
 ``parameter/slot``, its schedules ops that read the step counter. Whatever is shared (counter,
 schedules, hyperparameters) is made once.
 """

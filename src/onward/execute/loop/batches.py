@@ -17,6 +17,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.structure import describe, expect_flag
+from onward.define.arguments import expect_unmasked
 from onward.execute.spread import place_among_processes
 
 
@@ -158,6 +159,7 @@ def _checked(arrays: Any) -> list[np.ndarray]:
                 f"batches: {name!r} is {describe(value)}; expected an array whose first axis counts the "
                 "examples. numpy.stack(...) makes one of a list of examples."
             )
+        expect_unmasked(value, f"batches: {name!r}")
         views.append(np.asarray(value).view())
         views[-1].flags.writeable = False
     first = next(iter(named))

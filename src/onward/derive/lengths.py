@@ -1,0 +1,56 @@
+"""The norm of arrays, of which no square overflows; and gradients shortened by it.
+
+A float32 above 1.8e19 has an infinite square, and a gradient divided by an infinite norm is zero. So the
+squares are added up twice in one pass, as they are and of the numbers times a power of two, and the second
+sum counts where the first is infinite. What fits is what the plain formula gives, to the bit.
+
+>>> import jax.numpy as jnp
+>>> length([jnp.array([3e30, 4e30])]).norm / 1e30
+Array(5., dtype=float32)
+>>> gradient = jnp.array([3e30, 4e30])
+>>> shortened(gradient, length([gradient]), 1.0).round(3).tolist()
+[0.6000000238418579, 0.800000011920929]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Length(NamedTuple):
+    """A norm times a power of two, which is below 1 for a norm whose square would overflow."""
+
+    scaled: Any
+    down: Any
+
+    @property
+    def norm(self) -> Any:
+        """The norm itself."""
+        return self.scaled / self.down
+
+
+def length(arrays: Sequence[Any], axes: tuple[int, ...] | None = None, keepdims: bool = False) -> Length:
+    """The norm of all numbers of these arrays together, along some axes or all."""
+    sizes = [jnp.abs(x) for x in arrays]
+    dtype = jnp.result_type(*sizes)
+    sizes = [x.astype(dtype) for x in sizes]
+    small = 2.0 ** -(5 * np.finfo(dtype).maxexp // 8)
+    plain = _added([jnp.sum(jnp.square(x), axes, keepdims=keepdims) for x in sizes])
+    scaled = _added([jnp.sum(jnp.square(x * small), axes, keepdims=keepdims) for x in sizes])
+    fits = jnp.isfinite(plain)
+    return Length(jnp.sqrt(jnp.where(fits, plain, scaled)), jnp.where(fits, 1, small).astype(plain.dtype))
+
+
+def shortened(gradient: Any, its: Length, longest: Any) -> Any:
+    """A gradient times the factor that makes a norm at most so long; 1 for a norm of 0."""
+    factor = jnp.minimum(1 / its.down, longest / jnp.maximum(its.scaled, np.finfo(its.scaled.dtype).tiny))
+    real = jnp.abs(gradient).dtype
+    return gradient * its.down.astype(real) * factor.astype(real)
+
+
+def _added(terms: Sequence[Any]) -> Any:
+    return sum(terms[1:], terms[0])
