@@ -23,7 +23,7 @@ from typing import Any, ClassVar, cast
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, HyperparameterError
 from onward.core.program import Program, Variable
-from onward.core.structure import is_word
+from onward.core.structure import expect_flag, is_word
 from onward.core.walk import Where, listed, select
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
@@ -55,6 +55,9 @@ class Optimizer(Rule):
         low_precision: how parameters below float32 keep what their dtype cannot hold: ``"master"`` in a
             float32 slot ``rest`` (parameter + rest is the master weight), ``"stochastic"`` by rounding at
             random, ``"nearest"`` not at all.
+        maximize: let the loss become larger by these parameters, as the discriminator of a GAN or the weights
+            of an adversarial term do: the same as to minimize its negative, decay and clipping included.
+            A group may do so alone: ``Group("critic/*", maximize=True)``.
 
     Raises:
         HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.
@@ -73,6 +76,7 @@ class Optimizer(Rule):
     groups: Sequence[Group] = field(default=(), kw_only=True)
     slot_dtype: str | None = field(default=None, kw_only=True)
     low_precision: str = field(default="master", kw_only=True)
+    maximize: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,6 +92,7 @@ class Optimizer(Rule):
             group.of(self)  # refuses what the optimizer does not have
         object.__setattr__(self, "slot_dtype", dtype_word(self.slot_dtype))
         check_form(type(self).__name__, self.slot_dtype)
+        expect_flag(self.maximize, f"{type(self).__name__}: maximize")
         if not is_word(self.low_precision, _LOW_PRECISION):
             raise HyperparameterError(
                 f"{type(self).__name__}: low_precision is {self.low_precision!r}; expected 'master', "

@@ -244,6 +244,7 @@ def _onward(route: Route, parameter: Variable, known: list[tuple[tuple[Route, Op
         other,
         rules=tuple(distinct((*mine.rules, *other.rules))),
         slot_dtype=other.slot_dtype or mine.slot_dtype,
+        maximize=mine.maximize or other.maximize,
         low_precision=mine.low_precision if other.low_precision == "master" else other.low_precision,
     )
     known.append(((route, other), Route(name, sent_on)))

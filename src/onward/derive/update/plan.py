@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
 
 _ROUNDING = {"stochastic": "rounded at random", "nearest": "rounded to the nearest"}
-_AROUND = ("rules", "groups", "slot_dtype", "low_precision", "where")
+_AROUND = ("rules", "groups", "slot_dtype", "low_precision", "maximize", "where")
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ def _destination(p: Variable, routing: Routing, trained: bool) -> Destination:
     }
     named = route.name not in ("", route.optimizer.name)
     by = f"{route.optimizer.name} ({route.name})" if named else route.optimizer.name
+    by += ", maximizes" * route.optimizer.maximize
     rate = route.optimizer.hyperparameters.get("learning_rate")
     rounding = _ROUNDING.get(route.optimizer.low_precision, "") if is_low(p.dtype) else ""
     return Destination(p, by, rate, _decay(p, route, routing), slots, rounding)

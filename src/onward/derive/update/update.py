@@ -102,6 +102,7 @@ def updated(
         _expect_gradients_only(update.routing.all_rules())
     if stand_ins and not stand_ins.last:
         update.put(stand_ins)
+    update.turn()
     for rule in update.routing.rules(GradientRule):
         update.change_gradients(rule)
     if stand_ins and stand_ins.last:
@@ -161,6 +162,19 @@ class Update:
         for t in self.trained:
             place, t.gradient = pairs[t.parameter]
             t.place = t.value = t.updated = place
+
+    def turn(self) -> None:
+        """The gradients of what is to become larger, turned round before any rule sees them."""
+        turned = [t for t in self.trained if self.routing[t.parameter].optimizer.maximize]
+        if turned and (rule := next((r for r in self.routing.all_rules() if r.evaluates_loss), None)):
+            raise GraphError(
+                f"{type(rule).__name__} evaluates the loss to make it smaller, and "
+                f"{turned[0].parameter.name!r} is to maximize it. Minimize the negative of the loss, or take "
+                "a rule that reads gradients alone."
+            )
+        for t in turned:
+            name = f"negative({t.gradient.name})"
+            (t.gradient,) = self.draft.made("negate", (t.gradient,), [(name, t.gradient)], lambda g: [-g])
 
     def change_gradients(self, rule: Any) -> None:
         """The ops of one gradient rule."""
