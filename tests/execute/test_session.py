@@ -527,6 +527,63 @@ def test_one_name_of_two_types_is_refused():
         session.run(fetch=[ow.layer.fc(ow.data("x", (None, 3)), 5)], feed={"x": X})
 
 
+# --------------------------------------------------------------------------- layers that nobody named
+
+
+def two_alike(**names):
+    x, y = ow.data("x", (None, 3)), ow.data("y", (None, 1))
+    first, second = (ow.layer.fc(x, 1, **{k: f"{v}_{i}" for k, v in names.items()}) for i in range(2))
+    return first, second, ow.layer.mse(first, y), ow.layer.mse(second, y)
+
+
+@pytest.mark.parametrize("way", ["fetched", "trained", "one of each", "another scope"])
+def test_two_layers_that_nobody_named_do_not_become_one(way):
+    first, second, *costs = two_alike()
+    session = ow.Session()
+    pair = {
+        "fetched": (first, second),
+        "trained": [ow.SGD(0.1).minimize(c) for c in costs],
+        "one of each": (ow.SGD(0.1).minimize(costs[0]), second),
+        "another scope": (first, ow.trace(lambda: second.value(), batch_size=8)),
+    }[way]
+    session.run(target=pair[0], feed=FEED if way in ("trained", "one of each") else {"x": X})
+    before = values(session)
+    with pytest.raises(ow.StateError, match=r"'fc_0/[wb]' is that of Lazy fc.*another layer.*name='first'"):
+        session.run(target=pair[1], feed=FEED if way == "trained" else {"x": X})
+    assert changed(session, before) == set()
+
+
+def test_two_layers_run_together_first_are_two_from_then_on():
+    first, second, cost, _ = two_alike()
+    session = ow.Session()
+    together = session.run(fetch=[first, second], feed={"x": X})
+    assert not np.array_equal(*together)
+    session.run(target=ow.SGD(0.1).minimize(cost), feed=FEED)
+    [after] = session.run(fetch=[second], feed={"x": X})
+    np.testing.assert_array_equal(after, together[1])
+
+
+def test_what_layers_share_on_purpose_they_share_still():
+    first, second, *_ = two_alike(name="same")
+    assert first.name != second.name
+    x, w = ow.data("x", (None, 3)), ow.var("w")
+    by_name = [ow.layer.fc(x, 1, name="one") for _ in range(2)]
+    by_variable = [ow.layer.fc(x, 1, w=w, b=False) for _ in range(2)]
+    for one, other in (by_name, by_variable):
+        session = ow.Session()
+        found = [session.run(fetch=[layer], feed={"x": X})[0] for layer in (one, other, one)]
+        np.testing.assert_array_equal(*found[:2])
+
+
+def test_random_keys_are_those_of_all_layers():
+    x, y = ow.data("x", (None, 3)), ow.data("y", (None, 3))
+    session = ow.Session()
+    for _ in range(2):
+        cost = ow.layer.mse(ow.layer.dropout(x * ow.parameter("scale", (3,)), 0.5), y)
+        session.run(target=ow.SGD(0.1).minimize(cost), feed={"x": X, "y": X})
+    assert {"key", "scale"} <= set(session.scope)
+
+
 # --------------------------------------------------------------------------- values
 
 

@@ -33,6 +33,10 @@ class Origin(Protocol):
         """The data that is declared with a length of its own, not that of the batch."""
 
     @property
+    def makers(self) -> Mapping[str, Any]:
+        """The layer outside of a function that declared a Variable, by the Variable's name."""
+
+    @property
     def assumes_batch(self) -> bool:
         """Whether nothing showed how long a batch is, so that some length was taken."""
 

@@ -63,7 +63,11 @@ class Extra:
 
 
 class Context:
-    """The declarations of one trace, in order."""
+    """The declarations of one trace, in order.
+
+    ``makers`` has, for a Variable that a layer outside of a function declares, that layer; None for what
+    people named, or what all layers share.
+    """
 
     def __init__(
         self, training: bool, batch_size: int | None, feed: Mapping[str, Type], taken: Iterable[str] = ()
@@ -78,6 +82,7 @@ class Context:
         self.labels: dict[int, tuple[str, Any]] = {}
         self.bounds: list[Bound] = []
         self.memory: dict[Any, Any] = {}
+        self.makers: dict[str, Any] = {}
         self.scopes = Names(taken)
         self.extra = Extra()
         self._keys = 0
@@ -171,6 +176,7 @@ class Context:
         if not self.is_outermost:
             raise TraceError(_INSIDE.format(what="A random key", line=user_line()))
         if self._base is None:
+            self.makers["key"] = None  # all layers share it
             self._base = self.variable("key", Kind.STATE, _key_type(), None)
             with outermost_scope():
                 self.assigned["key"] = jax.random.fold_in(self._base, 0)

@@ -210,6 +210,7 @@ class LazyVariable(Lazy):
                 f"whole: parameter({name!r}, (784, 128))."
             )
         kind = known.type if self.shape is None and known else Type(self.shape or (), jnp.dtype(self.dtype))
+        context.makers.setdefault(name, None)
         return context.variable(name, self.kind, kind, self.initializer)
 
     def completed(self, context: Context, shape: tuple[int, ...], initializer: Initializer) -> Any:
@@ -217,6 +218,7 @@ class LazyVariable(Lazy):
         if self.shape is None:
             self.shape, self.initializer = shape, self.initializer or initializer
         kind = Type(self.shape, jnp.dtype(self.dtype))
+        context.makers.setdefault(self.name or "", None)
         return context.variable(self.name or "", self.kind, kind, self.initializer or initializer)
 
     def __repr__(self) -> str:
@@ -242,7 +244,10 @@ class LazyCall(Lazy):
         self._expect_own_name(context)
         if "name" in self.parameters:
             options = {**options, "name": self.name}
-        return self.function(*args, **options)
+        result = self.function(*args, **options)
+        for name in context.declared.keys() - context.makers.keys():
+            context.makers[name] = self
+        return result
 
     def label(self, context: Context) -> None:
         """Name the Variable of an operator's result that a person asks for, as layers name theirs."""
@@ -266,13 +271,17 @@ class LazyCall(Lazy):
     def _expect_own_name(self, context: Context) -> None:
         """Raise ``TraceError`` if another layer was given the same name in a trace of its own."""
         for other in context.memory:
-            same = isinstance(other, LazyCall) and other is not self and other.name == self.name
-            if same and self.name is not None and not (self.is_named and other.is_named):
+            same = isinstance(other, LazyCall) and other.name == self.name
+            if same and self.name is not None and not self.may_be(other):
                 raise TraceError(
                     f"Two layers are named {self.name!r}, because they were traced apart before: {other!r} "
                     f"and {self!r}. They would share it. Give layers names of their own, "
                     "layer.fc(..., name='first'), or trace these two together first."
                 )
+
+    def may_be(self, other: LazyCall) -> bool:
+        """Whether a layer of the same name may share its parameters: it is this one, or people named both."""
+        return other is self or (self.is_named and other.is_named)
 
     @property
     def lacks_size(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -154,6 +154,7 @@ class _TracedFunction:
     lazies: tuple[Lazy, ...]
     assumes_batch: bool = False
     fixed_data: frozenset[str] = frozenset()
+    makers: Mapping[str, Any] = field(default_factory=dict)
     axis_name: str | None = None
 
     def trace(self, data: tuple[Any, ...]) -> Program:
@@ -177,7 +178,11 @@ class _TracedFunction:
         program = assemble(found, self.name, self.parameters, self.state, self.data, self.has_aux)
         context = found.context
         origin = replace(
-            self, feed=feed, assumes_batch=context.assumes_batch, fixed_data=frozenset(context.fixed)
+            self,
+            feed=feed,
+            assumes_batch=context.assumes_batch,
+            fixed_data=frozenset(context.fixed),
+            makers=context.makers,
         )
         return check(replace(program, recipe=Recipe(origin, program.ops), replicas=alone))
 

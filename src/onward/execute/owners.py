@@ -28,6 +28,7 @@ from onward.core.errors import ArgumentError, StateError
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.words import Kind, Pass
+from onward.define.lazy import LazyCall
 from onward.derive.rule import Rule
 from onward.execute.state import Layout
 
@@ -53,6 +54,11 @@ class Owner:
         return f"{self.shown or 'the optimizer'} of {self.cost!r} (trains {names})"
 
 
+_NUMBERED_ALIKE = (
+    "{name!r} is that of {known!r} here, and {maker!r} is another layer, numbered alike because the two were "
+    "traced apart. They would share it. Give layers names of their own, layer.fc(..., name='first'); or run "
+    "or trace the two together, fetch=[one, two], before either of them alone."
+)
 NETWORK = Owner("", (), "", ())
 
 
@@ -73,6 +79,7 @@ class Owners:
     def __init__(self) -> None:
         self._owned: dict[str, list[tuple[Owner, str]]] = {}
         self._stored: dict[Variable, str] = {}
+        self._makers: dict[str, LazyCall] = {}
 
     def names(self, program: Program, owner: Owner | None) -> Mapping[Variable, str]:
         """The name of every state Variable of a Program.
@@ -82,9 +89,11 @@ class Owners:
             owner: the optimizer of the training Program.
 
         Raises:
-            StateError: it reads what several optimizers keep, or what a checkpoint keeps for another one.
+            StateError: it reads what several optimizers keep, or what a checkpoint keeps for another one; or
+                two layers that nobody named would share a parameter.
         """
         new = [v for v in program.state if v not in self._stored]
+        self._expect_makers(program, new)
         kept = kept_by_optimizer(program) if new else set()
         mine = owner and self._same(owner) if not kept.isdisjoint(new) else None
         for v in new:
@@ -113,6 +122,16 @@ class Owners:
                 f"{name!r} could be that of several optimizers: {_listed(owned)}. Say which one by "
                 f"its Variable, session[program[{name!r}]] = value."
             )
+
+    def _expect_makers(self, program: Program, new: list[Variable]) -> None:
+        """Raise ``StateError`` where another layer was numbered alike, because it was traced apart."""
+        makers = program.recipe.origin.makers if program.recipe else {}
+        for v in new:
+            if (maker := makers.get(v.name)) is None:
+                continue
+            known = self._makers.setdefault(v.name, maker)
+            if not maker.may_be(known):
+                raise StateError(_NUMBERED_ALIKE.format(name=v.name, known=known, maker=maker))
 
     def _name(self, name: str, owner: Owner | None, program: Program) -> str:
         """The name of what an optimizer keeps; who trains nothing reads that of the only one there is."""

@@ -111,8 +111,9 @@ class Session:
             ArgumentError: data that is missing, misspelt, or of another shape or dtype.
             GraphError: targets of several Programs, or of another one.
             UnknownNameError: a target or fetch that no Variable bears.
-            StateError: a Variable without a first value; or parameters together that had different numbers of
-                updates, by an optimizer that reads its step counter.
+            StateError: a Variable without a first value; two layers outside of a function that were numbered
+                alike, each traced apart, because nobody named them; or parameters together that had different
+                numbers of updates, by an optimizer that reads its step counter.
         """
         try:
             fed = _named(feed)

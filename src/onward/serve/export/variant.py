@@ -7,7 +7,7 @@ is has one for each length that was saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onward.core.check import check
@@ -74,12 +74,14 @@ class Loaded:
         variants: what the file holds.
         training: whether it is a training step.
         fixed_data: the data that has a length of its own, not that of the batch.
+        makers: none, for names in a file are what people know a Variable by.
     """
 
     variants: tuple[Variant, ...]
     training: bool
     fixed_data: frozenset[str]
     assumes_batch: bool = False
+    makers: Mapping[str, Any] = field(default_factory=dict)
 
     def program(self) -> Program:
         """The Program as it was when it was saved."""
