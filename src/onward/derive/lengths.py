@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 class Length(NamedTuple):
@@ -38,7 +39,8 @@ def length(arrays: Sequence[Any], axes: tuple[int, ...] | None = None, keepdims:
     sizes = [jnp.abs(x) for x in arrays]
     dtype = jnp.result_type(*sizes)
     sizes = [x.astype(dtype) for x in sizes]
-    small = 2.0 ** -(5 * np.finfo(dtype).maxexp // 8)
+    # Behind a barrier: XLA makes ``x**2 * small**2`` of the square of a product with a constant, inf times 0.
+    small = lax.optimization_barrier(jnp.asarray(2.0 ** -(5 * np.finfo(dtype).maxexp // 8), dtype))
     plain = _added([jnp.sum(jnp.square(x), axes, keepdims=keepdims) for x in sizes])
     scaled = _added([jnp.sum(jnp.square(x * small), axes, keepdims=keepdims) for x in sizes])
     fits = jnp.isfinite(plain)
