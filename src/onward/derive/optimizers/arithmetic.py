@@ -24,7 +24,7 @@ def squarable(gradient: Any) -> Any:
     """A gradient none of whose finite numbers has an infinite square, nor has a sum of a few of them.
 
     A float32 above 2**62, or 4.6e18, counts as that (a float64 above 2**510). An infinite variance would
-    never leave, and the parameter never move again; what is infinite or NaN in the gradient itself stays.
+    never leave, and the parameter never move again. What is infinite or NaN in the gradient itself is NaN.
 
     >>> squarable(jnp.array([-1.0, 1e30])).tolist()
     [-1.0, 4.611686018427388e+18]
@@ -32,7 +32,7 @@ def squarable(gradient: Any) -> Any:
     if jnp.iscomplexobj(gradient):
         return lax.complex(squarable(gradient.real), squarable(gradient.imag))
     top = 2.0 ** (np.finfo(gradient.dtype).maxexp // 2 - 2)
-    return jnp.where(jnp.isfinite(gradient), jnp.clip(gradient, -top, top), gradient)
+    return jnp.clip(gradient, -top, top) + (gradient - gradient)
 
 
 def bias_correction(beta: Any, t: Any) -> Any:
