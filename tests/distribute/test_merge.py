@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 
 def linear(w, x):
     """Its gradient on a device is the sum of that device's rows, whatever w is."""
-    return jnp.sum(x.reshape(-1, *w.shape) * w)
+    return jnp.sum(jnp.mean(x.reshape(-1, *w.shape), 0) * w)
 
 
 def whole_numbers(shape, end):

@@ -350,6 +350,21 @@ class Body:
             for v in self.equations[0].invars
         )
 
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """For each operand the literal number that stands there; None for what is read."""
+        if len(self.equations) != 1:
+            return (None,) * len(self.in_avals)
+        return tuple(v.val if isinstance(v, jex.Literal) else None for v in self.equations[0].invars)
+
+    def with_numbers_of(self, other: Body) -> Body:
+        """The same equation with the literal numbers of another one."""
+        (eqn,), (theirs,) = self.equations, other.equations
+        pairs = zip(eqn.invars, theirs.invars, strict=True)
+        invars = [v if isinstance(v, jex.Literal) else mine for mine, v in pairs]
+        jaxpr = self.closed.jaxpr
+        return _EquationBody(eqn.replace(invars=invars), jaxpr.invars, jaxpr.outvars, jaxpr.debug_info)
+
     @cached_property
     def subprograms(self) -> Mapping[str, Program]:
         """The Programs inside a control flow primitive, by the name of the parameter."""
@@ -1033,7 +1048,7 @@ _COLLECTIVES = (*_MERGING, "reduce_scatter", "all_to_all", "ppermute")
 
 def _collectives_in(eqn: Any, always: bool = True, times: int = 1) -> Iterator[Collective]:
     kind = eqn.primitive.name
-    if kind in _COLLECTIVES and eqn.params.get("axes") != ():  # vmap leaves sums over no axis
+    if kind in _COLLECTIVES and _is_between_devices(eqn):
         count = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
         yield Collective(kind, times * int(count), always)
     inner = (e for value in eqn.params.values() for jaxpr in _jaxprs_in(value) for e in jaxpr.jaxpr.eqns)
@@ -1042,9 +1057,14 @@ def _collectives_in(eqn: Any, always: bool = True, times: int = 1) -> Iterator[C
         yield from _collectives_in(e, always and kind != "cond", times * length)
 
 
+def _is_between_devices(eqn: Any) -> bool:
+    """Whether a collective runs along an axis with a name; ``vmap`` leaves sums over axes of arrays."""
+    return any(not isinstance(axis, int) for axis in eqn.params.get("axes", ("named",)))
+
+
 def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
     """The results of an equation that are equal on all devices; ``told``: which operands are."""
-    if eqn.primitive.name in _MERGING:
+    if eqn.primitive.name in _MERGING and _is_between_devices(eqn):
         return range(len(eqn.outvars))
     if eqn.primitive.name == "cond" and told[0]:
         same = (Body(branch).same_everywhere(_true(told[1:])) for branch in eqn.params["branches"])

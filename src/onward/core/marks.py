@@ -42,6 +42,7 @@ KEEP = Mark("keep")  # old values: (whether the step counts, new, old)
 LOCAL = Mark("local")  # initializer that gives every device its own of a parameter
 ONES = Mark("ones")  # the seed of a backward pass
 PART = Mark("part")  # of a parameter, on the device that updates it
+SCALE = Mark("scale")  # a sum over the examples of one device, to what it stands for
 SCALE_LOSS = Mark("scale_loss")
 SCHEDULE = Mark("schedule")
 STACK = Mark("stack")  # arrays of one type on top of each other

@@ -58,11 +58,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a Program was made."""
+    """How a Program was made.
+
+    Attributes:
+        origin: the traced function.
+        ops: those of the Program, as the last step left them.
+        steps: the transforms, in order.
+        forward: the Program as it was traced, before any of them; None where that is not kept.
+    """
 
     origin: Origin
     ops: tuple[Op, ...]
     steps: tuple[Step, ...] = ()
+    forward: Program | None = None
 
     def then(self, step: Step, ops: tuple[Op, ...]) -> Recipe:
         """The recipe with one more transform, which made these ops."""

@@ -184,7 +184,8 @@ class _TracedFunction:
             fixed_data=frozenset(context.fixed),
             makers=context.makers,
         )
-        return check(replace(program, recipe=Recipe(origin, program.ops), replicas=alone))
+        recipe = Recipe(origin, program.ops, forward=program)
+        return check(replace(program, recipe=recipe, replicas=alone))
 
     def traced(self, arguments: Sequence[Specification]) -> Traced:
         """The traced jaxpr, and what the function returned and declared."""

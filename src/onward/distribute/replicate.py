@@ -25,7 +25,7 @@ from onward.core.jaxprs import Type, along, body_of
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.structure import describe, is_word
-from onward.core.transform import Origin, recipe_of, transform
+from onward.core.transform import Recipe, recipe_of, transform
 from onward.core.walk import Where, listed, select, substitute
 from onward.core.words import Pass, Placement
 from onward.derive.accumulation.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
@@ -35,6 +35,7 @@ from onward.derive.update.update import append_update
 from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
 from onward.distribute.share import Share, weighed_by
 from onward.distribute.weave import Weave
+from onward.distribute.whole_batch import of_whole_batch
 
 
 def replicate(
@@ -122,7 +123,7 @@ def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[
         program = recipe.replay(data_types(program, split, replicas.count))
     _expect_one_batch(program, [program[name] for name in split], replicas)
     with along(replicas):
-        local, share = _forward(program, recipe.origin, group, split, replicas.weight)
+        local, share = _forward(program, recipe, replicas, merge, split)
         local = check(share.of_loss(local)) if share is not None and not merge.is_sum else local
         for step in recipe.steps:
             if step.function is append_update:
@@ -137,16 +138,29 @@ def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[
 
 
 def _forward(
-    program: Program, origin: Origin, devices: Devices, split: tuple[str, ...], weight: str | None
+    program: Program, recipe: Recipe, replicas: Replicas, merge: Merge, split: tuple[str, ...]
 ) -> tuple[Program, Share | None]:
     """The forward pass of one device, traced at its part of the batch, and how much this part counts."""
+    devices, weight = Devices(replicas.name, replicas.count), replicas.weight
     rows = -(-program[split[0]].shape[0] // devices.size) if split else 0
-    local = origin.trace(data_types(program, split, rows))
+    local = recipe.origin.trace(data_types(program, split, rows))
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
-    own = _with_own_keys(substitute(local, placed), devices)
+    local = substitute(local, placed)
+    if split and devices.size > 1:
+        whole = _traced_for(recipe, program, split, rows * devices.size)
+        local = of_whole_batch(whole, local, devices, split, replicas, merge.is_sum)
+    own = _with_own_keys(local, devices)
     if weight is None:
         return check(_with_merged_state(own, devices)), None
     return check(_with_merged_state(own, devices)), Share(own, own[weight], devices)
+
+
+def _traced_for(recipe: Recipe, program: Program, split: tuple[str, ...], rows: int) -> Program:
+    """The forward pass for so many rows, as it was traced where they are those of the Program."""
+    known = recipe.forward
+    if known is not None and program[split[0]].shape[0] == rows == known[split[0]].shape[0]:
+        return known
+    return recipe.origin.trace(data_types(program, split, rows))
 
 
 def _with_own_keys(program: Program, devices: Devices) -> Program:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs import Type, body_of
-from onward.core.marks import WEIGH
+from onward.core.marks import SCALE, WEIGH
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import descendants, substitute
 from onward.core.words import Pass
@@ -21,13 +21,13 @@ from onward.distribute.weave import Weave
 class Share:
     """The share of a device in the weights of all, 1 on the average: its factor in a weighted mean.
 
-    What the network itself adds up over the devices, as costs with ``weights`` do, is right already.
+    What is added up over the devices already, as the sum of the weights that a loss is divided by, is right.
     """
 
     def __init__(self, program: Program, weight: Variable, devices: Devices) -> None:
         self.weight, self.devices = weight, devices
         reached = descendants(program, [weight])
-        summed = (op for op in program.ops if op.body.collectives and not reached.isdisjoint(op.inputs))
+        summed = (op for op in program.ops if _adds_up(op) and not reached.isdisjoint(op.inputs))
         self._settled = descendants(program, [v for op in summed for v in op.outputs])
         self._value: Variable | None = None
         loss = program.loss
@@ -84,6 +84,10 @@ class Share:
                 if v in made:
                     weave.append(_counted(v, made[v], self._value))
         return weave.program(gradients=tuple((p, made[v]) for p, v in program.gradients))
+
+
+def _adds_up(op: Op) -> bool:
+    return op.type is SCALE or bool(op.body.collectives)
 
 
 def _counted(raw: Variable, gradient: Variable, factor: Variable) -> Op:

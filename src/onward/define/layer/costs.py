@@ -20,7 +20,6 @@ from onward.core.errors import ArgumentError
 from onward.core.source import user_line
 from onward.define.context import current_context
 from onward.define.layer.base import cost
-from onward.define.layer.devices import mean_over_devices
 from onward.define.layer.expect import (
     expect_fraction,
     expect_least,
@@ -214,12 +213,12 @@ def expect_labels(layer: str, logits: Any, labels: Any) -> None:
 
 
 def weighted_mean(layer: str, values: Any, weights: Any) -> Any:
-    """The mean over examples, by weight; over several devices the mean of what they return is that of all."""
+    """The mean over examples, by weight."""
     if weights is None:
         return jnp.mean(values)
     w = checked_weights(layer, weights, values)
     each = jnp.mean(values, tuple(range(w.ndim, values.ndim)))
-    return jnp.sum(w * each) / jnp.maximum(mean_over_devices(jnp.sum(w)), 1e-30)
+    return jnp.sum(w * each) / jnp.maximum(jnp.sum(w), 1e-30)
 
 
 def checked_weights(layer: str, weights: Any, values: Any) -> Any:

@@ -11,7 +11,7 @@ from onward.core.errors import ArgumentError
 from onward.core.source import user_line
 from onward.define.layer.base import cost, layer
 from onward.define.layer.costs import checked_weights, expect_labels, weighted_mean
-from onward.define.layer.devices import gathered, mean_over_devices
+from onward.define.layer.devices import gathered
 from onward.define.layer.expect import count, expect_same_shape, precise
 
 
@@ -104,8 +104,7 @@ def perplexity(mean_cross_entropy: Any, *, name: str | None = None) -> Any:
     """``exp`` of a mean cross entropy: among how many equally likely classes the choice seems to be.
 
     Args:
-        mean_cross_entropy: what ``cross_entropy`` returned; where several devices share the batch, its mean
-            over them is taken first. An array is taken as it is: it may hold a number for each example.
+        mean_cross_entropy: what ``cross_entropy`` returned, or an array of any shape.
         name: as for every layer.
 
     Returns:
@@ -118,8 +117,7 @@ def perplexity(mean_cross_entropy: Any, *, name: str | None = None) -> Any:
         >>> round(float(ow.layer.perplexity(ow.layer.cross_entropy(jnp.zeros((2, 8)), jnp.array([0, 1])))), 3)
         8.0
     """
-    entropy = precise(jnp.asarray(mean_cross_entropy))
-    return jnp.exp(entropy if entropy.ndim else mean_over_devices(entropy))
+    return jnp.exp(precise(jnp.asarray(mean_cross_entropy)))
 
 
 def _share_below(scores: Any, weights: Any) -> Any:

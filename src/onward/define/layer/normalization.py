@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onward.core.jaxprs import current_axis
 from onward.core.words import Kind
 from onward.define import declare
 from onward.define.context import current_context
 from onward.define.initializer import constant
 from onward.define.layer.base import layer, weight
-from onward.define.layer.devices import mean_over_devices
 from onward.define.layer.expect import (
     expect_axis,
     expect_features,
@@ -214,18 +212,12 @@ def _by_batch(
     values: Any, axes: tuple[int, ...], running: tuple[Any, ...], momentum: float
 ) -> tuple[Any, Any]:
     """Deviations from the batch's mean, and its variance; both move the running statistics."""
-    mean = _over_devices(jnp.mean(values, axes))
+    mean = jnp.mean(values, axes)
     centred = values - _along(mean, axes)
-    variance = _over_devices(jnp.mean(centred**2, axes))
+    variance = jnp.mean(centred**2, axes)
     for old, new in zip(running, (mean, variance), strict=False):
         declare.assign(old, momentum * old + (1 - momentum) * new)
     return centred, variance
-
-
-def _over_devices(mean: Any) -> Any:
-    """The mean over all devices, unless each shall normalize by its own part of the batch."""
-    axis = current_axis()
-    return mean_over_devices(mean) if axis is not None and axis.syncs else mean
 
 
 def _along(vector: Any, axes: tuple[int, ...]) -> Any:

@@ -8,6 +8,7 @@ them and what updates runs once, after the loop, on the gradient of the whole ba
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,14 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program
+from onward.core.source import user_level
 from onward.core.structure import expect_flag, is_word
 from onward.core.transform import Recipe, recipe_of, remembered
 from onward.core.walk import Where, select
 from onward.core.words import Placement
 from onward.derive.accumulation.micro_batches import Accumulation, with_loop
 from onward.derive.batch import WEIGHT, batch_names, data_types
+from onward.derive.over_batch import Following, Follows, How, follow
 
 _PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
 
@@ -31,16 +34,17 @@ def accumulate(
     steps: int,
     whole: Iterable[Where] = (),
     example_weight: str = WEIGHT,
-    is_sum: bool = False,
+    is_sum: bool | None = None,
 ) -> Program:
     """The Program that takes its batch in micro-batches, one after the other, and updates once.
 
     The batch is cut along the first axis. A result that is a float is averaged over the micro-batches, an
-    integer is summed; an array over examples is joined. What the forward pass carries (statistics, random
-    keys, counters) goes from one micro-batch to the next. For a loss that is a mean over examples the step
-    is that of the big batch. If the function takes ``example_weight``, an array [batch] or [batch, ...],
-    results and gradients are means weighted by it, and a batch that does not divide is filled up with
-    examples of weight 0. What normalizes by the batch sees one micro-batch at a time.
+    integer is summed, and so is a sum over examples; an array over examples is joined. What the forward pass
+    carries (statistics, random keys, counters) goes from one micro-batch to the next. For a loss that is a
+    mean over examples or a sum, which the graph tells, the step is that of the big batch. If the function
+    takes ``example_weight``, an array [batch] or [batch, ...], results and gradients are means weighted by
+    it, and a batch that does not divide is filled up with examples of weight 0. What normalizes by the batch
+    sees one micro-batch at a time.
 
     Only what the loop hands out can be fetched: gradients, the loss, the outputs. The Program that it runs
     is ``op.subprograms["micro_batch"]`` of the op ``accumulate``.
@@ -52,13 +56,18 @@ def accumulate(
             be as long as the batch. What has another length than the first array, or is declared with a
             length of its own in place of None, is never cut.
         example_weight: the name of the data that says how much each example counts.
-        is_sum: the loss is a sum over examples, not a mean, and so are its gradients.
+        is_sum: the loss is a sum over examples, not a mean, and so are its gradients; as the graph tells
+            unless given.
 
     Raises:
         ArgumentError: ``steps`` is no number of at least 1, or does not divide the batch.
         GraphError: there are no gradients, it is accumulated already, an update evaluates the loss again, or
             a value cannot be put together from those of micro-batches.
         RecipeError: the Program was not traced, or its ops were changed by hand.
+
+    Warns:
+        UserWarning: the loss is neither (the root of a mean, a quotient of sums, a sum beside a penalty), so
+            that the mean over micro-batches is not the loss of the big batch.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).
@@ -71,12 +80,13 @@ def accumulate(
     """
     recipe = recipe_of(program, *_PURPOSE)
     _expect_fit(program, recipe, steps)
-    expect_flag(is_sum, "accumulate: is_sum")
+    if is_sum is not None:
+        expect_flag(is_sum, "accumulate: is_sum")
     if not is_word(example_weight, [WEIGHT]):
         select(program.inputs, [example_weight], "example_weight")
     split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
     weight = example_weight if example_weight in split else None
-    how = Accumulation(int(steps), split, weight, is_sum or _is_merged_by_sum(recipe))
+    how = Accumulation(int(steps), split, weight, is_sum or _is_merged_by_sum(recipe) or is_sum)
     if any(v.placement is Placement.SHARDED for v in program.inputs):
         kept = select(program.inputs, whole, "whole")
         names = tuple(v.name for v in program.inputs if v not in kept)
@@ -100,8 +110,38 @@ def accumulated(program: Program, how: Accumulation) -> Program:
     if how.steps > 1 and how.rows(program) > 1:
         rows = -(-how.rows(program) // how.steps)
         micro = recipe.replay(data_types(program, how.split, count * rows))
+        how = how if how.weight is not None else _told(program, micro, how)
         program = with_loop(program, micro, how)
     return remembered(before, program, accumulated, (how,), {})
+
+
+def _told(program: Program, micro: Program, how: Accumulation) -> Accumulation:
+    """What the graph tells: whether the loss is a sum over examples, and which other results are."""
+    whole, part = (p.recipe and p.recipe.forward for p in (program, micro))
+    following = whole and part and follow(whole, part, how.steps, how.split, lambda reaches: False)
+    if not part or not following:
+        return how
+    sums = {v for v in part.outputs if following.found[v] == Follows(How.MEAN, 1)}
+    if part.loss is not None and how.is_sum is None:
+        _expect_additive(part, following)
+        how = replace(how, is_sum=part.loss in sums)
+    names = [v.name for v in sums - {part.loss}]
+    return replace(how, sums=(*names, *(f"scaled({name})" for name in names)))
+
+
+def _expect_additive(part: Program, following: Following) -> None:
+    """Warn of a loss that micro-batches do not add up to."""
+    assert part.loss is not None
+    bent = following.reaching(part, [part.loss]).bent
+    if bent:
+        warnings.warn(
+            f"{part.name}: the loss is neither a mean over examples nor a sum: {bent[0].type!r}"
+            f"{f' at {bent[0].source}' if bent[0].source else ''} reads a sum over examples, and each "
+            "micro-batch has its own. accumulate takes the mean of their losses, which is not the loss of "
+            "the big batch. Return the mean or the sum itself; accumulate(..., is_sum=False) says that it is "
+            "meant so.",
+            stacklevel=user_level(),
+        )
 
 
 def accumulation_of(program: Program) -> Accumulation | None:
@@ -136,14 +176,13 @@ def expect_devices(program: Program, devices: int, is_sum: bool) -> None:
 
     ``is_sum``: whether they merge gradients as of a loss that is a sum over examples.
     """
-    how, words = accumulation_of(program), {True: "a sum", False: "a mean"}
+    how = accumulation_of(program)
     assert how is not None
     assert program.recipe is not None
-    if is_sum != how.is_sum:
+    if how.is_sum is not None and is_sum > how.is_sum:
         raise ArgumentError(
-            f"replicate: the merge strategy is for a loss that is {words[is_sum]} over examples, and "
-            f"accumulate took it for {words[how.is_sum]}. Write accumulate(..., is_sum={is_sum}), or take "
-            f"the strategy {'Sum()' if how.is_sum else 'Average()'}."
+            "replicate: the merge strategy is for a loss that is a sum over examples, and accumulate took it "
+            "for a mean. Write accumulate(..., is_sum=True), or take the strategy Average()."
         )
     if not program.recipe.origin.assumes_batch:
         expect_rows(program, how, devices)

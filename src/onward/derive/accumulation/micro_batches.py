@@ -37,13 +37,15 @@ class Accumulation:
         steps: how many.
         split: the names of the data that is cut.
         weight: the data that says how much each example counts.
-        is_sum: whether the loss is a sum over examples, not a mean.
+        is_sum: whether the loss is a sum over examples, not a mean; None until the graph has told.
+        sums: the names of other results that are sums over examples.
     """
 
     steps: int
     split: tuple[str, ...]
     weight: str | None = None
-    is_sum: bool = False
+    is_sum: bool | None = None
+    sums: tuple[str, ...] = ()
 
     def rows(self, program: Program) -> int:
         """How long the batch of a Program is; on many devices, that of each."""
@@ -186,7 +188,7 @@ class _Plan:
             )
         real = jnp.issubdtype(whole.dtype, np.inexact)
         of_loss = whole in self.whole.late or whole in self.whole.of_loss
-        is_mean = not (self.how.is_sum and of_loss)
+        is_mean = not (self.how.is_sum and of_loss) and whole.name not in self.how.sums
         weighed = bool(real) and is_mean and (not grown or whole in self.whole.late)
         return _Result(whole, part, grown[0] if grown else None, weighed)
 

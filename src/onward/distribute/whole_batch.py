@@ -1,0 +1,142 @@
+"""The forward pass of one device, so that what devices compute together is what one would of the whole batch.
+
+A loss that is a mean over examples is right by itself once the devices' are averaged. A sum is scaled up, and
+a statistic of the batch that something not linear reads (normalization, a root, a quotient) is merged first.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.jaxprs import Type, body_of
+from onward.core.marks import SCALE
+from onward.core.program import Op, Program, Replicas, Variable
+from onward.core.source import user_level
+from onward.derive.over_batch import Following, How, Need, follow
+from onward.distribute.merge import Devices
+from onward.distribute.weave import Weave
+
+
+def of_whole_batch(
+    whole: Program,
+    local: Program,
+    devices: Devices,
+    split: Collection[str],
+    replicas: Replicas,
+    is_sum: bool,
+) -> Program:
+    """The forward Program of one device that computes its share of what ``whole`` computes.
+
+    Args:
+        whole: the function traced for the whole batch.
+        local: the same for the part of one device.
+        devices: the others.
+        split: the names of the data that is split.
+        replicas: whether statistics that come back to the examples are those of the whole batch.
+        is_sum: whether gradients are merged as those of a loss that is a sum.
+
+    Warns:
+        UserWarning: examples see each other in a way that no merging makes right.
+    """
+
+    def can_have(reaches: bool) -> bool:
+        return replicas.syncs or not reaches
+
+    following = follow(whole, local, devices.size, split, can_have)
+    if following is None:
+        return local
+    told = following.reaching(local, [*local.outputs, *local.next_state.values()])
+    if told.mixing and replicas.syncs:
+        warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
+    return _scaled(_with_statistics(local, following, devices), following, devices, is_sum)
+
+
+def _with_statistics(local: Program, following: Following, devices: Devices) -> Program:
+    """What ops read that are not linear in a statistic becomes that of the whole batch."""
+    if not following.needs and not following.numbers:
+        return local
+    weave = Weave(local)
+    for op in local.ops:
+        needs = following.needs.get(op, {})
+        inputs = tuple(_met(weave, v, needs, devices) for v in op.inputs)
+        weave.append(replace(op, inputs=inputs, body=following.numbers.get(op, op.body)))
+    return replace(local, ops=weave.ops)
+
+
+def _met(weave: Weave, v: Variable, needs: Mapping[Variable, Need], devices: Devices) -> Variable:
+    if v not in needs:
+        return v
+    need = needs[v]
+
+    def make() -> Variable:
+        if need.mean:
+            return _merged(weave, v, need.power, devices)
+        return _times(weave, v, float(devices.size) ** need.power)
+
+    met: Variable = weave.once((v, need), make)
+    return met
+
+
+def _merged(weave: Weave, v: Variable, power: int, devices: Devices) -> Variable:
+    """The mean over the devices, times a power of their number."""
+    scale = float(devices.size) ** (power - 1)
+
+    def merge(x: Any) -> list[Any]:
+        if power == 0:
+            return [devices.mean(x)]
+        total = devices.sum(x)
+        return [total if power == 1 else (total * scale).astype(x.dtype)]
+
+    kind = "all_sum" if power else "all_mean"
+    body = body_of(merge, Type(v.shape, v.dtype))
+    return weave.collective(kind, [v], [f"{kind}({v.name})"], body)[0]
+
+
+def _times(weave: Weave, v: Variable, factor: float) -> Variable:
+    body = body_of(lambda x: [(x * factor).astype(x.dtype)], Type(v.shape, v.dtype))
+    scaled = Variable(weave.names.new(f"scaled({v.name})"), v.shape, v.dtype)
+    weave.append(Op(SCALE, (v,), (scaled,), body))
+    return scaled
+
+
+def _scaled(program: Program, following: Following, devices: Devices, is_sum: bool) -> Program:
+    """Sums over examples that are returned or kept, so that their mean over the devices is the whole's."""
+    weave = Weave.after(program)
+
+    def new(v: Variable) -> Variable:
+        how = following.found.get(v)
+        summed = v is program.loss and is_sum
+        if how is None or not how.power or how.kind not in (How.MEAN, How.SAME) or summed or not _is_float(v):
+            return v
+        scaled: Variable = weave.once(v, lambda: _times(weave, v, float(devices.size) ** how.power))
+        return scaled
+
+    signature = program.signature
+    assert signature is not None
+    return replace(
+        program,
+        outputs=tuple(map(new, program.outputs)),
+        loss=program.loss and new(program.loss),
+        next_state={old: new(v) for old, v in program.next_state.items()},
+        signature=replace(signature, result=signature.result.mapped(new)),
+        ops=weave.ops,
+    )
+
+
+def _is_float(v: Variable) -> bool:
+    return bool(jnp.issubdtype(v.dtype, np.inexact))
+
+
+def _said(program: Program, op: Op, why: str, devices: int) -> str:
+    return (
+        f"{program.name}: {op.type!r}{f' at {op.source}' if op.source else ''} {why}, and each of {devices} "
+        "devices sees only its own. The result differs from that of one device with the whole batch. To have "
+        "the examples of all: trace with axis_name='replicas' and use jax.lax.all_gather(x, 'replicas', "
+        "tiled=True) there. If every device's own examples are meant: replicate(..., sync_batch_norm=False)."
+    )

@@ -1,0 +1,256 @@
+"""What devices compute together of sums and statistics over the batch, against one device."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+
+ROWS, DEVICES = 8, 4
+RNG = np.random.default_rng(0)
+X = (RNG.normal(size=(ROWS, 3)) * np.arange(1, ROWS + 1)[:, None]).astype("float32")
+Y = RNG.integers(0, 3, ROWS).astype("int32")
+MASK = np.array([1, 0, 1, 1, 1, 0, 0, 1], "float32")
+W = RNG.normal(size=(3, 3)).astype("float32")
+
+
+def errors(w, x):
+    return ((x @ w) ** 2).mean(1)
+
+
+def standardized(w, x):
+    h = x @ w
+    return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-3)
+
+
+def whitened(w, x):
+    h = x @ w
+    h = h - h.mean(0)
+    return h @ jnp.linalg.inv(h.T @ h / (len(h) - 1) + jnp.eye(3))
+
+
+def twins(w, x):
+    """Two views in one batch, taken apart again."""
+    first, second = jnp.split(jnp.tanh(jnp.concatenate([x, 2 * x]) @ w), 2)
+    return ((first - second) ** 2).sum(1)
+
+
+def along_time(w, x):
+    """A loop over an axis that is none of the batch."""
+    steps = jnp.moveaxis(jnp.broadcast_to(x[:, None], (len(x), 2, 3)), 1, 0)
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros_like(x), steps)[0].sum(1)
+
+
+LOSSES = {
+    "a sum": lambda w, x, y, m: errors(w, x).sum(),
+    "a sum and a penalty": lambda w, x, y, m: errors(w, x).sum() + (w**2).sum(),
+    "a sum and a mean": lambda w, x, y, m: errors(w, x).sum() + errors(2 * w, x).mean(),
+    "a mean and a penalty": lambda w, x, y, m: errors(w, x).mean() + (w**2).sum(),
+    "a mean of a hand": lambda w, x, y, m: (errors(w, x) / x.shape[0]).sum(),
+    "a mean in its own way": lambda w, x, y, m: jnp.ones(len(x)) @ errors(w, x) * (1 / len(x)),
+    "a root of a mean": lambda w, x, y, m: jnp.sqrt(errors(w, x).mean()),
+    "a norm": lambda w, x, y, m: jnp.linalg.norm(x @ w),
+    "a log of a sum": lambda w, x, y, m: jnp.log(errors(w, x).sum()),
+    "by mask": lambda w, x, y, m: (m * errors(w, x)).sum() / m.sum(),
+    "by count": lambda w, x, y, m: (m * errors(w, x)).sum() / jnp.maximum((m > 0).sum(), 1),
+    "where": lambda w, x, y, m: jnp.mean(errors(w, x), where=m > 0),
+    "unbiased": lambda w, x, y, m: (x @ w).var(0, ddof=1).sum(),
+    "standardized": lambda w, x, y, m: (standardized(w, x) ** 3).mean(),
+    "standardized, summed": lambda w, x, y, m: (standardized(w, x) ** 3).sum(),
+    "by second moments": lambda w, x, y, m: (x @ w / jnp.sqrt(((x @ w) ** 2).mean(0) + 1)).mean(),
+    "by sums": lambda w, x, y, m: (x @ w / (1 + jnp.abs(x @ w).sum(0))).sum() ** 2,
+    "whitened": lambda w, x, y, m: (whitened(w, x) ** 2).mean(),
+    "product of means": lambda w, x, y, m: errors(w, x).mean() * (x @ w).sum(),
+    "correlation": lambda w, x, y, m: jnp.corrcoef((x @ w)[:, 0], m)[0, 1],
+    "labels": lambda w, x, y, m: -jnp.log(jax.nn.softmax(x @ w)[jnp.arange(len(y)), y]).mean(),
+    "one hot": lambda w, x, y, m: -(jax.nn.one_hot(y, 3) * jax.nn.log_softmax(x @ w)).sum(),
+    "twins": lambda w, x, y, m: twins(w, x).mean(),
+    "laid flat": lambda w, x, y, m: jnp.sum(jnp.sin(x @ w).reshape(-1)) / x.size,
+    "along time": lambda w, x, y, m: along_time(w, x).sum(),
+    "for each by vmap": lambda w, x, y, m: jax.vmap(lambda x, m: m * jnp.sum(x @ w) ** 2)(x, m).sum(),
+    "mean by vmap": lambda w, x, y, m: jax.vmap(
+        lambda x: jnp.sum((x @ w - jax.lax.pmean(x @ w, "b")) ** 2), axis_name="b"
+    )(x).mean(),
+}
+MEANS = {"a mean and a penalty", "a mean of a hand", "a mean in its own way", "labels", "twins", "laid flat"}
+
+
+def of(loss, **options):
+    return ow.SGD(0.1).minimize(loss, W, X, Y, MASK, **options)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Loss and gradient of every case on one device, on many, and of jax.grad."""
+    programs = {name: of(loss) for name, loss in LOSSES.items()}
+    spread = {name: ow.replicate(program, DEVICES) for name, program in programs.items()}
+    found = {}
+    for name, program in spread.items():
+        step = ow.compile(program)
+        state, out = step(step.init(W), X, Y, MASK)
+        found[name] = out.loss, (W - np.asarray(state.parameters)) / 0.1
+    return spread, found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_are_those_of_the_whole_batch(trained, name):
+    loss, gradient = jax.value_and_grad(LOSSES[name])(W, X, Y, MASK)
+    np.testing.assert_allclose(trained[1][name][0], loss, 2e-5)
+    np.testing.assert_allclose(trained[1][name][1], gradient, 2e-4, 2e-4 * np.abs(gradient).max())
+
+
+def test_a_mean_stays_as_it_is(trained):
+    """No op and no collective but those that merge the loss and the gradient."""
+    for name in MEANS:
+        added = [op.type for op in trained[0][name].ops if op.made_by == "collective" or op.type == "scale"]
+        assert added == ["all_mean", "all_mean"], name
+
+
+def test_other_results_and_what_is_carried(trained):
+    """Sums that are returned beside the loss, and those that a model counts in floats and in integers."""
+
+    def loss(w, state, x, y, m):
+        found = {"sum": errors(w, x).sum(), "root": jnp.sqrt(errors(w, x).mean()), "hits": (y > 0).sum()}
+        following = {
+            "seen": state["seen"] + m.sum(),
+            "most": state["most"] + (m > 0).sum(),
+            "one": state["one"] + 1,
+        }
+        return errors(w, x).mean(), (following, found)
+
+    state = {"seen": np.float32(2), "most": np.int32(3), "one": np.int32(0)}
+    program = ow.SGD(0.1).minimize(loss, W, X, Y, MASK, state=state, has_aux=True)
+    step = ow.compile(ow.replicate(program, DEVICES))
+    after, out = step(step.init(W, state), X, Y, MASK)
+    expected, (following, found) = loss(W, state, X, Y, MASK)
+    np.testing.assert_allclose(out.loss, expected, 1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), out.aux, found)
+    for name, value in following.items():
+        np.testing.assert_allclose(after[f"state/{name}"], value, 1e-6)
+
+
+def test_every_device_by_its_own_statistics():
+    """``sync_batch_norm=False``: only what does not come back to the examples is that of the whole batch."""
+
+    def loss(w, x, y, m):
+        return jnp.sqrt((standardized(w, x) ** 3).mean() ** 2 + 1) * m.mean()
+
+    step = ow.compile(ow.replicate(of(loss), DEVICES, sync_batch_norm=False))
+    _, out = step(step.init(W), X, Y, MASK)
+    parts = np.mean([(standardized(W, x) ** 3).mean() for x in X.reshape(DEVICES, -1, 3)])
+    np.testing.assert_allclose(out.loss, np.sqrt(parts**2 + 1) * MASK.mean(), 1e-5)
+
+
+def test_a_merge_by_sum_takes_sums_as_they_are():
+    step = ow.compile(ow.replicate(of(LOSSES["a sum"]), DEVICES, ow.Sum()))
+    state, out = step(step.init(W), X, Y, MASK)
+    loss, gradient = jax.value_and_grad(LOSSES["a sum"])(W, X, Y, MASK)
+    np.testing.assert_allclose(out.loss, loss, 1e-5)
+    np.testing.assert_allclose((W - np.asarray(state.parameters)) / 0.1, gradient, 1e-4, 1e-4)
+
+
+# ---------------------------------------------------------------- what no merging makes right
+
+
+def contrastive(w, x):
+    similar = (x @ w) @ (x @ w).T
+    return -jnp.diag(jax.nn.log_softmax(similar)).mean()
+
+
+def pairwise(w, x):
+    score = (x @ w).sum(1)
+    return jax.nn.relu(1 - (score[:, None] - score[None])).mean()
+
+
+def normalized_twice(w, x):
+    """A loop over layers, each of which normalizes by the batch."""
+
+    def layer(h, w):
+        h = h @ w
+        return h - h.mean(0), None
+
+    return (jax.lax.scan(layer, x, jnp.stack([w, w]))[0] ** 3).mean()
+
+
+SEES_OTHERS = {
+    "contrastive": (contrastive, "makes an array of all pairs of examples"),
+    "pairwise": (pairwise, "makes an array of all pairs of examples"),
+    "sorted": (lambda w, x: (jnp.sort((x @ w).sum(1)) * jnp.arange(len(x))).mean(), "along the examples"),
+    "summed up": (lambda w, x: jnp.tanh(jnp.cumsum(x @ w, 0)).mean(), "along the examples"),
+    "reversed": (lambda w, x: (jnp.tanh(x @ w) * (x @ w)[::-1]).mean(), "along the examples"),
+    "halves": (
+        lambda w, x: jnp.tanh((x @ w)[: len(x) // 2] - x[len(x) // 2 :]).mean(),
+        "some of the examples",
+    ),
+    "turned": (lambda w, x: jnp.tanh(x.reshape(3, -1).T @ w).mean(), "moves numbers of one example"),
+    "in a loop": (normalized_twice, "computes a statistic of the examples within"),
+}
+
+
+@pytest.mark.parametrize("name", SEES_OTHERS)
+def test_examples_that_see_each_other_are_warned_of(name):
+    loss, why = SEES_OTHERS[name]
+    program = ow.SGD(0.1).minimize(loss, W, X)
+    with pytest.warns(UserWarning, match=rf"test_whole_batch.py:\d+.* {why}.* 4 devices sees only its own"):
+        ow.replicate(program, DEVICES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ow.replicate(program, DEVICES, sync_batch_norm=False)
+
+
+def test_results_that_nobody_takes_are_not_warned_of():
+    def loss(w, x):
+        jnp.sort(x, 0)
+        return jnp.mean(x @ w)
+
+    ow.replicate(ow.SGD(0.1).minimize(loss, W, X), DEVICES)
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+@pytest.mark.parametrize(
+    "name", ["a sum", "one hot", "a mean and a penalty", "for each by vmap", "along time"]
+)
+def test_micro_batches_of_a_sum_or_a_mean(name):
+    step = ow.compile(ow.accumulate(of(LOSSES[name]), 4))
+    state, out = step(step.init(W), X, Y, MASK)
+    loss, gradient = jax.value_and_grad(LOSSES[name])(W, X, Y, MASK)
+    np.testing.assert_allclose(out.loss, loss, 1e-5)
+    np.testing.assert_allclose((W - np.asarray(state.parameters)) / 0.1, gradient, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("order", ["accumulated first", "replicated first"])
+def test_micro_batches_of_a_sum_on_devices(order):
+    program = of(LOSSES["a sum"])
+    if order == "accumulated first":
+        program = ow.replicate(ow.accumulate(program, 2), 2)
+    else:
+        program = ow.accumulate(ow.replicate(program, 2), 2)
+    step = ow.compile(program)
+    state, out = step(step.init(W), X, Y, MASK)
+    loss, gradient = jax.value_and_grad(LOSSES["a sum"])(W, X, Y, MASK)
+    np.testing.assert_allclose(out.loss, loss, 1e-5)
+    np.testing.assert_allclose((W - np.asarray(state.parameters)) / 0.1, gradient, 1e-4, 1e-4)
+
+
+def test_sums_beside_the_loss_in_micro_batches():
+    def loss(w, x):
+        return errors(w, x).mean(), {"sum": errors(w, x).sum(), "mean": (x @ w).mean()}
+
+    step = ow.compile(ow.accumulate(ow.SGD(0.1).minimize(loss, W, X, has_aux=True), 2))
+    _, out = step(step.init(W), X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), out.aux, loss(W, X)[1])
+
+
+@pytest.mark.parametrize("name", ["a root of a mean", "by mask", "a sum and a penalty", "product of means"])
+def test_micro_batches_that_do_not_add_up_to_the_loss_are_warned_of(name):
+    program = of(LOSSES[name])
+    with pytest.warns(
+        UserWarning, match=r"neither a mean over examples nor a sum: .*test_whole_batch.py:\d+"
+    ):
+        ow.accumulate(program, 4)
+    ow.accumulate(program, 4, is_sum=False)
