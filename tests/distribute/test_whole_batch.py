@@ -2,10 +2,14 @@
 
 import warnings
 
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import onward as ow
 
@@ -254,3 +258,101 @@ def test_micro_batches_that_do_not_add_up_to_the_loss_are_warned_of(name):
     ):
         ow.accumulate(program, 4)
     ow.accumulate(program, 4, is_sum=False)
+
+
+# ---------------------------------------------------------------- batch normalization of other libraries
+
+
+def of_linen():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
+
+    net = Net()
+    variables = net.init(jax.random.key(0), X)
+
+    def loss(p, s, x):
+        y, changed = net.apply({"params": p, "batch_stats": s}, x, mutable=["batch_stats"])
+        return jnp.mean((y - x[:, :1]) ** 2), changed["batch_stats"]
+
+    return loss, variables["params"], variables["batch_stats"]
+
+
+def of_nnx():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.last = nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.norm(self.first(x)))
+
+    graph, parameters, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(p, s, x):
+        net = nnx.merge(graph, p, s)
+        return jnp.mean((net(x) - x[:, :1]) ** 2), nnx.split(net, nnx.Param, ...)[2]
+
+    return loss, parameters, rest
+
+
+def of_haiku():
+    def network(x):
+        return hk.Linear(1)(hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=True))
+
+    net = hk.transform_with_state(network)
+
+    def loss(p, s, x):
+        y, s = net.apply(p, s, None, x)
+        return jnp.mean((y - x[:, :1]) ** 2), s
+
+    return loss, *net.init(jax.random.PRNGKey(0), X)
+
+
+def of_equinox(mode):
+    class Net(eqx.Module):
+        first: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+        last: eqx.nn.Linear
+
+        def __init__(self, key):
+            self.first, self.last = eqx.nn.Linear(3, 4, key=key), eqx.nn.Linear(4, 1, key=key)
+            self.norm = eqx.nn.BatchNorm(4, "batch", mode=mode)
+
+        def __call__(self, x, s):
+            h, s = self.norm(self.first(x), s)
+            return self.last(h), s
+
+    net, state = eqx.nn.make_with_state(Net)(jax.random.PRNGKey(0))
+
+    def loss(net, s, x):
+        y, s = jax.vmap(net, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, s)
+        return jnp.mean((y - x[:, :1]) ** 2), s
+
+    return loss, net, state
+
+
+NETWORKS = {
+    "linen": of_linen,
+    "nnx": of_nnx,
+    "haiku": of_haiku,
+    "equinox, ema": lambda: of_equinox("ema"),
+    "equinox, batch": lambda: of_equinox("batch"),
+}
+
+
+@pytest.mark.parametrize("library", NETWORKS)
+def test_batch_normalization_of_a_library_is_by_the_whole_batch(library):
+    loss, parameters, state = NETWORKS[library]()
+    program = ow.SGD(0.01).minimize(loss, parameters, X, state=state)
+    found = []
+    for each in (program, ow.replicate(program, DEVICES)):
+        step = ow.compile(each)
+        after = step.init(parameters, state)
+        for _ in range(3):
+            after, out = step(after, X)
+        carried = jax.tree.leaves((after.parameters, after.model_state))
+        found.append([out.loss, *(x for x in carried if isinstance(x, jax.Array))])
+    for one, many in zip(*found, strict=True):
+        np.testing.assert_allclose(many, one, 1e-4, 1e-5)
