@@ -103,7 +103,7 @@ def derived(
     >>> import onward as ow
     >>> cost = ow.layer.mse(ow.layer.fc(ow.data("x", (None, 4)), 1), ow.data("y", (None, 1)))
     >>> derived(cost, lambda program: program)
-    Program('mse', 9 ops)
+    Program('mse', 7 ops)
     """
     if isinstance(network, Program):
         return transform(network)
