@@ -20,8 +20,18 @@ import pytest
 from sklearn.datasets import load_digits
 
 import onward as ow
-from onward import Adagrad as AdagradOptimizer
-from onward import Evaluator, GradientMachine, Kind, Model, Pass, Trainer, layer, optimize, train
+from onward import (
+    AdagradOptimizer,
+    Evaluator,
+    GradientMachine,
+    Kind,
+    Model,
+    Pass,
+    Trainer,
+    layer,
+    optimize,
+    train,
+)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +179,190 @@ def test_optimizer_design_the_three_steps_on_one_device(digits):
         np.testing.assert_allclose(grad_b1, grad_hidden.sum(0), rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(session["w1"], w1 - 0.5 * grad_w1, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(session["b1"], b1 - 0.5 * grad_b1, rtol=1e-4, atol=1e-6)
+
+
+def test_optimizer_design_the_passes_take_the_cost_as_minimize_does(digits):
+    feed = dict(zip(["images", "labels"], digits, strict=True))
+    optimizer = AdagradOptimizer(learning_rate=0.1)
+    n = the_network()
+    params_grads = optimizer.create_backward_pass(n.cost, parameter_list=[n.w1])
+    update_ops = optimizer.create_optimization_pass(params_grads)
+    minimized = optimizer.minimize(n.cost, parameter_list=[n.w1])
+    assert str(update_ops.complete(feed)) == str(minimized.complete(feed))
+    assert [p.name for p, _ in params_grads.complete(feed).gradients] == ["w1"]
+
+    sessions = [ow.Session(), ow.Session()]
+    for session, target in zip(sessions, [update_ops, minimized], strict=True):
+        session.run(target=target, feed=feed)
+    assert np.array_equal(sessions[0]["w1"], sessions[1]["w1"])
+
+
+def test_optimizer_design_the_passes_take_a_function_that_declares_its_network():
+    def network():
+        hidden = layer.fc(layer.data("x", (None, 4)), 3, name="fc")
+        return layer.mse(hidden, layer.data("y", (None, 3)))
+
+    def cost():
+        x, y = layer.data("x", (None, 4)), layer.data("y", (None, 3))
+        return layer.mse(layer.fc(x, 3, name="fc"), y)
+
+    optimizer = ow.SGD(0.1)
+    for described in (network, cost()):
+        backward = optimizer.create_backward_pass(described, parameter_list=["fc/w"])
+        assert [p.name for p, _ in backward.gradients] == ["fc/w"]
+        program = optimizer.create_optimization_pass(backward)
+        assert str(program) == str(optimizer.minimize(described, parameter_list=["fc/w"]))
+
+
+def test_minimize_is_shown_what_a_declared_cost_leaves_open(digits):
+    feed = dict(zip(["images", "labels"], digits, strict=True))
+    program = ow.SGD(0.1).minimize(the_network().cost, feed=feed)
+    assert program["images"].shape == digits[0].shape
+
+
+def squares(params, x):
+    return jnp.mean((x @ params) ** 2)
+
+
+def with_own_init():
+    class OwnOptimizer(ow.Optimizer):
+        def __init__(self, learning_rate, power=0.5, mode="fast", **options):
+            self.learning_rate = learning_rate
+
+
+ELSEWHERE = {  # what the early designs write that is written in another way here
+    "var_list": (
+        lambda n: ow.SGD(0.1).minimize(n.cost, var_list=[n.w1]),
+        ow.ArgumentError,
+        ["minimize has no argument 'var_list'", "'parameter_list'"],
+    ),
+    "var_list, a function": (
+        lambda n: ow.SGD(0.1).minimize(squares, jnp.ones(3), jnp.ones((2, 3)), var_list=["w"]),
+        ow.ArgumentError,
+        ["minimize has no argument 'var_list'", "'parameter_list'"],
+    ),
+    "var_list, later": (
+        lambda n: optimize(n.cost, ow.SGD(0.1), var_list=[n.w1]),
+        ow.ArgumentError,
+        ["optimize has no argument 'var_list'", "'parameter_list'"],
+    ),
+    "a list by place": (
+        lambda n: ow.SGD(0.1).minimize(n.cost, [n.w1, n.b1]),
+        ow.ArgumentError,
+        ["a list of 2 beside the cost", "parameter_list=[...]"],
+    ),
+    "a list by place, for a pass": (
+        lambda n: ow.SGD(0.1).create_backward_pass(n.cost, [n.w1, n.b1]),
+        ow.ArgumentError,
+        ["a list of 2 as the loss", "create_backward_pass(cost, parameter_list=[...])"],
+    ),
+    "arrays in the list": (
+        lambda n: ow.SGD(0.1).minimize(squares, jnp.ones(3), jnp.ones((2, 3)), parameter_list=[np.ones(3)]),
+        ow.UnknownNameError,
+        ["an array of shape (3,) names no Variable", "'params'"],
+    ),
+    "a pass of a function with arguments": (
+        lambda n: ow.SGD(0.1).create_backward_pass(squares),
+        ow.ArgumentError,
+        ["the function 'squares'", "trace(function, params, *data)"],
+    ),
+    "pairs": (
+        lambda n: ow.SGD(0.1).create_optimization_pass([(n.w1, n.b1)]),
+        ow.ArgumentError,
+        ["a list of 1", "the Program that create_backward_pass returned"],
+    ),
+    "append_backward of a cost": (
+        lambda n: ow.append_backward(n.cost),
+        ow.ArgumentError,
+        ["append_backward was given Lazy mse", "trace(cost, feed={'images': array, 'labels': array})"],
+    ),
+    "append_backward of what waits": (
+        lambda n: ow.append_backward(ow.SGD(0.1).minimize(n.cost)),
+        ow.ArgumentError,
+        ["append_backward was given Deferred", "deferred.complete({'images': array"],
+    ),
+    "plan of a cost": (
+        lambda n: ow.SGD(0.1).plan(n.cost),
+        ow.ArgumentError,
+        ["plan was given Lazy mse", "trace(cost, feed="],
+    ),
+    "plan of a cost, across devices": (lambda n: ow.plan(n.cost), ow.ArgumentError, ["trace(cost, feed="]),
+    "append_backward as a method": (
+        lambda n: ow.SGD(0.1).append_backward(n.cost),
+        AttributeError,
+        ["optimizer.create_backward_pass(cost, parameter_list=[...])"],
+    ),
+    "_update": (
+        lambda n: ow.SGD(0.1)._update([n.w1]),
+        AttributeError,
+        ["optimizer.create_optimization_pass(program)"],
+    ),
+    "apply_gradients": (
+        lambda n: ow.SGD(0.1).apply_gradients([(n.w1, n.b1)]),
+        AttributeError,
+        ["create_optimization_pass(program)", "Trainer(model, optimizer).apply(gradients)"],
+    ),
+    "a gradient machine without a model": (
+        lambda n: GradientMachine(n.cost),
+        ow.ArgumentError,
+        ["GradientMachine was given a LazyCall", "Model(network)"],
+    ),
+    "W": (
+        lambda n: layer.fc(n.images, W=n.w1),
+        ow.ArgumentError,
+        ["fc at", "test_early_designs.py:", "has no argument 'W'", "Here it is 'w'"],
+    ),
+    "param_attr": (
+        lambda n: layer.embedding(n.images, 8, 4, param_attr=n.w1),
+        ow.ArgumentError,
+        ["embedding at", "'w'"],
+    ),
+    "bias": (
+        lambda n: layer.conv(n.images, 8, 3, bias=False),
+        ow.ArgumentError,
+        ["conv at", "Here it is 'b'"],
+    ),
+    "an __init__": (
+        lambda n: with_own_init(),
+        ow.HyperparameterError,
+        [
+            "OwnOptimizer has an __init__ of its own",
+            "learning_rate: ow.Hyperparameter; power: ow.Hyperparameter = 0.5; mode: str = 'fast'.",
+        ],
+    ),
+    "no such optimizer": (
+        lambda n: ow.NoSuchOptimizer(0.1),
+        AttributeError,
+        ["no attribute 'NoSuchOptimizer'"],
+    ),
+    "no optimizer": (lambda n: ow.AverageOptimizer, AttributeError, ["no attribute 'AverageOptimizer'"]),
+    "a misspelled rate": (
+        lambda n: AdagradOptimizer(learing_rate=0.001),  # as the designs have it
+        ow.HyperparameterError,
+        ["'learing_rate'", "'learning_rate'"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "words"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_is_written_in_another_way_here_is_said_by_the_call_itself(call, error, words):
+    with pytest.raises(error) as raised:
+        call(the_network())
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_the_optimizers_of_the_designs_are_those_that_there_are():
+    named = {name: getattr(ow, f"{name}Optimizer") for name in ("Adagrad", "SGD", "Adam", "Momentum", "Ftrl")}
+    assert named == {
+        "Adagrad": ow.Adagrad,
+        "SGD": ow.SGD,
+        "Adam": ow.Adam,
+        "Momentum": ow.Momentum,
+        "Ftrl": ow.FTRL,
+    }
+    assert "AdagradOptimizer" not in dir(ow)
+    assert not hasattr(ow, "Adagradoptimizer")
+    assert not hasattr(ow, "Optimizer_")
 
 
 # Computations as graphs -------------------------------------------------------------------------------------
@@ -338,6 +532,26 @@ def test_it_learns_which_texts_are_alike():
     output = np.asarray(evaluator.activation("output"))
     assert output[alike == 1].mean() > 0.9
     assert output[alike == 0].mean() < 0.3
+
+
+def test_a_concurrent_optimizer_made_by_hand_each_thread_with_its_gradient_machine():
+    trainer = Trainer(Model(similarity), ow.Adam(0.02))
+    data = texts(512)
+
+    def work(machine, part):
+        for start in range(0, 128, 32):
+            machine.backward(*(x[part][start : start + 32] for x in data))
+            trainer.apply(machine.gradients)
+
+    before = trainer.test([data])["loss"]
+    parts = [slice(i * 128, i * 128 + 128) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(GradientMachine(trainer.model), part)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert trainer.step == int(trainer["step"]) == 16
+    assert trainer.test([data])["loss"] < before
 
 
 def test_what_holds_what():

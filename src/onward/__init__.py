@@ -24,6 +24,7 @@
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from onward.core.check import check
 from onward.core.cost import Cost, cost
@@ -409,3 +410,14 @@ __all__ = [
     "worth_fencing",
     "worth_rolling",
 ]
+
+if not TYPE_CHECKING:  # a type checker shall know the names of the list, and no other
+
+    def __getattr__(name):
+        """``AdagradOptimizer``, as the early designs of Paddle call it, is ``Adagrad``."""
+        stem = name.removesuffix("Optimizer").lower()
+        for own in __all__ if name.endswith("Optimizer") else ():
+            found = globals()[own]
+            if own.lower() == stem and isinstance(found, type) and issubclass(found, Optimizer):
+                return found
+        raise AttributeError(f"module 'onward' has no attribute {name!r}", name=name)

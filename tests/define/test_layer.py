@@ -1,5 +1,6 @@
 """Layers against flax, optax, sklearn and closed forms; in a trace, under jit, by name, and where refused."""
 
+import inspect
 from functools import cache
 
 import flax.linen as nn
@@ -660,6 +661,43 @@ def test_lazy_arguments_make_the_network_that_a_function_makes():
         == ["cross_entropy_0", "accuracy_0"]
     )
     assert {op.type for op in lazy.ops} == {op.type for op in traced.ops}
+
+
+def test_what_no_layer_takes_is_refused_where_it_is_written():
+    """Also before anything is traced: a declaration that cannot be made fails at its own line."""
+    for name in sorted({*ow.layer.__all__} - {"cost", "data", "layer", "weight"}):
+        layer = getattr(ow.layer, name)
+        where = rf"{name} at .*test_layer.py:\d+"
+        with pytest.raises(ow.ArgumentError, match=f"{where}: missing .* Write {name}\\("):
+            layer(name="first")
+        if "options" not in inspect.signature(layer).parameters:  # those of a function of JAX
+            with pytest.raises(ow.ArgumentError, match=f"{where} has no argument 'wieght'"):
+                layer(ow.data("x"), wieght=1)
+    with pytest.raises(ow.ArgumentError, match=r"fc at .*test_layer.py.*: too many positional"):
+        ow.layer.fc(ow.data("x"), 8, "relu")
+
+
+def test_a_layer_says_what_other_libraries_call_its_arguments():
+    for layer, given, here in [
+        (ow.layer.fc, "W", "w"),
+        (ow.layer.fc, "bias_attr", "b"),
+        (ow.layer.fc, "activation", "act"),
+        (ow.layer.lstm, "W", "w"),
+        (ow.layer.embedding, "param_attr", "w"),
+        (ow.layer.layer_norm, "eps", "epsilon"),
+    ]:
+        with pytest.raises(ow.ArgumentError, match=f"no argument '{given}'. Here it is '{here}'."):
+            layer(ow.data("x"), **{given: 1})
+
+
+def test_a_cost_takes_its_arguments_by_their_names():
+    logits, labels = jnp.zeros((4, 3)), jnp.zeros(4, "int32")
+    expected = ow.layer.cross_entropy(logits, labels)
+    assert ow.layer.cross_entropy(labels=labels, logits=logits) == expected
+    lazy = ow.layer.cross_entropy(
+        logits=ow.layer.fc(ow.data("x", (None, 4)), 3), labels=ow.data("y", (None,), "int32")
+    )
+    assert ow.trace(lazy).outputs[0].shape == ()
 
 
 def test_lazy_layers_are_numbered_from_the_first_on():

@@ -508,6 +508,99 @@ def test_threads_lose_no_update_of_slots():
     assert float(trainer["w/sum"]) == 400
 
 
+def test_applied_gradients_are_the_update_of_the_whole_step():
+    plain, by_hand = (ow.Trainer(ow.Model(network, seed=3), ow.Momentum(0.05, 0.9)) for _ in range(2))
+    machine = ow.GradientMachine(by_hand.model)
+    for start in range(0, 24, SIZE):
+        batch = X[start : start + SIZE], Y[start : start + SIZE]
+        plain.update(*batch)
+        machine.backward(*batch)
+        by_hand.apply(machine.gradients)
+    same(bits(by_hand.state), bits(plain.state), 1e-6)
+    assert by_hand.step == int(by_hand["step"]) == 3
+
+
+def test_gradients_of_jax_are_applied_and_of_these_parameters_alone():
+    trainer = ow.Trainer(ow.Model(network, seed=3), ow.SGD(0.5), parameter_list=["last/*"])
+    before = dict(trainer.model.parameters)
+    gradients = jax.jit(jax.grad(loss))(before, X, Y)
+    trainer.apply({name: gradients[name] for name in ("last/b", "last/w")})
+    moved = {name: before[name] - 0.5 * gradients[name] for name in ("last/b", "last/w")}
+    same(dict(trainer.model.parameters), {**before, **moved}, 1e-6)
+
+
+def test_threads_that_somebody_starts_lose_no_update():
+    """A thread for each machine, as the design of concurrent training has it, while somebody else updates."""
+    trainer = ow.Trainer(ow.Model(counting), ow.Adagrad(0.0))
+    numbers = [np.full(1, n, "float32") for n in range(1, 41)]
+
+    def work(part):
+        machine = ow.GradientMachine(trainer.model)
+        for array in part:
+            machine.backward(array)
+            trainer.apply(machine.gradients)
+
+    threads = [threading.Thread(target=work, args=(numbers[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for array in numbers:
+        trainer.update(array)
+    for thread in threads:
+        thread.join(timeout=60)
+    assert float(trainer["w/sum"]) == 2 * sum(n * n for n in range(1, 41))  # whole numbers: no rounding
+    assert trainer.step == int(trainer["step"]) == 80
+
+
+def test_threads_apply_with_machines_of_a_network_that_carries_state():
+    trainer = ow.Trainer(ow.Model(deep, seed=3), ow.SGD(0.01))
+
+    def work(number):
+        machine = ow.GradientMachine(trainer.model, number=number)
+        for start in range(0, 24, SIZE):
+            machine.backward(X[start : start + SIZE], Y[start : start + SIZE])
+            trainer.apply(machine.gradients)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert trainer.step == int(trainer["step"]) == 6
+    assert np.abs(trainer["norm/mean"]).max() > 0
+
+
+GRADIENTS = {
+    "nothing": (None, ow.ArgumentError, ["None", "trainer.apply(machine.gradients)"]),
+    "the machine": ("machine", ow.ArgumentError, ["'machine'", "by the name of their parameter"]),
+    "a stranger": ({"w": 0.0, "v": 0.0}, ow.UnknownNameError, ["'v'", "does not train", "parameter_list"]),
+    "one missing": ({}, ow.ArgumentError, ["no gradient of 'w'"]),
+    "another shape": ({"w": np.ones(3, "float32")}, ow.ArgumentError, ["grad(w)"]),
+}
+
+
+def test_gradients_that_do_not_fit_are_refused_and_change_nothing():
+    trainer = ow.Trainer(ow.Model(counting), ow.SGD(1.0))
+    for given, error, words in GRADIENTS.values():
+        with pytest.raises(error) as raised:
+            trainer.apply(given)
+        assert [word for word in words if word not in str(raised.value)] == []
+    assert (trainer.step, float(trainer["w"])) == (0, 0.0)
+    trainer.apply({"w": np.float32(2)})
+    assert float(trainer["w"]) == -2
+
+
+def test_gradients_cannot_be_applied_where_the_update_is_not_of_gradients_alone():
+    searching = ow.Trainer(ow.Model(counting), ow.LBFGS(1.0))
+    with pytest.raises(ow.GraphError, match="evaluates the loss again"):
+        searching.apply({"w": np.float32(1)})
+    checked = ow.Trainer(ow.Model(counting), ow.SGD(1.0), check_finite=True)
+    with pytest.raises(ow.GraphError, match=r"reads 'mul' .*or checks it"):
+        checked.apply({"w": np.float32(1)})
+    devices = ow.Trainer(ow.Model(counting), ow.SGD(1.0), devices=2)
+    with pytest.raises(ow.GraphError, match="2 devices"):
+        devices.apply({"w": np.float32(1)})
+
+
 def test_threads_train_dropout_and_statistics():
     trainer = trained(deep, ow.SGD(0.01), epochs=4, threads=2)
     assert trainer.step == 12

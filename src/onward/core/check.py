@@ -15,10 +15,11 @@ def expect_program(program: Any, what: str) -> None:
     """Raise ``ArgumentError`` for what is no Program, such as the function to trace one from."""
     if not isinstance(program, Program):
         found = f"the function {getattr(program, '__name__', '')!r}" if callable(program) else repr(program)
-        raise ArgumentError(
-            f"{what} was given {found}; expected a Program. Make one: trace(function, params, *data), or "
-            "optimizer.minimize(function, params, *data)."
-        )
+        advice = getattr(program, "advice", None) if hasattr(type(program), "advice") else None
+        raise ArgumentError(f"{what} was given {found}; expected a Program. {advice or _MAKE_ONE}")
+
+
+_MAKE_ONE = "Make one: trace(function, params, *data), or optimizer.minimize(function, params, *data)."
 
 
 def check(program: Program) -> Program:

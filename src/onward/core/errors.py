@@ -105,6 +105,36 @@ class UnreachedWarning(UserWarning):
     """A parameter was to be trained, and the loss does not depend on it."""
 
 
+_ELSEWHERE = {
+    "activation": "act",
+    "b1": "beta1",
+    "b2": "beta2",
+    "bias": "b",
+    "bias_attr": "b",
+    "eps": "epsilon",
+    "input": "x",
+    "lr": "learning_rate",
+    "num_filters": "filters",
+    "param_attr": "w",
+    "params": "parameter_list",
+    "kernel": "w",
+    "var_list": "parameter_list",
+    "wd": "weight_decay",
+    "weight": "w",
+}  # what other libraries, and the early designs of Paddle, call arguments
+
+
+def known_as(name: str, names: Iterable[str]) -> str:
+    """A sentence that says what an argument of this name is called here, or which come nearest.
+
+    >>> known_as("var_list", ["parameter_list", "no_grad_set"]), known_as("W", ["w", "b"])
+    ("Here it is 'parameter_list'.", "Here it is 'w'.")
+    """
+    names = list(names)
+    here = name.lower() if name.lower() in names else _ELSEWHERE.get(name, name)
+    return f"Here it is {here!r}." if here in names and here != name else nearest(name, names)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """A sentence that offers the names closest to the one that was not found.
 

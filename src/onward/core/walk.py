@@ -253,6 +253,8 @@ def _picks(predicate: Callable[[Variable], bool], v: Variable) -> bool:
 
 def _nothing_found(choice: Where, by_name: Mapping[str, Variable], what: str) -> str:
     name = name_of(choice)
+    if name is None and not callable(choice):
+        return f"{what}: {describe(choice)} names no Variable. {nearest('', by_name)}"
     if name is None:
         return f"{what}: the predicate {choice!r} picks none of {len(by_name)} Variables."
     return f"{what}: nothing is named {name!r}. {nearest(name, by_name)}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
-from onward.define.lazy import data_in
-from onward.define.trace import trace
+from onward.define.lazy import data_in, has_lazy
+from onward.define.trace import takes_arguments, trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,11 @@ class Deferred:
     def is_complete(self) -> bool:
         """Whether every shape is known already."""
         return all(v.declared_shape is not None for v in data_in(self.target))
+
+    @property
+    def advice(self) -> str:
+        """How to make a Program of it, for calls that take one."""
+        return str(self)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,3 +90,29 @@ class Deferred:
             f"A Program to come: its first feed will show the shape of {', '.join(map(repr, names))}. To see "
             f"it before, show an example: deferred.complete({{{example}}})."
         )
+
+
+def derived(
+    network: Any, transform: Callable[[Program], Program], options: Mapping[str, Any] = MappingProxyType({})
+) -> Program | Deferred | None:
+    """A transform of what describes a network: a Program, a declared cost, a function that declares.
+
+    Where the shapes of a declared cost are open, it waits for them. None for what describes no network by
+    itself, such as a function that takes arguments.
+
+    >>> import onward as ow
+    >>> cost = ow.layer.mse(ow.layer.fc(ow.data("x", (None, 4)), 1), ow.data("y", (None, 1)))
+    >>> derived(cost, lambda program: program)
+    Program('mse', 7 ops)
+    """
+    if isinstance(network, Program):
+        return transform(network)
+    if callable(network):
+        return None if takes_arguments(network) else transform(trace(network, **options))
+    if not isinstance(network, Deferred) and not has_lazy(network):
+        return None
+    feed = options.get("feed", {})
+    rest = {name: option for name, option in options.items() if name != "feed"}
+    later = network if isinstance(network, Deferred) else Deferred(network, rest)
+    whole = later.then(transform)
+    return whole.complete(feed) if feed or later.is_complete else whole

@@ -70,6 +70,17 @@ class Lazy:
         """Whether every shape is known before something is fed."""
         return not any(isinstance(v, LazyData) and v.declared_shape is None for v in self.reached())
 
+    @property
+    def advice(self) -> str:
+        """How to make a Program of it, for calls that take one."""
+        unknown = [v.name for v in data_in(self) if v.declared_shape is None]
+        shown = ", ".join(f"{name!r}: array" for name in unknown)
+        return (
+            f"Trace the declaration first: trace(cost{f', feed={{{shown}}}' if unknown else ''}). What an "
+            "optimizer does, optimizer.minimize(cost) and optimizer.create_backward_pass(cost), takes it as "
+            "it is."
+        )
+
     def _no_value(self) -> NoReturn:
         raise ArgumentError(
             f"{self!r} has no value yet: it is a declaration, made outside of a traced function. Give it to "

@@ -15,18 +15,18 @@ Nothing else is needed to write a new one:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from onward.core.check import expect_program
-from onward.core.errors import ArgumentError, HyperparameterError
+from onward.core.errors import ArgumentError, HyperparameterError, known_as
 from onward.core.program import Program, Variable
-from onward.core.structure import expect_flag, is_word
+from onward.core.structure import describe, expect_flag, is_word
 from onward.core.walk import Where, listed, select
-from onward.define.deferred import Deferred
-from onward.define.lazy import has_lazy
+from onward.define.deferred import Deferred, derived
 from onward.define.trace import trace
 from onward.derive.backward import append_backward
 from onward.derive.rule import Rule
@@ -35,6 +35,22 @@ from onward.derive.update.plan import UpdatePlan, plan_update
 from onward.derive.update.precision import check_form, dtype_word
 from onward.derive.update.rule_lists import shown_rules
 from onward.derive.update.update import append_update
+
+_BACKWARD = "Here it is optimizer.create_backward_pass(cost, parameter_list=[...])."
+_UPDATE = (
+    "Here optimizer.create_optimization_pass(program) adds the update operators to what create_backward_pass "
+    "returned."
+)
+_APPLY = "To apply gradients that were computed elsewhere: Trainer(model, optimizer).apply(gradients)."
+_ELSEWHERE = {
+    "_backward": _BACKWARD,
+    "_update": _UPDATE,
+    "append_backward": _BACKWARD,
+    "apply_gradients": f"{_UPDATE} {_APPLY}",
+    "backward": _BACKWARD,
+    "compute_gradients": _BACKWARD,
+    "step": "Here optimizer.minimize(cost) makes a Program that takes the step when it is run.",
+}  # what other libraries, and the early designs of Paddle, call its methods
 
 _LOW_PRECISION = ("master", "stochastic", "nearest")
 
@@ -99,6 +115,13 @@ class Optimizer(Rule):
                 "'stochastic' or 'nearest'."
             )
 
+    if not TYPE_CHECKING:  # a type checker shall know the methods that there are, and no other
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse what is no method, with the name here of what other libraries have."""
+            advice = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{advice}")
+
     def update(
         self, parameter: Any, gradient: Any, slots: Any, hyperparameters: SimpleNamespace
     ) -> tuple[Any, Any]:
@@ -116,17 +139,48 @@ class Optimizer(Rule):
 
     def create_backward_pass(
         self,
-        program: Program,
+        program: Any,
         loss: str | Variable | None = None,
         parameter_list: Iterable[Where] | None = None,
         no_grad_set: Iterable[Where] = (),
     ) -> Program:
-        """Add the gradient operators, those of frozen parameters left out; see ``append_backward``."""
-        return append_backward(program, loss, self._trained(program, parameter_list), no_grad_set)
+        """Add the gradient operators, those of frozen parameters left out; see ``append_backward``.
 
-    def create_optimization_pass(self, program: Program) -> Program:
-        """Add the update operators for each pair (parameter, gradient) of ``program.gradients``."""
-        return append_update(program, self)
+        Args:
+            program: a forward Program; or, as ``minimize`` takes it, a declared cost or a function that
+                declares what it needs.
+            loss: the Variable to differentiate; the function's loss unless given.
+            parameter_list: the parameters to train; all unless given.
+            no_grad_set: Variables through which no gradient flows.
+        """
+        if isinstance(loss, list | tuple):
+            raise ArgumentError(
+                f"create_backward_pass was given {describe(loss)} as the loss. To choose what is trained: "
+                "create_backward_pass(cost, parameter_list=[...])."
+            )
+        chosen = None if parameter_list is None else tuple(listed(parameter_list))
+        stopped = tuple(listed(no_grad_set))
+
+        def derive(forward: Program) -> Program:
+            return append_backward(forward, loss, self._trained(forward, chosen), stopped)
+
+        return self._derived("create_backward_pass", program, derive)
+
+    def create_optimization_pass(self, program: Any) -> Program:
+        """Add the update operators for each pair (parameter, gradient) of ``program.gradients``.
+
+        Args:
+            program: what ``create_backward_pass`` returned, which holds the pairs.
+        """
+        if isinstance(program, list | tuple):
+            raise ArgumentError(
+                f"create_optimization_pass was given {describe(program)}; expected the Program that "
+                "create_backward_pass returned: it holds the pairs of parameter and gradient, "
+                "program.gradients, and the operators that make them."
+            )
+        if not isinstance(program, Deferred):
+            return append_update(program, self)
+        return self._derived("create_optimization_pass", program, lambda p: append_update(p, self))
 
     def minimize(
         self,
@@ -160,26 +214,31 @@ class Optimizer(Rule):
         """
         chosen = None if parameter_list is None else tuple(listed(parameter_list))
         stopped = tuple(listed(no_grad_set))
-        if isinstance(loss, Program):
-            if args or trace_options:
-                raise ArgumentError(
-                    "minimize was given a Program and also arguments to trace with. A Program is traced "
-                    "already: call minimize(program), or minimize(function, parameters, *data)."
-                )
-            program = loss
-        elif callable(loss):
-            program = trace(loss, *args, **trace_options)
-        elif isinstance(loss, Deferred) or has_lazy(loss):
-            later = loss if isinstance(loss, Deferred) else Deferred(loss, trace_options)
-            whole = later.then(lambda p: self.minimize(p, parameter_list=chosen, no_grad_set=stopped))
-            return whole.complete({}) if later.is_complete else cast("Program", whole)
-        else:
+        _expect_trace_options(trace_options)
+
+        def derive(forward: Program) -> Program:
+            return self.create_optimization_pass(self.create_backward_pass(forward, None, chosen, stopped))
+
+        if isinstance(loss, Program) and (args or trace_options):
+            raise ArgumentError(
+                "minimize was given a Program and also arguments to trace with. A Program is traced already: "
+                "call minimize(program), or minimize(function, parameters, *data). To choose what is "
+                "trained: minimize(program, parameter_list=[...])."
+            )
+        if callable(loss) and not isinstance(loss, Program):
+            return derive(trace(loss, *args, **trace_options))
+        if args:
+            raise ArgumentError(
+                f"minimize was given {describe(args[0])} beside the cost, which is no function and takes no "
+                "arguments. To choose what is trained: minimize(cost, parameter_list=[...])."
+            )
+        found = derived(loss, derive, trace_options)
+        if found is None:
             raise ArgumentError(
                 f"minimize was given {type(loss).__name__!r} as the loss. Give the loss function itself and "
                 "its arguments, minimize(loss, params, images, labels), not the number that it returned."
             )
-        program = self.create_backward_pass(program, None, chosen, stopped)
-        return self.create_optimization_pass(program)
+        return cast("Program", found)
 
     def plan(self, program: Program) -> UpdatePlan:
         """What this optimizer will do with each parameter of a Program, and in which order.
@@ -200,9 +259,15 @@ class Optimizer(Rule):
         """
         return plan_update(program, self)
 
+    def _derived(self, what: str, network: Any, derive: Callable[[Program], Program]) -> Program:
+        """What a pass makes of a Program, or of what describes one."""
+        found = derived(network, derive)
+        if found is None:
+            expect_program(network, f"{type(self).__name__}.{what}")
+        return cast("Program", found)
+
     def _trained(self, program: Program, chosen: Iterable[Where] | None) -> Iterable[Where] | None:
         """What is asked for, without what is frozen."""
-        expect_program(program, f"{type(self).__name__}.create_backward_pass")
         routing = Routing.of(self, program.parameters)
         if not any(route.frozen for route in routing):
             return chosen
@@ -210,3 +275,14 @@ class Optimizer(Rule):
             program.parameters if chosen is None else select(program.parameters, chosen, "parameter_list")
         )
         return [p for p in wanted if not routing[p].frozen]
+
+
+_OF_TRACE = tuple(p.name for p in inspect.signature(trace).parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
+def _expect_trace_options(options: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError`` for what neither ``minimize`` nor ``trace`` takes, where it is written."""
+    known = ("parameter_list", "no_grad_set", *_OF_TRACE)
+    for name in options:
+        if name not in known:
+            raise ArgumentError(f"minimize has no argument {name!r}. {known_as(name, known)}")

@@ -16,6 +16,7 @@ that, a ``ParameterRule`` changes what the optimizer made of the parameters.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -26,21 +27,13 @@ from typing import Any, ClassVar, Self, dataclass_transform
 import jax
 import numpy as np
 
-from onward.core.errors import HyperparameterError, nearest
+from onward.core.errors import HyperparameterError, known_as
 from onward.core.walk import Where
 from onward.core.words import UpdateType
 
 Schedule = Callable[[jax.Array], jax.Array]
 Hyperparameter = float | Schedule
 Slots = Mapping[str, jax.Array]
-
-_ELSEWHERE = {
-    "b1": "beta1",
-    "b2": "beta2",
-    "eps": "epsilon",
-    "lr": "learning_rate",
-    "wd": "weight_decay",
-}  # what other libraries call them
 
 
 def _op_name(rule: type) -> str:
@@ -56,11 +49,11 @@ class Rule:
 
     A subclass is a frozen dataclass without being told so. A field annotated ``Hyperparameter`` becomes a
     state Variable (float32, or float64 where a parameter is), or follows a schedule; a field of any other
-    type is fixed when the Program is derived. ``type`` says how far the rule looks; with ``ACROSS`` it takes
-    tuples over all parameters in place of single arrays; one that keeps no slots and does not ask which
-    number lies in which array may set ``any_layout``, and is given stacks. A rule that sets
-    ``evaluates_loss`` is given one more argument, a ``Loss``. The hyperparameters named in ``below_one`` must
-    be less than 1. Rules compute in float32, or in what is wider.
+    type is fixed when the Program is derived; an ``__init__`` of its own is refused. ``type`` says how far
+    the rule looks; with ``ACROSS`` it takes tuples over all parameters in place of single arrays; one that
+    keeps no slots and does not ask which number lies in which array may set ``any_layout``, and is given
+    stacks. A rule that sets ``evaluates_loss`` is given one more argument, a ``Loss``. The hyperparameters
+    named in ``below_one`` must be less than 1. Rules compute in float32, or in what is wider.
 
     Raises:
         HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.
@@ -73,6 +66,8 @@ class Rule:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "__init__" in vars(cls):
+            raise HyperparameterError(_no_init_of_its_own(cls))
         dataclass(frozen=True, repr=False)(cls)
         if "step" in cls.__dataclass_fields__:
             raise HyperparameterError(
@@ -90,9 +85,9 @@ class Rule:
         names = [f.name for f in fields(cls)]
         for name in options:
             if name not in names:
-                known = _ELSEWHERE.get(name, name)
-                hint = f"Here it is {known!r}." if known in names and known != name else nearest(name, names)
-                raise HyperparameterError(f"{cls.__name__} has no hyperparameter {name!r}. {hint}")
+                raise HyperparameterError(
+                    f"{cls.__name__} has no hyperparameter {name!r}. {known_as(name, names)}"
+                )
         by_place = [f.name for f in fields(cls) if not f.kw_only]
         if len(args) > len(by_place):
             raise HyperparameterError(
@@ -184,6 +179,27 @@ class ParameterRule(Rule):
     ) -> tuple[Any, Any]:
         """The next parameter, from the one before the step and what became of it so far; and the slots."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to change a parameter")
+
+
+def _no_init_of_its_own(cls: type) -> str:
+    """A class that has an ``__init__``, and the fields to write in place of it."""
+    _, *given = inspect.signature(vars(cls)["__init__"]).parameters.values()
+    named = [p for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    written = f": {'; '.join(map(_as_field, named))}" if named else ""
+    return (
+        f"{cls.__name__} has an __init__ of its own, and it is a frozen dataclass: its fields make the "
+        "__init__, say when two are equal, and become Variables. Write the fields in the class in place of "
+        f"it{written}. A field that is no Hyperparameter is fixed when the Program is derived; update has "
+        "the others in hyperparameters, by name."
+    )
+
+
+def _as_field(p: inspect.Parameter) -> str:
+    """The field to write in place of an argument of an ``__init__``."""
+    if p.default is p.empty:
+        return f"{p.name}: ow.Hyperparameter"
+    is_number = isinstance(p.default, int | float) and not isinstance(p.default, bool)
+    return f"{p.name}: {'ow.Hyperparameter' if is_number else type(p.default).__name__} = {p.default!r}"
 
 
 def expect_held(name: str, value: Any, dtype: Any, limit: float | None = None) -> None:

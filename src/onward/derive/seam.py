@@ -68,7 +68,7 @@ def update_pass(program: Program) -> Program:
         op, v = foreign[0]
         raise GraphError(
             f"The update {op.type} of Program {program.name!r} reads {v.name!r} beside the gradients, so it "
-            "cannot be cut off from the forward and backward pass: it evaluates the loss again."
+            "cannot be cut off from the forward and backward pass: it evaluates the loss again, or checks it."
         )
     state = tuple(v for v in program.state if v in read)
     part = replace(

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from onward.core.errors import StateError, UnknownNameError, nearest
+from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest
 from onward.core.program import Variable
+from onward.core.structure import describe
 from onward.core.walk import Where, find, listed, select
 from onward.derive.backward import append_backward
 from onward.execute.model import Model
@@ -51,6 +52,10 @@ class GradientMachine:
         activations: Iterable[str | Variable] = (),
         number: int = 0,
     ) -> None:
+        if not isinstance(model, Model):
+            raise ArgumentError(
+                f"GradientMachine was given {describe(model)}; expected a Model: Model(network)."
+            )
         self.model, self.number = model, number
         self._keys: dict[str, Any] = {}
         self._out: Out | None = None

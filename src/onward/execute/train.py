@@ -20,7 +20,7 @@ from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from onward.core.errors import ArgumentError, nearest
+from onward.core.errors import ArgumentError, known_as, nearest
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.define.deferred import Deferred
@@ -36,6 +36,7 @@ from onward.execute.loop.reader import Reading
 from onward.execute.model import Model
 from onward.execute.trainer import Trainer
 
+_OPTIONS = ("parameter_list", "no_grad_set")
 _optimizers: WeakKeyDictionary[Any, tuple[Optimizer, dict[str, Any]]] = WeakKeyDictionary()
 
 
@@ -45,7 +46,7 @@ def optimize(cost: Any, optimizer: Optimizer | None = None, **options: Any) -> N
     Args:
         cost: what a cost layer returned, a traced Program, or a function that declares what it needs.
         optimizer: Adam(1e-3) unless given.
-        options: further arguments of ``minimize``, such as ``parameter_list``.
+        options: ``parameter_list`` and ``no_grad_set``, as for ``minimize``.
 
     Example:
         >>> import onward as ow
@@ -57,6 +58,9 @@ def optimize(cost: Any, optimizer: Optimizer | None = None, **options: Any) -> N
         raise ArgumentError(f"optimize was given {describe(optimizer)}; expected an optimizer: Adam(1e-3).")
     if not (isinstance(cost, Program) or has_lazy(cost) or callable(cost)):
         raise ArgumentError(f"optimize was given {describe(cost)}; expected a cost, a Program or a function.")
+    for name in options:
+        if name not in _OPTIONS:
+            raise ArgumentError(f"optimize has no argument {name!r}. {known_as(name, _OPTIONS)}")
     try:
         _optimizers[cost] = optimizer, options
     except TypeError:

@@ -28,7 +28,7 @@ from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.evaluator import Evaluator
 from onward.execute.feeds import data_names
 from onward.execute.initialize import initialized
-from onward.execute.loop.concurrent import Crew
+from onward.execute.loop.concurrent import Applier, Crew
 from onward.execute.loop.history import History
 from onward.execute.loop.interrupt import Interruptible
 from onward.execute.loop.training import Training
@@ -114,6 +114,7 @@ class Trainer:
         self._step = Step(self.program, (), donate=donated, ahead=False, tuning=Tuning(), apart=mine)
         self._state = State(self._step.layout, [values[v] for v in self._step.layout.variables])
         self._taken: State | None = model.state
+        self._applier: Applier | None = None
 
     def update(self, *data: Any, **feed: Any) -> Out:
         """Train on one batch; ``out.loss`` is the loss before the update.
@@ -131,6 +132,41 @@ class Trainer:
         self.take(state)
         self.step += 1
         return out
+
+    def apply(self, gradients: Mapping[str, Any]) -> None:
+        """One update with gradients that were computed elsewhere, such as by other threads.
+
+        They are applied to the parameters as they are now, whatever they were computed with; any thread may
+        call it, and no update is lost. ``train(threads=...)`` does all of it.
+
+        Args:
+            gradients: by the name of their parameter, one for each that is trained: ``machine.gradients``.
+
+        Raises:
+            ArgumentError, UnknownNameError: one is missing, too many, or has another shape or dtype. Nothing
+                is changed then.
+            GraphError: the Trainer trains on several devices, or its update evaluates the loss again.
+
+        Example:
+            >>> import numpy as np, onward as ow
+            >>> def network():
+            ...     return ow.layer.mse(ow.layer.fc(ow.data("x", (None, 3)), 1), ow.data("y", (None, 1)))
+            >>> trainer = ow.Trainer(ow.Model(network), ow.SGD(0.1))
+            >>> machine = ow.GradientMachine(trainer.model)
+            >>> out = machine.backward(x=np.ones((4, 3)), y=np.ones((4, 1)))
+            >>> trainer.apply(machine.gradients)
+            >>> bool(machine.backward(x=np.ones((4, 3)), y=np.ones((4, 1))).loss < out.loss)
+            True
+        """
+        with self.model.lock, Interruptible() as interrupts, interrupts.uninterrupted:
+            self.applied(gradients)
+
+    def applied(self, gradients: Mapping[str, Any]) -> None:
+        """One update, to be called where nothing interrupts it, by one thread."""
+        if self._applier is None:
+            self._applier = Applier(self)
+        with self._kept():
+            self._applier(gradients)
 
     def expect_going(self) -> None:
         """Raise ``NonFiniteError`` if a check, or ``guard(program, "stop")``, stopped the training."""

@@ -6,6 +6,7 @@ given; with Lazy arguments, outside of a trace, it returns a Lazy value.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, known_as
 from onward.core.source import user_line
 from onward.core.words import Kind
 from onward.define.arguments import Type
@@ -40,9 +41,11 @@ def layer(function: F) -> F:
         >>> [v.name for v in program.parameters], program.outputs[0].name
         (['scale_0/factor'], 'scale_0')
     """
+    signature = inspect.signature(function)
 
     @wraps(function)
     def called(*args: Any, name: str | None = None, **options: Any) -> Any:
+        _expect_arguments(function.__name__, signature, args, options)
         context = current_context()
         if context is None:
             if has_lazy(args, options):
@@ -61,16 +64,19 @@ def layer(function: F) -> F:
 def cost(function: F) -> F:
     """A layer of (prediction, target) whose target tells an ``fc`` without a size how wide to be."""
     inner = layer(function)
+    signature = inspect.signature(function)
 
     @wraps(function)
-    def called(prediction: Any, target: Any, **options: Any) -> Any:
+    def called(*args: Any, **options: Any) -> Any:
+        bound = _expect_arguments(function.__name__, signature, args, options)
+        (prediction, target, *rest), options = bound.args, bound.kwargs
         context = current_context()
         if context is None and has_lazy(prediction, target):
-            return LazyCall(called, (prediction, target), options)
+            return LazyCall(called, (prediction, target, *rest), options)
         if context is not None and isinstance(prediction, LazyCall) and prediction.lacks_size:
             target = resolved(target)
             prediction = prediction.sized(context, _width(target))
-        return inner(prediction, target, **options)
+        return inner(prediction, target, *rest, **options)
 
     called.takes_lazy = True  # type: ignore[attr-defined]
     return called  # type: ignore[return-value]
@@ -105,6 +111,25 @@ def weight(
             f"asks for {list(shape)}."
         )
     return given
+
+
+def _expect_arguments(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], options: dict[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments by name; ``ArgumentError`` for those that the layer does not take, or lacks."""
+    takes = signature.parameters
+    others = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if unknown := [option for option in options if option not in takes and not others]:
+        raise ArgumentError(
+            f"{name} at {user_line()} has no argument {unknown[0]!r}. {known_as(unknown[0], takes)}"
+        )
+    try:
+        return signature.bind(*args, **options)
+    except TypeError as error:
+        shown = ", ".join(p.name for p in takes.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
+        raise ArgumentError(
+            f"{name} at {user_line()}: {error}. Write {name}({shown}), and what follows by name."
+        ) from None
 
 
 def _label(context: Context, label: str, result: Any) -> None:

@@ -8,17 +8,17 @@ are a few steps old (Recht et al., Hogwild!, 2011, with a lock around the update
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.structure import describe
+from onward.core.walk import name_of
 from onward.derive.seam import update_pass
 from onward.execute.gradient_machine import GradientMachine
 from onward.execute.loop.prefetch import END, PATIENCE
 from onward.execute.loop.training import Batch, Training
-from onward.execute.out import Out
 from onward.execute.step import Step
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class Crew:
             )
         first = trainer.step * threads + 1  # so that no random key comes twice, whenever a crew is formed
         self.machines = [GradientMachine(trainer.model, names, number=first + n) for n in range(threads)]
-        self.apply = Applier(trainer)
         self._reading = threading.Lock()
         self._stop = threading.Event()
         self._ended: SimpleQueue[bool] = SimpleQueue()
@@ -89,7 +88,7 @@ class Crew:
                 except ArgumentError as error:
                     raise self.training.blaming(item, error) from error
                 with self.trainer.model.lock:
-                    self.apply(machine)
+                    self.trainer.applied(machine.gradients)
                     self.training.done(out, item)
                     self.training.after()
         except BaseException as error:
@@ -105,14 +104,36 @@ class Applier:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         part = update_pass(trainer.program)
+        self.names = GradientMachine(trainer.model, [p.name for p, _ in trainer.program.gradients]).names
         kept = {v.name for v in trainer.model.state.layout.variables}
         donated = [old.name for old in part.next_state if old.name not in kept]
         self._step = Step(part, (), donate=donated, ahead=False)
 
-    def __call__(self, machine: GradientMachine) -> Out:
-        """One update with the gradients of a machine; to be called by one thread at a time."""
-        feed = {machine.names[name]: gradient for name, gradient in machine.gradients.items()}
-        state, out = self._step(self.trainer.joined(), **feed)
+    def __call__(self, gradients: Mapping[str, Any]) -> None:
+        """One update with the gradients by parameter; to be called by one thread at a time."""
+        given = self._named(gradients)
+        feed = {gradient: given[name] for name, gradient in self.names.items()}
+        state, _ = self._step(self.trainer.joined(), **feed)
         self.trainer.take(state)
         self.trainer.step += 1
-        return out
+
+    def _named(self, gradients: Any) -> dict[str, Any]:
+        """The gradients by the name of their parameter: of each that is trained, and of no other."""
+        if not isinstance(gradients, Mapping):
+            raise ArgumentError(
+                f"apply was given {describe(gradients)}; expected the gradients by the name of their "
+                "parameter, as a GradientMachine has them: trainer.apply(machine.gradients)."
+            )
+        given = {str(name_of(parameter)): gradient for parameter, gradient in gradients.items()}
+        if unknown := [name for name in given if name not in self.names]:
+            raise UnknownNameError(
+                f"apply was given the gradient of {unknown[0]!r}, which this Trainer does not train. "
+                f"{nearest(unknown[0], self.names)} A GradientMachine leaves others out: "
+                "GradientMachine(model, parameter_list=[...])."
+            )
+        if missing := [name for name in self.names if name not in given]:
+            raise ArgumentError(
+                f"apply was given no gradient of {', '.join(map(repr, missing[:5]))}; an update needs one of "
+                "each parameter that is trained: trainer.apply(machine.gradients)."
+            )
+        return given
