@@ -27,6 +27,7 @@ from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.structure import describe, is_word
 from onward.core.transform import Origin, recipe_of, transform
 from onward.core.walk import Where, listed, select, substitute
+from onward.core.whole import opened
 from onward.core.words import Pass, Placement
 from onward.derive.accumulation.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
 from onward.derive.backward import append_backward
@@ -142,11 +143,28 @@ def _forward(
     """The forward pass of one device, traced at its part of the batch, and how much this part counts."""
     rows = -(-program[split[0]].shape[0] // devices.size) if split else 0
     local = origin.trace(data_types(program, split, rows))
+    _expect_alike(local)
+    local = opened(local)
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     own = _with_own_keys(substitute(local, placed), devices)
     if weight is None:
         return check(_with_merged_state(own, devices)), None
     return check(_with_merged_state(own, devices)), Share(own, own[weight], devices)
+
+
+def _expect_alike(program: Program) -> None:
+    """Raise ``GraphError`` for a Program from a file in which devices had to differ, or to exchange."""
+    carried = [v for v in program.state if v in program.next_state or _is_key(v)]
+    updates = any(op.made_by is not Pass.FORWARD for op in program.ops)
+    if program.code is None or not (carried or updates):
+        return
+    what = "holds its update" if updates else f"carries {carried[0].name!r} from step to step"
+    raise GraphError(
+        f"{program.name!r} was loaded from {program.code.file} and {what}, which is made for one device: "
+        "random numbers would be the same on all, statistics those of a part. Trace the code of the network "
+        "for that; or train the model as it answers, with a loss of your own: "
+        "replicate(minimize(lambda p, x, y: loss(model(p, x), y), model.parameters, x, y))."
+    )
 
 
 def _with_own_keys(program: Program, devices: Devices) -> Program:
