@@ -152,7 +152,7 @@ def test_a_loaded_model_is_saved_again(trained, loaded, tmp_path):
 
 
 def test_what_needs_the_code_says_so(loaded):
-    with pytest.raises(ow.OnwardError, match="loaded from a file"):
+    with pytest.raises(ow.OnwardError, match="saved without trainable=True"):
         ow.Trainer(loaded, ow.SGD(0.1))
 
 

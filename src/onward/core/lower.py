@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from onward.core.described import DescribedBody
-from onward.core.errors import GraphError
 from onward.core.jaxprs import as_one_call, joined
 from onward.core.program import Code, Program, Variable
+from onward.core.whole import expect_whole
 
 _ONLY_TRACED = "call_hi_primitive"  # since jax 0.11: what a trace takes apart, and what cannot be lowered
 
@@ -71,21 +69,15 @@ def _by_code(program: Program, code: Code, outputs: Sequence[Variable]) -> Calla
 
     Data and state that nothing of what is asked for depends on may be missing.
     """
+    expect_whole(program)
     added = [op for op in program.ops if op not in code.ops]
-    if changed := [op for op in added if isinstance(op.body, DescribedBody)]:
-        raise GraphError(
-            f"{program.name!r} was loaded from a file and runs as a whole, so {changed[0]!r} cannot read "
-            "what it did not read then: only what is added behind its ops has an effect. Apply the "
-            "transform before save."
-        )
 
     def run(state: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         env: dict[Variable, Any] = dict(program.constants)
         env.update(zip(program.state, state, strict=True))
         env.update(zip(program.inputs, inputs, strict=True))
         named = {v.name: x for v, x in env.items()}
-        given = (named[v.name] if v.name in named else jnp.empty(v.shape, v.dtype) for v in code.reads)
-        found = dict(zip(code.gives, code.call(*given), strict=True))
+        found = dict(zip(code.gives, code.called([named.get(v.name) for v in code.reads]), strict=True))
         env.update((v, found[v.name]) for op in program.ops if op in code.ops for v in op.outputs)
         for op in added:
             env.update(zip(op.outputs, op.body(*(env[v] for v in op.inputs)), strict=True))

@@ -21,6 +21,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import UnknownNameError, nearest
@@ -143,12 +144,21 @@ class Code:
         reads: all state, data and constants that it takes.
         gives: the names of all Variables that it computes. What nobody asks for, a compiler leaves out.
         ops: the ops that it computes. What a transform adds behind them has code of its own.
+        file: the file that it was loaded from.
+        lacks: why the file holds no derivative of it; empty if it does.
     """
 
     call: Callable[..., Sequence[Any]]
     reads: tuple[Variable, ...]
     gives: tuple[str, ...]
     ops: frozenset[Op]
+    file: str = "a file"
+    lacks: str = ""
+
+    def called(self, values: Sequence[Any | None]) -> Sequence[Any]:
+        """The values of ``gives``; what nothing depends on of what is asked for may be None."""
+        pairs = zip(self.reads, values, strict=True)
+        return self.call(*(jnp.empty(v.shape, v.dtype) if x is None else x for v, x in pairs))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

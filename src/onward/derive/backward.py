@@ -29,6 +29,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
 from onward.core.walk import Where, ancestors, find, listed, name_of, producers, select
+from onward.core.whole import expect_derivative, opened
 from onward.core.words import Kind, Pass
 from onward.derive.differentiate import Rule, flows, rule_for
 
@@ -64,6 +65,8 @@ def append_backward(
         ((Variable('w', float32[3], parameter), Variable('grad(w)', float32[3], gradient)),)
     """
     expect_one_device(program, "the backward pass")
+    expect_derivative(program)
+    program = opened(program)
     target = _loss_of(program, loss)
     parameters = program.parameters
     if parameter_list is not None:
@@ -132,6 +135,8 @@ def gradients(
     """
     expect_program(program, "gradients")
     expect_one_device(program, "a gradient")
+    expect_derivative(program)
+    given, program = program, opened(program)
     chosen = [find(program, t) for t in listed(targets)]
     wanted = [find(program, v) for v in listed(inputs)]
     seeds = [
@@ -144,7 +149,7 @@ def gradients(
         backward.seed(target, seed)
     found = backward.run()
     arguments = (chosen, wanted, seeds)
-    result = remembered(program, backward.program(), _gradients_only, arguments, {})
+    result = remembered(given, backward.program(), _gradients_only, arguments, {})
     return result, tuple(found.get(v) for v in wanted)
 
 

@@ -27,6 +27,7 @@ from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.structure import describe, is_word
 from onward.core.transform import Recipe, recipe_of, transform
 from onward.core.walk import Where, listed, select, substitute
+from onward.core.whole import opened
 from onward.core.words import Pass, Placement
 from onward.derive.accumulation.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
 from onward.derive.backward import append_backward
@@ -49,11 +50,14 @@ def replicate(
 ) -> Program:
     """The Program for several devices at once, which share one set of parameters.
 
-    The global batch is split on its first axis. A result that is a float is averaged over the devices, an
-    integer is summed; an array over examples is joined. If the function takes ``example_weight``, an array
-    [batch] or [batch, ...], results and gradients are means weighted by it, and a batch that the devices do
-    not divide is filled up with examples of weight 0. What does not look at the weight (a sum of its own, the
-    statistics of batch normalization) sees what fills up as well.
+    The global batch is split on its first axis, and the devices compute together what one would: a mean over
+    examples, a sum, what is made of such (a root, a quotient, a penalty beside it), and what normalizes by
+    statistics of the batch, in whatever library. A result that is an array over examples is joined. What has
+    every example look at others (a sort, all pairs) sees those of its device only, which a warning says. Any
+    other float is averaged over the devices, an integer is summed. If the function takes
+    ``example_weight``, an array [batch] or [batch, ...], results and gradients are means weighted by it, and
+    a batch that the devices do not divide is filled up with examples of weight 0. What does not look at the
+    weight (a sum of its own, the statistics of batch normalization) sees what fills up as well.
 
     Args:
         program: a training Program, or a test Program to evaluate.
@@ -61,7 +65,8 @@ def replicate(
         merge: how gradients become one: ``Average()`` unless given.
         axis_name: the name of the axis that the collectives run along, unless the Program was traced with
             one.
-        sync_batch_norm: normalize by the statistics of the whole batch rather than of each device's part.
+        sync_batch_norm: what comes back to the examples, such as the statistics that they are normalized by,
+            is that of the whole batch; if False, of each device's part, and nothing is warned of.
         whole: data that every device gets whole, by name, pattern or predicate, though it may happen to be as
             long as the batch. What has another length than the first array, or is declared with a length of
             its own in place of None, is never split.
@@ -72,6 +77,9 @@ def replicate(
         RecipeError: the Program was not traced, or its ops were changed by hand.
         GraphError: it is replicated already, it has no gradients to merge, or the optimizer's rule looks
             further than the strategy can see.
+
+    Warns:
+        UserWarning: an op in which examples see each other.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -144,10 +152,12 @@ def _forward(
     devices, weight = Devices(replicas.name, replicas.count), replicas.weight
     rows = -(-program[split[0]].shape[0] // devices.size) if split else 0
     local = recipe.origin.trace(data_types(program, split, rows))
+    _expect_alike(local)
+    local = opened(local)
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     local = substitute(local, placed)
     if split and devices.size > 1:
-        whole = _traced_for(recipe, program, split, rows * devices.size)
+        whole = opened(_traced_for(recipe, program, split, rows * devices.size))
         local = of_whole_batch(whole, local, devices, split, replicas, merge.is_sum)
     own = _with_own_keys(local, devices)
     if weight is None:
@@ -161,6 +171,21 @@ def _traced_for(recipe: Recipe, program: Program, split: tuple[str, ...], rows: 
     if known is not None and program[split[0]].shape[0] == rows == known[split[0]].shape[0]:
         return known
     return recipe.origin.trace(data_types(program, split, rows))
+
+
+def _expect_alike(program: Program) -> None:
+    """Raise ``GraphError`` for a Program from a file in which devices had to differ, or to exchange."""
+    carried = [v for v in program.state if v in program.next_state or _is_key(v)]
+    updates = any(op.made_by is not Pass.FORWARD for op in program.ops)
+    if program.code is None or not (carried or updates):
+        return
+    what = "holds its update" if updates else f"carries {carried[0].name!r} from step to step"
+    raise GraphError(
+        f"{program.name!r} was loaded from {program.code.file} and {what}, which is made for one device: "
+        "random numbers would be the same on all, statistics those of a part. Trace the code of the network "
+        "for that; or train the model as it answers, with a loss of your own: "
+        "replicate(minimize(lambda p, x, y: loss(model(p, x), y), model.parameters, x, y))."
+    )
 
 
 def _with_own_keys(program: Program, devices: Devices) -> Program:

@@ -18,6 +18,7 @@ from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.for_test import for_test
 from onward.derive.seam import forward_pass
+from onward.execute.applied import applied
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
@@ -88,6 +89,32 @@ class Model:
     def __getitem__(self, name: str | Variable) -> Any:
         """The value of a parameter or state Variable as it is now."""
         return self.state[name]
+
+    def __call__(self, parameters: Any, *data: Any) -> Any:
+        """What the network returns for these parameters, when nothing is trained: a pure function.
+
+        It can be part of a loss, so that a network from a file is trained for something else. Nothing is
+        dropped, and what the network itself carries, such as statistics, is read as it is now.
+
+        Args:
+            parameters: in the containers of ``model.parameters``.
+            data: arrays, in the order of the network.
+
+        Raises:
+            ArgumentError: other containers, names or shapes than the network takes.
+
+        Example:
+            >>> import jax.numpy as jnp, onward as ow
+            >>> def network():
+            ...     return ow.layer.fc(ow.data("x", (None, 4)), 2)
+            >>> model = ow.Model(network, seed=1)
+            >>> def loss(params, x, y):
+            ...     return jnp.mean((model(params, x) - y) ** 2)
+            >>> program = ow.SGD(0.1).minimize(loss, model.parameters, jnp.ones((8, 4)), jnp.ones((8, 2)))
+            >>> [v.name for v in program.parameters]
+            ['fc_0/b', 'fc_0/w']
+        """
+        return applied(self.test_program, self.state, parameters, data)
 
     def replace(self, values: Mapping[str, Any]) -> None:
         """Publish other values for some parameters, all at once.

@@ -114,7 +114,7 @@ def _saved(request: Request, path: str) -> Program:
             "the network itself: FILE:NAME."
         )
     try:
-        return load(path).topology
+        return load(path).test_program
     except ModelFileError:
         with suppress(ModelFileError):
             return load_step(path)[0].program

@@ -104,8 +104,8 @@ def lowered(program: Program, dtype: str, keep: tuple[Where, ...]) -> Program:
     """The forward pass, each op in the dtype of its role; see ``mixed_precision``."""
     if program.code is not None:
         raise GraphError(
-            f"mixed_precision: {program.name!r} was loaded from a file, in which every op has its dtype. "
-            "Lower the precision of the Program before save."
+            f"mixed_precision: {program.name!r} was loaded from {program.code.file}, in which every op has "
+            "its dtype. Lower the precision of the Program before save."
         )
     is_test = program.recipe is not None and not program.recipe.origin.training
     kept = kept_ops(program, keep, strict=not is_test)

@@ -91,7 +91,7 @@ class Routes:
 
     async def program(self, request: Any) -> Any:
         """The listing of the graph."""
-        return self._text(f"{self.endpoint.served.source.model.topology}\n", "text/plain")
+        return self._text(f"{self.endpoint.served.source.model.test_program}\n", "text/plain")
 
     async def openapi(self, request: Any) -> Any:
         """The routes, for programs."""

@@ -47,6 +47,12 @@ def expect_same(writing: Writing, replay: Replay, values: Mapping[str, Any]) -> 
             _compare(program, writing, values, sizes)
 
 
+def are_alike(program: Program, other: Program) -> bool:
+    """Whether two Programs compute the same, of the same state."""
+    names = ([v.name for v in p.state] for p in (program, other))
+    return next(names) == next(names) and _facts(program, {}) == _facts(other, {})
+
+
 def _facts(program: Program, sizes: Mapping[str, int]) -> list[Any]:
     """What its ops compute, and of what, where symbols have these sizes; what gives lengths is left out."""
     lengths = _lengths(program)

@@ -29,23 +29,25 @@ BATCH = "b"
 Shapes = Mapping[str, Sequence[int | str]]
 
 
-def writings(program: Program, values: Mapping[str, Any], batch: Any, shapes: Shapes | None) -> list[Writing]:
+def writings(
+    program: Program, values: Mapping[str, Any], batch: Any, shapes: Shapes | None, trainable: bool
+) -> list[Writing]:
     """What is written of a Program: once for any batch, or once for each length.
 
     Raises:
         ArgumentError: lengths or shapes that make no sense, or a Program that cannot be exported.
     """
     if batch is not None:
-        return [_fixed(program, n) for n in _lengths(batch)]
+        return [_fixed(program, n, trainable) for n in _lengths(batch)]
     try:
-        return [_free(program, values, shapes or {})]
+        return [_free(program, values, shapes or {}, trainable)]
     except (OnwardError, ValueError, TypeError, NotImplementedError) as error:
         if shapes:
             raise ArgumentError(f"{program.name!r} cannot be saved with these shapes: {error}") from error
         length = _batch_length(program)
-        found = [_fixed(program, None)]
+        found = [_fixed(program, None, trainable)]
         if length not in (None, 1):
-            found += _attempted(program, 1)
+            found += _attempted(program, 1, trainable)
         if length is not None:
             _warn(program, [length, 1][: len(found)], error)
         return found
@@ -67,21 +69,21 @@ def _warn(program: Program, lengths: list[int], error: Exception) -> None:
     )
 
 
-def _attempted(program: Program, length: int) -> list[Writing]:
+def _attempted(program: Program, length: int, trainable: bool) -> list[Writing]:
     try:
-        return [_fixed(program, length)]
+        return [_fixed(program, length, trainable)]
     except OnwardError:
         return []
 
 
-def _free(program: Program, values: Mapping[str, Any], shapes: Shapes) -> Writing:
+def _free(program: Program, values: Mapping[str, Any], shapes: Shapes, trainable: bool) -> Writing:
     """The Program with free lengths: that of the batch, and those that are named."""
     if not program.inputs:
-        return _fixed(program, None)
+        return _fixed(program, None, trainable)
     wanted = _wanted(program, shapes)
     names = sorted({n for shape in wanted.values() for n in shape if isinstance(n, str)})
     if not names:
-        return _fixed(program, None)
+        return _fixed(program, None, trainable)
     symbols: dict[Any, Any] = dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
 
     def replay(lengths: Mapping[Any, Any]) -> Program:
@@ -97,26 +99,27 @@ def _free(program: Program, values: Mapping[str, Any], shapes: Shapes) -> Writin
         )
     found = replay(symbols)
     _expect_no_length(found)
-    writing = _writing(program, found, sizes)
+    writing = _writing(program, found, sizes, trainable)
     expect_same(writing, replay, values)
     return writing
 
 
-def _fixed(program: Program, length: int | None) -> Writing:
+def _fixed(program: Program, length: int | None, trainable: bool) -> Writing:
     """The Program for batches of one length; None: the one that it has."""
     if length is None or length == _batch_length(program):
-        return _writing(program, program, {})
+        return _writing(program, program, {}, trainable)
     shapes = {
         name: tuple(length if n == BATCH else n for n in shape)
         for name, shape in _wanted(program, {}).items()
     }
-    return _writing(program, _replayed(program, shapes), {})
+    return _writing(program, _replayed(program, shapes), {}, trainable)
 
 
-def _writing(program: Program, found: Program, sizes: Mapping[str, int]) -> Writing:
+def _writing(program: Program, found: Program, sizes: Mapping[str, int], trainable: bool) -> Writing:
     if [v.name for v in found.state] != [v.name for v in program.state]:
         raise ArgumentError("another length of the batch gives it another state")
-    return Writing(found, sizes, exported(found, [v for op in found.ops for v in op.outputs]))
+    gives = [v for op in found.ops for v in op.outputs]
+    return Writing(found, sizes, exported(found, gives, trainable))
 
 
 def _expect_no_length(found: Program) -> None:

@@ -44,8 +44,13 @@ class Written:
     convention: int
 
 
-def exported(program: Program, gives: Sequence[Variable]) -> Written:
+def exported(program: Program, gives: Sequence[Variable], derivable: bool) -> Written:
     """The executable of a Program, for all platforms if JAX can lower it for all.
+
+    Args:
+        program: the Program.
+        gives: what it computes.
+        derivable: write its derivative as well.
 
     Raises:
         ArgumentError: it cannot be exported at all; the message holds what JAX says.
@@ -60,10 +65,10 @@ def exported(program: Program, gives: Sequence[Variable]) -> Written:
 
     types = [Type(v.shape, v.dtype) for v in reads]
     try:
-        return _written(function, types, PLATFORMS)
+        return _written(function, types, PLATFORMS, derivable)
     except Exception as first:
         try:
-            return _written(function, types, (jax.default_backend(),))
+            return _written(function, types, (jax.default_backend(),), derivable)
         except Exception:
             raise ArgumentError(_reason(program, first)) from first
 
@@ -73,11 +78,16 @@ def reads_of(program: Program) -> tuple[Variable, ...]:
     return (*program.state, *program.constants, *program.inputs)
 
 
-def _written(function: Callable[..., Any], types: Sequence[Type], platforms: Sequence[str]) -> Written:
+def _written(
+    function: Callable[..., Any], types: Sequence[Type], platforms: Sequence[str], derivable: bool
+) -> Written:
     found = export.export(jax.jit(function), platforms=platforms)(*types)
     if foreign := foreign_in(found.mlir_module()):
         raise ValueError(f"it calls {foreign[0]!r}, a kernel, which load would refuse to run")
-    return Written(bytes(found.serialize()), tuple(found.platforms), found.calling_convention_version)
+    if derivable and (foreign := foreign_in(found.vjp().mlir_module())):
+        raise ValueError(f"its derivative calls {foreign[0]!r}, a kernel, which load would refuse to run")
+    data = bytes(found.serialize(vjp_order=int(derivable)))
+    return Written(data, tuple(found.platforms), found.calling_convention_version)
 
 
 def _reason(program: Program, error: Exception) -> str:
@@ -100,6 +110,7 @@ class Executable:
     call: Callable[..., Sequence[Any]]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    derivable: bool
 
 
 def loaded(data: bytes, what: str) -> Executable:
@@ -112,17 +123,19 @@ def loaded(data: bytes, what: str) -> Executable:
     try:
         found = export.deserialize(bytearray(data))
         text = found.mlir_module()
+        derivative = found.vjp().mlir_module() if found.has_vjp() else ""
     except Exception as error:
         raise ModelFileError(
             f"{what}: its executable is not one that jax.export of JAX {jax.__version__} reads "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
         ) from error
-    if foreign := foreign_in(text):
+    if foreign := foreign_in(text) or foreign_in(derivative):
         raise ModelFileError(
             f"{what}: its executable calls {foreign[0][:60]!r} in the process that runs it, which no model "
             "needs. It is not run."
         )
-    return Executable(found.call, tuple(map(_type, found.in_avals)), tuple(map(_type, found.out_avals)))
+    takes, gives = (tuple(map(_type, avals)) for avals in (found.in_avals, found.out_avals))
+    return Executable(found.call, takes, gives, found.has_vjp())
 
 
 def _type(aval: Any) -> str:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from onward.core.errors import ModelFileError, OnwardError
+from onward.core.errors import LossError, ModelFileError, OnwardError
 from onward.core.program import Program
+from onward.core.whole import without_derivative
 from onward.execute.checkpoint.encoding import Form, decode
 from onward.execute.checkpoint.manifest import take
 from onward.execute.model import Model
@@ -132,12 +133,14 @@ class _File:
     def program(self) -> Program:
         """The Program as it was saved."""
         with _Telling(self.path):
-            variants = take(self.said, "variants", list)
+            variants, learning = take(self.said, "variants", list), self.said.get("learning", [])
             if not variants:
                 raise ValueError("it holds no Program")
-            found = tuple(self._variant(i, said) for i, said in enumerate(variants))
+            found = tuple(self._variant(i, said) for i, said in enumerate([*variants, *learning]))
             fixed = frozenset(map(str, take(self.said, "fixed", list)))
-            return Loaded(found, take(self.said, "kind", str) == "training", fixed).program()
+            as_saved, as_trained = found[: len(variants)], found[len(variants) :]
+            origin = Loaded(as_saved, take(self.said, "kind", str) == "training", fixed)
+            return (Loaded(as_trained, True, fixed, origin) if as_trained else origin).program()
 
     def values(self, program: Program) -> dict[str, Any]:
         """The state by name."""
@@ -154,24 +157,33 @@ class _File:
         forms = take(said, "constants", dict)
         constants = {name: self._array(f"{CONSTANT}{i}:{name}", form) for name, form in forms.items()}
         template = Template(record)
-        return Variant(template, sizes, self._call(i, said, template), constants)
+        call, lacks = self._call(i, said, template)
+        return Variant(template, sizes, call, constants, str(self.path), lacks)
 
-    def _call(self, i: int, said: Mapping[str, Any], template: Template) -> Callable[..., Sequence[Any]]:
-        """What computes a variant; if JAX has moved on too far, a function that says so."""
+    def _call(
+        self, i: int, said: Mapping[str, Any], template: Template
+    ) -> tuple[Callable[..., Sequence[Any]], str]:
+        """What computes a variant, and why it has no derivative; if JAX has moved on too far, says so."""
         convention = take(said, "convention", int)
         first = export.minimum_supported_calling_convention_version
         last = export.maximum_supported_calling_convention_version
         if not first <= convention <= last:
-            return partial(self._too_far, f"it runs versions {first} to {last}, and this has {convention}")
+            return self._unread(f"it runs versions {first} to {last}, and this has {convention}")
         try:
             found = executable.loaded(self._bytes(f"{EXECUTABLE}{i}"), str(self.path))
         except ModelFileError as error:
             if error.__cause__ is None or not _is_later(take(self.said, "jax", str)):
                 raise
-            return partial(self._too_far, " ".join(str(error.__cause__).split())[:200])
+            return self._unread(" ".join(str(error.__cause__).split())[:200])
         if (found.takes, found.gives) != template.types:
             raise ValueError("its graph and its executable are not of one Program")
-        return found.call
+        if found.derivable:
+            return found.call, ""
+        lacks = _lacks(self.said)
+        return _underived(found.call, without_derivative(str(self.path), lacks)), lacks
+
+    def _unread(self, reason: str) -> tuple[Callable[..., Sequence[Any]], str]:
+        return partial(self._too_far, reason), reason
 
     def _too_far(self, reason: str, *values: Any) -> NoReturn:
         raise ModelFileError(
@@ -220,6 +232,24 @@ class _Telling:
         raise ModelFileError(
             f"{self.path} is sealed, and says what no Onward writes: {what}. {EXPECTED}"
         ) from error
+
+
+def _lacks(said: Mapping[str, Any]) -> str:
+    """Why a file without a derivative has none."""
+    if said.get("kind") == "training":
+        return "it is a training step, which has its gradients already: load_step(path)"
+    return "it was saved without trainable=True" if "learning" in said else "older files have none"
+
+
+def _underived(call: Callable[..., Sequence[Any]], sentence: str) -> Callable[..., Sequence[Any]]:
+    """The same function, which says this when it is differentiated."""
+
+    def refuse(*values: Any) -> NoReturn:
+        raise LossError(sentence)
+
+    found = jax.custom_vjp(call)
+    found.defvjp(refuse, refuse)
+    return found
 
 
 def _is_later(written: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from os import PathLike
@@ -14,24 +15,28 @@ import jax
 from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
 from onward.core.show import short_type
-from onward.core.structure import describe
+from onward.core.structure import describe, expect_flag
 from onward.execute.checkpoint.encoding import encode
 from onward.execute.model import Model
 from onward.execute.state import State
 from onward.execute.step import Step
+from onward.execute.tuning import Tuning
 from onward.serve.export import container
+from onward.serve.export.agreement import are_alike
 from onward.serve.export.batches import Shapes, fixed_data, writings
+from onward.serve.export.writing import Writing
 
 FORMAT = 1
 
 
 def save(
-    what: Model | Step,
+    what: Model | Step | Program,
     path: str | PathLike[str],
     state: State | None = None,
     *,
     batch: int | Iterable[int] | None = None,
     shapes: Shapes | None = None,
+    trainable: bool = False,
     license: str | None = None,  # noqa: A002
     about: Mapping[str, str] | None = None,
 ) -> Path:
@@ -43,18 +48,22 @@ def save(
     training Program and its State, so that training goes on elsewhere: ``load_step``.
 
     Args:
-        what: a Model, or a step that ``compile`` returned.
+        what: a Model, or a step that ``compile`` returned; or a Program, forward or training.
         path: the file, such as ``"trained.model"``.
-        state: the State of a step; a Model has its own.
+        state: the State of a step or a Program; a Model has its own.
         batch: the lengths of batches that it shall take. None: any; a network that cannot be traced without
             knowing the length takes the one it was traced with, and 1, and a warning says so.
         shapes: for data with more free lengths than that of the batch, by name, its shape with names for what
             is free: ``{"tokens": ("b", "t")}``.
+        trainable: write what ``minimize`` needs as well: the derivative, and the network as it is trained
+            where that is otherwise (dropout, statistics). What computes becomes about six times as large, and
+            takes two to six times as long to write; parameters are there once. A step needs none of it.
         license: under which license others may use the parameters, such as ``"Apache-2.0"``.
         about: further words, kept as they are.
 
     Raises:
-        ArgumentError: neither a Model nor a step, a network that calls Python back, or a replicated step.
+        ArgumentError: neither a Model nor a step, a network that calls Python back, or a replicated step;
+            with ``trainable``, a network without a derivative.
         ModelFileError: the file cannot be written.
 
     Example:
@@ -69,8 +78,13 @@ def save(
     if not isinstance(path, str | PathLike) or not os.fspath(path):
         raise ArgumentError(f'save was given the path {path!r}; expected a file, such as "trained.model".')
     file = Path(path)
-    program, values, kind = _taken(what, state)
-    parts = writings(program, {v.name: x for v, x in values.items()}, batch, shapes)
+    expect_flag(trainable, "save: trainable")
+    if isinstance(what, Program):
+        what, state = _of_program(what, state)
+    program, values, kind = _taken(what, state, trainable)
+    named = {v.name: x for v, x in values.items()}
+    parts = writings(program, named, batch, shapes, trainable and kind == "model")
+    learning = _learning(what, program, named, batch, shapes) if trainable else []
     arrays = {v.name: encode(v.name, value) for v, value in values.items()}
     said = {
         "format": FORMAT,
@@ -86,22 +100,25 @@ def save(
         "fixed": sorted(fixed_data(program)),
         "arrays": {name: vars(form) for name, (form, _) in arrays.items()},
         "variants": [part.said for part in parts],
+        "learning": [part.said for part in learning],
     }
     _expect_free(arrays)
     stored = {name: bits for name, (_, bits) in arrays.items()}
-    for i, part in enumerate(parts):
+    for i, part in enumerate([*parts, *learning]):
         stored |= part.arrays(i, program)
     container.write(file, said, stored)
     return file
 
 
-def _taken(what: Any, state: State | None) -> tuple[Program, dict[Variable, Any], str]:
+def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, dict[Variable, Any], str]:
     """The Program to save, the values of its state, and the word for what it is."""
     if isinstance(what, Model):
         if state is not None:
             raise ArgumentError("save was given a Model and a State; a Model has its own: save(model, path).")
         current = what.state
-        return what.test_program, {v: current[v.name] for v in what.test_program.state}, "model"
+        more = what.topology.state if trainable else ()
+        kept = {v.name: v for v in (*what.test_program.state, *more)}
+        return what.test_program, {v: current[name] for name, v in kept.items()}, "model"
     if not isinstance(what, Step):
         hint = "Its model: save(trainer.model, path). " * hasattr(what, "model")
         raise ArgumentError(
@@ -118,6 +135,29 @@ def _taken(what: Any, state: State | None) -> tuple[Program, dict[Variable, Any]
             "cannot hold. Compile the Program as it was before replicate, and save that step with the State."
         )
     return what.program, {v: state[v.name] for v in what.program.state}, "training"
+
+
+def _of_program(program: Program, state: State | None) -> tuple[Model | Step, State | None]:
+    """A Program as what can be saved: a forward one as a Model, a training one as a step."""
+    if not isinstance(state, State):
+        raise ArgumentError(
+            f"A Program holds no values, and {describe(state)} was given as its State: "
+            "save(program, path, state), with the State that step.init(params) or a step returned."
+        )
+    if program.updates:
+        return Step(program, (), donate=True, tuning=Tuning(False, False)), state
+    return Model.of(program, {v: state[v.name] for v in program.state}, {}), None
+
+
+def _learning(
+    what: Model | Step, program: Program, values: Mapping[str, Any], batch: Any, shapes: Shapes | None
+) -> list[Writing]:
+    """The network as it is trained, where that is otherwise than it answers."""
+    if not isinstance(what, Model) or are_alike(what.topology, program):
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that lengths are fixed was said of the test Program
+        return writings(what.topology, values, batch, shapes, trainable=True)
 
 
 def _license(word: str | None) -> str | None:

@@ -29,12 +29,16 @@ class Variant:
         sizes: the free lengths, by name, each with its size when the Program was traced.
         call: what computes all its Variables.
         constants: the arrays in it, by name.
+        file: where it stands.
+        lacks: why it has no derivative; empty if it has one.
     """
 
     template: Template
     sizes: Mapping[str, int]
     call: Callable[..., Sequence[Any]]
     constants: Mapping[str, Any]
+    file: str
+    lacks: str
 
     def program(self, sizes: Mapping[str, int]) -> Program:
         """The Program where its free lengths have these sizes."""
@@ -42,7 +46,9 @@ class Variant:
         constants = {v: self.constants[v.name] for v in program.constants}
         program = replace(program, constants=constants)
         gives = tuple(v.name for op in program.ops for v in op.outputs)
-        return check(replace(program, code=Code(self.call, reads_of(program), gives, frozenset(program.ops))))
+        ops = frozenset(program.ops)
+        code = Code(self.call, reads_of(program), gives, ops, self.file, self.lacks)
+        return check(replace(program, code=code))
 
     def sizes_of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int] | None:
         """The sizes of the free lengths with which the data has these shapes; None if there are none."""
@@ -72,14 +78,16 @@ class Loaded:
 
     Attributes:
         variants: what the file holds.
-        training: whether it is a training step.
+        training: whether it is a training step, or a network as it is when it is trained.
         fixed_data: the data that has a length of its own, not that of the batch.
+        test: of a network that is trained otherwise than it answers, how it answers.
         makers: none, for names in a file are what people know a Variable by.
     """
 
     variants: tuple[Variant, ...]
     training: bool
     fixed_data: frozenset[str]
+    test: Loaded | None = None
     assumes_batch: bool = False
     makers: Mapping[str, Any] = field(default_factory=dict)
 
@@ -98,7 +106,8 @@ class Loaded:
         for variant in self.variants:
             if (sizes := variant.sizes_of(shapes)) is not None:
                 return self._remembering(variant.program(sizes))
-        raise RecipeError(f"the file it was loaded from takes {'; or '.join(map(str, self.variants))}")
+        file = self.variants[0].file
+        raise RecipeError(f"{file}, from which it was loaded, takes {'; or '.join(map(str, self.variants))}")
 
     def for_test(self) -> Program:
         """The same Program, if it is none that trains.
@@ -106,6 +115,8 @@ class Loaded:
         Raises:
             RecipeError: it trains, and the network without that is not in the file.
         """
+        if self.test is not None:
+            return self.test.program()
         if self.training:
             raise RecipeError(
                 "This Program was loaded from the file of a training step, in which the test Program is not. "

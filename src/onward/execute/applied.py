@@ -1,0 +1,78 @@
+"""A Program as a pure function of its parameters and its data, for other functions to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from onward.core.errors import ArgumentError
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.core.structure import Structure
+from onward.core.transform import replayed
+from onward.execute.state import State
+
+
+def applied(program: Program, state: State, parameters: Any, data: Sequence[Any]) -> Any:
+    """What a forward Program returns for these parameters and data; what else it reads is in the State.
+
+    Raises:
+        ArgumentError: other containers or shapes than it takes, or the wrong number of arguments.
+    """
+    signature = program.signature
+    if signature is None or len(signature.data) != len(data):
+        names = () if signature is None else signature.names[-len(signature.data) :] if signature.data else ()
+        raise ArgumentError(
+            f"{program.name!r} was called with {len(data)} arguments after the parameters; expected "
+            f"model(parameters, {', '.join(names)})."
+        )
+    given = _values(signature.parameters, parameters, signature.names[0])
+    for v, x in given.items():
+        _expect_type(v, x)
+    arrays = (
+        [s.flatten(d, n) for s, d, n in zip(signature.data, data, signature.names[-len(data) :], strict=True)]
+        if data
+        else []
+    )
+    return _returned(_fitting(program, arrays), state, {v.name: x for v, x in given.items()}, arrays)
+
+
+def _returned(program: Program, state: State, given: dict[str, Any], arrays: list[list[Any]]) -> Any:
+    signature = program.signature
+    assert signature is not None
+    kept = [given[v.name] if v.name in given else state[v.name] for v in program.state]
+    fed = {
+        v: x
+        for s, xs in zip(signature.data, arrays, strict=True)
+        for v, x in zip(s.variables, xs, strict=True)
+    }
+    wanted = signature.result.variables
+    results = lower(program, wanted)(kept, [jnp.asarray(fed[v], v.dtype) for v in program.inputs])
+    return signature.result.unflatten(results)
+
+
+def _values(structure: Structure, tree: Any, what: str) -> dict[Variable, Any]:
+    return dict(zip(structure.variables, structure.flatten(tree, what), strict=True))
+
+
+def _expect_type(v: Variable, value: Any) -> None:
+    """Raise ``ArgumentError`` for a parameter of another shape or dtype."""
+    found = jnp.shape(value), jnp.result_type(value)
+    if found != (v.shape, v.dtype):
+        raise ArgumentError(f"{v.name!r} is {found[1]}{list(found[0])}; expected {v.type}.")
+
+
+def _fitting(program: Program, arrays: list[list[Any]]) -> Program:
+    """The Program for data of these shapes."""
+    assert program.signature is not None
+    shapes = [tuple(map(jnp.shape, xs)) for xs in arrays]
+    if shapes == [tuple(v.shape for v in s.variables) for s in program.signature.data]:
+        return program
+    types = (
+        s.unflatten(jax.ShapeDtypeStruct(shape, v.dtype) for v, shape in zip(s.variables, found, strict=True))
+        for s, found in zip(program.signature.data, shapes, strict=True)
+    )
+    return replayed(program, tuple(types))
