@@ -67,6 +67,10 @@ LOSSES = {
     "by second moments": lambda w, x, y, m: (x @ w / jnp.sqrt(((x @ w) ** 2).mean(0) + 1)).mean(),
     "by sums": lambda w, x, y, m: (x @ w / (1 + jnp.abs(x @ w).sum(0))).sum() ** 2,
     "whitened": lambda w, x, y, m: (whitened(w, x) ** 2).mean(),
+    "largest": lambda w, x, y, m: errors(w, x).max() - 2 * errors(w, x).min(),
+    "by the largest": lambda w, x, y, m: (x @ w / jnp.abs(x @ w).max(0)).sum(),
+    "softmax over examples": lambda w, x, y, m: (jax.nn.softmax(x @ w / 9, 0) * x).sum(),
+    "logsumexp": lambda w, x, y, m: jax.nn.logsumexp(x @ w),
     "product of means": lambda w, x, y, m: errors(w, x).mean() * (x @ w).sum(),
     "correlation": lambda w, x, y, m: jnp.corrcoef((x @ w)[:, 0], m)[0, 1],
     "labels": lambda w, x, y, m: -jnp.log(jax.nn.softmax(x @ w)[jnp.arange(len(y)), y]).mean(),
@@ -117,7 +121,13 @@ def test_other_results_and_what_is_carried(trained):
     """Sums that are returned beside the loss, and those that a model counts in floats and in integers."""
 
     def loss(w, state, x, y, m):
-        found = {"sum": errors(w, x).sum(), "root": jnp.sqrt(errors(w, x).mean()), "hits": (y > 0).sum()}
+        found = {
+            "top": errors(w, x).max(),
+            "least": y.min(),
+            "sum": errors(w, x).sum(),
+            "root": jnp.sqrt(errors(w, x).mean()),
+            "hits": (y > 0).sum(),
+        }
         following = {
             "seen": state["seen"] + m.sum(),
             "most": state["most"] + (m > 0).sum(),
@@ -185,6 +195,8 @@ SEES_OTHERS = {
     "sorted": (lambda w, x: (jnp.sort((x @ w).sum(1)) * jnp.arange(len(x))).mean(), "along the examples"),
     "summed up": (lambda w, x: jnp.tanh(jnp.cumsum(x @ w, 0)).mean(), "along the examples"),
     "reversed": (lambda w, x: (jnp.tanh(x @ w) * (x @ w)[::-1]).mean(), "along the examples"),
+    "first": (lambda w, x: jnp.tanh(x @ w).mean() + (x @ w)[0].sum(), "takes some of the examples"),
+    "place": (lambda w, x: (x @ w).mean() * (x @ w)[:, 0].argmax(), "takes some of the examples"),
     "halves": (
         lambda w, x: jnp.tanh((x @ w)[: len(x) // 2] - x[len(x) // 2 :]).mean(),
         "some of the examples",
@@ -250,7 +262,9 @@ def test_sums_beside_the_loss_in_micro_batches():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), out.aux, loss(W, X)[1])
 
 
-@pytest.mark.parametrize("name", ["a root of a mean", "by mask", "a sum and a penalty", "product of means"])
+@pytest.mark.parametrize(
+    "name", ["a root of a mean", "by mask", "a sum and a penalty", "product of means", "largest"]
+)
 def test_micro_batches_that_do_not_add_up_to_the_loss_are_warned_of(name):
     program = of(LOSSES[name])
     with pytest.warns(

@@ -61,8 +61,14 @@ class How(StrEnum):
 
     SAME = "same"  # every part has it
     MEAN = "mean"  # over the parts
+    MOST = "most"  # the largest of the parts
+    LEAST = "least"  # the smallest of the parts
     ROWS = "rows"  # laid end to end, example by example
     OWN = "own"  # nothing is known of it
+
+
+_EXTREMES = {"reduce_max": How.MOST, "reduce_min": How.LEAST}
+_MERGED = (How.MEAN, How.MOST, How.LEAST)
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,10 @@ SAME, OWN = Follows(How.SAME), Follows(How.OWN)
 
 @dataclass(frozen=True)
 class Need:
-    """What an op has to read in place of a value: its mean over the parts, times ``parts ** power``."""
+    """What an op has to read in place of a value: the parts' merged so, times ``parts ** power``."""
 
-    mean: bool
-    power: int
+    merged: How
+    power: int = 0
 
 
 @dataclass
@@ -248,6 +254,10 @@ class _Walk:
             return replace(how, layout=self._layout(op, v, axes[0], call, given))
         if call.primitive in _ADDS:
             return Follows(How.MEAN, how.power + 1)
+        if call.primitive in _EXTREMES:
+            return Follows(_EXTREMES[call.primitive])
+        if not call.inner:
+            self.note(op, "takes some of the examples")
         return OWN
 
     def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: _Operands) -> Layout | None:
@@ -325,6 +335,7 @@ class _Operands:
 
     def combined(self, call: Call) -> Follows:
         """How the result follows the whole's, its shape apart; asks for what cannot be told otherwise."""
+        self._merge([i for i, (f, _) in enumerate(self.values) if f.kind in (How.MOST, How.LEAST)])
         if not call.inner:
             if call.primitive in _STRUCTURAL and _keeps_inexact(call):
                 self._settle(self.values[1:])
@@ -348,20 +359,20 @@ class _Operands:
     def _product(self) -> Follows:
         means = [i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN]
         if self._has(How.ROWS) or len(means) > 1:
-            self._average(means)
+            self._merge(means)
         return replace(self._kind_of_all(), power=sum(f.power for f, _ in self.values))
 
     def _quotient(self) -> Follows:
         above, below = (f for f, _ in self.values)
-        self._average([1] if below.kind is How.MEAN else [])
+        self._merge([1] if below.kind is How.MEAN else [])
         if self._has(How.ROWS):
-            self._average([0] if above.kind is How.MEAN else [])
+            self._merge([0] if above.kind is How.MEAN else [])
         above, below = (f for f, _ in self.values)
         return replace(self._kind_of_all(), power=above.power - below.power)
 
     def _sum(self, places: Sequence[int]) -> Follows:
         if self._has(How.ROWS):
-            self._average([i for i in places if self.values[i][0].kind is How.MEAN])
+            self._merge([i for i in places if self.values[i][0].kind is How.MEAN])
         powers = {self.values[i][0].power for i in places if not self._is_zero(i)}
         if len(powers) > 1 and not _is_inexact(self.op.outputs[0]):
             return Follows(How.ROWS) if self._has(How.ROWS) else OWN  # counts are merged as such
@@ -389,18 +400,19 @@ class _Operands:
         for i, value in enumerate(self.values):
             if any(value is x for x in values):
                 if value[0].kind is How.MEAN:
-                    self._average([i])
+                    self._merge([i])
                 self._scale(i)
 
-    def _average(self, places: Iterable[int]) -> None:
+    def _merge(self, places: Iterable[int]) -> None:
         for i in places:
             follows, v = self.values[i]
             assert v is not None
             reaches = self.op in self.walk.reaching
-            if self.walk.can_have(reaches) and (_is_inexact(v) or follows.power == 1):
-                self._need(v, mean=True)
+            summed = follows.kind is How.MEAN
+            if self.walk.can_have(reaches) and (_is_inexact(v) or not summed or follows.power == 1):
+                self._need(v, merged=follows.kind)
                 self.values[i] = replace(follows, kind=How.SAME), v
-                if not _is_inexact(v):
+                if summed and not _is_inexact(v):
                     self._scale(i)
             elif reaches:
                 self.values[i] = SAME, v
@@ -420,10 +432,10 @@ class _Operands:
             self.walk.result.bent.append(self.op)
         self.values[place] = replace(follows, power=0), v
 
-    def _need(self, v: Variable, mean: bool = False, power: int = 0) -> None:
+    def _need(self, v: Variable, merged: How = How.SAME, power: int = 0) -> None:
         needs = self.walk.result.needs.setdefault(self.op, {})
-        before = needs.get(v, Need(False, 0))
-        needs[v] = Need(before.mean or mean, power or before.power)
+        before = needs.get(v, Need(How.SAME))
+        needs[v] = Need(before.merged if merged is How.SAME else merged, power or before.power)
 
     def _reduces_within(self) -> bool:
         """Whether a loop or a function that is called reduces over the examples somewhere in it."""

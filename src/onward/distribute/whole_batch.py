@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,8 +76,10 @@ def _met(weave: Weave, v: Variable, needs: Mapping[Variable, Need], devices: Dev
     need = needs[v]
 
     def make() -> Variable:
-        if need.mean:
+        if need.merged is How.MEAN:
             return _merged(weave, v, need.power, devices)
+        if need.merged is not How.SAME:
+            return _extreme(weave, v, need.merged, devices)
         return _times(weave, v, float(devices.size) ** need.power)
 
     met: Variable = weave.once((v, need), make)
@@ -98,6 +101,25 @@ def _merged(weave: Weave, v: Variable, power: int, devices: Devices) -> Variable
     return weave.collective(kind, [v], [f"{kind}({v.name})"], body)[0]
 
 
+def _extreme(weave: Weave, v: Variable, which: How, devices: Devices) -> Variable:
+    """The largest or the smallest over the devices; its gradient goes to the devices that have it."""
+    sign = 1 if which is How.MOST else -1
+
+    @jax.custom_jvp
+    def extreme(x: Any) -> Any:
+        return sign * devices.maximum(sign * x)
+
+    @extreme.defjvp
+    def _(given: Any, tangents: Any) -> Any:
+        found = extreme(*given)
+        has = (given[0] == found).astype(found.dtype)
+        return found, devices.sum(has * tangents[0]) / devices.sum(has)
+
+    kind = "all_max" if which is How.MOST else "all_min"
+    body = body_of(lambda x: [extreme(x)], Type(v.shape, v.dtype))
+    return weave.collective(kind, [v], [f"{kind}({v.name})"], body)[0]
+
+
 def _times(weave: Weave, v: Variable, factor: float) -> Variable:
     body = body_of(lambda x: [(x * factor).astype(x.dtype)], Type(v.shape, v.dtype))
     scaled = Variable(weave.names.new(f"scaled({v.name})"), v.shape, v.dtype)
@@ -111,6 +133,9 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
 
     def new(v: Variable) -> Variable:
         how = following.found.get(v)
+        if how is not None and how.kind in (How.MOST, How.LEAST):
+            extreme: Variable = weave.once(v, lambda: _extreme(weave, v, how.kind, devices))
+            return extreme
         summed = v is program.loss and is_sum
         if how is None or not how.power or how.kind not in (How.MEAN, How.SAME) or summed or not _is_float(v):
             return v

@@ -20,7 +20,7 @@ from onward.core.program import Program
 from onward.core.source import user_level
 from onward.core.structure import expect_flag, is_word
 from onward.core.transform import Recipe, recipe_of, remembered
-from onward.core.walk import Where, select
+from onward.core.walk import Where, producers, select
 from onward.core.words import Placement
 from onward.derive.accumulation.micro_batches import Accumulation, with_loop
 from onward.derive.batch import WEIGHT, batch_names, data_types
@@ -133,11 +133,13 @@ def _expect_additive(part: Program, following: Following) -> None:
     """Warn of a loss that micro-batches do not add up to."""
     assert part.loss is not None
     bent = following.reaching(part, [part.loss]).bent
+    if following.found[part.loss].kind in (How.MOST, How.LEAST):
+        bent = [producers(part)[part.loss]]
     if bent:
         warnings.warn(
             f"{part.name}: the loss is neither a mean over examples nor a sum: {bent[0].type!r}"
-            f"{f' at {bent[0].source}' if bent[0].source else ''} reads a sum over examples, and each "
-            "micro-batch has its own. accumulate takes the mean of their losses, which is not the loss of "
+            f"{f' at {bent[0].source}' if bent[0].source else ''} reads or gives a number that every "
+            "micro-batch has of its own. accumulate takes the mean of their losses, which is not the loss of "
             "the big batch. Return the mean or the sum itself; accumulate(..., is_sum=False) says that it is "
             "meant so.",
             stacklevel=user_level(),
