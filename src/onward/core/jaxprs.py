@@ -361,7 +361,9 @@ class Body:
         """The same equation with the literal numbers of another one."""
         (eqn,), (theirs,) = self.equations, other.equations
         pairs = zip(eqn.invars, theirs.invars, strict=True)
-        invars = [v if isinstance(v, jex.Literal) else mine for mine, v in pairs]
+        invars = [
+            v if isinstance(mine, jex.Literal) and isinstance(v, jex.Literal) else mine for mine, v in pairs
+        ]
         jaxpr = self.closed.jaxpr
         return _EquationBody(eqn.replace(invars=invars), jaxpr.invars, jaxpr.outvars, jaxpr.debug_info)
 

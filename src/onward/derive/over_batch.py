@@ -322,7 +322,9 @@ class _Operands:
 
     def _of_number(self, mine: Any, theirs: Any) -> Follows:
         """A number that counts examples is a power of their share, or is replaced by the whole's."""
-        if mine is None or np.array_equal(mine, theirs, equal_nan=_is_inexact(mine)) or not _is_inexact(mine):
+        if mine is None or theirs is None or not _is_inexact(mine):
+            return SAME
+        if np.array_equal(mine, theirs, equal_nan=True):
             return SAME
         for power in (1, -1, 2, -2):
             if np.allclose(theirs, mine * float(self.walk.parts) ** power, rtol=1e-6, atol=0):
