@@ -170,3 +170,35 @@ def test_refusals(initializer, shape, dtype, words):
     with pytest.raises(ow.ArgumentError) as raised:
         initializer(KEY, shape, dtype)
     assert [w for w in words if w not in str(raised.value)] == []
+
+
+WRONG = {
+    "a negative deviation": (lambda: ours.normal(-0.1), r"normal: stddev is -0\.1; .*at least 0"),
+    "a deviation that is NaN": (lambda: ours.truncated_normal(float("nan")), "stddev is nan"),
+    "an infinite mean": (lambda: ours.normal(0.1, mean=float("inf")), "mean is inf"),
+    "limits in the wrong order": (
+        lambda: ours.uniform(1.0, -1.0),
+        r"low is 1\.0 .*uniform\(-1\.0, 1\.0\)",
+    ),
+    "a limit that is NaN": (lambda: ours.uniform(0.0, float("nan")), "high is nan"),
+    "a word": (lambda: ours.orthogonal("large"), "scale is"),
+    "an array": (lambda: ours.constant(np.zeros(3)), "constant: value is"),
+    "half of a whole number": (
+        lambda: ours.constant(0.5)(KEY, (2,), "int32"),
+        "int32, which cannot hold",
+    ),
+    "too much for a byte": (lambda: ours.constant(300)(KEY, (2,), "int8"), "from -128 to 127"),
+    "NaN as a whole number": (lambda: ours.constant(float("nan"))(KEY, (2,), "int32"), "cannot hold nan"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_numbers_that_no_distribution_has(call, message):
+    with pytest.raises(ow.ArgumentError, match=message):
+        call()
+
+
+def test_numbers_at_the_edge():
+    assert ours.uniform(2.0, 2.0)(KEY, (2,)).tolist() == ours.normal(0, 2)(KEY, (2,)).tolist() == [2, 2]
+    assert ours.constant(-np.inf)(KEY, (1,)).tolist() == [-np.inf]
+    assert ours.constant(np.float32(3))(KEY, (1,), "int8").tolist() == [3]

@@ -610,3 +610,30 @@ def test_a_value_that_float32_changes_is_refused(make, words):
         make()
     with jax.enable_x64(True):
         assert make()(0).dtype == np.float64
+
+
+OWN = {
+    "NaN": (lambda n: n * jnp.nan, "returns nan for step 0"),
+    "infinite": (lambda n: 0.1 / jnp.sqrt(n), r"returns inf for step 0.*step \+ 1"),
+    "negative": (lambda n: -0.1 + 0 * n, r"returns -0\.1.* for step 0"),
+    "complex": (lambda n: 0.1j * n, "returns complex64 for a step; it must return one real number"),
+    "yes or no": (lambda n: n > 3, "returns bool for a step"),
+    "several": (lambda n: jnp.stack([n, n]), "it must return one number"),
+    "a word": (lambda n: "slow", "schedule of learning_rate"),
+    "too small": (lambda n: 1e-44, "cannot tell from 0"),
+}
+
+
+@pytest.mark.parametrize(("schedule", "message"), OWN.values(), ids=OWN)
+def test_a_schedule_of_your_own_that_is_no_number(schedule, message):
+    with pytest.raises(ow.OnwardError, match=message):
+        ow.SGD(schedule).minimize(lambda w: w**2, jnp.float32(1.0))
+
+
+def test_a_schedule_of_your_own_within_a_trace():
+    @jax.jit
+    def build(x):
+        ow.SGD(lambda n: 0.1 / (n + 1)).minimize(lambda w: w**2, jnp.float32(1.0))
+        return x
+
+    assert build(1.0) == 1.0

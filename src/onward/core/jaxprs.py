@@ -187,6 +187,11 @@ class Body:
         return tuple(found for eqn in self.equations for found in _collectives_in(eqn))
 
     @property
+    def has_own_mesh(self) -> bool:
+        """Whether it says itself over which devices something is laid out."""
+        return not _ON_A_MESH.isdisjoint(self.primitives)
+
+    @property
     def has_custom_rule(self) -> bool:
         """Whether a ``custom_jvp`` or ``custom_vjp`` function is called in it, however deep."""
         return any(map(_calls_custom_rule, self.equations))
@@ -1043,6 +1048,7 @@ def _primitives_in(eqn: Any) -> Iterator[str]:
                 yield from _primitives_in(inner)
 
 
+_ON_A_MESH = frozenset({"shard_map", "sharding_constraint", "reshard", "xla_pmap"})
 _MERGING = ("psum", "psum_invariant", "pmax", "pmin", "all_gather")
 _APART = ("axis_index", "reduce_scatter", "all_to_all", "ppermute")
 _COLLECTIVES = (*_MERGING, "reduce_scatter", "all_to_all", "ppermute")

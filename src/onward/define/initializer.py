@@ -18,6 +18,7 @@ dtype(bfloat16)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +26,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn import initializers
 
 from onward.core.errors import ArgumentError
 from onward.core.source import user_line
+from onward.core.structure import describe
 
 __all__ = [
     "Initializer",
@@ -67,9 +70,22 @@ class Initializer:
         """
         kind = jnp.dtype(dtype)
         if self.name == "constant":
+            self._expect_held(kind)
             return jnp.full(shape, self.arguments[0][1], kind)
         self._check(tuple(shape), kind)
         return _drawn(key, self, tuple(shape), kind)
+
+    def _expect_held(self, dtype: Any) -> None:
+        """Raise ``ArgumentError`` where whole numbers of this dtype would be another number in silence."""
+        value = self.arguments[0][1]
+        if not jnp.issubdtype(dtype, jnp.integer):
+            return
+        limits = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
+        if not (math.isfinite(value) and int(value) == value and limits.min <= value <= limits.max):
+            raise ArgumentError(
+                f"{self!r} at {user_line()}: the Variable is {dtype}, which cannot hold {value!r}. Give a "
+                f"whole number from {limits.min} to {limits.max}, or declare it as float32."
+            )
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.arguments)})"
@@ -95,6 +111,8 @@ def constant(value: float) -> Initializer:
         >>> ow.initializer.constant(2.0)(jax.random.key(0), (3,), "int32")
         Array([2, 2, 2], dtype=int32)
     """
+    if not isinstance(value, int | float | np.number | np.bool):
+        raise ArgumentError(f"initializer.constant: value is {describe(value)}; expected a number.")
     return Initializer("constant", (("value", value),))
 
 
@@ -106,7 +124,7 @@ def normal(stddev: float = 0.02, mean: float = 0.0) -> Initializer:
         >>> ow.initializer.normal(0.1)
         normal(stddev=0.1, mean=0.0)
     """
-    return Initializer("normal", (("stddev", stddev), ("mean", mean)))
+    return Initializer("normal", _spread("normal", stddev, mean))
 
 
 def truncated_normal(stddev: float = 0.02, mean: float = 0.0) -> Initializer:
@@ -121,7 +139,7 @@ def truncated_normal(stddev: float = 0.02, mean: float = 0.0) -> Initializer:
         >>> bool((abs(w) <= 0.2).all())
         True
     """
-    return Initializer("truncated_normal", (("stddev", stddev), ("mean", mean)))
+    return Initializer("truncated_normal", _spread("truncated_normal", stddev, mean))
 
 
 def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
@@ -132,7 +150,13 @@ def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
         >>> ow.initializer.uniform(0.0, 1.0)
         uniform(low=0.0, high=1.0)
     """
-    return Initializer("uniform", (("low", low), ("high", high)))
+    limits = (("low", _number("uniform", "low", low)), ("high", _number("uniform", "high", high)))
+    if low > high:
+        raise ArgumentError(
+            f"initializer.uniform: low is {low!r} and high is {high!r}; expected low to be the smaller one: "
+            f"uniform({high!r}, {low!r})."
+        )
+    return Initializer("uniform", limits)
 
 
 def xavier_uniform() -> Initializer:
@@ -232,11 +256,32 @@ def orthogonal(scale: float = 1.0) -> Initializer:
         >>> bool(jnp.allclose(w.T @ w, jnp.eye(4), atol=1e-5))
         True
     """
-    return Initializer("orthogonal", (("scale", scale),))
+    return Initializer("orthogonal", (("scale", _number("orthogonal", "scale", scale)),))
 
 
 glorot_uniform, glorot_normal = xavier_uniform, xavier_normal
 kaiming_uniform, kaiming_normal = he_uniform, he_normal
+
+
+def _spread(owner: str, stddev: Any, mean: Any) -> tuple[tuple[str, float], ...]:
+    """The arguments of a normal distribution."""
+    return ("stddev", _number(owner, "stddev", stddev, 0.0)), ("mean", _number(owner, "mean", mean))
+
+
+def _number(owner: str, name: str, value: Any, least: float = -math.inf) -> Any:
+    """The number, if it is finite and at least ``least``; else ``ArgumentError``.
+
+    >>> _number("normal", "stddev", -1.0, 0.0)
+    Traceback (most recent call last):
+        ...
+    onward.core.errors.ArgumentError: initializer.normal: stddev is -1.0; expected a finite number of at
+    least 0.
+    """
+    if not isinstance(value, int | float | np.number) or not math.isfinite(value) or value < least:
+        above = "" if least == -math.inf else f" of at least {least:g}"
+        found = describe(value) if not isinstance(value, int | float) else repr(value)
+        raise ArgumentError(f"initializer.{owner}: {name} is {found}; expected a finite number{above}.")
+    return value
 
 
 def _normal(stddev: float, mean: float) -> Any:

@@ -75,8 +75,8 @@ def replicate(
     Raises:
         ArgumentError: a batch that the devices do not divide, or a ``merge`` that is no strategy.
         RecipeError: the Program was not traced, or its ops were changed by hand.
-        GraphError: it is replicated already, it has no gradients to merge, or the optimizer's rule looks
-            further than the strategy can see.
+        GraphError: it is replicated already, it has no gradients to merge, the function lays something out
+            over a mesh of its own, or the optimizer's rule looks further than the strategy can see.
 
     Warns:
         UserWarning: an op in which examples see each other.
@@ -113,6 +113,7 @@ def replicate(
         named = example_weight if example_weight != WEIGHT or how.weight is None else how.weight
         spread = replicate(unaccumulated(program), count, merge, axis_name, sync_batch_norm, kept, named)
         return accumulated(spread, how.on_devices(spread))
+    _expect_no_mesh(program)
     if not is_word(example_weight, [WEIGHT]):
         select(program.inputs, [example_weight], "example_weight")
     split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
@@ -120,6 +121,19 @@ def replicate(
     name = axis_name if program.replicas is None else program.replicas.name
     replicas = Replicas(count, name, sync_batch_norm, merge.period, weight)
     return replicated(program, replicas, merge, split)
+
+
+def _expect_no_mesh(program: Program) -> None:
+    """Raise ``GraphError`` for a function that lays out arrays over devices itself."""
+    for op in program.ops:
+        if op.body.has_own_mesh:
+            at = f" at {op.source}" if op.source else ""
+            raise GraphError(
+                f"replicate: {program.name} has a {op.type}{at}, over a mesh of its own, and a replicated "
+                "Program lays out its arrays itself. Leave out replicate: compile the Program as it is, give "
+                "the step a batch that is sharded over an axis of that mesh, jax.device_put(batch, "
+                "NamedSharding(mesh, PartitionSpec('data'))), and XLA merges the gradients."
+            )
 
 
 @transform

@@ -34,7 +34,7 @@ def compile(  # noqa: A001
         donate: let the step reuse the buffers of the State it is given. The State is spent then. A list of
             names or patterns donates just these.
         check_feeds: look on the host whether labels and embedding ids lie in their range, which no device
-            would say. Arrays that are on a device already are not looked at.
+            would say. Arrays that are on an accelerator already are not looked at: there, the loss is NaN.
         by: what of JAX runs a replicated Program: ``"shard_map"`` or ``"pmap"``; the results are equal.
         deadline: how many seconds a step over several processes may take before ``PeerError`` says which
             process it waits for. 300 unless given or said by ONWARD_DEADLINE; ``math.inf`` for no end.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,11 @@ from onward.core.program import Program, Variable
 from onward.core.words import Placement
 from onward.derive.watch.watch import watching_of
 from onward.distribute.split.outline import fingerprint
+from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
-from onward.execute.spread import By, Spread
+from onward.execute.spread import By, Spread, on_this_process
 from onward.execute.state import SPENT, Layout, is_deleted
 from onward.execute.storage.packing import packed
 from onward.execute.storage.storage import Storage
@@ -67,6 +68,8 @@ class Executable:
         self._peers: Peers | None = None
         self._fingerprint = ""  # of what all processes have to run alike
         self._compiled: jax.stages.Compiled | None = None
+        self._elsewhere: dict[Lying, tuple[Lying, jax.stages.Compiled]] = {}
+        self.compilations = 0
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The state that changed, and the results, from the whole state and the data."""
@@ -87,23 +90,24 @@ class Executable:
 
     def compile(self) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
+        groups = (*self._split(self.layout.variables), self.program.inputs)
+        self._compiled = self._compiled_with({} if self._spread is None else self._spread.shardings(*groups))
+        if self._spread is not None and self._spread.is_shared:
+            self._peers = Peers.meet(self._deadline)
+            self._fingerprint = fingerprint(self.program)
 
+    def _compiled_with(self, shardings: Mapping[str, Any]) -> jax.stages.Compiled:
         def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
             own = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))
             return self.function([own[i] for i in range(len(own))], values)
 
         name = self.program.name
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
-        variables = self.layout.variables
-        reused, lent = [variables[i] for i in self._reused], [variables[i] for i in self._lent]
-        groups = (reused, lent, self.program.inputs)
-        shardings = {} if self._spread is None else self._spread.shardings(*groups)
         jitted = jax.jit(split, donate_argnums=(0,), **shardings)
+        groups = (*self._split(self.layout.variables), self.program.inputs)
         types = (tuple(map(self._type, group)) for group in groups)
-        self._compiled = jitted.lower(*types).compile(compiler_options())
-        if self._spread is not None and self._spread.is_shared:
-            self._peers = Peers.meet(self._deadline)
-            self._fingerprint = fingerprint(self.program)
+        self.compilations += 1
+        return jitted.lower(*types).compile(compiler_options())
 
     def _type(self, v: Variable) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(whole_shape(v, self.program.replicas), v.dtype)
@@ -130,8 +134,7 @@ class Executable:
         return state, [x if _lies(x, h) else jax.device_put(x, h) for x, h in zip(values, data, strict=True)]
 
     def _moved(self, value: Any, v: Variable, home: Sharding) -> Any:
-        if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
-            value = value.addressable_data(0)
+        (value,) = on_this_process([value])
         return jax.device_put(value, home) if self._spread is None else self._spread.place(v, value)
 
     def emptied(self, results: Sequence[Any], filling: Filling | None) -> list[Any]:
@@ -158,9 +161,13 @@ class Executable:
         try:
             if self._peers is not None:
                 return self._run_together(*self.home(own, values), self._peers)
+            if self._elsewhere and (known := self._elsewhere.get(lying((*own, *values)))) is not None:
+                return self._run_elsewhere(own, values, *known)
             try:
                 return own, *self._run_compiled(own, values)
             except ValueError:
+                if self._spread is None:
+                    return self._run_where_they_lie(on_this_process(own), on_this_process(values))
                 moved = self.home(own, values)
                 if all(x is y for x, y in zip((*moved[0], *moved[1]), (*own, *values), strict=True)):
                     raise
@@ -171,6 +178,39 @@ class Executable:
             if any(map(is_deleted, own)):
                 raise StateError(SPENT) from error
             raise
+
+    def _run_where_they_lie(
+        self, own: Sequence[Any], values: Sequence[Any]
+    ) -> tuple[Sequence[Any], Any, list[Any]]:
+        """Run on the devices that the arrays were put on, compiled for them."""
+        variables = (*self.layout.variables, *self.program.inputs)
+        homes = homes_of(self.program, variables, (*own, *values))
+        if homes.count(None) == len(homes):
+            return own, *self._run_compiled(own, values)
+        known = dict(self._elsewhere.values()).get(homes) or self._compiled_for(homes)
+        self._elsewhere[lying((*own, *values))] = homes, known
+        return self._run_elsewhere(own, values, homes, known)
+
+    def _compiled_for(self, homes: Lying) -> jax.stages.Compiled:
+        """An executable for arrays that lie so, which leaves the state where it was."""
+        inside = [s and within(s) for s in homes]
+        own, values = inside[: len(self.layout.variables)], inside[len(self.layout.variables) :]
+        following = list(homes[: len(self.layout.changed)])
+        return self._compiled_with(
+            {"in_shardings": (*self._split(own), tuple(values)), "out_shardings": (following, None)}
+        )
+
+    def _run_elsewhere(
+        self, own: Sequence[Any], values: Sequence[Any], homes: Lying, compiled: jax.stages.Compiled
+    ) -> tuple[Sequence[Any], Any, list[Any]]:
+        own = [
+            x if _lies(x, s) and x.committed else jax.device_put(x, s)
+            for x, s in zip(own, homes, strict=False)
+        ]
+        changed, results = compiled(*self._split(own), tuple(values))
+        if jax.default_backend() == "cpu":
+            jax.block_until_ready(results)
+        return own, changed, results
 
     def _run_together(
         self, own: Sequence[Any], values: Sequence[Any], peers: Peers

@@ -84,11 +84,11 @@ class Feeds:
     def check_bounds(self, values: Sequence[Any]) -> None:
         """Raise ``ArgumentError`` for a label or an id out of range, which devices read as something else.
 
-        Arrays that lie on a device already are not looked at, for that would wait for them: the layers make
-        NaN of what is out of range.
+        Arrays that lie on an accelerator already are not looked at, for that would wait for them: the layers
+        make NaN of what is out of range.
         """
         for v, value in zip(self.program.inputs, values, strict=True):
-            if v in self.program.bounds and not isinstance(value, jax.Array):
+            if v in self.program.bounds and is_on_host(value):
                 _check_bound(self.program.name, v, _integers(value), *self.program.bounds[v])
 
     def types(self, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -183,6 +183,15 @@ class Feeds:
                 "trace with a wider dtype (jax_enable_x64)."
             )
         return narrow
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether NumPy reads the numbers where they lie: an array of its own, or of JAX on a CPU."""
+    if not isinstance(value, jax.Array):
+        return True
+    if isinstance(value, jax.core.Tracer) or not value.is_fully_addressable:
+        return False
+    return all(device.platform == "cpu" for device in value.devices())
 
 
 def _integers(value: Any) -> Any:

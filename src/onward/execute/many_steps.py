@@ -29,6 +29,7 @@ from onward.core.program import Program
 from onward.core.structure import describe
 from onward.execute.feeds import Feeds, Key
 from onward.execute.loop.groups import Batch, Group, Intake, blaming, grouped
+from onward.execute.lying import lies_elsewhere
 from onward.execute.nonfinite.checks import Arguments
 from onward.execute.out import Out
 from onward.execute.outs import Outs, Part
@@ -102,7 +103,7 @@ class ManySteps:
         """Run a step for each batch; see ``Step.run``."""
         _expect(state, batches, steps)
         outs: list[Part] = []
-        if steps == 1 or self.alone:
+        if steps == 1 or self.alone or lies_elsewhere(state.buffers):
             state = self._one_by_one(state, enumerate(batches), outs)
         else:
             intake = Intake(self.step.feeds, self._checks)
@@ -127,11 +128,12 @@ class ManySteps:
 
     def _together(self, state: State, group: Group, outs: list[Part]) -> State:
         """Run a group in one call, or step by step where it has no stack."""
-        if group.stacked is None or not (loop := self._loop(state, group)).closes:
+        stacked = None if lies_elsewhere(group.batches[0].values) else group.stacked
+        if stacked is None or not (loop := self._loop(state, group)).closes:
             pairs = ((b.number, b.feed or b.data) for b in group.batches)
             return self._one_by_one(state, pairs, outs)
         self._look(state)
-        following, out = loop(state, group.stacked)
+        following, out = loop(state, stacked)
         self._seen(state, following, out, [(b.data, b.feed) for b in group.batches])
         outs.append(Part(out, len(group.batches)))
         return following

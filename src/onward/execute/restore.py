@@ -16,6 +16,7 @@ from onward.core.program import Variable
 from onward.core.source import user_level
 from onward.core.words import Kind, Placement
 from onward.execute.checkpoint.checkpoints import Checkpoint
+from onward.execute.lying import beside
 from onward.execute.state import Layout, State, copied
 
 PLACEMENTS = "placements"  # under which a checkpoint says how what is not replicated lies over the devices
@@ -78,7 +79,10 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
     for v in needed:
         if v.name not in fits:
             raise CheckpointError(_misfit(layout.whole(v), found))
-    values = [copied(fits[v.name], v.dtype) if v.name in fits else state[v] for v in variables]
+    values = [
+        beside(was_there, copied(fits[v.name], v.dtype)) if v.name in fits else state[v]
+        for v, was_there in zip(variables, _arrays(state), strict=True)
+    ]
     given = {v.name: state[v] for v in layout.hyperparameters}
     report = Restored(
         taken=tuple(fits),
@@ -88,6 +92,11 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
         laid_out=tuple(name for name, value in fits.items() if value is not known[name]),
     )
     return values, report
+
+
+def _arrays(state: State) -> Sequence[Any]:
+    """The arrays of a State, spent or not; None where several Variables share one."""
+    return state.buffers if state.storage is None else [None] * len(state.layout.variables)
 
 
 def laid_out(value: Any, v: Variable, layout: Layout, was: Placement = Placement.REPLICATED) -> Any:

@@ -14,6 +14,7 @@ from onward.core.words import Kind
 from onward.define.arguments import type_of
 from onward.execute.counts import Counts
 from onward.execute.initialize import initialized
+from onward.execute.lying import beside
 from onward.execute.owners import Owner, Owners
 from onward.execute.state import Layout, State, copied, is_deleted, stored
 
@@ -150,7 +151,9 @@ class Scope(Mapping[str, Any]):
     def restore(self, values: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         """Take the values of a checkpoint, and what it says besides."""
         with self.lock:
+            known = {name: x for name, x in self._values.items() if name in values}
             self.update(values)
+            self._values.update((name, beside(x, self._values[name])) for name, x in known.items())
             self.owners.restore(record.get("owners", []))
             self._counts.update({name: Counts(had) for name, had in record.get("updates", {}).items()})
 

@@ -15,12 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from onward.core.errors import ArgumentError
 from onward.core.placement import equal_variables
 from onward.core.program import Program, Replicas, Variable
-from onward.core.words import Pass, Placement
+from onward.core.words import Kind, Pass, Placement
 
 _TOO_FEW = (
     "{program} is replicated for {count} devices, and JAX shows {found} ({platform}). Replicate it for "
     "{found}, or, to try more on the host, set XLA_FLAGS=--xla_force_host_platform_device_count={count} "
     "before JAX starts."
+)
+_SHARDED = (
+    "{program}: {name!r} comes sharded ({sharding}), and the Program is replicated: each device would get "
+    "the whole of it. To keep it sharded, compile the Program without replicate: the step runs where its "
+    "arrays lie. To replicate it, give it whole: jax.device_get({name}); merge=Sharded() shards what the "
+    "optimizer keeps of it."
 )
 _UNEVEN = (
     "{program} is replicated for {count} devices, which {processes} processes cannot share evenly. "
@@ -122,8 +128,14 @@ class Spread:
         """The value of a state Variable, known to every process, over the devices.
 
         Raises:
-            ArgumentError: the processes have different values.
+            ArgumentError: the processes have different values, or a parameter is sharded.
         """
+        if (
+            v.kind is Kind.PARAMETER
+            and isinstance(value, jax.Array)
+            and not isinstance(value, jax.core.Tracer)
+        ):
+            self._expect_whole(v, value)
         try:
             return jax.device_put(value, self._sharding(v.placement))
         except AssertionError:
@@ -131,6 +143,13 @@ class Spread:
                 f"{self.program.name}: {v.name!r} differs from process to process. All must begin with the "
                 "same values: draw them from the same seed, or load the same checkpoint."
             ) from None
+
+    def _expect_whole(self, v: Variable, value: jax.Array) -> None:
+        """Raise ``ArgumentError`` for a parameter of which each device has a part."""
+        if not value.is_fully_replicated:
+            raise ArgumentError(
+                _SHARDED.format(program=self.program.name, name=v.name, sharding=value.sharding)
+            )
 
     def feed(self, v: Variable, value: Any) -> Any:
         """Data of this process as its part of the data of all."""
@@ -197,10 +216,24 @@ def summed(values: Any) -> Any:
 
 
 def on_one_device(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arrays that every device has, as the first device of this process has them; no copy."""
+    """Arrays that every device has, as the first device of this process has them; no copy.
+
+    Where one of them is sharded, all stay on their devices.
+    """
     if not values or isinstance(getattr(values[0], "sharding", None), SingleDeviceSharding):
         return values
-    return tuple(x.addressable_data(0) if x.is_fully_replicated else x for x in values)
+    if not all(x.is_fully_replicated for x in values):
+        return values
+    return tuple(x.addressable_data(0) for x in values)
+
+
+def on_this_process(values: Sequence[Any]) -> list[Any]:
+    """Arrays that every device of several processes has, as the first device of this process has them."""
+
+    def is_shared(x: Any) -> bool:
+        return isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated
+
+    return [x.addressable_data(0) if is_shared(x) else x for x in values]
 
 
 def devices_of(program: str, replicas: Replicas) -> list[Any]:

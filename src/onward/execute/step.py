@@ -16,6 +16,7 @@ from onward.core.walk import Where, find, select
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.lying import laid, lies_elsewhere
 from onward.execute.many_steps import ManySteps
 from onward.execute.nonfinite.checks import Checks
 from onward.execute.out import Out
@@ -33,12 +34,13 @@ class Step:
     """A Program compiled to one XLA computation; made by ``compile``.
 
     ``state, out = step(state, *data)`` runs it. Data of another shape is traced and compiled once more,
-    then remembered. Under the user's own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` a Step is an
+    then remembered. Where arrays were put on other devices, on one or sharded over several, the step runs
+    there, as under ``jax.jit``: what the optimizer keeps of a parameter lies as the parameter does, and all
+    state stays where it is. Under the user's own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` a Step is an
     ordinary pure function.
 
     Attributes:
         traces: how often the function was traced again for data of another shape.
-        compilations: how many executables were compiled.
     """
 
     def __init__(
@@ -59,7 +61,6 @@ class Step:
         self.fetch = tuple(find(program, name).name for name in fetch)
         self.layout = Layout.of(program)
         self.traces = 0
-        self.compilations = 0
         self._donate = self._donated(donate)
         self._bounded = check_feeds and bool(program.bounds)
         self._lock = RLock()
@@ -116,7 +117,9 @@ class Step:
 
     def _stored(self, values: Sequence[Any]) -> State:
         """The State of these values as this Step stores it."""
-        if self.storage is None:
+        if self._portions is None:
+            values = laid(self.program, self.layout.variables, values)
+        if self.storage is None or lies_elsewhere(values):
             placed = zip(self.layout.variables, values, strict=True)
             return State(self.layout, [self._first.place(v, x) for v, x in placed])
         named = {v.name: x for v, x in zip(self.layout.variables, values, strict=True)}
@@ -163,7 +166,7 @@ class Step:
         The call of a small model costs more than its arithmetic. Nothing waits: calls return before they are
         computed, and the next batches are read meanwhile. The numbers are those of single steps. Batches that
         do not fill a call, or have another shape than those before them, run one by one; so do Programs for
-        several devices and, on a CPU, convolutions.
+        several devices, arrays that were put on other devices and, on a CPU, convolutions.
 
         Args:
             state: what the step before returned, or ``init``. It is spent, as by single steps.
@@ -188,6 +191,11 @@ class Step:
             ([4.0, 0.0, 0.0, 1.0, 2.25], 0.75)
         """
         return self._many.run(state, batches, steps)
+
+    @property
+    def compilations(self) -> int:
+        """How many executables were compiled: for each shape of the data, each way to lie."""
+        return sum(executable.compilations for executable in self._executables.values())
 
     @cached_property
     def _many(self) -> ManySteps:
@@ -288,7 +296,6 @@ class Step:
         with self._lock:
             if not executable.is_compiled:
                 executable.compile()
-                self.compilations += 1
 
     def _retraced(self, values: Sequence[Any]) -> Tuned:
         """The Program for data of other shapes, by replaying its recipe, as it is compiled."""
@@ -322,7 +329,7 @@ class Step:
                 "state = step.init(params); then state, out = step(state, *data)."
             )
         if state.layout is self.layout:
-            is_packed = state.storage is not None or self.storage is None
+            is_packed = state.storage is not None or self.storage is None or lies_elsewhere(state.buffers)
             return state if is_packed else self._stored(state.values)
         if state.layout not in self._known:
             begun = {} if self._checks is None else self._checks.begun

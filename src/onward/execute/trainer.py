@@ -215,7 +215,8 @@ class Trainer:
             threads: how many threads train at once, each on batches of its own, with the gradients of the
                 parameters as it finds them. These are a few steps old, which momentum amplifies: take a
                 smaller learning rate.
-            check: refuse data that is NaN or infinite, naming the batch.
+            check: refuse data that is NaN or infinite, naming the batch; arrays on an accelerator are not
+                looked at.
 
         Returns:
             ``trainer.history``.

@@ -104,8 +104,8 @@ def cross_entropy(
     Args:
         logits: [..., classes], before the softmax.
         labels: integers [...] or [..., 1], checked to lie in ``range(classes)`` where they are fed from
-            the host (the cost of another label is NaN, and so it is for arrays on a device, which are not
-            looked at); or how likely each class is, [..., classes].
+            the host (the cost of another label is NaN, and so it is for arrays on an accelerator, which are
+            not looked at); or how likely each class is, [..., classes].
         label_smoothing: the part of the label that is spread evenly over all classes.
         weights: how much each example counts.
         name: as for every layer.

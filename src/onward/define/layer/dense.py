@@ -71,7 +71,7 @@ def embedding(
     """A row of a table for every integer.
 
     Ids that are fed from the host are checked to lie in ``range(vocabulary)``; the row of another one is NaN,
-    and so it is for ids on a device, which are not looked at.
+    and so it is for ids on an accelerator, which are not looked at.
 
     Args:
         ids: integers, [...].

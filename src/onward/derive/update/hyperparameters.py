@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from onward.core.marks import COUNT, SCHEDULE
 from onward.core.program import Variable
 from onward.core.words import UpdateType
 from onward.define.trace import explaining
-from onward.derive.rule import Rule
+from onward.derive.rule import Rule, expect_held
+from onward.derive.schedules.base import Schedule
 from onward.derive.update.draft import Draft, update_op
 from onward.derive.update.groups import Route, Routing, own_fields
 
@@ -70,7 +72,33 @@ def _scheduled(
         raise HyperparameterError(
             f"The schedule of {name} returns {result} for a step; it must return one number."
         )
+    _expect_real(name, result.dtype)
+    if not isinstance(schedule, Schedule):
+        _expect_begun(name, schedule, dtype)
     value = Variable(draft.names.new(name), (), np.dtype(dtype))
     body = body_of(lambda n: [jnp.asarray(schedule(n), dtype)], Type((), step.dtype))
     draft.ops.append(update_op(SCHEDULE, (step,), (value,), body, UpdateType.BOOKKEEPING))
     return value
+
+
+def _expect_real(name: str, dtype: Any) -> None:
+    if not (jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating)):
+        raise HyperparameterError(
+            f"The schedule of {name} returns {dtype} for a step; it must return one real number, such as "
+            "float32."
+        )
+
+
+def _expect_begun(name: str, schedule: Callable[[Any], Any], dtype: Any) -> None:
+    """Raise ``HyperparameterError`` for a first value that no hyperparameter can have."""
+    with jax.ensure_compile_time_eval():
+        first = schedule(jnp.int32(0))
+    if isinstance(first, jax.core.Tracer):
+        return
+    value = float(first)
+    if not (math.isfinite(value) and value >= 0):
+        raise HyperparameterError(
+            f"The schedule of {name} returns {value} for step 0, the first one; it must be a finite "
+            "number of at least 0. If it divides by the step, count from 1: step + 1."
+        )
+    expect_held(f"The schedule of {name} at step 0", value, dtype)

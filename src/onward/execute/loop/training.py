@@ -17,7 +17,7 @@ from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
 from onward.core.structure import describe
 from onward.derive.guard import is_guarded
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
-from onward.execute.feeds import unshared
+from onward.execute.feeds import is_on_host, unshared
 from onward.execute.loop.events import Event, EventKind, StopTraining
 from onward.execute.loop.interrupt import Interruptible
 from onward.execute.loop.prefetch import prefetched
@@ -250,12 +250,14 @@ def _is_settled(value: Any) -> bool:
 
 
 def _check_finite(name: str, value: Any) -> None:
-    """Raise ``ArgumentError`` if host data holds NaN or infinity."""
+    """Raise ``ArgumentError`` if data on the host holds NaN or infinity."""
     if isinstance(value, list | tuple):
         with suppress(ValueError):  # what is ragged the step refuses
             value = np.asarray(value)
-    if not isinstance(value, np.ndarray) or not jnp.issubdtype(value.dtype, np.inexact):
+    is_array = isinstance(value, np.ndarray | jax.Array) and is_on_host(value)
+    if not is_array or not jnp.issubdtype(value.dtype, np.inexact):
         return
+    value = np.asarray(value)
     finite = np.isfinite(value)
     if not finite.all():
         place = np.argwhere(~finite)[0]

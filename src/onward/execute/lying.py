@@ -1,0 +1,147 @@
+"""Where the arrays of a step lie: on the devices that they were put on, as under ``jax.jit``.
+
+A step runs where its arrays lie. What nobody put anywhere goes along: what the optimizer keeps of a parameter
+lies as the parameter does, all else is on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from onward.core.errors import ArgumentError
+from onward.core.program import Program, Variable
+from onward.core.words import Kind, Pass
+
+Lying = tuple[Sharding | None, ...]
+
+_APART = (
+    "{program}: its arrays lie on different devices: {found}. One step runs on one set of devices, in one "
+    "order. Put them together, jax.device_put(array, sharding), or leave out the device_put: what is not put "
+    "anywhere goes along with the rest."
+)
+
+
+def lying(values: Sequence[Any]) -> Lying:
+    """Where each array was put by somebody; None for what may lie anywhere.
+
+    >>> import numpy as np
+    >>> lying([np.zeros(2), jnp.zeros(2)])
+    (None, None)
+    """
+    return tuple(x.sharding if _is_put(x) else None for x in values)
+
+
+def lies_elsewhere(values: Sequence[Any]) -> bool:
+    """Whether somebody put an array on other devices than the one that is taken where nothing is said."""
+    found = {frozenset(s.device_set) for s in lying(values) if s is not None}
+    return bool(found) and found != {frozenset(jnp.zeros(()).devices())}
+
+
+def homes_of(program: Program, variables: Sequence[Variable], values: Sequence[Any]) -> Lying:
+    """Where each array is to lie for a step: where it was put, or along with others. None: anywhere.
+
+    Raises:
+        ArgumentError: they were put on different devices.
+    """
+    found = lying(values)
+    put = {v: s for v, s in zip(variables, found, strict=True) if s is not None}
+    if not put:
+        return found
+    _expect_together(program.name, put)
+    everywhere, like = _everywhere(put), parameters_of(program)
+    return tuple(put.get(v) or put.get(like.get(v, v)) or everywhere for v in variables)
+
+
+def laid(program: Program, variables: Sequence[Variable], values: Sequence[Any]) -> list[Any]:
+    """The values where they are to lie; the same arrays if they lie there."""
+    homes = homes_of(program, variables, values)
+    return [
+        x if s is None or _is_put(x) else jax.device_put(x, s) for x, s in zip(values, homes, strict=True)
+    ]
+
+
+def beside(known: Any, value: Any) -> Any:
+    """A new value of a Variable where its old one was put."""
+    is_put = _is_put(known) and known.is_fully_addressable and known.ndim == value.ndim
+    return jax.device_put(value, known.sharding) if is_put else value
+
+
+def parameters_of(program: Program) -> Mapping[Variable, Variable]:
+    """For state of the shape of a parameter, of which it is updated, that parameter.
+
+    >>> import onward as ow
+    >>> program = ow.Momentum(0.1).minimize(lambda w: w @ w, jnp.ones(3))
+    >>> {v.name: w.name for v, w in parameters_of(program).items()}
+    {'w/velocity': 'w'}
+    """
+    of = {v: v for v in program.state if v.kind is Kind.PARAMETER}
+    kept = [v for v in program.state if v not in of]
+    of |= {gradient: parameter for parameter, gradient in program.gradients}
+    for op in program.ops:
+        if op.made_by is not Pass.UPDATE:
+            continue
+        for v in (*op.inputs, *op.outputs):
+            alike = {of[x] for x in op.inputs if x in of and of[x].shape == v.shape}
+            if len(alike) == 1:
+                of.setdefault(v, *alike)
+    return {v: of[v] for v in kept if v in of}
+
+
+def within(sharding: Sharding) -> Sharding:
+    """The same place for the inside of a step, where XLA propagates: no axis of the mesh is part of types."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _is_put(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+
+
+def _everywhere(put: Mapping[Variable, Sharding]) -> Sharding:
+    """On every one of the devices."""
+    one = next(iter(put.values()))
+    named = next((s for s in put.values() if isinstance(s, NamedSharding)), None)
+    if named is not None:
+        return NamedSharding(named.mesh, PartitionSpec())
+    if isinstance(one, SingleDeviceSharding):
+        return one
+    devices = sorted(one.device_set, key=_number)
+    return NamedSharding(jax.make_mesh((len(devices),), ("devices",), devices=devices), PartitionSpec())
+
+
+def _expect_together(program: str, put: Mapping[Variable, Sharding]) -> None:
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for v, sharding in put.items():
+        groups.setdefault(_devices(sharding), []).append(v.name)
+    if len(groups) > 1:
+        found = (f"{_some(names)} on {_words(devices)}" for devices, names in islice(groups.items(), 3))
+        raise ArgumentError(_APART.format(program=program, found="; ".join(found)))
+
+
+def _devices(sharding: Sharding) -> tuple[int, ...]:
+    """The numbers of the devices, in the order in which they are given parts."""
+    if isinstance(sharding, NamedSharding):
+        return tuple(device.id for device in sharding.mesh.devices.flat)
+    return tuple(sorted(map(_number, sharding.device_set)))
+
+
+def _number(device: Any) -> int:
+    return int(device.id)
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(map(repr, names[:2])) + rest
+
+
+def _words(devices: tuple[int, ...]) -> str:
+    some = ", ".join(map(str, devices[:8])) + ", ..." * (len(devices) > 8)
+    return f"device{'s' if len(devices) > 1 else ''} {some}"
