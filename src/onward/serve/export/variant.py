@@ -74,6 +74,7 @@ class Loaded:
         variants: what the file holds.
         training: whether it is a training step.
         fixed_data: the data that has a length of its own, not that of the batch.
+        asks_training: taken for granted, for the function is not in the file.
         makers: none, for names in a file are what people know a Variable by.
     """
 
@@ -81,6 +82,7 @@ class Loaded:
     training: bool
     fixed_data: frozenset[str]
     assumes_batch: bool = False
+    asks_training: bool = True
     makers: Mapping[str, Any] = field(default_factory=dict)
 
     def program(self) -> Program:
