@@ -575,3 +575,210 @@ def test_a_frozen_layer_of_a_foreign_model_stays():
 def test_models_without_arrays_to_train_are_refused_by_name():
     with pytest.raises(ow.LossError, match="no parameters"):
         ow.SGD(0.1).minimize(lambda model, x: jnp.sum(model(x)), eqx.nn.Lambda(jax.nn.relu), jnp.ones(3))
+
+
+# ------------------------------------------------------------------- what is told whether it is trained
+
+
+def eqx_evaluated():
+    """A loss that asks, and the library's own prediction when nothing is trained."""
+    case = eqx_batch_norm()
+
+    class Dropped(eqx.Module):
+        net: NormNet
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x, state, key):
+            return self.net(self.dropout(x, key=key), state)
+
+    def apply(model, state, x, key):
+        apply = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
+        return apply(x, state, jax.random.split(key, len(x)))
+
+    def loss(model, state, x, y, key):
+        logits, state = apply(eqx.nn.inference_mode(model, not ow.is_training()), state, x, key)
+        return squared(logits[:, :1], y), state
+
+    def predict(model, state, x):
+        return apply(eqx.nn.inference_mode(model), state, x, KEY)[0][:, :1]
+
+    batches = [(x, np.float32(label)[:, None], key) for x, label, key in images()]
+    return Case(loss, Dropped(case.model, eqx.nn.Dropout(0.5)), batches, case.state), predict
+
+
+def linen_evaluated():
+    net, case = LinenNet(normalize=True, rate=0.5), linen_batch_stats()
+
+    def loss(params, stats, x, y, key):
+        prediction, changed = net.apply(
+            {"params": params, "batch_stats": stats},
+            x,
+            ow.is_training(),
+            rngs={"dropout": key},
+            mutable=["batch_stats"],
+        )
+        return squared(prediction, y), changed["batch_stats"]
+
+    def predict(params, stats, x):
+        return net.apply({"params": params, "batch_stats": stats}, x, False)
+
+    return Case(loss, case.model, case.batches, case.state), predict
+
+
+def nnx_evaluated():
+    graphdef, params, rest = nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, rest, x, y):
+        model = nnx.merge(graphdef, params, rest)
+        if not ow.is_training():
+            model.eval()
+        return squared(model(x), y), nnx.state(model, nnx.Not(nnx.Param))
+
+    def predict(params, rest, x):
+        model = nnx.merge(graphdef, params, rest)
+        model.eval()
+        return model(x)
+
+    return Case(loss, params, regression(), rest), predict
+
+
+def haiku_evaluated():
+    def forward(x, is_training):
+        h = hk.Linear(8, with_bias=False)(x)
+        h = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(h, is_training)
+        return hk.Linear(1)(hk.dropout(hk.next_rng_key(), 0.5 if is_training else 0.0, jax.nn.relu(h)))
+
+    net, case = hk.transform_with_state(forward), haiku_state()
+
+    def loss(params, state, x, y, key):
+        prediction, state = net.apply(params, state, key, x, ow.is_training())
+        return squared(prediction, y), state
+
+    def predict(params, state, x):
+        return net.apply(params, state, KEY, x, False)[0]
+
+    return Case(loss, case.model, case.batches, case.state), predict
+
+
+EVALUATED = {
+    "eqx": eqx_evaluated,
+    "linen": linen_evaluated,
+    "nnx": nnx_evaluated,
+    "haiku": haiku_evaluated,
+}
+
+
+@pytest.mark.parametrize("make", EVALUATED.values(), ids=EVALUATED)
+def test_the_test_program_evaluates_as_the_library_itself(make):
+    """Another batch than that of training; the statistics stay as they are."""
+    case, predict = make()
+    program = training_program(case, ow.SGD(0.05))
+    step, test = ow.compile(program), ow.compile(ow.for_test(program), donate=False)
+    state = step.init(case.model, case.state)
+    for batch in case.batches[:2]:
+        state, _ = step(state, *batch)
+    batch = case.batches[2]
+    after, out = test(state, *batch)
+    own = predict(state.parameters, state.model_state, batch[0])
+    np.testing.assert_allclose(out.loss, squared(own, batch[1]), rtol=1e-5)
+    assert_same(after.model_state, state.model_state)
+    assert not np.isclose(out.loss, step(state, *batch)[1].loss)
+
+
+# ------------------------------------------------------------- what no step would replace is refused
+
+
+def whole_nnx():
+    graphdef, everything = nnx.split(NnxNet(nnx.Rngs(0)))
+    return (
+        lambda model, x, y: squared(nnx.merge(graphdef, model)(x), y),
+        everything,
+        r"nnx\.split\(model, nnx\.Param",
+    )
+
+
+def whole_nnx_module():
+    return lambda model, x, y: squared(model(x), y), NnxNet(nnx.Rngs(0)), r"nnx\.split\(model, nnx\.Param"
+
+
+def whole_nnx_without_dropout():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(x)
+
+    return (
+        lambda model, x, y: squared(model(x), y),
+        Net(nnx.Rngs(0)),
+        r"would replace 'norm/mean/value' .*'norm/var/value' .*nnx\.Not\(nnx\.Param\)",
+    )
+
+
+def whole_nnx_in_evaluation():
+    """The loss reads the statistics, which would be trained."""
+    loss, model, _ = whole_nnx_without_dropout()
+    model.eval()
+    return loss, model, r"would train 'norm/mean/value' .*'norm/var/value' .*nnx\.split"
+
+
+def whole_linen():
+    net = LinenNet(normalize=True)
+
+    def loss(variables, x, y):
+        return squared(net.apply(variables, x, True, mutable=["batch_stats"])[0], y)
+
+    return loss, variables_of(net, low=0.1), r"would replace 'batch_stats/.*/mean'.*mutable=\[\"batch_stats"
+
+
+def whole_haiku():
+    net = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(hk.Linear(1)(x), is_training=True))
+    variables = made(net.init, KEY, jnp.ones((2, 4)))
+
+    def loss(variables, x, y):
+        return squared(net.apply(*variables, None, x)[0], y)
+
+    return loss, variables, r"would replace .*mean_ema/hidden'.*transform_with_state"
+
+
+def whole_eqx(mode="batch"):
+    model, state = eqx.nn.make_with_state(partial(eqx.nn.BatchNorm, axis_name="batch", mode=mode))(4)
+
+    def loss(both, x, y):
+        apply = jax.vmap(both[0], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        return squared(apply(x, both[1])[0], y)
+
+    return loss, (model, state), r"would (replace|train) .*make_with_state"
+
+
+WHOLE = {
+    "nnx": whole_nnx,
+    "nnx module": whole_nnx_module,
+    "nnx without dropout": whole_nnx_without_dropout,
+    "nnx in evaluation": whole_nnx_in_evaluation,
+    "linen": whole_linen,
+    "haiku": whole_haiku,
+    "eqx": whole_eqx,
+    "eqx ema": partial(whole_eqx, "ema"),
+}
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_everything_as_parameters_is_refused_with_the_recipe_of_the_library(make):
+    loss, model, words = make()
+    with pytest.raises(ow.ArgumentError, match=f"(?s){words}"):
+        ow.SGD(0.1).minimize(loss, model, *regression()[0])
+
+
+def dropped_by_nnx(**options):
+    """A list of modules, of which one keeps a key and a counter."""
+    rngs = nnx.Rngs(0)
+    model = [nnx.Linear(4, 1, rngs=rngs), nnx.Dropout(0.5, rngs=rngs, **options)]
+    return lambda model, x, y: squared(model[1](model[0](x)), y), model, *regression()[0]
+
+
+def test_dropout_of_nnx_is_refused_where_it_draws():
+    with pytest.raises(ow.ArgumentError, match=r"(?s)'.*/count/value'.*'.*/key/value'.*nnx\.Param"):
+        ow.SGD(0.1).minimize(*dropped_by_nnx())
+    assert ow.SGD(0.1).minimize(*dropped_by_nnx(deterministic=True)).gradients

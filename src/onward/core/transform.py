@@ -29,6 +29,10 @@ class Origin(Protocol):
         """Whether it is traced as it is when it is trained."""
 
     @property
+    def asks_training(self) -> bool:
+        """Whether the function asks if it is being trained."""
+
+    @property
     def fixed_data(self) -> frozenset[str]:
         """The data that is declared with a length of its own, not that of the batch."""
 

@@ -73,6 +73,7 @@ class Context:
         self, training: bool, batch_size: int | None, feed: Mapping[str, Type], taken: Iterable[str] = ()
     ) -> None:
         self.training = training
+        self.asks_training = False
         self.feed = feed
         self.batch = None if batch_size is None else (batch_size, "batch_size")
         self.reread: set[str] = set()

@@ -202,6 +202,10 @@ def key() -> Any:
 def is_training() -> bool:
     """Whether the training Program is being traced rather than the test Program.
 
+    A layer of another library is told so in that library's own way: ``train=onward.is_training()`` for flax
+    linen, ``eqx.nn.inference_mode(model, not onward.is_training())`` for equinox; see the how-to "Bring your
+    own model".
+
     Example:
         >>> import onward as ow
         >>> def network():
@@ -211,7 +215,10 @@ def is_training() -> bool:
         (2, 1)
     """
     context = current_context()
-    return context is None or context.training
+    if context is None:
+        return True
+    context.asks_training = True
+    return context.training
 
 
 def _named(name: Any) -> str:

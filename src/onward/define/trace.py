@@ -153,6 +153,7 @@ class _TracedFunction:
     feed: Mapping[str, Type]
     lazies: tuple[Lazy, ...]
     assumes_batch: bool = False
+    asks_training: bool = False
     fixed_data: frozenset[str] = frozenset()
     makers: Mapping[str, Any] = field(default_factory=dict)
     axis_name: str | None = None
@@ -181,6 +182,7 @@ class _TracedFunction:
             self,
             feed=feed,
             assumes_batch=context.assumes_batch,
+            asks_training=context.asks_training,
             fixed_data=frozenset(context.fixed),
             makers=context.makers,
         )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
+from onward.core.jaxprs import draws
 from onward.core.program import Program
+from onward.core.source import user_level
 from onward.core.transform import recipe_of
 from onward.derive.backward import append_backward
 from onward.derive.update.update import append_update
@@ -13,6 +17,8 @@ def for_test(program: Program) -> Program:
 
     The function is traced again with ``training=False``: dropout drops nothing, batch normalization uses the
     statistics it has. Backward and update are left away, with every transform that came after them.
+    A function that calls layers of another library tells them, by ``onward.is_training()``; where it draws
+    random numbers and never asks, a warning says so.
 
     Raises:
         RecipeError: the Program was not traced, or its ops were changed by hand.
@@ -30,8 +36,26 @@ def for_test(program: Program) -> Program:
     """
     recipe = recipe_of(program, "as a test Program", "Trace the network with training=False")
     test = recipe.origin.for_test()
+    _warn_of_draws(test)
     for step in recipe.steps:
         if step.function in (append_backward, append_update):
             break
         test = step.function(test, *step.arguments, **step.options)
     return test
+
+
+def _warn_of_draws(test: Program) -> None:
+    """Warn of a function that draws although nothing is trained, and cannot know that nothing is."""
+    if test.recipe is None or test.recipe.origin.asks_training:
+        return
+    drawing = next((op for op in test.ops if draws(op.body)), None)
+    if drawing is None:
+        return
+    warnings.warn(
+        f"The test Program of {test.name} draws random numbers ({drawing.type} at {drawing.source}), as in "
+        "training: it never asks onward.is_training(). A layer of another library does not know what is "
+        "traced. Tell it: train=ow.is_training() for flax linen, is_training=ow.is_training() for haiku, "
+        "eqx.nn.inference_mode(model, not ow.is_training()) for equinox, `if not ow.is_training(): "
+        "model.eval()` behind nnx.merge.",
+        stacklevel=user_level(),
+    )

@@ -33,6 +33,7 @@ from onward.derive.rule import Rule
 from onward.derive.update.groups import Group, Routing
 from onward.derive.update.plan import UpdatePlan, plan_update
 from onward.derive.update.precision import check_form, dtype_word
+from onward.derive.update.replaced import expect_replaced
 from onward.derive.update.rule_lists import shown_rules
 from onward.derive.update.update import append_update
 
@@ -203,6 +204,8 @@ class Optimizer(Rule):
 
         Raises:
             TraceError, LossError, UnknownNameError: see ``trace`` and ``append_backward``.
+            ArgumentError: randomness or statistics are carried, among the parameters or as ``state=``, that
+                no step replaces: dropout would draw one mask for ever, statistics would never move.
 
         Example:
             >>> import jax.numpy as jnp, onward as ow
@@ -238,7 +241,13 @@ class Optimizer(Rule):
                 f"minimize was given {type(loss).__name__!r} as the loss. Give the loss function itself and "
                 "its arguments, minimize(loss, params, images, labels), not the number that it returned."
             )
+<<<<<<< HEAD
         return cast("Program", found)
+=======
+        expect_replaced(program)
+        program = self.create_backward_pass(program, None, chosen, stopped)
+        return self.create_optimization_pass(program)
+>>>>>>> 34f9ab4b17390064b7d9eccef23e13d12e311dbe
 
     def plan(self, program: Program) -> UpdatePlan:
         """What this optimizer will do with each parameter of a Program, and in which order.

@@ -30,6 +30,7 @@ from onward.derive.update.groups import Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
 from onward.derive.update.loss import LossFunction
 from onward.derive.update.precision import Kept, is_low, master, narrowed, rounded_at_random, slots_of
+from onward.derive.update.replaced import expect_replaced
 
 if TYPE_CHECKING:
     from onward.derive.optimizer import Optimizer
@@ -43,6 +44,9 @@ def append_update(program: Program, optimizer: Optimizer) -> Program:
 
     Adds ops and state, changes none. Every parameter keeps its dtype.
 
+    Raises:
+        ArgumentError: the Program carries randomness or statistics that no step would replace.
+
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
@@ -51,6 +55,7 @@ def append_update(program: Program, optimizer: Optimizer) -> Program:
         ['w', 'learning_rate', 'momentum', 'step', 'w/velocity']
     """
     expect_one_device(program, "the update")
+    expect_replaced(program)
     return with_update(program, optimizer)
 
 
