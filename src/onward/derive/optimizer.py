@@ -220,6 +220,7 @@ class Optimizer(Rule):
         _expect_trace_options(trace_options)
 
         def derive(forward: Program) -> Program:
+            expect_replaced(forward)
             return self.create_optimization_pass(self.create_backward_pass(forward, None, chosen, stopped))
 
         if isinstance(loss, Program) and (args or trace_options):
@@ -241,13 +242,7 @@ class Optimizer(Rule):
                 f"minimize was given {type(loss).__name__!r} as the loss. Give the loss function itself and "
                 "its arguments, minimize(loss, params, images, labels), not the number that it returned."
             )
-<<<<<<< HEAD
         return cast("Program", found)
-=======
-        expect_replaced(program)
-        program = self.create_backward_pass(program, None, chosen, stopped)
-        return self.create_optimization_pass(program)
->>>>>>> 34f9ab4b17390064b7d9eccef23e13d12e311dbe
 
     def plan(self, program: Program) -> UpdatePlan:
         """What this optimizer will do with each parameter of a Program, and in which order.

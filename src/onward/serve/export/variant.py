@@ -80,11 +80,8 @@ class Loaded:
         variants: what the file holds.
         training: whether it is a training step, or a network as it is when it is trained.
         fixed_data: the data that has a length of its own, not that of the batch.
-<<<<<<< HEAD
         test: of a network that is trained otherwise than it answers, how it answers.
-=======
         asks_training: taken for granted, for the function is not in the file.
->>>>>>> 34f9ab4b17390064b7d9eccef23e13d12e311dbe
         makers: none, for names in a file are what people know a Variable by.
     """
 
