@@ -222,6 +222,21 @@ def test_data_as_long_as_the_batch_can_be_kept_whole():
         equal(state.parameters, W - RATE * X[:ROWS].mean(0) * table.sum())
 
 
+def test_data_that_a_pruned_program_reads_no_more_is_cut_too():
+    def loss(w, x, y):
+        return jnp.mean((x @ w) ** 2), x @ w - y
+
+    whole = ow.trace(loss, W, X[:ROWS], Y[:ROWS], has_aux=True)
+    part = ow.append_backward(ow.prune(whole, whole.loss))
+    program = ow.append_update(part, ow.SGD(RATE))
+    gradient = 2 * X[:ROWS].T @ (X[:ROWS] @ W) / ROWS
+    for cut in (accumulate(program, 4), ow.replicate(program, 2)):
+        assert [v.name for v in cut.inputs] == ["x"]
+        step = ow.compile(cut)
+        state, _ = step(step.init(W), X[:ROWS])
+        equal(state.parameters, W - RATE * gradient)
+
+
 def test_a_batch_that_nothing_showed_is_as_long_as_the_steps():
     def network():
         x = ow.data("x", (None, 3))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import onward as ow
+from onward.execute.loop import groups
 from onward.execute.many_steps import ManySteps
 
 FEATURES, CLASSES, ROWS = 3, 4, 5
@@ -232,6 +235,16 @@ def test_several_devices_take_their_parts_of_every_batch():
     many = ManySteps(step)
     assert "2 devices" in many.plan(3)
     expect_equal(many.run(step.init(parameters()), batches, steps=3), one_by_one(step, batches))
+
+
+@pytest.mark.parametrize(("platform", "where"), [("cpu", "host"), ("gpu", "device")])
+def test_batches_are_stacked_where_they_lie(monkeypatch, platform, where):
+    lies_on = SimpleNamespace(platform=platform)
+    x = Mock(spec=jax.Array, dtype=np.dtype("float32"), devices=lambda: [lies_on])
+    monkeypatch.setattr(groups, "_stacked_on_device", lambda values: "device")
+    monkeypatch.setattr(groups.np, "stack", lambda values: "host")
+    batches = [groups.Batch(i, (), {}, [x], ()) for i in range(2)]
+    assert [group.stacked for group in groups.grouped(batches, 2)] == [[where]]
 
 
 def test_the_plan_says_what_happens(many):

@@ -28,6 +28,13 @@ from tests.faults.places import Fault, sample
 ROOT = Path(__file__).parents[2]
 SOURCE = Path("src/onward")
 
+# A process that Ray starts would take another onward that is installed before the one with the fault.
+START = """
+import os, sys, pytest
+sys.path[:] = [p for p in sys.path if p == os.environ["PYTHONPATH"] or not os.path.isdir(f"{p}/onward")]
+sys.exit(pytest.main())
+"""
+
 
 def main() -> int:
     options = _options()
@@ -161,7 +168,7 @@ def _first_failing(tree: Path, tests: list[str], compiled: Path, patience: float
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "@chosen"]
+    command = [sys.executable, "-c", START, "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "@chosen"]
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=patience, check=False

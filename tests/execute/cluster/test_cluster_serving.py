@@ -9,6 +9,7 @@ import pytest
 from tests.execute.cluster.on_threads import WAIT, arrays, close, equal, running, together, trained
 
 import onward as ow
+from onward.execute.cluster import run as run_module
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(64, 5)).astype(np.float32), RNG.normal(size=(64, 2)).astype(np.float32)
@@ -147,6 +148,12 @@ def test_an_interrupt_ends_everything(monkeypatch):
         assert not run.is_running
         assert not any(host.alive for host in run.engine.hosts)
         assert np.abs(np.asarray(run.model["w"]) - FIRST["w"]).max() > 0
+
+
+def test_the_load_of_the_servers_is_recorded_now_and_then_and_not_at_every_look(monkeypatch):
+    monkeypatch.setattr(run_module, "_LOAD", WAIT)
+    run = trained(PROGRAM, slowly, parameters=FIRST, servers=2)
+    assert sorted(run.load["server"]) == [0, 0, 1, 1]  # at the first look, and at the end
 
 
 # ---------------------------------------------------------------------------- going on in a folder
