@@ -19,7 +19,8 @@ from onward.core.jaxprs import Type, body_of
 from onward.core.marks import SCALE
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
-from onward.derive.over_batch import Following, How, Need, follow
+from onward.derive.over_batch.known import Following, How, Need
+from onward.derive.over_batch.walk import follow
 from onward.distribute.merge import Devices
 from onward.distribute.weave import Weave
 

@@ -24,7 +24,8 @@ from onward.core.walk import Where, producers, select
 from onward.core.words import Placement
 from onward.derive.accumulation.micro_batches import Accumulation, with_loop
 from onward.derive.batch import WEIGHT, batch_names, data_types
-from onward.derive.over_batch import Following, Follows, How, follow
+from onward.derive.over_batch.known import Following, Follows, How
+from onward.derive.over_batch.walk import follow
 
 _PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
 

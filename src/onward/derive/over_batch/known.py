@@ -1,0 +1,80 @@
+"""What is known of a value: how the whole batch's comes from those of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from onward.core.jaxprs import Body
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import ancestors
+
+
+class How(StrEnum):
+    """How the whole's value comes from those of the parts."""
+
+    SAME = "same"  # every part has it
+    MEAN = "mean"  # over the parts
+    MOST = "most"  # the largest of the parts
+    LEAST = "least"  # the smallest of the parts
+    ROWS = "rows"  # laid end to end, example by example
+    OWN = "own"  # nothing is known of it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the examples of an array are: ``blocks`` times all of them, ``each`` numbers in a row of one."""
+
+    axis: int
+    blocks: int = 1
+    each: int = 1
+
+
+@dataclass(frozen=True)
+class Follows:
+    """The whole's value is ``parts ** power`` times what ``kind`` says; ``layout`` is known of some ROWS."""
+
+    kind: How
+    power: int = 0
+    layout: Layout | None = None
+
+
+SAME, OWN = Follows(How.SAME), Follows(How.OWN)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an op has to read in place of a value: the parts' merged so, times ``parts ** power``."""
+
+    merged: How
+    power: int = 0
+
+
+@dataclass
+class Following:
+    """What is known of a function's values, and what it would take to compute what the whole computes.
+
+    Attributes:
+        found: how the whole's values come from the part's.
+        needs: for ops that are not linear in a statistic, what they have to read in place of it.
+        numbers: ops with numbers in them that count examples, with the whole's.
+        mixing: ops in which examples see each other, and how.
+        bent: ops that are not linear in a statistic that the parts cannot have.
+    """
+
+    found: dict[Variable, Follows]
+    needs: dict[Op, dict[Variable, Need]] = field(default_factory=dict)
+    numbers: dict[Op, Body] = field(default_factory=dict)
+    mixing: list[tuple[Op, str]] = field(default_factory=list)
+    bent: list[Op] = field(default_factory=list)
+
+    def reaching(self, program: Program, targets: Iterable[Variable]) -> Following:
+        """The same without what these Variables do not depend on."""
+        needed = ancestors(program, list(targets))
+
+        def kept(op: Op) -> bool:
+            return not needed.isdisjoint(op.outputs)
+
+        mixing = [(op, why) for op, why in self.mixing if kept(op)]
+        return replace(self, mixing=mixing, bent=list(filter(kept, self.bent)))

@@ -1,0 +1,216 @@
+"""How the result of one op follows the batch, from how what it reads does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.jaxprs import Body, Call
+from onward.core.program import Op, Variable
+from onward.derive.over_batch.known import OWN, SAME, Follows, How, Need
+
+if TYPE_CHECKING:
+    from onward.derive.over_batch.walk import Walk
+
+_VALUES = {
+    "neg",
+    "real",
+    "imag",
+    "conj",
+    "copy",
+    "copy_p",
+    "name",
+    "convert_element_type",
+    "reduce_precision",
+}
+_PLACES = {
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "rev",
+    "slice",
+    "dynamic_slice",
+}
+_LINEAR = _VALUES | _PLACES | {"gather", "reduce_sum", "psum", "cumsum"}
+_PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
+_SUMS = frozenset(["add", "sub", "add_any", "concatenate", "select_n", "pad"])
+_REDUCES = ("reduce_", "arg", "dot_general")
+
+
+class Operands:
+    """What the equation of an op reads, and what it would have to read in place of that."""
+
+    def __init__(self, walk: Walk, op: Op, other: Op) -> None:
+        self.walk, self.op, self.other = walk, op, other
+        self.values = list(map(self._value, op.body.operands, op.body.numbers, other.body.numbers))
+        found = walk.result.found
+        self.arrays = [(found[v], v) for v in op.inputs]
+
+    def _value(self, operand: int | str, number: Any, theirs: Any) -> tuple[Follows, Variable | None]:
+        if isinstance(operand, int):
+            v = self.op.inputs[operand]
+            return self.walk.result.found[v], v
+        return self._of_number(number, theirs), None
+
+    def _of_number(self, mine: Any, theirs: Any) -> Follows:
+        """A number that counts examples is a power of their share, or is replaced by the whole's."""
+        if mine is None or theirs is None or not _is_inexact(mine):
+            return SAME
+        if np.array_equal(mine, theirs, equal_nan=True):
+            return SAME
+        for power in (1, -1, 2, -2):
+            if np.allclose(theirs, mine * float(self.walk.parts) ** power, rtol=1e-6, atol=0):
+                return Follows(How.SAME, power)
+        self._take_numbers()
+        return SAME
+
+    def _take_numbers(self) -> None:
+        self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
+
+    def combined(self, call: Call) -> Follows:
+        """How the result follows the whole's, its shape apart; asks for what cannot be told otherwise."""
+        self._merge([i for i, (f, _) in enumerate(self.values) if f.kind in (How.MOST, How.LEAST)])
+        if not call.inner:
+            if call.primitive in _LINEAR and _keeps_inexact(call):
+                self._settle(self.values[1:])
+                return self._kept(self.values[0][0])
+            if call.primitive in _PRODUCTS:
+                return self._product()
+            if call.primitive == "div":
+                return self._quotient()
+            if call.primitive in _SUMS:
+                cases = self.values[1:] if call.primitive == "select_n" else self.values
+                self._settle(self.values[: len(self.values) - len(cases)])
+                return self._sum([i for i, x in enumerate(self.values) if x in cases])
+        elif self._reduces_within():
+            return self._opaque_loop()
+        self._settle(self.values)
+        return self._kind_of_all()
+
+    def _kept(self, first: Follows) -> Follows:
+        return first if first.kind is How.ROWS or not self._has(How.ROWS) else Follows(How.ROWS, first.power)
+
+    def _product(self) -> Follows:
+        means = [i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN]
+        if self._has(How.ROWS) or len(means) > 1:
+            self._merge(means)
+        return replace(self._kind_of_all(), power=sum(f.power for f, _ in self.values))
+
+    def _quotient(self) -> Follows:
+        above, below = (f for f, _ in self.values)
+        self._merge([1] if below.kind is How.MEAN else [])
+        if self._has(How.ROWS):
+            self._merge([0] if above.kind is How.MEAN else [])
+        above, below = (f for f, _ in self.values)
+        return replace(self._kind_of_all(), power=above.power - below.power)
+
+    def _sum(self, places: Sequence[int]) -> Follows:
+        if self._has(How.ROWS):
+            self._merge([i for i in places if self.values[i][0].kind is How.MEAN])
+        powers = {self.values[i][0].power for i in places if not self._is_zero(i)}
+        if len(powers) > 1 and not _is_inexact(self.op.outputs[0]):
+            return Follows(How.ROWS) if self._has(How.ROWS) else OWN  # counts are merged as such
+        if len(powers) > 1:
+            for i in places:
+                self._scale(i)
+            powers = {0}
+        return replace(self._kind_of_all(), power=next(iter(powers), 0))
+
+    def _is_zero(self, place: int) -> bool:
+        number = self.op.body.numbers[place]
+        return number is not None and not np.any(number)
+
+    def _has(self, kind: How) -> bool:
+        return any(f.kind is kind for f, _ in self.values)
+
+    def _kind_of_all(self) -> Follows:
+        for kind in (How.ROWS, How.OWN, How.MEAN):
+            if self._has(kind):
+                return Follows(kind)
+        return SAME
+
+    def _settle(self, values: Sequence[tuple[Follows, Variable | None]]) -> None:
+        """Ask for exactly what the whole would read in these places."""
+        for i, value in enumerate(self.values):
+            if any(value is x for x in values):
+                if value[0].kind is How.MEAN:
+                    self._merge([i])
+                self._scale(i)
+
+    def _merge(self, places: Iterable[int]) -> None:
+        for i in places:
+            follows, v = self.values[i]
+            assert v is not None
+            reaches = self.op in self.walk.reaching
+            summed = follows.kind is How.MEAN
+            if self.walk.can_have(reaches) and (_is_inexact(v) or not summed or follows.power == 1):
+                self._need(v, merged=follows.kind)
+                self.values[i] = replace(follows, kind=How.SAME), v
+                if summed and not _is_inexact(v):
+                    self._scale(i)
+            elif reaches:
+                self.values[i] = SAME, v
+            else:
+                self.walk.result.bent.append(self.op)
+                self.values[i] = OWN, v
+
+    def _scale(self, place: int) -> None:
+        follows, v = self.values[place]
+        if follows.power == 0 or follows.kind is How.OWN:
+            return
+        if v is None:
+            self._take_numbers()
+        elif self.walk.can_have(False):
+            self._need(v, power=follows.power)
+        else:
+            self.walk.result.bent.append(self.op)
+        self.values[place] = replace(follows, power=0), v
+
+    def _need(self, v: Variable, merged: How = How.SAME, power: int = 0) -> None:
+        needs = self.walk.result.needs.setdefault(self.op, {})
+        before = needs.get(v, Need(How.SAME))
+        needs[v] = Need(before.merged if merged is How.SAME else merged, power or before.power)
+
+    def _reduces_within(self) -> bool:
+        """Whether a loop or a function that is called reduces over the examples somewhere in it."""
+        pairs = zip(_calls_within(self.op.body), _calls_within(self.other.body), strict=False)
+        return any(mine.primitive.startswith(_REDUCES) and _shrinks(mine, theirs) for mine, theirs in pairs)
+
+    def _opaque_loop(self) -> Follows:
+        if self._has(How.ROWS) and any(self.walk.axes(v) for v in self.op.outputs):
+            self.walk.note(self.op, "computes a statistic of the examples within, and goes on with it")
+        self._settle(self.values)
+        return self._kind_of_all()
+
+
+def _calls_within(body: Body) -> Iterator[Call]:
+    for call in body.calls:
+        yield call
+        for bodies in call.inner.values():
+            for inner in bodies:
+                yield from _calls_within(inner)
+
+
+def _shrinks(mine: Call, theirs: Call) -> bool:
+    """Whether an equation reads what is longer in the whole, and gives what is not."""
+
+    def lengths(call: Call) -> tuple[list[Any], list[Any]]:
+        return [t.shape for t in call.operands], [t.shape for t in call.results]
+
+    (read, given), (read_whole, given_whole) = lengths(mine), lengths(theirs)
+    return read != read_whole and given == given_whole
+
+
+def _keeps_inexact(call: Call) -> bool:
+    """Whether a conversion is to a floating dtype, or there is none."""
+    return call.primitive != "convert_element_type" or _is_inexact(call.results[0])
+
+
+def _is_inexact(value: Any) -> bool:
+    return bool(jnp.issubdtype(getattr(value, "dtype", np.result_type(value)), np.inexact))

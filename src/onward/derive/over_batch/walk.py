@@ -1,0 +1,213 @@
+"""What one part of a batch tells of the whole: for every value of a function that was traced for both.
+
+``follow(whole, part, parts)`` walks over a function that was traced for a batch, and again for one of
+``parts`` equal parts of it. An axis that is ``parts`` times as long in the whole is that of the examples. A
+sum over it is a statistic: the whole's is the mean over the parts, times their number. Sums and products with
+what is the same in every part keep that; what is not linear (a root, a quotient of two statistics) does not,
+and needs the statistic of the whole batch first.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> def loss(w, x):
+...     return jnp.sum((x @ w) ** 2)
+>>> whole, part = (ow.trace(loss, jnp.ones(3), jnp.ones((rows, 3))) for rows in (8, 4))
+>>> follow(whole, part, 2, {"x"}).found[part.loss]
+Follows(kind=<How.MEAN: 'mean'>, power=1, layout=None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from onward.core.jaxprs import Call
+from onward.core.placement import equal_variables
+from onward.core.program import Op, Program, Variable
+from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, Layout
+from onward.derive.over_batch.operands import Operands
+
+_ADDS = ("reduce_sum", "dot_general", "psum")  # psum: what vmap made of one
+_EXTREMES = {"reduce_max": How.MOST, "reduce_min": How.LEAST}
+_ALONG = {"sort": "dimension", "rev": "dimensions"} | dict.fromkeys(
+    ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], "axis"
+)
+
+
+def follow(
+    whole: Program,
+    part: Program,
+    parts: int,
+    split: Collection[str],
+    can_have: Callable[[bool], bool] = lambda reaches: True,
+) -> Following | None:
+    """How the values of ``part`` follow those of ``whole``; None if they are not the same ops.
+
+    Args:
+        whole: a forward Program.
+        part: the same function traced for one of the parts.
+        parts: how many.
+        split: the names of the data of which a part holds its examples only.
+        can_have: whether the parts can have a statistic of the whole batch, told whether it comes back to
+            the examples (as that of batch normalization does). What they cannot have is theirs alone.
+    """
+    pairs = _aligned(whole, part)
+    return None if pairs is None else Walk(whole, part, parts, split, can_have).over(pairs)
+
+
+def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None:
+    """The ops of the part, each with that of the whole; what layers merge is the part's alone."""
+    theirs, pairs = list(reversed(whole.ops)), list[tuple[Op, Op | None]]()
+    for op in part.ops:
+        if theirs and theirs[-1].type == op.type and _alike(op, theirs[-1]):
+            pairs.append((op, theirs.pop()))
+        elif op.body.collectives:
+            pairs.append((op, None))
+        else:
+            return None
+    return None if theirs else pairs
+
+
+def _alike(op: Op, other: Op) -> bool:
+    ranks = [[v.ndim for v in (*o.inputs, *o.outputs)] for o in (op, other)]
+    return ranks[0] == ranks[1]
+
+
+class Walk:
+    """One walk over the ops of a part, each beside that of the whole."""
+
+    def __init__(
+        self,
+        whole: Program,
+        part: Program,
+        parts: int,
+        split: Collection[str],
+        can_have: Callable[[bool], bool],
+    ) -> None:
+        self.part, self.parts, self.can_have = part, parts, can_have
+        self.equal = equal_variables(part)
+        self.like = dict(zip((*part.inputs, *part.state), (*whole.inputs, *whole.state), strict=True))
+        self.rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
+        self.result = Following(dict.fromkeys(self.like, SAME))
+        for v in part.inputs:
+            if v.name in split:
+                self.result.found[v] = Follows(How.ROWS, 0, Layout(0))
+        for v, other in zip(part.constants, whole.constants, strict=False):
+            self.like[v] = other
+            same = np.shape(part.constants[v]) == np.shape(whole.constants[other])
+            self.result.found[v] = SAME if same else Follows(How.ROWS)
+
+    def over(self, pairs: Sequence[tuple[Op, Op | None]]) -> Following:
+        """The walk over all ops."""
+        for op, other in pairs:
+            if other is None:
+                self.like.update((v, self.like[op.inputs[0]]) for v in op.outputs)
+            else:
+                self.like.update(zip(op.outputs, other.outputs, strict=True))
+        self.reaching = self._reaching(op for op, _ in pairs)
+        for op, other in pairs:
+            self.result.found.update(zip(op.outputs, self._followed(op, other), strict=True))
+        return self.result
+
+    def _reaching(self, ops: Iterable[Op]) -> set[Op]:
+        """The ops whose results come back to the examples."""
+        found: set[Op] = set()
+        needed = set[Variable]()
+        for op in reversed(list(ops)):
+            if not needed.isdisjoint(op.outputs) or any(self.axes(v) for v in op.outputs):
+                found.add(op)
+                needed.update(op.inputs)
+        return found
+
+    def axes(self, v: Variable) -> list[int] | None:
+        """The axes along which the examples lie; None if lengths follow the batch in another way."""
+        other = self.like[v]
+        pairs = list(zip(v.shape, other.shape, strict=True))
+        if any(mine not in (theirs, theirs / self.parts) for mine, theirs in pairs):
+            return None
+        return [i for i, (mine, theirs) in enumerate(pairs) if mine != theirs]
+
+    def _followed(self, op: Op, other: Op | None) -> list[Follows]:
+        """How the outputs of an op follow the whole's."""
+        if op.body.collectives or other is None:  # merged over the parts by the function itself
+            power = self._power_of_merged(op)
+            return [Follows(How.SAME, power) if v in self.equal else OWN for v in op.outputs]
+        calls = list(op.body.calls)
+        if len(calls) != 1:
+            return [self._by_shape(v, OWN) for v in op.outputs]
+        given = Operands(self, op, other)
+        how = given.combined(calls[0])
+        return [self._output(op, v, calls[0], given, how) for v in op.outputs]
+
+    def _power_of_merged(self, op: Op) -> int:
+        """A sum over the parts is their number times the mean."""
+        power = max((self.result.found[v].power for v in op.inputs), default=0)
+        return power - any(c.kind.startswith("psum") for c in op.body.collectives)
+
+    def _by_shape(self, v: Variable, otherwise: Follows) -> Follows:
+        axes = self.axes(v)
+        return Follows(How.ROWS) if axes and len(axes) == 1 else otherwise
+
+    def _output(self, op: Op, v: Variable, call: Call, given: Operands, how: Follows) -> Follows:
+        axes = self.axes(v)
+        if axes is None:
+            return OWN
+        if how.kind is not How.ROWS:
+            return how if not axes else self._by_shape(v, OWN)
+        if len(axes) > 1:
+            self.note(op, "makes an array of all pairs of examples")
+            return OWN
+        if axes:
+            return replace(how, layout=self._layout(op, v, axes[0], call, given))
+        if call.primitive in _ADDS:
+            return Follows(How.MEAN, how.power + 1)
+        if call.primitive in _EXTREMES:
+            return Follows(_EXTREMES[call.primitive])
+        if not call.inner:
+            self.note(op, "takes some of the examples")
+        return OWN
+
+    def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> Layout | None:
+        known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]
+        if not known:
+            return None
+        first, source = known[0]
+        if call.primitive == "reshape":
+            return self._reshaped(op, first, source, v, axis)
+        if call.primitive in _ALONG:
+            along = call.params[_ALONG[call.primitive]]
+            if first.axis in (along if isinstance(along, tuple) else (along,)):
+                self.note(op, "runs along the examples")
+        if call.primitive == "concatenate" and call.params["dimension"] == first.axis:
+            blocks = [layout.blocks for layout, _ in known]
+            return replace(first, blocks=sum(blocks)) if len(blocks) == len(given.arrays) else None
+        if call.primitive == "slice":
+            return self._sliced(op, first, call)
+        alike = [layout for layout, w in known if w.shape[layout.axis] == v.shape[axis]]
+        if len({(x.blocks, x.each) for x in alike}) > 1:
+            self.note(op, "pairs examples that do not belong together")
+            return None
+        return replace(alike[0], axis=axis) if alike else None
+
+    def _reshaped(self, op: Op, layout: Layout, source: Variable, v: Variable, axis: int) -> Layout | None:
+        before = prod(source.shape[: layout.axis]) * layout.blocks
+        blocks, rest = divmod(before, prod(v.shape[:axis]) or 1)
+        each, odd = divmod(v.shape[axis], (blocks or 1) * self.rows)
+        if rest or odd or not blocks:
+            self.note(op, "moves numbers of one example to another")
+            return None
+        return Layout(axis, blocks, each)
+
+    def _sliced(self, op: Op, layout: Layout, call: Call) -> Layout | None:
+        start, limit = (call.params[k][layout.axis] for k in ("start_indices", "limit_indices"))
+        strides = call.params["strides"]
+        block = self.rows * layout.each
+        if (strides and strides[layout.axis] != 1) or start % block or limit % block:
+            self.note(op, "takes some of the examples")
+            return None
+        return replace(layout, blocks=(limit - start) // block)
+
+    def note(self, op: Op, why: str) -> None:
+        """Remember an op in which examples see each other."""
+        self.result.mixing.append((op, why))
