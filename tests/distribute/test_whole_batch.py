@@ -370,3 +370,12 @@ def test_batch_normalization_of_a_library_is_by_the_whole_batch(library):
         found.append([out.loss, *(x for x in carried if isinstance(x, jax.Array))])
     for one, many in zip(*found, strict=True):
         np.testing.assert_allclose(many, one, 1e-4, 1e-5)
+
+
+def test_a_function_that_is_another_one_for_a_part_is_replicated_as_it_is():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w)) if len(x) > 4 else jnp.mean(x @ w)
+
+    step = ow.compile(ow.replicate(ow.SGD(0.1).minimize(loss, W, X), DEVICES))
+    _, out = step(step.init(W), X)
+    np.testing.assert_allclose(out.loss, np.mean(X @ W), 1e-5)

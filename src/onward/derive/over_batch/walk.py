@@ -58,6 +58,8 @@ def follow(
 
 def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None:
     """The ops of the part, each with that of the whole; what layers merge is the part's alone."""
+    if _ranks(whole.inputs) != _ranks(part.inputs) or _ranks(whole.state) != _ranks(part.state):
+        return None
     theirs, pairs = list(reversed(whole.ops)), list[tuple[Op, Op | None]]()
     for op in part.ops:
         if theirs and theirs[-1].type == op.type and _alike(op, theirs[-1]):
@@ -70,8 +72,11 @@ def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None
 
 
 def _alike(op: Op, other: Op) -> bool:
-    ranks = [[v.ndim for v in (*o.inputs, *o.outputs)] for o in (op, other)]
-    return ranks[0] == ranks[1]
+    return _ranks(op.inputs) == _ranks(other.inputs) and _ranks(op.outputs) == _ranks(other.outputs)
+
+
+def _ranks(variables: Iterable[Variable]) -> list[int]:
+    return [v.ndim for v in variables]
 
 
 class Walk:
