@@ -372,10 +372,12 @@ def test_batch_normalization_of_a_library_is_by_the_whole_batch(library):
         np.testing.assert_allclose(many, one, 1e-4, 1e-5)
 
 
-def test_a_function_that_is_another_one_for_a_part_is_replicated_as_it_is():
+def test_a_function_that_is_another_one_for_a_part_is_warned_of():
     def loss(w, x):
         return jnp.mean(jnp.tanh(x @ w)) if len(x) > 4 else jnp.mean(x @ w)
 
-    step = ow.compile(ow.replicate(ow.SGD(0.1).minimize(loss, W, X), DEVICES))
+    program = ow.SGD(0.1).minimize(loss, W, X)
+    with pytest.warns(UserWarning, match=r"another graph .* from 'tanh' at .*test_whole_batch.py:\d+"):
+        step = ow.compile(ow.replicate(program, DEVICES))
     _, out = step(step.init(W), X)
     np.testing.assert_allclose(out.loss, np.mean(X @ W), 1e-5)

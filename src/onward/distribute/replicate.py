@@ -79,7 +79,7 @@ def replicate(
             over a mesh of its own, or the optimizer's rule looks further than the strategy can see.
 
     Warns:
-        UserWarning: an op in which examples see each other.
+        UserWarning: an op in which examples see each other, or a function that branches on their number.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

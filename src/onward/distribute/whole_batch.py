@@ -44,7 +44,8 @@ def of_whole_batch(
         is_sum: whether gradients are merged as those of a loss that is a sum.
 
     Warns:
-        UserWarning: examples see each other in a way that no merging makes right.
+        UserWarning: examples see each other in a way that no merging makes right, or the function is another
+            one for a part of the batch.
     """
 
     def can_have(reaches: bool) -> bool:
@@ -52,6 +53,8 @@ def of_whole_batch(
 
     following = follow(whole, local, devices.size, split, can_have)
     if following is None:
+        if replicas.syncs:
+            warnings.warn(_other_graph(whole, local), stacklevel=user_level())
         return local
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
@@ -157,6 +160,17 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
 
 def _is_float(v: Variable) -> bool:
     return bool(jnp.issubdtype(v.dtype, np.inexact))
+
+
+def _other_graph(whole: Program, local: Program) -> str:
+    pairs = zip(whole.ops, local.ops, strict=False)
+    parted = [found for found in pairs if found[0].type != found[1].type]
+    where = f", from {parted[0][0].type!r} at {parted[0][0].source} on" if parted else ""
+    return (
+        f"{local.name}: for the examples of one device the function builds another graph than for the whole "
+        f"batch{where}, so the devices may not compute together what one would. Let it branch on no length "
+        "of its data; or, if every device's own graph is meant: replicate(..., sync_batch_norm=False)."
+    )
 
 
 def _said(program: Program, op: Op, why: str, devices: int) -> str:
