@@ -332,7 +332,8 @@ def test_integers_and_keys_among_the_parameters_are_state_and_never_trained():
     params = {"w": W, "n": jnp.int32(2), "key": KEY, "old key": jax.random.PRNGKey(0), "on": jnp.array(True)}
 
     def loss(params, x):
-        noise = jax.random.normal(params["key"]) + jax.random.normal(params["old key"])
+        keys = [jax.random.fold_in(params[name], jnp.sum(x).astype(int)) for name in ("key", "old key")]
+        noise = jax.random.normal(keys[0]) + jax.random.normal(keys[1])
         return jnp.sum(params["w"] * x) * params["n"] + noise * params["on"]
 
     program = ow.Adam(0.1).minimize(loss, params, X)
