@@ -1081,7 +1081,7 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
         return _same_of_scan(eqn, told)
     if eqn.primitive.name == "while":
         return _same_of_while(eqn, told)
-    if eqn.primitive.name in _INLINED:
+    if eqn.primitive.name in (*_INLINED, *_WITH_RULES):
         return Body(_jaxprs_in(tuple(eqn.params.values()))[0]).same_everywhere(_true(told))
     return range(len(eqn.outvars)) if all(told) and not _tells_devices_apart(eqn) else ()
 

@@ -58,6 +58,10 @@ class Devices:
         """The largest of all devices, number by number."""
         return lax.pmax(x, self.axis)
 
+    def minimum(self, x: Any) -> Any:
+        """The smallest of all devices, number by number."""
+        return lax.pmin(x, self.axis)
+
     def gather(self, x: Any) -> Any:
         """The arrays of all devices, along a new first axis."""
         return lax.all_gather(x, self.axis)

@@ -170,7 +170,7 @@ def _forward(
     local = opened(local)
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     local = substitute(local, placed)
-    if split and devices.size > 1:
+    if rows and devices.size > 1:
         whole = opened(_traced_for(recipe, program, split, rows * devices.size))
         local = of_whole_batch(whole, local, devices, split, replicas, merge.is_sum)
     own = _with_own_keys(local, devices)

@@ -107,11 +107,11 @@ def _merged(weave: Weave, v: Variable, power: int, devices: Devices) -> Variable
 
 def _extreme(weave: Weave, v: Variable, which: How, devices: Devices) -> Variable:
     """The largest or the smallest over the devices; its gradient goes to the devices that have it."""
-    sign = 1 if which is How.MOST else -1
+    over_devices = devices.maximum if which is How.MOST else devices.minimum
 
     @jax.custom_jvp
     def extreme(x: Any) -> Any:
-        return sign * devices.maximum(sign * x)
+        return over_devices(x.astype(int)).astype(bool) if x.dtype == bool else over_devices(x)
 
     @extreme.defjvp
     def _(given: Any, tangents: Any) -> Any:

@@ -160,16 +160,16 @@ def test_batches_of_uneven_size_count_by_their_size():
 
 
 @once
-def test_gradients_are_added_on_request():
+def test_gradients_of_a_sum_are_added_on_request_or_as_the_graph_tells():
     def total(params, x, y):
         return jnp.sum((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
 
     batches = uneven([4, 2, 4])
-    run = trained(
-        minimized(ow.SGD(0.01), 4, loss=total), batches, parameters=SINGLE, servers=2, merge=ow.Sum()
-    )
     expected, _ = alone(minimized(ow.SGD(0.01), 8, loss=total), together(batches, 2), SINGLE)
-    close(run.model, expected, FIRST, 1e-5, 1e-6)
+    for merge in (ow.Sum(), None):
+        program = minimized(ow.SGD(0.01), 4, loss=total)
+        run = trained(program, batches, parameters=SINGLE, servers=2, merge=merge)
+        close(run.model, expected, FIRST, 1e-5, 1e-6)
 
 
 @once

@@ -8,7 +8,6 @@ them and what updates runs once, after the loop, on the gradient of the whole ba
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,14 +16,14 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program
-from onward.core.source import user_level
 from onward.core.structure import expect_flag, is_word
 from onward.core.transform import Recipe, recipe_of, remembered
-from onward.core.walk import Where, producers, select
+from onward.core.walk import Where, select
 from onward.core.words import Placement
 from onward.derive.accumulation.micro_batches import Accumulation, with_loop
 from onward.derive.batch import WEIGHT, batch_names, data_types
-from onward.derive.over_batch.known import Following, Follows, How
+from onward.derive.over_batch.known import Follows, How
+from onward.derive.over_batch.loss import is_sum as is_sum_of
 from onward.derive.over_batch.walk import follow
 
 _PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
@@ -123,28 +122,10 @@ def _told(program: Program, micro: Program, how: Accumulation) -> Accumulation:
     if not part or not following:
         return how
     sums = {v for v in part.outputs if following.found[v] == Follows(How.MEAN, 1)}
-    if part.loss is not None and how.is_sum is None:
-        _expect_additive(part, following)
-        how = replace(how, is_sum=part.loss in sums)
+    if how.is_sum is None:
+        how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
     names = [v.name for v in sums - {part.loss}]
     return replace(how, sums=(*names, *(f"scaled({name})" for name in names)))
-
-
-def _expect_additive(part: Program, following: Following) -> None:
-    """Warn of a loss that micro-batches do not add up to."""
-    assert part.loss is not None
-    bent = following.reaching(part, [part.loss]).bent
-    if following.found[part.loss].kind in (How.MOST, How.LEAST):
-        bent = [producers(part)[part.loss]]
-    if bent:
-        warnings.warn(
-            f"{part.name}: the loss is neither a mean over examples nor a sum: {bent[0].type!r}"
-            f"{f' at {bent[0].source}' if bent[0].source else ''} reads or gives a number that every "
-            "micro-batch has of its own. accumulate takes the mean of their losses, which is not the loss of "
-            "the big batch. Return the mean or the sum itself; accumulate(..., is_sum=False) says that it is "
-            "meant so.",
-            stacklevel=user_level(),
-        )
 
 
 def accumulation_of(program: Program) -> Accumulation | None:

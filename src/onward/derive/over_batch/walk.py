@@ -30,6 +30,7 @@ from onward.derive.over_batch.operands import Operands
 
 _ADDS = ("reduce_sum", "dot_general", "psum")  # psum: what vmap made of one
 _EXTREMES = {"reduce_max": How.MOST, "reduce_min": How.LEAST}
+_OF_TRUTHS = {"reduce_or": How.MOST, "reduce_and": How.LEAST}
 _ALONG = {"sort": "dimension", "rev": "dimensions"} | dict.fromkeys(
     ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], "axis"
 )
@@ -167,8 +168,9 @@ class Walk:
             return replace(how, layout=self._layout(op, v, axes[0], call, given))
         if call.primitive in _ADDS:
             return Follows(How.MEAN, how.power + 1)
-        if call.primitive in _EXTREMES:
-            return Follows(_EXTREMES[call.primitive])
+        extreme = (_OF_TRUTHS if v.dtype == bool else _EXTREMES).get(call.primitive)
+        if extreme is not None:
+            return Follows(extreme)
         if not call.inner:
             self.note(op, "takes some of the examples")
         return OWN

@@ -14,6 +14,7 @@ from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
+from onward.derive.over_batch.loss import loss_is_sum
 from onward.derive.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum
 from onward.execute.cluster.engine import Engine
@@ -92,7 +93,8 @@ def start(
         servers: how many processes keep and update the parameters.
         mode: ``"sync"``, ``"async"``, ``cluster.Bounded(staleness)`` or ``cluster.Local(every)``.
         epochs: how often to read the data.
-        merge: ``Average()`` unless given, weighed by the batches' sizes; or ``Sum()``.
+        merge: ``Average()``, weighed by the batches' sizes, or ``Sum()``; unless given, ``Sum()`` for a loss
+            that is a sum over examples, as the graph tells.
         lazy: embedding tables whose untouched rows an update leaves alone; see ``split``.
         durability: after how many updates a server writes its record: 1 (nothing acknowledged is lost when
             it is killed), k (up to k updates of a server are made again in rounds, and lost otherwise), None
@@ -129,7 +131,7 @@ def start(
         servers=servers,
         mode=as_mode(mode),
         epochs=epochs,
-        sums=_sums(merge),
+        sums=loss_is_sum(program, "The mean over trainers is taken") if merge is None else _sums(merge),
         lazy=tuple(str(name_of(choice)) for choice in listed(lazy)) if lazy else (),
         durability=durability if isinstance(durability, Durability) else Durability(durability),
         folder=None if folder is None else str(folder),
@@ -182,9 +184,9 @@ def _expect_reader(reader: Any, settings: Settings) -> None:
     Stream(reader, 0, settings.trainers, settings.epochs)  # raises what trainers would
 
 
-def _sums(merge: Merge | None) -> bool:
+def _sums(merge: Merge) -> bool:
     """Whether gradients are added, and not averaged."""
-    if merge is None or type(merge) is Average:
+    if type(merge) is Average:
         return False
     if type(merge) is Sum:
         return True
