@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any, Self
@@ -156,10 +158,7 @@ class Run:
                 "there. Give a folder that all of them reach, folder=..., or durability=None."
             )
         inside = getattr(self.engine, "folder", None)
-        temporary = tempfile.TemporaryDirectory(
-            prefix="onward-records-", dir=inside, ignore_cleanup_errors=True
-        )
-        return stack.enter_context(temporary)
+        return stack.enter_context(_temporary(inside))
 
     @property
     def _told(self) -> dict[str, Any]:
@@ -340,3 +339,17 @@ class Run:
         s = self.settings
         how = "running" if self.is_running else "ended"
         return f"Run({s.trainers} trainers, {s.servers} servers, {s.mode}, {how}, {self.history})"
+
+
+@contextmanager
+def _temporary(inside: str | None) -> Iterator[str]:
+    """A folder that is removed at the end, also if a host that was ended is writing its last file."""
+    folder = Path(tempfile.mkdtemp(prefix="onward-records-", dir=inside))
+    try:
+        yield str(folder)
+    finally:
+        for _ in range(20):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            sleep(0.05)
