@@ -201,6 +201,20 @@ def test_statistics_that_are_declared_and_not_assigned_are_refused():
         SGD.minimize(ow.trace(network))
 
 
+def test_a_number_that_the_loss_reads_may_stay():
+    """As the decay of an optimizer within the loss: what an inner gradient leaves unread is no next value."""
+
+    def loss(w, state, x):
+        slope = jax.grad(lambda h: (h * state["scale"]) ** 2)(jnp.sum(w * x))
+        return slope**2, {"scale": state["scale"], "count": state["count"] + 1}
+
+    state = {"scale": jnp.float32(3), "count": jnp.int32(0)}
+    step = ow.compile(SGD.minimize(loss, W, X, state=state))
+    next_state, out = step(step.init(W, state), X)
+    np.testing.assert_allclose(out.loss, loss(W, state, X)[0], rtol=1e-5)
+    assert (float(next_state.model_state["scale"]), int(next_state.model_state["count"])) == (3.0, 1)
+
+
 def test_a_layer_whose_result_is_not_used_is_only_warned_of():
     def loss(p, x):
         _ = x @ p["head"] + p["bias"]
@@ -209,6 +223,17 @@ def test_a_layer_whose_result_is_not_used_is_only_warned_of():
     params = {"w": W, "head": jnp.ones((3, 2)), "bias": jnp.ones(2)}
     with pytest.warns(ow.UnreachedWarning, match="'bias', 'head'"):
         SGD.minimize(loss, params, X[0])
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("product", [jnp.matmul, lambda h, w: jnp.einsum("bi,oi->bo", h, w)])
+def test_a_square_head_that_is_not_used_is_only_warned_of_whatever_the_batch(product, batch):
+    def loss(p, x):
+        _ = product(x, p["head"])
+        return jnp.mean(x * p["w"])
+
+    with pytest.warns(ow.UnreachedWarning, match="'head'"):
+        SGD.minimize(loss, {"w": W, "head": jnp.ones((3, 3))}, X[:batch])
 
 
 def test_what_is_shown_by_a_debug_print_is_read():

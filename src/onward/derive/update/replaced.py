@@ -16,7 +16,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs import Deciding, DrawsAlike
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Kind
 
@@ -60,6 +60,8 @@ _RECIPES = {
     optimizer.minimize(loss, params, x, state=state)
 """,
 }
+_PRODUCTS = {"conv_general_dilated", "dot_general"}
+_BESIDE_A_PRODUCT = {"convert_element_type", "jit", "pjit", "reshape", "transpose"}
 _STATISTICS = {"BatchStat": "flax.nnx", "State": "equinox"}  # classes that hold what is never trained
 
 
@@ -107,8 +109,13 @@ def _drawn_alike(program: Program) -> list[Variable]:
 def _left_behind(program: Program) -> list[Variable]:
     """The state and parameters of which a next value is computed that nobody reads."""
     results = {*program.outputs, *program.next_state.values(), *(g for _, g in program.gradients)}
-    used = {v for op in needed_ops(program, results) for v in op.inputs} | results
-    unused = [v for v in program.state if _stays(program, v) or (v.kind is Kind.PARAMETER and v not in used)]
+    needed = {v for op in needed_ops(program, results) for v in op.inputs}
+    unused = [
+        v
+        for v in program.state
+        if (_stays(program, v) and not (_is_float(v) and v in needed))
+        or (v.kind is Kind.PARAMETER and v not in needed | results)
+    ]
     if not unused:
         return []
     read = {v for op in program.ops for v in op.inputs}
@@ -126,12 +133,18 @@ def _ends_of(program: Program, v: Variable, ends: set[Variable]) -> Iterator[Var
     """The ends that are a value of this Variable's type, computed from it through values of its shape."""
     reached = {v}
     for op in program.ops:
-        if reached.isdisjoint(op.inputs):
+        if reached.isdisjoint(op.inputs) or _is_product(op):
             continue
         after = op.body.depending_on(i for i, given in enumerate(op.inputs) if given in reached)
         made = [w for j, w in enumerate(op.outputs) if j in after and w.shape == v.shape]
         reached.update(made)
         yield from (w for w in made if w in ends and w.dtype == v.dtype)
+
+
+def _is_product(op: Op) -> bool:
+    """Whether it only multiplies matrices: no next value of either, though a batch may give it the shape."""
+    names = op.body.primitives
+    return not names.isdisjoint(_PRODUCTS) and names <= _PRODUCTS | _BESIDE_A_PRODUCT
 
 
 def _trained_statistics(program: Program) -> list[Variable]:
