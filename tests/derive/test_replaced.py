@@ -264,3 +264,13 @@ def test_one_that_asks_may_draw():
         return dropped(w, key, x) if ow.is_training() else 2 * dropped(w, key, x)
 
     assert any("bernoulli" in op.type for op in ow.for_test(SGD.minimize(loss, W, KEY, X)).ops)
+
+
+def test_a_number_in_a_metric_that_is_dropped_is_only_warned_of():
+    def loss(p, x):
+        _ = p["temperature"] * -jnp.log(x)
+        return (p["w"] * x) ** 2
+
+    params = {"w": jnp.float32(1), "temperature": jnp.float32(1)}
+    with pytest.warns(ow.UnreachedWarning, match="temperature"):
+        ow.SGD(0.1).minimize(loss, params, jnp.float32(2))

@@ -107,14 +107,17 @@ def _drawn_alike(program: Program) -> list[Variable]:
 
 
 def _left_behind(program: Program) -> list[Variable]:
-    """The state and parameters of which a next value is computed that nobody reads."""
+    """The state and parameters of which a next value is computed that nobody reads.
+
+    A parameter that is one number, a temperature say, may be in a metric that the function drops.
+    """
     results = {*program.outputs, *program.next_state.values(), *(g for _, g in program.gradients)}
     needed = {v for op in needed_ops(program, results) for v in op.inputs}
     unused = [
         v
         for v in program.state
         if (_stays(program, v) and not (_is_float(v) and v in needed))
-        or (v.kind is Kind.PARAMETER and v not in needed | results)
+        or (v.kind is Kind.PARAMETER and v.shape and v not in needed | results)
     ]
     if not unused:
         return []
