@@ -48,6 +48,24 @@ def along_time(w, x):
     return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros_like(x), steps)[0].sum(1)
 
 
+def added_up_along_time(each):
+    """A loop over an axis that is none of the batch, which adds up what the examples give."""
+
+    def loss(w, x, y, m):
+        steps = jnp.stack([x, 2 * x, jnp.sin(x)])
+        return jax.lax.scan(lambda total, x: (total + each(errors(w, x)), None), 0.0, steps)[0]
+
+    return loss
+
+
+@jax.custom_vjp
+def squared(h):
+    return jnp.sum(h**2)
+
+
+squared.defvjp(lambda h: (squared(h), h), lambda h, g: (2 * h * g,))
+
+
 LOSSES = {
     "a sum": lambda w, x, y, m: errors(w, x).sum(),
     "a sum and a penalty": lambda w, x, y, m: errors(w, x).sum() + (w**2).sum(),
@@ -78,6 +96,15 @@ LOSSES = {
     "twins": lambda w, x, y, m: twins(w, x).mean(),
     "laid flat": lambda w, x, y, m: jnp.sum(jnp.sin(x @ w).reshape(-1)) / x.size,
     "along time": lambda w, x, y, m: along_time(w, x).sum(),
+    "sums along time": added_up_along_time(jnp.sum),
+    "means along time": added_up_along_time(jnp.mean),
+    "a sum that is computed again": lambda w, x, y, m: jax.checkpoint(lambda w: errors(w, x).sum())(w),
+    "a sum with a rule": lambda w, x, y, m: squared(x @ w),
+    "a sum in a branch": lambda w, x, y, m: jax.lax.cond(
+        w[0, 0] > 0, lambda: errors(w, x).sum(), lambda: 2 * errors(w, x).sum()
+    ),
+    "one after the other, by map": lambda w, x, y, m: jax.lax.map(lambda x: jnp.sum(x @ w) ** 2, x).sum(),
+    "segments": lambda w, x, y, m: (jax.ops.segment_sum(errors(w, x), y, 3) ** 2).sum(),
     "for each by vmap": lambda w, x, y, m: jax.vmap(lambda x, m: m * jnp.sum(x @ w) ** 2)(x, m).sum(),
     "mean by vmap": lambda w, x, y, m: jax.vmap(
         lambda x: jnp.sum((x @ w - jax.lax.pmean(x @ w, "b")) ** 2), axis_name="b"
@@ -197,6 +224,13 @@ SEES_OTHERS = {
     "pairwise": (pairwise, "makes an array of all pairs of examples"),
     "sorted": (lambda w, x: (jnp.sort((x @ w).sum(1)) * jnp.arange(len(x))).mean(), "along the examples"),
     "summed up": (lambda w, x: jnp.tanh(jnp.cumsum(x @ w, 0)).mean(), "along the examples"),
+    "one by one": (
+        lambda w, x: jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.zeros(3), x)[1].mean(),
+        "one after the other",
+    ),
+    "numbered": (lambda w, x: (errors(w, x) * jnp.arange(len(x))).mean(), "counts the examples"),
+    "by a table": (lambda w, x: (errors(w, x) * np.linspace(0, 1, len(x))).mean(), "counts the examples"),
+    "differences": (lambda w, x: (jnp.diff(x @ w, axis=0) ** 2).mean(), "some of the examples"),
     "reversed": (lambda w, x: (jnp.tanh(x @ w) * (x @ w)[::-1]).mean(), "along the examples"),
     "first": (lambda w, x: jnp.tanh(x @ w).mean() + (x @ w)[0].sum(), "takes some of the examples"),
     "place": (lambda w, x: (x @ w).mean() * (x @ w)[:, 0].argmax(), "takes some of the examples"),

@@ -1013,6 +1013,19 @@ def carries_of(body: Body) -> list[tuple[int, int]]:
     return [(given.index(old), made.index(new)) for old, new in pairs if old in given and new in made]
 
 
+def carry_of(body: Body) -> tuple[int, int]:
+    """For a ``scan`` at which operand begins what one turn hands to the next, and how much it is.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loop(a, x):
+    ...     return jax.lax.scan(lambda x, _: (a * x, x), x, length=3)
+    >>> carry_of(body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
+    (1, 1)
+    """
+    (eqn,) = body.equations
+    return _carry_of_scan(eqn, Body(_jaxprs_in(eqn.params["jaxpr"])[0]))
+
+
 def _below(scope: str, name: str) -> str:
     return f"{scope}/{name}" if scope and name else scope or name
 

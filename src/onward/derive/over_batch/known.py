@@ -33,11 +33,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Follows:
-    """The whole's value is ``parts ** power`` times what ``kind`` says; ``layout`` is known of some ROWS."""
+    """The whole's value is ``parts ** power`` times what ``kind`` says.
+
+    ``layout`` is known of some ROWS; ``counts`` says that they number the examples of a part from 0.
+    """
 
     kind: How
     power: int = 0
     layout: Layout | None = None
+    counts: bool = False
 
 
 SAME, OWN = Follows(How.SAME), Follows(How.OWN)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Body, Call
+from onward.core.jaxprs import Call
 from onward.core.program import Op, Variable
 from onward.derive.over_batch.known import OWN, SAME, Follows, How, Need
 
@@ -38,9 +38,16 @@ _PLACES = {
     "dynamic_slice",
 }
 _LINEAR = _VALUES | _PLACES | {"gather", "reduce_sum", "psum", "cumsum"}
+_INDEXING = _PLACES | {"convert_element_type", "add", "select_n", "concatenate"}  # on the way to an index
+_BY_PLACE = {
+    "gather",
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "lt",
+}  # what an index is for; whether it is negative
 _PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
 _SUMS = frozenset(["add", "sub", "add_any", "concatenate", "select_n", "pad"])
-_REDUCES = ("reduce_", "arg", "dot_general")
 
 
 class Operands:
@@ -75,23 +82,42 @@ class Operands:
 
     def combined(self, call: Call) -> Follows:
         """How the result follows the whole's, its shape apart; asks for what cannot be told otherwise."""
+        self.settle_extremes()
+        if call.primitive in _LINEAR and _keeps_inexact(call):
+            self._settle(self.values[1:])
+            return self._kept(self.values[0][0])
+        if call.primitive in _PRODUCTS:
+            return self._product()
+        if call.primitive == "div":
+            return self._quotient()
+        if call.primitive in _SUMS:
+            cases = self.values[1:] if call.primitive == "select_n" else self.values
+            self._settle(self.values[: len(self.values) - len(cases)])
+            return self._sum([i for i, x in enumerate(self.values) if x in cases])
+        return self.settled()
+
+    def settle_extremes(self) -> None:
+        """Ask for the largest and the smallest of the whole where those of the part would be read."""
         self._merge([i for i, (f, _) in enumerate(self.values) if f.kind in (How.MOST, How.LEAST)])
-        if not call.inner:
-            if call.primitive in _LINEAR and _keeps_inexact(call):
-                self._settle(self.values[1:])
-                return self._kept(self.values[0][0])
-            if call.primitive in _PRODUCTS:
-                return self._product()
-            if call.primitive == "div":
-                return self._quotient()
-            if call.primitive in _SUMS:
-                cases = self.values[1:] if call.primitive == "select_n" else self.values
-                self._settle(self.values[: len(self.values) - len(cases)])
-                return self._sum([i for i, x in enumerate(self.values) if x in cases])
-        elif self._reduces_within():
-            return self._opaque_loop()
+
+    def zeros(self) -> list[bool]:
+        """Which operands are 0 throughout."""
+        return [self._is_zero(i) or v in self.walk.zeros for i, (_, v) in enumerate(self.values)]
+
+    def settled(self) -> Follows:
+        """How the result follows if all is read exactly as the whole would."""
         self._settle(self.values)
         return self._kind_of_all()
+
+    def counts_on(self, call: Call, walk: Walk) -> bool:
+        """Whether the result numbers examples as well; noted, unless an index is made of it."""
+        if not any(f.counts for f, _ in self.values) or call.primitive in _BY_PLACE:
+            return False
+        fixed = all(f.counts or v is None or call.primitive != "add" for f, v in self.values)
+        if call.primitive in _INDEXING and fixed:
+            return True
+        walk.note(self.op, "counts the examples from 0")
+        return False
 
     def _kept(self, first: Follows) -> Follows:
         return first if first.kind is How.ROWS or not self._has(How.ROWS) else Follows(How.ROWS, first.power)
@@ -176,35 +202,6 @@ class Operands:
         needs = self.walk.result.needs.setdefault(self.op, {})
         before = needs.get(v, Need(How.SAME))
         needs[v] = Need(before.merged if merged is How.SAME else merged, power or before.power)
-
-    def _reduces_within(self) -> bool:
-        """Whether a loop or a function that is called reduces over the examples somewhere in it."""
-        pairs = zip(_calls_within(self.op.body), _calls_within(self.other.body), strict=False)
-        return any(mine.primitive.startswith(_REDUCES) and _shrinks(mine, theirs) for mine, theirs in pairs)
-
-    def _opaque_loop(self) -> Follows:
-        if self._has(How.ROWS) and any(self.walk.axes(v) for v in self.op.outputs):
-            self.walk.note(self.op, "computes a statistic of the examples within, and goes on with it")
-        self._settle(self.values)
-        return self._kind_of_all()
-
-
-def _calls_within(body: Body) -> Iterator[Call]:
-    for call in body.calls:
-        yield call
-        for bodies in call.inner.values():
-            for inner in bodies:
-                yield from _calls_within(inner)
-
-
-def _shrinks(mine: Call, theirs: Call) -> bool:
-    """Whether an equation reads what is longer in the whole, and gives what is not."""
-
-    def lengths(call: Call) -> tuple[list[Any], list[Any]]:
-        return [t.shape for t in call.operands], [t.shape for t in call.results]
-
-    (read, given), (read_whole, given_whole) = lengths(mine), lengths(theirs)
-    return read != read_whole and given == given_whole
 
 
 def _keeps_inexact(call: Call) -> bool:

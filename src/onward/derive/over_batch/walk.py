@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs import Call
@@ -27,6 +29,7 @@ from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
 from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, Layout
 from onward.derive.over_batch.operands import Operands
+from onward.derive.over_batch.within import within
 
 _ADDS = ("reduce_sum", "dot_general", "psum")  # psum: what vmap made of one
 _EXTREMES = {"reduce_max": How.MOST, "reduce_min": How.LEAST}
@@ -53,8 +56,23 @@ def follow(
         can_have: whether the parts can have a statistic of the whole batch, told whether it comes back to
             the examples (as that of batch normalization does). What they cannot have is theirs alone.
     """
+    rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
+    state, first = [SAME] * len(part.state), Follows(How.ROWS, 0, Layout(0))
+    given = [*(first if v.name in split else SAME for v in part.inputs), *state]
+    return walked(whole, part, given, parts, rows, can_have)
+
+
+def walked(
+    whole: Program,
+    part: Program,
+    given: Sequence[Follows],
+    parts: int,
+    rows: int,
+    can_have: Callable[[bool], bool],
+) -> Following | None:
+    """The same where it is known how data and state follow the whole's; a part has so many ``rows``."""
     pairs = _aligned(whole, part)
-    return None if pairs is None else Walk(whole, part, parts, split, can_have).over(pairs)
+    return None if pairs is None else Walk(whole, part, given, parts, rows, can_have).over(pairs)
 
 
 def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None:
@@ -87,22 +105,30 @@ class Walk:
         self,
         whole: Program,
         part: Program,
+        given: Sequence[Follows],
         parts: int,
-        split: Collection[str],
+        rows: int,
         can_have: Callable[[bool], bool],
     ) -> None:
-        self.part, self.parts, self.can_have = part, parts, can_have
+        self.part, self.parts, self.rows, self.can_have = part, parts, rows, can_have
         self.equal = equal_variables(part)
-        self.like = dict(zip((*part.inputs, *part.state), (*whole.inputs, *whole.state), strict=True))
-        self.rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
-        self.result = Following(dict.fromkeys(self.like, SAME))
-        for v in part.inputs:
-            if v.name in split:
-                self.result.found[v] = Follows(How.ROWS, 0, Layout(0))
+        known = (*part.inputs, *part.state)
+        self.like = dict(zip(known, (*whole.inputs, *whole.state), strict=True))
+        self.result = Following(dict(zip(known, given, strict=True)))
+        self.zeros: set[Variable] = set()
         for v, other in zip(part.constants, whole.constants, strict=False):
             self.like[v] = other
-            same = np.shape(part.constants[v]) == np.shape(whole.constants[other])
-            self.result.found[v] = SAME if same else Follows(How.ROWS)
+            self.result.found[v] = self._constant(v, part.constants[v], whole.constants[other])
+
+    def inner(self, whole: Program, part: Program, given: Sequence[Follows]) -> Following | None:
+        """How the values of what an op runs follow, where it is known of what it is given."""
+        return walked(whole, part, given, self.parts, self.rows, lambda reaches: True)
+
+    def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
+        if np.shape(mine) == np.shape(theirs):
+            return SAME
+        counts = jnp.issubdtype(v.dtype, np.number) and np.unique(np.asarray(mine)).size > 1
+        return Follows(How.ROWS, counts=bool(counts))
 
     def over(self, pairs: Sequence[tuple[Op, Op | None]]) -> Following:
         """The walk over all ops."""
@@ -141,8 +167,10 @@ class Walk:
             return [Follows(How.SAME, power) if v in self.equal else OWN for v in op.outputs]
         calls = list(op.body.calls)
         if len(calls) != 1:
-            return [self._by_shape(v, OWN) for v in op.outputs]
+            return [self.by_shape(v, OWN) for v in op.outputs]
         given = Operands(self, op, other)
+        if calls[0].inner and not calls[0].primitive.startswith("scatter"):
+            return within(self, op, other, calls[0], given)
         how = given.combined(calls[0])
         return [self._output(op, v, calls[0], given, how) for v in op.outputs]
 
@@ -151,29 +179,39 @@ class Walk:
         power = max((self.result.found[v].power for v in op.inputs), default=0)
         return power - any(c.kind.startswith("psum") for c in op.body.collectives)
 
-    def _by_shape(self, v: Variable, otherwise: Follows) -> Follows:
+    def by_shape(self, v: Variable, otherwise: Follows) -> Follows:
+        """What the lengths of a value alone tell."""
         axes = self.axes(v)
         return Follows(How.ROWS) if axes and len(axes) == 1 else otherwise
 
     def _output(self, op: Op, v: Variable, call: Call, given: Operands, how: Follows) -> Follows:
         axes = self.axes(v)
-        if axes is None:
-            return OWN
         if how.kind is not How.ROWS:
-            return how if not axes else self._by_shape(v, OWN)
+            return self._without_rows(op, v, call, how, axes)
+        if axes is None:
+            self.note(op, "takes some of the examples, or adds to them")
+            return OWN
         if len(axes) > 1:
             self.note(op, "makes an array of all pairs of examples")
             return OWN
         if axes:
-            return replace(how, layout=self._layout(op, v, axes[0], call, given))
-        if call.primitive in _ADDS:
+            counts = given.counts_on(call, self)
+            return replace(how, layout=self._layout(op, v, axes[0], call, given), counts=counts)
+        if call.primitive in _ADDS or (call.primitive == "scatter-add" and op.inputs[0] in self.zeros):
             return Follows(How.MEAN, how.power + 1)
         extreme = (_OF_TRUTHS if v.dtype == bool else _EXTREMES).get(call.primitive)
         if extreme is not None:
             return Follows(extreme)
-        if not call.inner:
-            self.note(op, "takes some of the examples")
+        self.note(op, "takes some of the examples")
         return OWN
+
+    def _without_rows(self, op: Op, v: Variable, call: Call, how: Follows, axes: list[int] | None) -> Follows:
+        if call.primitive == "broadcast_in_dim" and op.body.numbers[0] is not None:
+            self.zeros.update([v] if not np.any(op.body.numbers[0]) else [])
+        if axes:
+            found = self.by_shape(v, OWN)
+            return replace(found, counts=call.primitive == "iota" and axes == [call.params["dimension"]])
+        return OWN if axes is None else how
 
     def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> Layout | None:
         known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]
