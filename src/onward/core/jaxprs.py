@@ -548,8 +548,8 @@ _replicas: ContextVar[Replicas | None] = ContextVar("replicas", default=None)
 
 
 @contextmanager
-def along(replicas: Replicas) -> Iterator[None]:
-    """Whatever is traced meanwhile may use collectives along this axis, such as ``jax.lax.pmean``."""
+def along(replicas: Replicas | None) -> Iterator[None]:
+    """Whatever is traced meanwhile may use collectives along this axis; None: along none."""
     token = _replicas.set(replicas)
     try:
         yield

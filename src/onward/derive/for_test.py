@@ -34,12 +34,12 @@ def for_test(program: Program) -> Program:
         >>> [v.name for v in for_test(program).state]
         ['fc_0/w', 'fc_0/b']
     """
-    test = tested(program)
+    test = quietly_for_test(program)
     _warn_of_draws(test)
     return test
 
 
-def tested(program: Program) -> Program:
+def quietly_for_test(program: Program) -> Program:
     """The same without a word: for what may never be asked to evaluate."""
     recipe = recipe_of(program, "as a test Program", "Trace the network with training=False")
     test = recipe.origin.for_test()

@@ -171,8 +171,11 @@ def _forward(
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     local = substitute(local, placed)
     if rows and devices.size > 1:
-        whole = opened(_traced_for(recipe, program, split, rows * devices.size))
-        local = of_whole_batch(whole, local, devices, split, replicas, merge.is_sum)
+
+        def trace(rows: int) -> Program:
+            return opened(_traced_for(recipe, program, split, rows))
+
+        local = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
     own = _with_own_keys(local, devices)
     if weight is None:
         return check(_with_merged_state(own, devices)), None
@@ -180,11 +183,12 @@ def _forward(
 
 
 def _traced_for(recipe: Recipe, program: Program, split: tuple[str, ...], rows: int) -> Program:
-    """The forward pass for so many rows, as it was traced where they are those of the Program."""
+    """The forward pass for so many rows on one device, as it was traced if they are those of the Program."""
     known = recipe.forward
     if known is not None and program[split[0]].shape[0] == rows == known[split[0]].shape[0]:
         return known
-    return recipe.origin.trace(data_types(program, split, rows))
+    with along(None):
+        return recipe.origin.trace(data_types(program, split, rows))
 
 
 def _expect_alike(program: Program) -> None:

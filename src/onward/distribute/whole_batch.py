@@ -7,7 +7,7 @@ a statistic of the batch that something not linear reads (normalization, a root,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,21 +26,21 @@ from onward.distribute.weave import Weave
 
 
 def of_whole_batch(
-    whole: Program,
+    trace: Callable[[int], Program],
     local: Program,
-    devices: Devices,
+    rows: int,
     split: Collection[str],
     replicas: Replicas,
     is_sum: bool,
 ) -> Program:
-    """The forward Program of one device that computes its share of what ``whole`` computes.
+    """The forward Program of one device that computes its share of what the whole batch gives.
 
     Args:
-        whole: the function traced for the whole batch.
-        local: the same for the part of one device.
-        devices: the others.
+        trace: the function's forward Program for so many examples on one device.
+        local: the same for the part of each of several.
+        rows: how many examples that are.
         split: the names of the data that is split.
-        replicas: whether statistics that come back to the examples are those of the whole batch.
+        replicas: how many devices, and whether what comes back to the examples is merged.
         is_sum: whether gradients are merged as those of a loss that is a sum.
 
     Warns:
@@ -51,15 +51,32 @@ def of_whole_batch(
     def can_have(reaches: bool) -> bool:
         return replicas.syncs or not reaches
 
+    devices = Devices(replicas.name, replicas.count)
+    whole = trace(rows * devices.size)
     following = follow(whole, local, devices.size, split, can_have)
     if following is None:
-        if replicas.syncs:
+        if replicas.syncs and not (rows == 1 and _is_additive(trace, split, devices.size)):
             warnings.warn(_other_graph(whole, local), stacklevel=user_level())
         return local
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
         warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
     return _scaled(_with_statistics(local, following, devices), following, devices, is_sum)
+
+
+def _is_additive(trace: Callable[[int], Program], split: Collection[str], count: int) -> bool:
+    """Whether nothing has to be merged before the results, told from two examples a part.
+
+    JAX leaves out axes of one example, so the function may look another one for it.
+    """
+    part = trace(2)
+    following = follow(trace(2 * count), part, count, split)
+    if following is None:
+        return False
+    asked = following.needs or following.numbers or following.mixing
+    found = {v: following.found[v] for v in (*part.outputs, *part.next_state.values())}
+    plain = (How.SAME, How.MEAN, How.ROWS)
+    return not asked and all(f.kind in plain and not (f.power and _is_float(v)) for v, f in found.items())
 
 
 def _with_statistics(local: Program, following: Following, devices: Devices) -> Program:

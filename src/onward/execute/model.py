@@ -16,7 +16,7 @@ from onward.core.walk import descendants, prune
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import trace
-from onward.derive.for_test import tested
+from onward.derive.for_test import quietly_for_test
 from onward.derive.seam import forward_pass
 from onward.execute.applied import applied
 from onward.execute.checkpoint.checkpoints import Checkpoints
@@ -240,7 +240,7 @@ def _topology(network: Any, options: dict[str, Any]) -> Program:
 
 def _test_program(topology: Program) -> Program:
     try:
-        return tested(topology)
+        return quietly_for_test(topology)
     except RecipeError:
         return forward_pass(topology)
 

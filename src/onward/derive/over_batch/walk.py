@@ -116,6 +116,7 @@ class Walk:
         self.like = dict(zip(known, (*whole.inputs, *whole.state), strict=True))
         self.result = Following(dict(zip(known, given, strict=True)))
         self.zeros: set[Variable] = set()
+        self.has_own_axis = any(op.body.collectives for op in whole.ops)
         for v, other in zip(part.constants, whole.constants, strict=False):
             self.like[v] = other
             self.result.found[v] = self._constant(v, part.constants[v], whole.constants[other])
@@ -254,5 +255,6 @@ class Walk:
         return replace(layout, blocks=(limit - start) // block)
 
     def note(self, op: Op, why: str) -> None:
-        """Remember an op in which examples see each other."""
-        self.result.mixing.append((op, why))
+        """Remember an op in which examples see each other, unless the function speaks of devices itself."""
+        if not self.has_own_axis:
+            self.result.mixing.append((op, why))
