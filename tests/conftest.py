@@ -64,7 +64,7 @@ def pytest_collection_finish(session):
     """What is there before the first test is not looked through in every collection of garbage."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)  # what tests leave is looked through now and then
+    gc.set_threshold(5_000, 10, 10)  # what tests leave is looked through now and then
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def earlier_objects_frozen():
     """What tests before left behind is not looked through again: benchmarks collect garbage in each round."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)  # what tests leave is looked through now and then
+    gc.set_threshold(5_000, 10, 10)  # what tests leave is looked through now and then
 
 
 @pytest.fixture(scope="module")
@@ -95,4 +95,4 @@ def nothing_frozen():
     gc.unfreeze()
     yield
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)  # what tests leave is looked through now and then
+    gc.set_threshold(5_000, 10, 10)  # what tests leave is looked through now and then
