@@ -103,6 +103,11 @@ LOSSES = {
     "a sum in a branch": lambda w, x, y, m: jax.lax.cond(
         w[0, 0] > 0, lambda: errors(w, x).sum(), lambda: 2 * errors(w, x).sum()
     ),
+    "in a branch that a mean decides": lambda w, x, y, m: jax.lax.cond(
+        errors(w, x).mean() > errors(w, x[:, ::-1]).mean(),
+        lambda: errors(w, x).sum(),
+        lambda: errors(3 * w, x).sum(),
+    ),
     "one after the other, by map": lambda w, x, y, m: jax.lax.map(lambda x: jnp.sum(x @ w) ** 2, x).sum(),
     "segments": lambda w, x, y, m: (jax.ops.segment_sum(errors(w, x), y, 3) ** 2).sum(),
     "for each by vmap": lambda w, x, y, m: jax.vmap(lambda x, m: m * jnp.sum(x @ w) ** 2)(x, m).sum(),

@@ -84,16 +84,16 @@ class Operands:
         """How the result follows the whole's, its shape apart; asks for what cannot be told otherwise."""
         self.settle_extremes()
         if call.primitive in _LINEAR and _keeps_inexact(call):
-            self._settle(self.values[1:])
+            self.settle(*range(1, len(self.values)))
             return self._kept(self.values[0][0])
         if call.primitive in _PRODUCTS:
             return self._product()
         if call.primitive == "div":
             return self._quotient()
         if call.primitive in _SUMS:
-            cases = self.values[1:] if call.primitive == "select_n" else self.values
-            self._settle(self.values[: len(self.values) - len(cases)])
-            return self._sum([i for i, x in enumerate(self.values) if x in cases])
+            chosen = (0,) if call.primitive == "select_n" else ()
+            self.settle(*chosen)
+            return self._sum(range(len(chosen), len(self.values)))
         return self.settled()
 
     def settle_extremes(self) -> None:
@@ -106,7 +106,7 @@ class Operands:
 
     def settled(self) -> Follows:
         """How the result follows if all is read exactly as the whole would."""
-        self._settle(self.values)
+        self.settle(*range(len(self.values)))
         return self._kind_of_all()
 
     def counts_on(self, call: Call, walk: Walk) -> bool:
@@ -161,13 +161,12 @@ class Operands:
                 return Follows(kind)
         return SAME
 
-    def _settle(self, values: Sequence[tuple[Follows, Variable | None]]) -> None:
+    def settle(self, *places: int) -> None:
         """Ask for exactly what the whole would read in these places."""
-        for i, value in enumerate(self.values):
-            if any(value is x for x in values):
-                if value[0].kind is How.MEAN:
-                    self._merge([i])
-                self._scale(i)
+        for i in places:
+            if self.values[i][0].kind is How.MEAN:
+                self._merge([i])
+            self._scale(i)
 
     def _merge(self, places: Iterable[int]) -> None:
         for i in places:

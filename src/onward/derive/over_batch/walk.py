@@ -215,16 +215,16 @@ class Walk:
         return OWN if axes is None else how
 
     def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> Layout | None:
+        if call.primitive in _ALONG:
+            along = call.params[_ALONG[call.primitive]]
+            if axis in (along if isinstance(along, tuple) else (along,)):
+                self.note(op, "runs along the examples")
         known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]
         if not known:
             return None
         first, source = known[0]
         if call.primitive == "reshape":
             return self._reshaped(op, first, source, v, axis)
-        if call.primitive in _ALONG:
-            along = call.params[_ALONG[call.primitive]]
-            if first.axis in (along if isinstance(along, tuple) else (along,)):
-                self.note(op, "runs along the examples")
         if call.primitive == "concatenate" and call.params["dimension"] == first.axis:
             blocks = [layout.blocks for layout, _ in known]
             return replace(first, blocks=sum(blocks)) if len(blocks) == len(given.arrays) else None

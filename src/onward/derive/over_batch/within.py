@@ -44,11 +44,12 @@ class _Inside:
 
     def found(self, call: Call, given: Operands) -> list[Follows] | None:
         """How the outputs follow the whole's; None if it cannot be told."""
+        if call.primitive == "cond":
+            given.settle(0)
+            return self.cond([f for f, _ in given.values])
         values = [f for f, _ in given.values]
         if call.primitive == "scan" and len(self.parts) == 1:
-            return self.scan(values, given.zeros(), call)
-        if call.primitive == "cond":
-            return self.cond(values)
+            return self.scan(given, call)
         if call.primitive in _CALLS and self.parts and len(self.parts[0].inputs) == len(values):
             return self.called(self.wholes[0], self.parts[0], values)
         return None
@@ -66,16 +67,17 @@ class _Inside:
         found = [self.called(whole, part, values[1:]) for whole, part in pairs]
         return found[0] if values[0] == SAME and all(f == found[0] for f in found) else None
 
-    def scan(self, values: Sequence[Follows], zeros: Sequence[bool], call: Call) -> list[Follows] | None:
+    def scan(self, given: Operands, call: Call) -> list[Follows] | None:
         """The carry at the end, and what each turn gives, stacked."""
         count, carries = carry_of(self.op.body)
-        begin, behind = values[count : count + carries], values[count + carries :]
-        turns = [f for f in map(_turn, behind) if f is not None]
-        if len(turns) < len(behind):
+        values = [f for f, _ in given.values]
+        begin, along = values[count : count + carries], given.values[count + carries :]
+        if any(v is not None and 0 in (self.walk.axes(v) or ()) for _, v in along):
             return self._along_examples(carries, len(call.results))
+        turns = [_turn(f) for f, _ in along]
         summed = [
             Follows(How.MEAN, 1) if zero and f == SAME else f
-            for f, zero in zip(begin, zeros[count:], strict=False)
+            for f, zero in zip(begin, given.zeros()[count:], strict=False)
         ]
         for carry in (begin, summed):
             found = self._settled(values[:count], carry, turns)
@@ -110,12 +112,10 @@ def _is_plain(following: Following, part: Program) -> bool:
     return known and not (following.needs or following.numbers or following.mixing or following.bent)
 
 
-def _turn(follows: Follows) -> Follows | None:
-    """One turn's share of what a loop runs along; None if that is along the examples."""
-    if follows.kind is not How.ROWS or follows.layout is None:
+def _turn(follows: Follows) -> Follows:
+    """One turn's share of what a loop runs along."""
+    if follows.layout is None:
         return follows
-    if follows.layout.axis == 0:
-        return None
     return replace(follows, layout=replace(follows.layout, axis=follows.layout.axis - 1))
 
 
