@@ -10,8 +10,9 @@ and needs the statistic of the whole batch first.
 >>> def loss(w, x):
 ...     return jnp.sum((x @ w) ** 2)
 >>> whole, part = (ow.trace(loss, jnp.ones(3), jnp.ones((rows, 3))) for rows in (8, 4))
->>> follow(whole, part, 2, {"x"}).found[part.loss]
-Follows(kind=<How.MEAN: 'mean'>, power=1, layout=None)
+>>> loss = follow(whole, part, 2, {"x"}).found[part.loss]
+>>> str(loss.kind), loss.power
+('mean', 1)
 """
 
 from __future__ import annotations
