@@ -41,6 +41,7 @@ def recurrent(params, x, y):
 
 
 MODELS = {"mlp": mlp, "residual": residual, "recurrent": recurrent}
+APART = {"sync_batch_norm": False}  # the recurrent model goes along the batch, which is warned of otherwise
 TRANSFORMS = {
     "accumulate": lambda p: ow.accumulate(p, 2),
     "fence": ow.fence,
@@ -48,10 +49,10 @@ TRANSFORMS = {
     "mixed": lambda p: ow.mixed_precision(p, "bfloat16"),
     "prune": lambda p: ow.prune(p, [p.loss]),
     "recompute": lambda p: ow.recompute(p, scopes="*"),
-    "replicate": lambda p: ow.replicate(p, 2),
+    "replicate": lambda p: ow.replicate(p, 2, **APART),
     "roll": ow.roll,
     "test": ow.for_test,
-    "sharded": lambda p: ow.replicate(ow.mixed_precision(p, "bfloat16"), 2, ow.Sharded()),
+    "sharded": lambda p: ow.replicate(ow.mixed_precision(p, "bfloat16"), 2, ow.Sharded(), **APART),
 }
 CASES = [(m, t) for m in MODELS for t in TRANSFORMS if t not in ("recompute", "roll") or m == "residual"]
 
