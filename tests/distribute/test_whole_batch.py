@@ -79,6 +79,8 @@ LOSSES = {
     "by mask": lambda w, x, y, m: (m * errors(w, x)).sum() / m.sum(),
     "by count": lambda w, x, y, m: (m * errors(w, x)).sum() / jnp.maximum((m > 0).sum(), 1),
     "where": lambda w, x, y, m: jnp.mean(errors(w, x), where=m > 0),
+    "filled in by a mean": lambda w, x, y, m: jnp.where(m[:, None] > 0, x @ w, (x @ w).mean() ** 3).mean(),
+    "by equal shares": lambda w, x, y, m: (jnp.full(len(x), 1 / len(x)) * errors(w, x)).sum(),
     "unbiased": lambda w, x, y, m: (x @ w).var(0, ddof=1).sum(),
     "standardized": lambda w, x, y, m: (standardized(w, x) ** 3).mean(),
     "standardized, summed": lambda w, x, y, m: (standardized(w, x) ** 3).sum(),

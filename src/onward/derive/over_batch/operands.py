@@ -14,7 +14,7 @@ from onward.core.program import Op, Variable
 from onward.derive.over_batch.known import OWN, SAME, Follows, How, Need
 
 if TYPE_CHECKING:
-    from onward.derive.over_batch.walk import Walk
+    from onward.derive.over_batch.walk import Follower
 
 _VALUES = {
     "neg",
@@ -53,7 +53,7 @@ _SUMS = frozenset(["add", "sub", "add_any", "concatenate", "select_n", "pad"])
 class Operands:
     """What the equation of an op reads, and what it would have to read in place of that."""
 
-    def __init__(self, walk: Walk, op: Op, other: Op) -> None:
+    def __init__(self, walk: Follower, op: Op, other: Op) -> None:
         self.walk, self.op, self.other = walk, op, other
         self.values = list(map(self._value, op.body.operands, op.body.numbers, other.body.numbers))
         found = walk.result.found
@@ -83,6 +83,8 @@ class Operands:
     def combined(self, call: Call) -> Follows:
         """How the result follows the whole's, its shape apart; asks for what cannot be told otherwise."""
         self.settle_extremes()
+        if any(map(self.walk.axes, self.op.outputs)):  # examples read it, be it alone
+            self._merge([i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN])
         if call.primitive in _LINEAR and _keeps_inexact(call):
             self.settle(*range(1, len(self.values)))
             return self._kept(self.values[0][0])
@@ -109,7 +111,7 @@ class Operands:
         self.settle(*range(len(self.values)))
         return self._kind_of_all()
 
-    def counts_on(self, call: Call, walk: Walk) -> bool:
+    def counts_on(self, call: Call, walk: Follower) -> bool:
         """Whether the result numbers examples as well; noted, unless an index is made of it."""
         if not any(f.counts for f, _ in self.values) or call.primitive in _BY_PLACE:
             return False
@@ -124,15 +126,13 @@ class Operands:
 
     def _product(self) -> Follows:
         means = [i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN]
-        if self._has(How.ROWS) or len(means) > 1:
+        if len(means) > 1:
             self._merge(means)
         return replace(self._kind_of_all(), power=sum(f.power for f, _ in self.values))
 
     def _quotient(self) -> Follows:
         above, below = (f for f, _ in self.values)
         self._merge([1] if below.kind is How.MEAN else [])
-        if self._has(How.ROWS):
-            self._merge([0] if above.kind is How.MEAN else [])
         above, below = (f for f, _ in self.values)
         return replace(self._kind_of_all(), power=above.power - below.power)
 

@@ -60,20 +60,8 @@ def follow(
     rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
     state, first = [SAME] * len(part.state), Follows(How.ROWS, 0, Layout(0))
     given = [*(first if v.name in split else SAME for v in part.inputs), *state]
-    return walked(whole, part, given, parts, rows, can_have)
-
-
-def walked(
-    whole: Program,
-    part: Program,
-    given: Sequence[Follows],
-    parts: int,
-    rows: int,
-    can_have: Callable[[bool], bool],
-) -> Following | None:
-    """The same where it is known how data and state follow the whole's; a part has so many ``rows``."""
     pairs = _aligned(whole, part)
-    return None if pairs is None else Walk(whole, part, given, parts, rows, can_have).over(pairs)
+    return None if pairs is None else Follower(pairs, whole, part, given, parts, rows, can_have).followed()
 
 
 def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None:
@@ -99,11 +87,12 @@ def _ranks(variables: Iterable[Variable]) -> list[int]:
     return [v.ndim for v in variables]
 
 
-class Walk:
-    """One walk over the ops of a part, each beside that of the whole."""
+class Follower:
+    """One walk over the ops of a part, each beside that of the whole; a part has so many ``rows``."""
 
     def __init__(
         self,
+        pairs: Sequence[tuple[Op, Op | None]],
         whole: Program,
         part: Program,
         given: Sequence[Follows],
@@ -111,7 +100,7 @@ class Walk:
         rows: int,
         can_have: Callable[[bool], bool],
     ) -> None:
-        self.part, self.parts, self.rows, self.can_have = part, parts, rows, can_have
+        self.pairs, self.parts, self.rows, self.can_have = pairs, parts, rows, can_have
         self.equal = equal_variables(part)
         known = (*part.inputs, *part.state)
         self.like = dict(zip(known, (*whole.inputs, *whole.state), strict=True))
@@ -124,7 +113,10 @@ class Walk:
 
     def inner(self, whole: Program, part: Program, given: Sequence[Follows]) -> Following | None:
         """How the values of what an op runs follow, where it is known of what it is given."""
-        return walked(whole, part, given, self.parts, self.rows, lambda reaches: True)
+        pairs = _aligned(whole, part)
+        if pairs is None:
+            return None
+        return Follower(pairs, whole, part, given, self.parts, self.rows, lambda reaches: True).followed()
 
     def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
         if np.shape(mine) == np.shape(theirs):
@@ -132,15 +124,15 @@ class Walk:
         counts = jnp.issubdtype(v.dtype, np.number) and np.unique(np.asarray(mine)).size > 1
         return Follows(How.ROWS, counts=bool(counts))
 
-    def over(self, pairs: Sequence[tuple[Op, Op | None]]) -> Following:
+    def followed(self) -> Following:
         """The walk over all ops."""
-        for op, other in pairs:
+        for op, other in self.pairs:
             if other is None:
                 self.like.update((v, self.like[op.inputs[0]]) for v in op.outputs)
             else:
                 self.like.update(zip(op.outputs, other.outputs, strict=True))
-        self.reaching = self._reaching(op for op, _ in pairs)
-        for op, other in pairs:
+        self.reaching = self._reaching(op for op, _ in self.pairs)
+        for op, other in self.pairs:
             self.result.found.update(zip(op.outputs, self._followed(op, other), strict=True))
         return self.result
 
@@ -211,8 +203,8 @@ class Walk:
         if call.primitive == "broadcast_in_dim" and op.body.numbers[0] is not None:
             self.zeros.update([v] if not np.any(op.body.numbers[0]) else [])
         if axes:
-            found = self.by_shape(v, OWN)
-            return replace(found, counts=call.primitive == "iota" and axes == [call.params["dimension"]])
+            counts = call.primitive == "iota" and axes == [call.params["dimension"]]
+            return replace(self.by_shape(v, OWN), power=how.power, counts=counts)
         return OWN if axes is None else how
 
     def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> Layout | None:

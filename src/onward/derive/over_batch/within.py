@@ -13,14 +13,14 @@ from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, L
 
 if TYPE_CHECKING:
     from onward.derive.over_batch.operands import Operands
-    from onward.derive.over_batch.walk import Walk
+    from onward.derive.over_batch.walk import Follower
 
 _SEE = "computes a statistic of the examples within"
 _ONE_BY_ONE = "goes through the examples one after the other"
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2", "jit", "pjit", "closed_call")
 
 
-def within(walk: Walk, op: Op, other: Op, call: Call, given: Operands) -> list[Follows]:
+def within(walk: Follower, op: Op, other: Op, call: Call, given: Operands) -> list[Follows]:
     """How the outputs follow the whole's; what would have to be merged within is noted."""
     given.settle_extremes()
     values = [f for f, _ in given.values]
@@ -39,7 +39,7 @@ def within(walk: Walk, op: Op, other: Op, call: Call, given: Operands) -> list[F
 class _Inside:
     """Walks over what one op runs."""
 
-    def __init__(self, walk: Walk, op: Op, wholes: list[Program], parts: list[Program]) -> None:
+    def __init__(self, walk: Follower, op: Op, wholes: list[Program], parts: list[Program]) -> None:
         self.walk, self.op, self.wholes, self.parts = walk, op, wholes, parts
 
     def found(self, call: Call, given: Operands) -> list[Follows] | None:
