@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import TextIO
 
 from benchmarks import (
     accumulate_time,
@@ -19,7 +23,7 @@ from benchmarks import (
     update_time,
 )
 from benchmarks.harness import Row
-from benchmarks.report import environment, plot, table, write_json
+from benchmarks.report import Measured, environment, plot, table, write_json
 
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
     "accumulate_time": accumulate_time.run,
@@ -42,21 +46,45 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[Row]]:
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; all if none")
     parser.add_argument("--rounds", type=int, help="how often to compare the two sides of each row")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--json", metavar="PATH", help="write the numbers to this file as well")
+    parser.add_argument("--json", metavar="PATH", help="write the numbers to this file, beside others in it")
     parser.add_argument("--plot", metavar="PATH", help="draw the ratios into this file, .svg or .png")
     chosen = parser.parse_args(arguments)
     if unknown := set(chosen.names) - set(BENCHMARKS):
         parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     print(", ".join(f"{key} {value}" for key, value in environment().items()))
-    results: dict[str, list[Row]] = {}
+    found: dict[str, Measured] = {}
     for name in chosen.names or BENCHMARKS:
-        results[name] = BENCHMARKS[name](chosen.rounds, chosen.quick)
-        print(f"\n{name}\n{table(results[name])}", flush=True)
-    if chosen.json:
-        write_json(chosen.json, results)
+        found[name] = measured(name, chosen.rounds, chosen.quick)
+        if chosen.json:
+            write_json(chosen.json, {name: found[name]})
+    results = {name: list(what.rows) for name, what in found.items()}
     if chosen.plot:
         plot(chosen.plot, results)
     return results
+
+
+def measured(name: str, rounds: int | None = None, quick: bool = False) -> Measured:
+    """Run one benchmark, print what it says and its table, and keep both."""
+    options = [*(["--rounds", str(rounds)] if rounds else []), *(["--quick"] if quick else [])]
+    both = _Both(sys.stdout)
+    with redirect_stdout(both):
+        found = BENCHMARKS[name](rounds, quick)
+        print(f"\n{name}\n{table(found)}", flush=True)
+    return Measured(" ".join(["python -m benchmarks", name, *options]), both.getvalue().strip(), found)
+
+
+class _Both(StringIO):
+    """Text that is kept and printed as well."""
+
+    def __init__(self, shown: TextIO) -> None:
+        super().__init__()
+        self.shown = shown
+
+    def write(self, text: str) -> int:
+        """Keep it, and print it at once."""
+        self.shown.write(text)
+        self.shown.flush()
+        return super().write(text)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,6 @@ update at every micro-batch and throws seven of eight away; it is driven as well
 How much is saved depends on what the update costs beside a micro-batch: it is the same for each, however
 few rows that has (a text has 32 words). Data is cut for the peers before anything is timed; Onward is fed
 the whole batch. All sides must agree after three cycles with a learning rate that moves the parameters.
-
-Run it with ``python -m benchmarks accumulate_time``. To expect (here with ``--rounds 14``):
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    accumulate_time
-    case                 against                 rounds  time     peer     ratio  min   max   target
-    MLP, 16 rows         MultiSteps, one by one  14      6.58 ms  19.2 ms  0.35   0.31  0.40  <= 0.60
-    MLP, 16 rows         MultiSteps in a scan    14      6.89 ms  18.8 ms  0.37   0.31  0.83  <= 0.60
-    MLP, 16 rows         by hand                 14      6.83 ms  8.95 ms  0.75   0.66  0.96  <= 1.02
-    transformer, 1 text  MultiSteps, one by one  14      18.4 ms  25.7 ms  0.70   0.54  0.79  <= 0.60  missed
-    transformer, 1 text  MultiSteps in a scan    14      20.1 ms  29.2 ms  0.69   0.50  0.85  <= 0.60  missed
-    transformer, 1 text  by hand                 14      17.6 ms  18.8 ms  0.95   0.83  1.07  <= 1.02
-
-The transformer's micro-batches cost more than its updates, which the loop by hand cannot save either.
 """
 
 from __future__ import annotations

@@ -9,23 +9,6 @@ a median can be off.
 
 All sides run in one process, in turn in every round, each call waited for by its loss. Before anything is
 timed, the losses of the first ten steps must be equal.
-
-Run it with ``python -m benchmarks check_finite_time``. To expect (here with
-``--rounds 10``):
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    check_finite_time
-    case                 side              against    rounds  time     peer     ratio  min   max   target
-    4-layer transformer  check_finite      unchecked  10      75.3 ms  71.9 ms  1.03   0.76  1.17  <= 1.05
-    4-layer transformer  guard             unchecked  10      76.7 ms  71.9 ms  1.06   0.80  1.29
-    4-layer transformer  unchecked, again  unchecked  10      73.7 ms  71.9 ms  0.97   0.76  1.24
-    MLP, Adam            check_finite      unchecked  10      4.66 ms  3.28 ms  1.44   1.22  1.64
-    MLP, Adam            guard             unchecked  10      4.29 ms  3.28 ms  1.33   1.17  1.48
-    MLP, Adam            unchecked, again  unchecked  10      3.44 ms  3.28 ms  1.01   0.96  1.13
-    CNN, Momentum        check_finite      unchecked  10      19.5 ms  18.1 ms  1.04   0.68  1.64
-    CNN, Momentum        guard             unchecked  10      18.5 ms  18.1 ms  1.01   0.67  1.33
-    CNN, Momentum        unchecked, again  unchecked  10      17.8 ms  18.1 ms  1.01   0.72  1.95
 """
 
 from __future__ import annotations

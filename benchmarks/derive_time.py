@@ -8,24 +8,6 @@ every time, so that neither finds the trace of the last round in a cache.
     cold            the same as the first thing that a new process does
     and lower       trace, derive and lower to StableHLO, warm, every layer by itself
     roll and lower  trace, derive, make one loop of the layers, lower that: what precedes XLA in ``compile``
-
-Run it with ``python -m benchmarks derive_time``. To expect:
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    derive_time
-    case                       against         rounds  time     peer     ratio  min   max   target
-    derive, 2 layers           value_and_grad  5       17.3 ms  37.3 ms  0.48   0.40  0.54
-    cold, 2 layers             value_and_grad  5       142 ms   86.9 ms  1.61   1.44  2.12
-    and lower, 2 layers        value_and_grad  5       58.7 ms  62.8 ms  0.92   0.75  0.96
-    derive, 12 layers          value_and_grad  5       80 ms    174 ms   0.47   0.38  0.50  <= 1.20
-    cold, 12 layers            value_and_grad  5       181 ms   225 ms   0.80   0.74  0.98
-    and lower, 12 layers       value_and_grad  5       220 ms   242 ms   0.91   0.84  1.03
-    roll and lower, 12 layers  value_and_grad  5       173 ms   255 ms   0.68   0.61  0.76
-    derive, 48 layers          value_and_grad  5       496 ms   893 ms   0.55   0.52  0.57  <= 1.00
-    cold, 48 layers            value_and_grad  5       458 ms   969 ms   0.46   0.33  0.52
-    and lower, 48 layers       value_and_grad  5       2072 ms  2117 ms  0.99   0.79  1.30
-    roll and lower, 48 layers  value_and_grad  5       633 ms   1317 ms  0.50   0.44  0.56  <= 0.70
 """
 
 from __future__ import annotations

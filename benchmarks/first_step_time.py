@@ -3,15 +3,6 @@
 Onward: trace, derive, plan, lower, compile, ``init`` and the first step. By hand: ``jax.jit`` of
 ``jax.value_and_grad`` and an optax update, ``optimizer.init`` and the first step. Each in a new process,
 after all imports, with JAX's persistent compilation cache off. The losses of ten steps must agree.
-
-Run it with ``python -m benchmarks first_step_time``. To expect:
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    first_step_time
-    case                             against     rounds time    peer     ratio min   max   target
-    24-layer transformer, first step jit + optax 1      4506 ms 12091 ms 0.37  0.37  0.37  <= 0.20 missed
-    100-layer MLP, first step        jit + optax 1      2151 ms 56773 ms 0.038 0.038 0.038 <= 0.20
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ the devices already, each step waited for. Before anything is timed, all sides m
     bound            sent over 2 (n - 1) / n times the bytes of the parameters, the least for an exact mean
     state, peak      bytes on the first device: those of the State, and the most so far where it is counted
 
-Run it with ``python -m benchmarks multi_device``, or with a choice:
+With a choice:
 
     python -m benchmarks.multi_device --devices 1,2,4,8 --merge average,bucketed,sharded \\
         --model mlp,resnet,transformer --json results.json --plot results.png
@@ -22,26 +22,7 @@ Run it with ``python -m benchmarks multi_device``, or with a choice:
 Where there is one processor, ``XLA_FLAGS=--xla_force_host_platform_device_count=8`` makes eight devices of
 it. They share its cores, so that efficiency says nothing there; the ratios and the bytes do. On host
 devices a replicated step waits for its end, since a second one in flight can starve its collectives; the step
-by hand does not wait. What that costs was not measured by itself. Some rows of
-``--devices 2,4 --model mlp --rounds 15``, on two cores:
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    model  merge    devices  batch  step     examples/s  scaling  merging  sent        bound  state       peak
-    mlp    average  2        256    6.46 ms  39650       0.47     0.16     2616.0 KiB  1.000  7848.1 KiB
-    mlp    sharded  2        256    7.52 ms  34031       0.40     0.19     2616.0 KiB  1.000  5232.1 KiB
-    mlp    average  4        512    12.6 ms  40686       0.24     0.20     3924.1 KiB  1.000  7848.1 KiB
-    mlp    sharded  4        512    13 ms    39533       0.23     0.20     3924.1 KiB  1.000  3924.1 KiB
-
-    case                     against      rounds  time     peer     ratio  min   max   target
-    mlp, average, 2 devices  by pmap      15      6.66 ms  6.62 ms  1.03   0.77  1.27  <= 1.02  missed
-    mlp, average, 2 devices  sharded jit  15      6.25 ms  7.24 ms  0.85   0.75  0.98
-    mlp, sharded, 2 devices  by pmap      15      7.36 ms  7.02 ms  1.02   0.76  1.24
-    mlp, sharded, 2 devices  sharded jit  15      7.68 ms  8.57 ms  0.88   0.77  1.14
-    mlp, average, 4 devices  by pmap      15      13.4 ms  12.5 ms  1.05   0.52  1.30  <= 1.02  missed
-    mlp, average, 4 devices  sharded jit  15      11.7 ms  14.6 ms  0.82   0.70  0.97
-    mlp, sharded, 4 devices  by pmap      15      13 ms    13.7 ms  0.96   0.86  1.16
-    mlp, sharded, 4 devices  sharded jit  15      12.9 ms  16.3 ms  0.81   0.68  0.93
+by hand does not wait. What that costs was not measured by itself.
 """
 
 from __future__ import annotations

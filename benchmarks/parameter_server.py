@@ -10,20 +10,9 @@
                 sends and what the records take, for batches that touch ever more rows
 
 Two sides take turns and do the same work: as many processes, the same model, data and rule, and after as
-many steps the same parameters. Ray is needed: ``pip install "onward[cluster]"``. Run it with
-``python -m benchmarks parameter_server``, or with a choice:
+many steps the same parameters. Ray is needed: ``pip install "onward[cluster]"``. With a choice:
 
     python -m benchmarks.parameter_server --parts moving,training,rows --rounds 20 --json results.json
-
-On two cores, 5 rounds, the ratios of which goals are set (1 means as fast as the peer)::
-
-    1 MiB, both                              bare actor     5.64 ms  4.7 ms   1.17  <= 1.25
-    10 MiB, both                             bare actor     10.4 ms  9.35 ms  1.29  <= 1.25  missed
-    100 MiB, both                            bare actor     55.1 ms  35.1 ms  1.28  <= 1.25  missed
-    transformer, 1 trainer                   Ray's example  24.8 ms  33.8 ms  0.68  <= 0.50  missed
-    transformer, 2 trainers                  Ray's example  37.1 ms  40.4 ms  0.83  <= 0.50  missed
-    transformer of 30,000 words, 1 trainer   Ray's example  32.5 ms  58 ms    0.56  <= 0.50  missed
-    transformer of 30,000 words, 2 trainers  Ray's example  39.2 ms  81 ms    0.54  <= 0.50  missed
 """
 
 from __future__ import annotations

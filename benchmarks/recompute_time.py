@@ -9,19 +9,6 @@ results, by ``memory_analysis``; nearly all of it are activations.
     onward, as much        ``recompute`` with the memory of that as its budget
 
 Below the table stands the temporary memory of a side over that of the one it is compared with.
-
-Run it with ``python -m benchmarks recompute_time``. To expect:
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    recompute_time
-    case                 side            against        rounds time   peer   ratio min  max  target
-    24-layer transformer jax.checkpoint  onward         4      260 ms 133 ms 1.69  1.61 2.98
-    24-layer transformer onward, as much jax.checkpoint 4      173 ms 260 ms 0.63  0.45 0.79 <= 1.00
-    24-layer transformer: jax.checkpoint / onward: 2.14 of the memory
-    24-layer transformer: onward, as much / jax.checkpoint: 0.47 of the memory
-
-and a row for half the memory, which the plain step fits here: it takes 84 MB, 279 MB if everything is kept.
 """
 
 from __future__ import annotations

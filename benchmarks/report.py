@@ -13,7 +13,10 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,16 @@ try:
     from matplotlib.figure import Figure
 except ImportError:
     Figure = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark printed, its table at the end, and the rows of that."""
+
+    command: str
+    printed: str
+    rows: Sequence[Row]
+
 
 _HEAD = ["case", "side", "against", "rounds", "time", "peer", "ratio", "min", "max", "target"]
 
@@ -43,20 +56,30 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*("  ".join(cells).rstrip() for cells in padded), *notes])
 
 
+_LIBRARIES = ("optax", "flax", "equinox", "torch", "keras", "ray")
+
+
 def environment() -> dict[str, str | int | None]:
     """What the numbers depend on and a reader cannot see."""
     return {
+        "date": date.today().isoformat(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
+        **{name: version(name) for name in _LIBRARIES if find_spec(name) is not None},
     }
 
 
-def write_json(path: str | Path, results: Mapping[str, Sequence[Row]]) -> None:
-    """The environment and every row, seconds as they were measured."""
-    rows = {name: [asdict(row) for row in found] for name, found in results.items()}
-    Path(path).write_text(json.dumps({"environment": environment(), "results": rows}, indent=2) + "\n")
+def write_json(path: str | Path, found: Mapping[str, Measured]) -> None:
+    """What each benchmark printed, and its rows, seconds as they were measured.
+
+    A file that is there keeps what it says of other benchmarks, so that one can be measured anew by itself.
+    """
+    path = Path(path)
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    new = {name: {"environment": environment(), **asdict(measured)} for name, measured in found.items()}
+    path.write_text(json.dumps(earlier | new, indent=2) + "\n")
 
 
 def plot(path: str | Path, results: Mapping[str, Sequence[Row]]) -> None:

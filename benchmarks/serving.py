@@ -11,34 +11,7 @@ in double precision. A wrong answer, or one that is missing, ends the benchmark.
 
 Above the table stand what the model takes for 1 and for 32 examples, and the speed of each side.
 
-    python -m benchmarks serving
     python -m benchmarks.serving --soak 24000     of which 1 % is garbage of many kinds
-
-To expect:
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    forward: 2.78 ms for 1 example, 5.04 ms for 32: 1.8 times that
-     1 clients, onward      383 requests/s, p50   2.54 ms, p99   4.13 ms
-     1 clients, plain       436 requests/s, p50   2.17 ms, p99   3.96 ms
-     1 clients, threads     420 requests/s, p50   2.28 ms, p99   3.84 ms
-     8 clients, onward     1642 requests/s, p50   4.62 ms, p99   7.79 ms
-     8 clients, plain       502 requests/s, p50  13.78 ms, p99  30.31 ms
-     8 clients, threads     655 requests/s, p50  11.89 ms, p99  20.78 ms
-    64 clients, onward     2426 requests/s, p50  23.91 ms, p99  39.00 ms
-    64 clients, plain       506 requests/s, p50 118.55 ms, p99 139.21 ms
-    64 clients, threads     647 requests/s, p50  96.29 ms, p99 110.95 ms
-
-    serving
-    case        against  rounds  time     peer     ratio  min   max   target
-    1 client    plain    7       2.61 ms  2.29 ms  1.17   1.12  1.22
-    1 client    threads  7       2.61 ms  2.38 ms  1.11   1.06  1.21
-    8 clients   plain    7       609 us   1.99 ms  0.31   0.29  0.32
-    8 clients   threads  7       609 us   1.53 ms  0.40   0.38  0.42
-    64 clients  plain    7       412 us   1.98 ms  0.21   0.19  0.24  <= 0.50
-    64 clients  threads  7       412 us   1.54 ms  0.26   0.24  0.32  <= 0.50
-
-That is two idle cores. Where other work keeps them busy, 64 clients take 0.29 and 0.36.
 """
 
 from __future__ import annotations

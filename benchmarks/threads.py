@@ -9,21 +9,6 @@ peer. Two more rows say what else a number may hide: the peer against itself, an
 
 Before the table it prints how many bytes of arrays the process holds before there are Evaluators, and when
 each has run: the parameters are held once; what comes on top is the answers that the Evaluators remember.
-
-Run it with ``python -m benchmarks threads``. To expect:
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    1,669,160 bytes of arrays, 1,710,120 once 32 Evaluators have run forward
-
-    threads
-    case                    against  rounds  time     peer     ratio  min   max   target
-    batch 1, 32 threads     jitted   60      43.3 us  38 us    1.05   0.63  1.81  <= 1.03  missed
-      the peer with itself  jitted   60      44.4 us  46.9 us  0.95   0.60  1.97
-      one thread            jitted   60      61.7 us  58 us    1.04   0.48  2.57
-    batch 32, 32 threads    jitted   60      174 us   170 us   1.01   0.59  1.65  <= 1.03
-
-That is two cores which other work kept busy at the same time, as the row of the peer with itself shows.
 """
 
 from __future__ import annotations

@@ -8,19 +8,6 @@ after three updates before anything is timed.
     one leaf        10 million numbers in one array
     many leaves     1,000 arrays of 1,000 numbers: mostly what passing 4,000 arrays through ``jax.jit`` costs
     transformer     12 layers of width 256: 150 arrays, 9.6 million numbers
-
-Run it with ``python -m benchmarks update_time``. To expect (here with ``--rounds 12``):
-
-    python 3.11.7, jax 0.10.2, device cpu, cores 2
-
-    update_time
-    case                       against  rounds  time     peer     ratio  min   max   target
-    one leaf, Adam             optax    12      10.7 ms  10.3 ms  0.98   0.84  1.17  <= 1.00
-    one leaf, clip + AdamW     optax    12      11.3 ms  26.5 ms  0.42   0.34  0.48  <= 1.00
-    many leaves, Adam          optax    12      36.6 ms  33.4 ms  1.07   0.56  1.37
-    many leaves, clip + AdamW  optax    12      43.8 ms  43 ms    1.04   0.91  1.29
-    transformer, Adam          optax    12      13.7 ms  14 ms    0.98   0.93  1.27  <= 1.00
-    transformer, clip + AdamW  optax    12      16.5 ms  29.2 ms  0.57   0.45  0.70  <= 1.00
 """
 
 from __future__ import annotations

@@ -120,9 +120,11 @@ def test_quick_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert min(row.time, row.peer) > 0
     printed = capsys.readouterr().out
     assert all(row.case in printed for row in rows)
-    written = json.loads(path.read_text())
-    assert [row["case"] for row in written["results"][name]] == [row.case for row in rows]
-    assert {"python", "jax", "cores"} <= set(written["environment"])
+    written = json.loads(path.read_text())[name]
+    assert [row["case"] for row in written["rows"]] == [row.case for row in rows]
+    assert written["printed"] in printed
+    assert written["command"] == f"python -m benchmarks {name} --rounds 2 --quick"
+    assert {"date", "python", "jax", "cores"} <= set(written["environment"])
 
 
 def test_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
