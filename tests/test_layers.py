@@ -46,9 +46,10 @@ def test_imports_stand_at_the_top():
     assert {str(path): lines for path, lines in found.items() if lines} == {}
 
 
-def test_only_one_file_touches_jaxpr_types_and_none_the_private_ones():
+def test_only_one_room_touches_jaxpr_types_and_none_the_private_ones():
     texts = {str(p.relative_to(HOUSE)): p.read_text() for p in HOUSE.rglob("*.py")}
-    assert [name for name, text in texts.items() if "jax.extend" in text] == ["core/jaxprs.py"]
+    others = [text for name, text in texts.items() if not name.startswith("core/jaxprs/")]
+    assert [text for text in others if "jax.extend" in text] == []
     assert [name for name, text in texts.items() if "jax._src" in text] == []
     assert [name for name, text in texts.items() if "import optax" in text] == []
 

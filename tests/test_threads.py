@@ -7,7 +7,7 @@ from time import sleep
 import pytest
 
 import onward as ow
-from onward.core.jaxprs import interned
+from onward.core.jaxprs.signature import interned
 from onward.serve.endpoint.metrics import Counts
 
 THREADS = 4

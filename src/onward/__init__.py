@@ -48,7 +48,7 @@ from onward.core.errors import (
     UnreachedWarning,
 )
 from onward.core.homes import homes
-from onward.core.jaxprs import body_of
+from onward.core.jaxprs.body import body_of
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.show import show
 from onward.core.transform import transform

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import onward as ow
-from onward.core.jaxprs import body_of
+from onward.core.jaxprs.body import body_of
 
 PROGRAM = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(jnp.sin(w) * x), jnp.ones(3), jnp.ones(3))
 SIN = next(op for op in PROGRAM.ops if op.type == "sin")

@@ -10,7 +10,7 @@ from jax import lax
 
 import onward as ow
 from onward.core.flops import flops
-from onward.core.jaxprs import body_of
+from onward.core.jaxprs.body import body_of
 from onward.core.lower import lower
 
 pytestmark = pytest.mark.usefixtures("optimized")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.core.jaxprs import body_of
+from onward.core.jaxprs.body import body_of
 from onward.core.keys import key_of
 
 SCALE = 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.core.jaxprs import joined
+from onward.core.jaxprs.joining import joined
 from onward.core.lower import lower
 
 W, X = np.float32([[1, 2], [3, 4]]), np.float32([[1, -1], [2, 0.5]])

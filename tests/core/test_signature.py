@@ -11,7 +11,7 @@ import pytest
 from jax import Array, lax
 
 import onward as ow
-from onward.core.jaxprs import body_of
+from onward.core.jaxprs.body import body_of
 from onward.core.keys import key_of
 from onward.derive import differentiate
 from onward.derive.differentiate import rule_for

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.core.jaxprs import DrawsAlike, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.drawing import DrawsAlike
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")

@@ -8,7 +8,8 @@ from jax import lax
 from tests.compiled import at_once
 
 import onward as ow
-from onward.core.jaxprs import body_of, primitives_in, windows_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.patterns import primitives_in, windows_of
 from onward.derive.differentiate import rule_for
 from onward.derive.rewrite.rewrite import rewrite, rewritten_ops
 from onward.derive.rewrite.windows import touching_windows

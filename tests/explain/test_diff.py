@@ -11,7 +11,7 @@ import pytest
 
 import onward as ow
 from onward.core.errors import ArgumentError
-from onward.core.jaxprs import body_of
+from onward.core.jaxprs.body import body_of
 from onward.core.program import Replicas
 from onward.core.walk import substitute
 from onward.explain.diff.diff import diff

@@ -28,7 +28,9 @@ import jax
 from onward.core.check import expect_program
 from onward.core.described import DescribedBody
 from onward.core.flops import TRANSCENDENTAL, flops, has_rule
-from onward.core.jaxprs import Body, Call, Signature, Type
+from onward.core.jaxprs.body import Body, Call
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.signature import Signature
 from onward.core.program import Op, Program
 
 

@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Body, Signature, Type, interned
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.signature import Signature, interned
 from onward.core.program import Program
 
 

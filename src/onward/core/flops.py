@@ -6,7 +6,7 @@ like are one as well; what only moves numbers is free. Factorizations are their 
 Source: Golub and Van Loan, Matrix Computations, 4th edition, 2013, chapters 4, 5 and 8 (factorizations);
 Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011, section 4 (Threefry).
 
->>> from onward.core.jaxprs import body_of
+>>> from onward.core.jaxprs.body import body_of
 >>> import jax.numpy as jnp
 >>> [flops(call) for call in body_of(lambda x: [jnp.exp(x) @ x], jnp.ones((3, 3))).calls]
 [9, 54]
@@ -20,7 +20,7 @@ from math import ceil, log2, prod
 import numpy as np
 from jax import lax
 
-from onward.core.jaxprs import Call
+from onward.core.jaxprs.body import Call
 
 _ROOTS_AND_EXPONENTIALS = """
     exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from onward.core.jaxprs import as_one_call, joined
+from onward.core.jaxprs.joining import as_one_call, joined
 from onward.core.program import Code, Program, Variable
 from onward.core.whole import expect_whole
 

@@ -31,7 +31,7 @@ from onward.core.words import Kind, Pass, Placement, UpdateType
 if TYPE_CHECKING:
     import jax
 
-    from onward.core.jaxprs import Body
+    from onward.core.jaxprs.body import Body
     from onward.core.source import Source
     from onward.core.structure import Signature
     from onward.core.transform import Recipe

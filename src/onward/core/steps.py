@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from onward.core.described import DescribedBody
-from onward.core.jaxprs import Body, program_of
+from onward.core.jaxprs.body import Body, program_of
 from onward.core.program import Op, Program, Variable
 
 _LOOPS = ("scan", "while", "cond")

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 
 from onward.core.check import check, expect_program
 from onward.core.errors import GraphError, RecipeError
-from onward.core.jaxprs import along
+from onward.core.jaxprs.tracing import along
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.structure import describe
 

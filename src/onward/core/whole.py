@@ -7,7 +7,8 @@ from typing import Any
 
 from onward.core.described import DescribedBody
 from onward.core.errors import GraphError, LossError
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.program import Code, Op, Program, Variable
 from onward.core.words import Pass
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError, TraceError, nearest
-from onward.core.jaxprs import current_scope, declared, outermost_scope, trace_in_progress
+from onward.core.jaxprs.reading import declared
+from onward.core.jaxprs.scopes import current_scope, outermost_scope, trace_in_progress
 from onward.core.names import Names
 from onward.core.source import user_line
 from onward.core.words import Kind, Placement

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError, TraceError
-from onward.core.jaxprs import outermost_scope
+from onward.core.jaxprs.scopes import outermost_scope
 from onward.core.words import Kind
 from onward.define.arguments import Type
 from onward.define.context import Context, Initializer, Shape, current_context

@@ -21,7 +21,7 @@ import numpy as np
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
-from onward.core.jaxprs import along, current_axis, traced
+from onward.core.jaxprs.tracing import along, current_axis, traced
 from onward.core.program import Program, Replicas
 from onward.core.source import line_of
 from onward.core.structure import Static, describe

@@ -21,7 +21,8 @@ import numpy as np
 
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, LossError, UnreachedWarning
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import ONES, SUM, gradient_type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from onward.core.jaxprs import Type
+from onward.core.jaxprs.equations import Type
 from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
 from onward.core.walk import Where, select

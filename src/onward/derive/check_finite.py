@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Body, Signature, Type, body_over, program_of
+from onward.core.jaxprs.body import Body, body_over, program_of
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.signature import Signature
 from onward.core.marks import CHECK, GO_ON, Mark
 from onward.core.program import Program, Variable
 from onward.core.transform import transform

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError, HyperparameterError
-from onward.core.jaxprs import Body, Type, body_of, body_over
+from onward.core.jaxprs.body import Body, body_of, body_over
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable

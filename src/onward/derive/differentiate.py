@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from onward.core.jaxprs import Body, Wire, body_of, current_axis
+from onward.core.jaxprs.body import Body, Wire, body_of
+from onward.core.jaxprs.tracing import current_axis
 
 _REMEMBERED = 4096
 _REMEMBERED_BY_IDENTITY = 256
@@ -75,7 +76,7 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
     """The rule for the gradients of the ``wanted`` inputs from those of the ``given`` outputs.
 
     >>> import jax.numpy as jnp
-    >>> from onward.core.jaxprs import body_of
+    >>> from onward.core.jaxprs.body import body_of
     >>> body = body_of(lambda x, y: [x * y], jnp.ones(3), jnp.ones(3))
     >>> rule_for(body, wanted=[0], given=[0]).reads
     (Read(source='input', position=1), Read(source='cotangent', position=0))
@@ -95,7 +96,7 @@ def flows(body: Body, wanted: Sequence[int], given: Sequence[int]) -> list[int]:
     """Those of the ``given`` outputs from which a gradient flows to any of the ``wanted`` inputs.
 
     >>> import jax, jax.numpy as jnp
-    >>> from onward.core.jaxprs import body_of
+    >>> from onward.core.jaxprs.body import body_of
     >>> body = body_of(lambda x: [jnp.sin(x), jax.lax.stop_gradient(x)], jnp.ones(3))
     >>> flows(body, wanted=[0], given=[0, 1])
     [0]

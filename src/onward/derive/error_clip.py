@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable

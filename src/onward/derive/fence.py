@@ -19,7 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from onward.core.check import expect_program
-from onward.core.jaxprs import Body, Type, Wire, body_of, primitives_in
+from onward.core.jaxprs.body import Body, Wire, body_of
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.patterns import primitives_in
 from onward.core.marks import FENCE, SUM
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import SCHEDULE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from onward.core.jaxprs import draws
+from onward.core.jaxprs.drawing import draws
 from onward.core.program import Program
 from onward.core.source import user_level
 from onward.core.transform import recipe_of

@@ -17,7 +17,9 @@ import numpy as np
 from jax import lax
 
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs import Body, Type, body_of, body_over, current_axis
+from onward.core.jaxprs.body import Body, body_of, body_over
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import CHECK, COUNT, FINITE, KEEP, SCHEDULE, STOP, UNSCALE, Mark
 from onward.core.names import Names
 from onward.core.placement import equal_variables

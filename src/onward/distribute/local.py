@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from jax import lax
 
 from onward.core.errors import ArgumentError
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.lower import lower
 from onward.core.marks import COUNT, LOCAL
 from onward.core.names import Names

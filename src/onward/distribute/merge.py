@@ -28,7 +28,8 @@ import numpy as np
 from jax import lax
 
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.program import Program, Variable
 from onward.core.show import nbytes
 from onward.core.transform import Step

@@ -30,7 +30,7 @@ from typing import overload
 from onward.core.check import expect_program
 from onward.core.columns import columns
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Collective
+from onward.core.jaxprs.devices import Collective
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind, Placement

@@ -21,7 +21,9 @@ import numpy as np
 
 from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs import Type, along, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.tracing import along
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.structure import describe, is_word

@@ -11,7 +11,8 @@ from typing import Any
 from jax import lax
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import PART
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable

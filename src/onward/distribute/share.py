@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import SCALE, WEIGH
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import descendants, substitute

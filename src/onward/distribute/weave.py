@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass, Placement

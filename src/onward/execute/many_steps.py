@@ -24,7 +24,8 @@ import numpy as np
 
 from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, StateError
-from onward.core.jaxprs import Body, Wire, as_one_call, body_of
+from onward.core.jaxprs.body import Body, Wire, body_of
+from onward.core.jaxprs.joining import as_one_call
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.execute.feeds import Feeds, Key

@@ -8,7 +8,7 @@ import numpy as np
 from tests.execute.cluster.hosting import Threads
 
 import onward as ow
-from onward.core.jaxprs import Type
+from onward.core.jaxprs.equations import Type
 from onward.distribute.split.split import Split
 from onward.execute.cluster import compute, holding
 from onward.execute.cluster.blueprint import Blueprint

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax import lax
 
-from onward.core.jaxprs import current_axis
+from onward.core.jaxprs.tracing import current_axis
 
 
 def gathered(arrays: Any) -> Any:

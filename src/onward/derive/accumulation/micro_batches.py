@@ -18,7 +18,9 @@ from jax import lax
 
 from onward.core.check import check
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Body, Type, along, traced
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.tracing import along, traced
 from onward.core.lower import lower
 from onward.core.marks import ACCUMULATE
 from onward.core.names import Names

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import ONES, SCALE_LOSS, UNSCALE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import UnknownNameError
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.retyped import retyped
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, consumers, producers, select
@@ -99,7 +101,7 @@ class Lowering:
         """What an op computes in the low dtype; None if it cannot."""
         key = op.body.signature
         if key not in self.bodies:
-            self.bodies[key] = op.body.at(self.dtype)
+            self.bodies[key] = retyped(op.body, self.dtype)
         return self.bodies[key]
 
     def append_full(self, op: Op) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from onward.core.jaxprs import Body
+from onward.core.jaxprs.body import Body
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 

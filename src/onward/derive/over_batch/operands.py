@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Call
+from onward.core.jaxprs.body import Call
 from onward.core.program import Op, Variable
 from onward.derive.over_batch.known import OWN, SAME, Follows, How, Need
 

@@ -25,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Call
+from onward.core.jaxprs.body import Call
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
 from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, Layout

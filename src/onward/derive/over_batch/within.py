@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-from onward.core.jaxprs import Body, Call, carry_of, result_of
+from onward.core.jaxprs.body import Body, Call
+from onward.core.jaxprs.loops import carry_of, result_of
 from onward.core.program import Op, Program
 from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, Layout
 

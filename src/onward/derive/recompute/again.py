@@ -23,7 +23,8 @@ import numpy as np
 from jax import lax
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import Mark
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable

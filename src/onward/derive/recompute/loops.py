@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.core.jaxprs import Body, body_of
+from onward.core.jaxprs.body import Body, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from onward.core.jaxprs import Body
+from onward.core.jaxprs.body import Body
 from onward.core.program import Op, Program
 from onward.core.transform import transform
 from onward.derive.rewrite.windows import touching_windows

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.core.jaxprs import Body, Windows, body_of, windows_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.patterns import Windows, windows_of
 
 _LARGEST_WINDOW = 16  # numbers in a window, above which so many comparisons cost more than a loop
 
@@ -26,7 +27,7 @@ def touching_windows(body: Body) -> Body | None:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from onward.core.jaxprs import body_of
+        >>> from onward.core.jaxprs.body import body_of
         >>> def pool(x):
         ...     return [jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (2,), "VALID")]
         >>> touching_windows(body_of(pool, jnp.ones(5)))(jnp.arange(5.0))

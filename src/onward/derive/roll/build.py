@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.core.jaxprs import Body, Type, traced
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.tracing import traced
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind

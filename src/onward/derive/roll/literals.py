@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 
 
 def pattern(body: Body) -> Hashable:

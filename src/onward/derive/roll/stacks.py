@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import STACK, UNSTACK
 from onward.core.program import Op, Variable
 from onward.core.source import Source

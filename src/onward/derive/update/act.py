@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Body, Collected, Type, body_of
+from onward.core.jaxprs.body import Body, Collected, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.words import UpdateType

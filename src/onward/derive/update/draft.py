@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import substitute

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onward.core.errors import ArgumentError, HyperparameterError, UnknownNameError
-from onward.core.jaxprs import Type
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Variable
 from onward.core.structure import describe

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import HyperparameterError
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import COUNT, SCHEDULE
 from onward.core.program import Variable
 from onward.core.words import UpdateType

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onward.core.jaxprs import current_axis
+from onward.core.jaxprs.tracing import current_axis
 from onward.core.lower import lower
 from onward.core.marks import WEIGH
 from onward.core.program import Program, Variable

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from onward.core.errors import GraphError, HyperparameterError
-from onward.core.jaxprs import Type
+from onward.core.jaxprs.equations import Type
 from onward.core.structure import describe, is_word
 
 _FORMS = ("float32", "bfloat16", "float16", "int8")

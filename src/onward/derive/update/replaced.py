@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError
-from onward.core.jaxprs import Deciding, DrawsAlike
+from onward.core.jaxprs.drawing import Deciding, DrawsAlike
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Kind

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Type
+from onward.core.jaxprs.equations import Type
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import transform

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.program import Variable
 from onward.derive.watch.choice import Entry, Role
 from onward.derive.watch.reading import NOT_NOW, Cell

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
-from onward.core.jaxprs import Body
+from onward.core.jaxprs.body import Body
 from onward.derive.watch.statistics import Statistic
 
 NOT_NOW = -1  # in place of the number of a step in which nothing was looked at

@@ -15,7 +15,9 @@ import numpy as np
 
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs import Type, body_of, current_axis
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import COUNT, WATCH
 from onward.core.names import Names
 from onward.core.placement import equal_variables

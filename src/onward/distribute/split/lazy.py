@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
 from onward.derive.optimizer import Optimizer

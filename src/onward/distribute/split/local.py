@@ -13,7 +13,8 @@ optimizer.
 
 from __future__ import annotations
 
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass

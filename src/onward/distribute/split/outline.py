@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Body
+from onward.core.jaxprs.body import Body
 from onward.core.program import Op, Program
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.patterns import row_lookup
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, consumers, needed_ops, prune, substitute
@@ -105,7 +107,7 @@ def places_of(forward: Program, tables: Sequence[Table]) -> Program:
 
 def _is_lookup(forward: Program, p: Variable, op: Op) -> bool:
     """Whether an op reads rows of ``p`` at places that the data alone tell."""
-    if len(op.inputs) != 2 or op.inputs[0] is not p or op.inputs[1] is p or op.body.row_lookup is None:
+    if len(op.inputs) != 2 or op.inputs[0] is not p or op.inputs[1] is p or row_lookup(op.body) is None:
         return False
     return ancestors(forward, [op.inputs[1]]).isdisjoint(forward.state)
 
@@ -125,7 +127,7 @@ def _from_rows(
     """The lookup among the rows of the batch; what one device fills, where a place is outside, is filled."""
     table, place = op.inputs
     position = lookups[table, place]
-    lookup = op.body.row_lookup
+    lookup = row_lookup(op.body)
     assert lookup is not None
     shape = op.outputs[0].shape
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.check import check
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import substitute

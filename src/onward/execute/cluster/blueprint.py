@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.jaxprs import Type
+from onward.core.jaxprs.equations import Type
 from onward.core.program import Program
 from onward.core.transform import Recipe, recipe_of
 from onward.derive.optimizer import Optimizer

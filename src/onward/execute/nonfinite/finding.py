@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onward.core.columns import columns
-from onward.core.jaxprs import Body
+from onward.core.jaxprs.body import Body
 from onward.core.program import Op, Program, Variable
 from onward.core.source import Source
 from onward.core.words import Kind, Pass

@@ -18,7 +18,8 @@ import numpy as np
 
 from onward.core.check import check
 from onward.core.compiler import compiled_alone
-from onward.core.jaxprs import Body, Type, body_of
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.lower import lower
 from onward.core.marks import STACK
 from onward.core.names import Names

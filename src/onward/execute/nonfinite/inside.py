@@ -14,7 +14,8 @@ from typing import Any
 
 from onward.core.compiler import compiled_alone
 from onward.core.described import DescribedBody
-from onward.core.jaxprs import Body, program_of, result_of
+from onward.core.jaxprs.body import Body, program_of
+from onward.core.jaxprs.loops import result_of
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
 from onward.derive.roll.literals import numbers

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onward.core.described import DescribedBody
-from onward.core.jaxprs import Body, program_of
+from onward.core.jaxprs.body import Body, program_of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
 from onward.core.words import Kind
@@ -141,7 +141,7 @@ def writes(body: Body, bad: Bad) -> bool:
     """Whether a NaN, or an infinity of either sign, stands in the code of a Body, however deep.
 
     >>> import jax.numpy as jnp
-    >>> from onward.core.jaxprs import body_of
+    >>> from onward.core.jaxprs.body import body_of
     >>> body = body_of(lambda x: [jnp.maximum(x, -jnp.inf)], jnp.ones(3))
     >>> writes(body, Bad.PLUS), writes(body, Bad.NAN)
     (True, False)

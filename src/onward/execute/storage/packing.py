@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from onward.core.jaxprs import Body, Collected, Type, body_of
+from onward.core.jaxprs.body import Body, Collected, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import STACK
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable

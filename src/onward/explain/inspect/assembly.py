@@ -8,7 +8,9 @@ from enum import StrEnum
 
 import jax
 
-from onward.core.jaxprs import Body, Type, on_devices, read_jaxpr
+from onward.core.jaxprs.body import Body, read_jaxpr
+from onward.core.jaxprs.devices import on_devices
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.structure import Signature, Static, Structure

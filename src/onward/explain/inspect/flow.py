@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
-from onward.core.jaxprs import carries_of
+from onward.core.jaxprs.loops import carries_of
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
 from onward.explain.inspect.parts import Part

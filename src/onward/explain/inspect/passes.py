@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from onward.core.jaxprs import transforms_within
+from onward.core.jaxprs.loops import transforms_within
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from onward.core.errors import TraceError
-from onward.core.jaxprs import traced
+from onward.core.jaxprs.tracing import traced
 from onward.core.structure import Static
 from onward.define.purity import LeakWatch
 from onward.define.trace import explaining

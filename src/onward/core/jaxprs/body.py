@@ -1,0 +1,449 @@
+"""What an Op computes: a small closed jaxpr over positions, without names.
+
+>>> import jax.numpy as jnp
+>>> body = body_of(lambda x, y: (x * y, x), jnp.ones(3), jnp.ones(3))
+>>> body.wires                                   # the second output is the first input
+(None, Wire(input=0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+from onward.core.errors import ArgumentError
+from onward.core.jaxprs import devices
+from onward.core.jaxprs.devices import Collective
+from onward.core.jaxprs.equations import (
+    INLINED,
+    Type,
+    calls_custom_rule,
+    close,
+    jaxprs_in,
+    literal_value,
+    names_within,
+    nowhere,
+    shape_of,
+    type_of,
+)
+from onward.core.jaxprs.reading import Reader, Reading
+from onward.core.jaxprs.signature import Signature, interned, key_of_parts, signature_of
+from onward.core.jaxprs.tracing import traced
+from onward.core.names import Names
+from onward.core.program import Program, Variable
+from onward.core.words import Kind, Pass
+
+_TOO_LONG = 60
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Where an output of a Body comes from when nothing computes it: an input, or a fixed value."""
+
+    input: int | None = None
+    value: Any = None
+
+    def __repr__(self) -> str:
+        return f"Wire(input={self.input})" if self.input is not None else f"Wire(value={self.value})"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The first ``count`` inputs of a Body are one collection of numbers, whatever arrays they come in.
+
+    ``remade`` gives the Body for the same numbers in arrays of other types. The outputs are one number, or
+    as many arrays of the same types as the collection has.
+    """
+
+    count: int
+    remade: Callable[[Sequence[Type]], Body]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One equation of a Body: a primitive, what it reads and gives, and the Bodies it runs within.
+
+    ``params`` are those of the primitive. A number that stands in the equation is among the operands.
+    """
+
+    primitive: str
+    operands: tuple[Type, ...]
+    results: tuple[Type, ...]
+    params: Mapping[str, Any]
+    inner: Mapping[str, tuple[Body, ...]]
+
+
+class Body:
+    """What an Op computes: a closed jaxpr from positions to positions."""
+
+    collected: Collected | None = None
+
+    def __init__(self, closed: Any) -> None:
+        self._closed = closed
+
+    @property
+    def closed(self) -> Any:
+        """The jaxpr itself, for this room and for the curious."""
+        return self._closed
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """The outputs for these inputs; under a trace, their tracers."""
+        outputs: list[Any] = jex.jaxpr_as_fun(self.closed)(*values)
+        return outputs
+
+    @property
+    def text(self) -> str:
+        """The jaxpr as JAX prints it, without colours whatever the terminal."""
+        shown: str = self.closed.pretty_print(use_color=False)
+        return shown
+
+    @cached_property
+    def in_avals(self) -> Sequence[Any]:
+        """For every input something with its shape and dtype."""
+        return [v.aval for v in self.closed.jaxpr.invars]
+
+    @cached_property
+    def out_avals(self) -> Sequence[Any]:
+        """For every output something with its shape and dtype."""
+        return [v.aval for v in self.closed.jaxpr.outvars]
+
+    @property
+    def in_types(self) -> tuple[Type, ...]:
+        """Shape and dtype of every input, to trace another function with."""
+        return tuple(map(type_of, self.in_avals))
+
+    @property
+    def out_types(self) -> tuple[Type, ...]:
+        """Shape and dtype of every output."""
+        return tuple(map(type_of, self.out_avals))
+
+    @cached_property
+    def signature(self) -> Signature:
+        """Equal for bodies that compute the same; what derived rules are remembered by.
+
+        Primitives, parameters, wiring, types, numbers and, however deep, the jaxprs inside are compared; not
+        names, scopes and places in the code. A function with a rule of its own (``custom_jvp``,
+        ``custom_vjp``) is compared by what it computes and by what its rule traces to, as it is now. Two that
+        differ never have one signature; two that are equal may have two, where something in them is only
+        equal to itself.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> first, second = (body_of(lambda x: [jax.nn.relu(x)], jnp.ones(3)) for _ in range(2))
+            >>> first.signature == second.signature
+            True
+            >>> first.signature == body_of(lambda x: [jax.nn.relu(x)], jnp.ones(4)).signature
+            False
+        """
+        return signature_of(self.closed)
+
+    @property
+    def holds_functions(self) -> bool:
+        """Whether it calls functions or jaxprs, or has several equations: it keeps more alive than others."""
+        if len(self.equations) != 1:
+            return True
+        return any(callable(value) or jaxprs_in(value) for value in self.equations[0].params.values())
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether it prints, calls back, or otherwise does more than compute."""
+        return bool(self.closed.jaxpr.effects)
+
+    @cached_property
+    def primitives(self) -> frozenset[str]:
+        """The names of the primitives in it, however deep."""
+        return frozenset(name for eqn in self.equations for name in names_within(eqn))
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collective primitives in it, however deep."""
+        return tuple(found for eqn in self.equations for found in devices.collectives_within(eqn))
+
+    @property
+    def has_own_mesh(self) -> bool:
+        """Whether it says itself over which devices something is laid out."""
+        return not devices.ON_A_MESH.isdisjoint(self.primitives)
+
+    @property
+    def has_custom_rule(self) -> bool:
+        """Whether a ``custom_jvp`` or ``custom_vjp`` function is called in it, however deep."""
+        return any(map(calls_custom_rule, self.equations))
+
+    @property
+    def equations(self) -> Sequence[Any]:
+        """Its equations."""
+        return tuple(self.closed.jaxpr.eqns)
+
+    @property
+    def calls(self) -> Iterator[Call]:
+        """Its equations in order, as what they read and give: what costs are counted from."""
+        for eqn in self.equations:
+            operands, results = (tuple(type_of(v.aval) for v in group) for group in (eqn.invars, eqn.outvars))
+            found = ((key, tuple(map(Body, jaxprs_in(value)))) for key, value in eqn.params.items())
+            inner = {key: bodies for key, bodies in found if bodies}
+            yield Call(eqn.primitive.name, operands, results, eqn.params, inner)
+
+    @property
+    def parts(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """The variables of constants, these, the inputs, the equations and the outputs."""
+        jaxpr = self.closed.jaxpr
+        return jaxpr.constvars, self.closed.consts, jaxpr.invars, jaxpr.eqns, jaxpr.outvars
+
+    def anonymous(self) -> Body:
+        """The same computation without the place it came from, fit for sharing between ops."""
+        jaxpr = self.closed.jaxpr
+        eqns = [e.replace(source_info=nowhere()) for e in jaxpr.eqns]
+        return Body(close(jaxpr.replace(eqns=eqns), self.closed.consts))
+
+    @cached_property
+    def wires(self) -> tuple[Wire | int | None, ...]:
+        """For each output: the Wire it is, the earlier output it repeats (an int), or None if new."""
+        jaxpr = self.closed.jaxpr
+        inputs = {id(v): i for i, v in enumerate(jaxpr.invars)}
+        values = {id(v): c for v, c in zip(jaxpr.constvars, self.closed.consts, strict=True)}
+        seen: dict[int, int] = {}
+        wires: list[Wire | int | None] = []
+        for j, v in enumerate(jaxpr.outvars):
+            if isinstance(v, jex.Literal):
+                wires.append(Wire(value=literal_value(v)))
+            elif id(v) in inputs:
+                wires.append(Wire(input=inputs[id(v)]))
+            elif id(v) in values:
+                wires.append(Wire(value=values[id(v)]))
+            else:
+                wires.append(seen.get(id(v)))
+                seen.setdefault(id(v), j)
+        return tuple(wires)
+
+    def depending_on(self, inputs: Iterable[int]) -> set[int]:
+        """The outputs that depend on any of these inputs."""
+        jaxpr = self.closed.jaxpr
+        reached = {jaxpr.invars[i] for i in inputs}
+        for eqn in jaxpr.eqns:
+            if any(not isinstance(v, jex.Literal) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return {j for j, v in enumerate(jaxpr.outvars) if not isinstance(v, jex.Literal) and v in reached}
+
+    def same_everywhere(self, inputs: Iterable[int]) -> set[int]:
+        """The outputs that are equal on all devices if these inputs are, and the others are not."""
+        return devices.same_everywhere(self.closed, inputs)
+
+    def restricted(self, outputs: Sequence[int], keep_inputs: bool = False) -> tuple[Body, tuple[int, ...]]:
+        """The part that computes these outputs, and the positions of the inputs it still takes."""
+        jaxpr = self.closed.jaxpr
+        outvars = [jaxpr.outvars[j] for j in outputs]
+        needed = {v for v in outvars if not isinstance(v, jex.Literal)}
+        eqns = []
+        for eqn in reversed(jaxpr.eqns):
+            if eqn.effects or any(v in needed for v in eqn.outvars):
+                eqns.append(eqn)
+                needed.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+        kept = tuple(i for i, v in enumerate(jaxpr.invars) if keep_inputs or v in needed)
+        consts = [(v, c) for v, c in zip(jaxpr.constvars, self.closed.consts, strict=True) if v in needed]
+        part = jex.Jaxpr(
+            [v for v, _ in consts],
+            [jaxpr.invars[i] for i in kept],
+            outvars,
+            eqns[::-1],
+            frozenset().union(*(eqn.effects for eqn in eqns)),
+            jaxpr.debug_info.with_unknown_names(),
+        )
+        return Body(close(part, [c for _, c in consts])), kept
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """The parameters of the primitive in words; empty for a body of several equations."""
+        if len(self.equations) != 1 or self.equations[0].primitive.name in INLINED:
+            return {}
+        shown = {}
+        for key, value in self.equations[0].params.items():
+            if not callable(value) and not jaxprs_in(value) and value is not None:
+                text = str(_plain(value))
+                shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."
+        return shown
+
+    @property
+    def operands(self) -> tuple[int | str, ...]:
+        """What the equation is called with: positions of inputs, and literal numbers as text."""
+        if len(self.equations) != 1:
+            return tuple(range(len(self.in_avals)))
+        at = {id(v): i for i, v in enumerate(self.closed.jaxpr.invars)}
+        return tuple(
+            str(np.asarray(v.val)) if isinstance(v, jex.Literal) else at.get(id(v), "constant")
+            for v in self.equations[0].invars
+        )
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """For each operand the literal number that stands there; None for what is read."""
+        if len(self.equations) != 1:
+            return (None,) * len(self.in_avals)
+        return tuple(v.val if isinstance(v, jex.Literal) else None for v in self.equations[0].invars)
+
+    def with_numbers_of(self, other: Body) -> Body:
+        """The same equation with the literal numbers of another one."""
+        (eqn,), (theirs,) = self.equations, other.equations
+        pairs = zip(eqn.invars, theirs.invars, strict=True)
+        invars = [
+            v if isinstance(mine, jex.Literal) and isinstance(v, jex.Literal) else mine for mine, v in pairs
+        ]
+        jaxpr = self.closed.jaxpr
+        return EquationBody(eqn.replace(invars=invars), jaxpr.invars, jaxpr.outvars, jaxpr.debug_info)
+
+    @cached_property
+    def subprograms(self) -> Mapping[str, Program]:
+        """The Programs inside a control flow primitive, by the name of the parameter."""
+        found: dict[str, Program] = {}
+        for eqn in self.equations if len(self.equations) == 1 else ():
+            for key, value in eqn.params.items():
+                inner = jaxprs_in(value)
+                for i, closed in enumerate(inner):
+                    name = key if len(inner) == 1 else f"{key}[{i}]"
+                    found[name] = program_of(closed, name)
+        return found
+
+
+class EquationBody(Body):
+    """The Body of one traced equation; its jaxpr is built when first needed."""
+
+    def __init__(self, eqn: Any, invars: list[Any], outvars: list[Any], debug_info: Any) -> None:
+        self._eqn, self._invars, self._outvars, self._debug_info = eqn, invars, outvars, debug_info
+
+    @property
+    def _outermost(self) -> Any:
+        """The equation without its scope, which the Op knows."""
+        place = self._eqn.source_info.replace(name_stack=nowhere().name_stack)
+        return self._eqn.replace(source_info=place)
+
+    @cached_property
+    def closed(self) -> Any:
+        """The jaxpr of the equation alone."""
+        eqn = self._outermost
+        jaxpr = jex.Jaxpr([], self._invars, self._outvars, [eqn], eqn.effects, self._debug_info)
+        return close(jaxpr, [])
+
+    @cached_property
+    def in_avals(self) -> Sequence[Any]:
+        """For every input something with its shape and dtype."""
+        return [v.aval for v in self._invars]
+
+    @cached_property
+    def out_avals(self) -> Sequence[Any]:
+        """For every output something with its shape and dtype."""
+        return [v.aval for v in self._outvars]
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether the equation prints or calls back."""
+        return bool(self._eqn.effects)
+
+    @property
+    def equations(self) -> Sequence[Any]:
+        """The one equation."""
+        return (self._eqn,)
+
+    @cached_property
+    def signature(self) -> Signature:
+        """Equal for equations that compute the same."""
+        return interned(key_of_parts([], [], self._invars, [self._eqn], self._outvars))
+
+    @property
+    def parts(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """No constants; what it reads, the equation, what it gives."""
+        return (), (), self._invars, (self._outermost,), self._outvars
+
+
+def body_of(function: Callable[..., Any], *types: Any) -> Body:
+    """What an Op computes: the Body of a function of arrays that returns a sequence of arrays.
+
+    Args:
+        function: Pure; takes the op's inputs, returns a value for each of its outputs.
+        types: For each input an array, or a ``jax.ShapeDtypeStruct`` with its shape and dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> body = ow.body_of(lambda x: [jnp.round(x)], jax.ShapeDtypeStruct((3,), jnp.float32))
+        >>> [(t.shape, str(t.dtype)) for t in body.out_types]
+        [((3,), 'float32')]
+    """
+    if not callable(function) or not all(map(_has_type, types)):
+        kinds = ", ".join(type(x).__name__ for x in (function, *types))
+        raise ArgumentError(
+            f"body_of was given {kinds}; expected a function, and an array of numbers or a "
+            "jax.ShapeDtypeStruct((3, 4), jnp.float32) for each of its inputs."
+        )
+    return Body(traced(function, *types))
+
+
+def _has_type(value: Any) -> bool:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind not in "OSUVmM"
+    return isinstance(value, jax.Array | Type)
+
+
+def body_over(function: Callable[..., Any], collection: Sequence[Type], *others: Type) -> Body:
+    """The Body of ``function(arrays, *others)``, which does not ask how numbers are laid out in arrays.
+
+    >>> row, number = Type((3,), np.float32), Type((), np.float32)
+    >>> body = body_over(lambda xs, y: [x * y for x in xs], [row, row], number)
+    >>> [t.shape for t in body.collected.remade([Type((2, 3), np.float32)]).out_types]
+    [(2, 3)]
+    """
+    count = len(collection)
+    body = body_of(lambda *xs: function(xs[:count], *xs[count:]), *collection, *others)
+    body.collected = Collected(count, lambda types: body_over(function, types, *others))
+    return body
+
+
+def _plain(value: Any) -> Any:
+    """A parameter without NumPy's way of writing integers."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def program_of(closed: Any, name: str) -> Program:
+    """A jaxpr (such as the body of a scan) as a Program of its own, with the backward passes within."""
+    names = Names()
+    inputs = tuple(
+        Variable(names.new(f"input_{i}"), *shape_of(v.aval), Kind.DATA)
+        for i, v in enumerate(closed.jaxpr.invars)
+    )
+    read = read_jaxpr(closed, inputs, names, apart=True)
+    ops = (
+        replace(op, made_by=Pass.BACKWARD) if "transpose" in marks else op
+        for op, marks in zip(read.ops, read.under, strict=True)
+    )
+    return Program(name, inputs, constants=read.constants, ops=tuple(ops), outputs=read.outputs)
+
+
+def read_jaxpr(
+    closed: Any,
+    inputs: Sequence[Variable],
+    names: Names,
+    declarations: Mapping[str, Variable] | None = None,
+    labels: Mapping[int, str] | None = None,
+    apart: bool = False,
+) -> Reading:
+    """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope.
+
+    ``declarations`` holds the Variables that stand for ``declared`` values, ``labels`` the names that some
+    of the outputs shall bear, by position. With ``apart`` a scope is what a person wrote, without what JAX
+    wrapped around it: transforms, calls of its own functions, a ``jit`` around everything.
+    """
+    reader = Reader(names, declarations or {}, apart, EquationBody)
+    reader.env.update(zip(closed.jaxpr.invars, inputs, strict=True))
+    reader.labels = {
+        closed.jaxpr.outvars[i]: name
+        for i, name in (labels or {}).items()
+        if not isinstance(closed.jaxpr.outvars[i], jex.Literal)
+    }
+    reader.read(closed, scope="", caller=None)
+    outputs = tuple(reader.value(v) for v in closed.jaxpr.outvars)
+    return Reading(tuple(reader.ops), outputs, reader.constants, tuple(reader.under))

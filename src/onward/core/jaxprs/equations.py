@@ -1,0 +1,97 @@
+"""What stands in a jaxpr: equations, literals, and the jaxprs that an equation runs within."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+Type = jax.ShapeDtypeStruct
+_JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)  # type: ignore[attr-defined, unused-ignore]
+INLINED = ("jit", "pjit", "closed_call", "core_call")
+WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
+
+
+def close(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """A closed jaxpr; since jax 0.11 that is a Jaxpr with its constants inside."""
+    return jex.ClosedJaxpr(jaxpr, list(consts))  # type: ignore[attr-defined, unused-ignore]
+
+
+def closed_of(jaxpr: Any) -> Any:
+    """A jaxpr with its constants, of which an open one has none."""
+    return jaxpr if hasattr(jaxpr, "consts") else close(jaxpr, [])
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether it is a jaxpr, closed or not."""
+    return isinstance(value, _JAXPRS)
+
+
+def jaxprs_in(value: Any) -> list[Any]:
+    """The jaxprs, closed, that a parameter of an equation is or holds."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [closed_of(v) for v in values if is_jaxpr(v)]
+
+
+def equations_within(eqn: Any) -> Iterator[Any]:
+    """The equations of the jaxprs that an equation runs, not those deeper."""
+    return (e for value in eqn.params.values() for closed in jaxprs_in(value) for e in closed.jaxpr.eqns)
+
+
+def called_by(eqn: Any) -> list[Any]:
+    """The jaxpr that a call runs when nothing is differentiated."""
+    return jaxprs_in(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+
+
+@cache
+def nothing() -> Any:
+    """A trace of next to nothing, to take from it what bears no names."""
+    closed = jax.make_jaxpr(jax.lax.neg)(Type((), np.float32))
+    return close(closed.jaxpr.replace(debug_info=closed.jaxpr.debug_info.with_unknown_names()), [])
+
+
+def nowhere() -> Any:
+    """A source_info without scope."""
+    return nothing().jaxpr.eqns[0].source_info
+
+
+def type_of(aval: Any) -> Type:
+    """Shape and dtype, to trace another function with."""
+    return Type(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def shape_of(aval: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype, as a Variable has them."""
+    return tuple(aval.shape), aval.dtype
+
+
+def literal_value(literal: Any) -> Any:
+    """The number that stands in an equation, in its dtype."""
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
+def names_within(eqn: Any) -> Iterator[str]:
+    """The names of the primitives in an equation, its own first, however deep."""
+    yield eqn.primitive.name
+    for inner in equations_within(eqn):
+        yield from names_within(inner)
+
+
+def calls_custom_rule(eqn: Any) -> bool:
+    """Whether a ``custom_jvp`` or ``custom_vjp`` function is called in it, however deep."""
+    return eqn.primitive.name in WITH_RULES or any(map(calls_custom_rule, equations_within(eqn)))
+
+
+def carry_of_scan(eqn: Any) -> tuple[int, int]:
+    """At which operand begins what a loop carries, and how much it is."""
+    (inner,) = jaxprs_in(eqn.params["jaxpr"])
+    count = _of_equal_rank(eqn.outvars, inner.jaxpr.outvars)  # what is stacked has one axis more outside
+    return _of_equal_rank(eqn.invars, inner.jaxpr.invars) - count, count
+
+
+def _of_equal_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(v.aval.ndim == w.aval.ndim for v, w in zip(outside, inside, strict=True))

@@ -1,0 +1,98 @@
+"""Many ops as one Body, and a Body as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.equations import close, nothing, nowhere
+from onward.core.jaxprs.scopes import outermost_scope
+from onward.core.program import Op, Variable
+
+
+def joined(ops: Iterable[Op], given: Sequence[Variable], wanted: Sequence[Variable]) -> Body:
+    """The equations of all these ops in a row, as one Body from given Variables to wanted ones.
+
+    Nothing is traced for it: a Program of thousands of ops takes milliseconds. The equations stand in the
+    scopes of their ops, below the pass that made them.
+    """
+    row = _Row(given)
+    for op in ops:
+        row.append(op)
+    return row.body([row.env[v] for v in wanted])
+
+
+class _Row:
+    """A jaxpr that grows by the equations of one op after the other."""
+
+    def __init__(self, given: Sequence[Variable]) -> None:
+        self.invars = [jex.Var(jax.core.ShapedArray(v.shape, v.dtype)) for v in given]
+        self.env: dict[Variable, Any] = dict(zip(given, self.invars, strict=True))
+        self.consts: dict[int, tuple[Any, Any]] = {}
+        self.eqns: list[Any] = []
+        self.stacks: dict[str, Any] = {}
+
+    def append(self, op: Op) -> None:
+        constvars, consts, invars, eqns, outvars = op.body.parts
+        atoms = dict(zip(invars, map(self.env.__getitem__, op.inputs), strict=True))
+        atoms.update(zip(constvars, map(self.constant, constvars, consts), strict=True))
+        stack = self.stack(f"{op.made_by}/{op.scope}" if op.scope else str(op.made_by))
+
+        def read(v: Any) -> Any:
+            return v if isinstance(v, jex.Literal) else atoms[v]
+
+        for eqn in eqns:
+            made = [v if isinstance(v, jex.DropVar) else jex.Var(v.aval) for v in eqn.outvars]
+            place = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack)
+            used = [read(v) for v in eqn.invars]
+            self.eqns.append(eqn.replace(invars=used, outvars=made, source_info=place))
+            atoms.update(zip(eqn.outvars, made, strict=True))
+        self.env.update(zip(op.outputs, map(read, outvars), strict=True))
+
+    def constant(self, v: Any, value: Any) -> Any:
+        """The variable of a constant; one for each array object."""
+        return self.consts.setdefault(id(value), (jex.Var(v.aval), value))[0]
+
+    def stack(self, scope: str) -> Any:
+        """JAX's own form of the scope of an op."""
+        if scope not in self.stacks:
+            with outermost_scope(), jax.named_scope(scope):
+                self.stacks[scope] = source_info_util.current_name_stack()
+        return self.stacks[scope]
+
+    def body(self, outvars: list[Any]) -> Body:
+        effects = frozenset[Any]().union(*(eqn.effects for eqn in self.eqns))
+        constvars = [v for v, _ in self.consts.values()]
+        jaxpr = jex.Jaxpr(constvars, self.invars, outvars, self.eqns, effects, nothing().jaxpr.debug_info)
+        return Body(close(jaxpr, [value for _, value in self.consts.values()]))
+
+
+def as_one_call(body: Body, name: str) -> Callable[..., list[Any]]:
+    """A function that calls a Body as ``jax.jit`` does: whatever traces it does not look inside.
+
+    Tracing a Program op by op costs JAX about as much as tracing the function behind it; one call costs
+    nothing, and compiles to the same.
+    """
+    count = len(body.out_avals)
+    pattern = jax.make_jaxpr(jax.jit(lambda *_: [np.float32(i) for i in range(count)]))(
+        *[np.float32(0)] * len(body.in_avals)
+    )
+    (eqn,) = pattern.jaxpr.eqns
+    jaxpr = body.closed.jaxpr
+    invars, outvars = ([jex.Var(v.aval) for v in group] for group in (jaxpr.invars, jaxpr.outvars))
+    call = eqn.replace(
+        invars=[*invars],
+        outvars=outvars,
+        params={**eqn.params, "jaxpr": body.closed, "name": name},
+        effects=jaxpr.effects,
+        source_info=nowhere(),
+    )
+    whole = jex.Jaxpr([], invars, outvars, [call], call.effects, nothing().jaxpr.debug_info)
+    function: Callable[..., list[Any]] = jex.jaxpr_as_fun(close(whole, []))
+    return function

@@ -1,0 +1,72 @@
+"""What a loop hands from one turn to the next, and what stands inside of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.equations import carry_of_scan, equations_within
+from onward.core.jaxprs.scopes import transforms_around
+
+
+def carries_of(body: Body) -> list[tuple[int, int]]:
+    """For a loop the positions (input, output) of what one turn hands to the next.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> def loop(a, x):
+    ...     return jax.lax.scan(lambda x, _: (a * x, x), x, length=3)
+    >>> carries_of(ow.body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
+    [(1, 0)]
+    """
+    if len(body.equations) != 1 or body.equations[0].primitive.name not in ("scan", "while"):
+        return []
+    (eqn,) = body.equations
+    if eqn.primitive.name == "while":
+        begin, count = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.outvars)
+    else:
+        begin, count = carry_of_scan(eqn)
+    given, made = list(body.closed.jaxpr.invars), list(body.closed.jaxpr.outvars)
+    pairs = zip(eqn.invars[begin : begin + count], eqn.outvars[:count], strict=True)
+    return [(given.index(old), made.index(new)) for old, new in pairs if old in given and new in made]
+
+
+def carry_of(body: Body) -> tuple[int, int]:
+    """For a ``scan`` at which operand begins what one turn hands to the next, and how much it is.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> def loop(a, x):
+    ...     return jax.lax.scan(lambda x, _: (a * x, x), x, length=3)
+    >>> carry_of(ow.body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
+    (1, 1)
+    """
+    (eqn,) = body.equations
+    return carry_of_scan(eqn)
+
+
+def result_of(body: Body, output: int) -> int:
+    """Which result of its one equation an output of a Body is.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> swapped = ow.body_of(lambda x: jax.lax.scan(lambda c, _: (c + x, c), x, None, 2)[::-1], jnp.ones(3))
+    >>> result_of(swapped, 0), result_of(swapped, 1)
+    (1, 0)
+    """
+    (eqn,) = body.equations
+    return list(map(id, eqn.outvars)).index(id(body.closed.jaxpr.outvars[output]))
+
+
+def transforms_within(body: Body) -> frozenset[str]:
+    """The transforms that the equations inside of a loop, branch or call stand under, however deep.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> def twice(x):
+    ...     return [jax.lax.fori_loop(0, 2, lambda i, x: jax.grad(lambda x: x**3)(x), x)]
+    >>> sorted(transforms_within(ow.body_of(twice, jnp.float32(1.0))))
+    ['jvp', 'transpose']
+    """
+    inner = (e for eqn in body.equations for e in equations_within(eqn))
+    return frozenset[str]().union(*map(_transforms_in, inner))
+
+
+def _transforms_in(eqn: Any) -> frozenset[str]:
+    return transforms_around(eqn).union(*map(_transforms_in, equations_within(eqn)))

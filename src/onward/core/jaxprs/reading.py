@@ -1,0 +1,193 @@
+"""The Ops of a traced jaxpr, one per equation; nested ``jit`` is inlined and kept as a scope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from onward.core.errors import TraceError
+from onward.core.jaxprs.equations import INLINED, Type, jaxprs_in, literal_value, shape_of
+from onward.core.jaxprs.scopes import entries, transforms_around
+from onward.core.names import Names
+from onward.core.program import Op, Variable
+from onward.core.source import Source, is_library
+from onward.core.words import Kind
+
+_declare = jex.Primitive("declare")
+_declare.def_abstract_eval(lambda *, name, type: jax.core.ShapedArray(type.shape, type.dtype))  # noqa: A006
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What ``read_jaxpr`` found; with ``apart``, for each op the transforms around its equation."""
+
+    ops: tuple[Op, ...]
+    outputs: tuple[Variable, ...]
+    constants: Mapping[Variable, Any]
+    under: tuple[frozenset[str], ...]
+
+
+def declared(name: str, kind: Type) -> Any:
+    """Inside a trace, the value of the Variable that ``read_jaxpr`` is given under this name."""
+    return _declare.bind(name=name, type=kind)
+
+
+class Reader:
+    """One walk over a jaxpr; ``body`` makes what an Op computes of its equation."""
+
+    def __init__(
+        self, names: Names, declarations: Mapping[str, Variable], apart: bool, body: Callable[..., Any]
+    ) -> None:
+        self.names, self.declarations, self.apart, self.body = names, declarations, apart, body
+        self.within: frozenset[str] = frozenset()
+        self.under: list[frozenset[str]] = []
+        self.env: dict[Any, Any] = {}
+        self.labels: dict[Any, str] = {}
+        self.ops: list[Op] = []
+        self.constants: dict[Variable, Any] = {}
+        self.stacks: dict[int, tuple[Any, str]] = {}
+        self._by_identity: dict[int, Variable] = {}
+
+    def read(self, closed: Any, scope: str, caller: Any) -> None:
+        """Read every equation of this jaxpr; ``caller`` is the equation of the ``jit`` around it."""
+        jaxpr = closed.jaxpr
+        for v, const in zip(jaxpr.constvars, closed.consts, strict=True):
+            self.env[v] = self.constant(const)
+        in_library = is_library(jaxpr.debug_info.func_filename or "<frozen ")
+        unnamed = jaxpr.debug_info.with_unknown_names()
+        for eqn in jaxpr.eqns:
+            place = caller if caller is not None and in_library else eqn
+            stack = self.shown(eqn.source_info.name_stack)
+            here = _below(scope, stack)
+            if eqn.primitive is _declare:
+                self.env[eqn.outvars[0]] = self.declarations[eqn.params["name"]]
+            elif eqn.primitive.name in INLINED and not _draws(eqn):
+                if self.apart and not here and len(jaxpr.eqns) == 1:
+                    self.inline(eqn, "", None)
+                else:
+                    self.inline(eqn, _below(here, self.named(eqn)), place)
+            else:
+                self.append(eqn, here, place, unnamed)
+
+    def named(self, eqn: Any) -> str:
+        """The scope that a call of a jitted function opens: its name; with ``apart`` only a person's."""
+        (inner,) = jaxprs_in(tuple(eqn.params.values()))
+        if self.apart and is_library(inner.jaxpr.debug_info.func_filename or "<frozen "):
+            return ""
+        return str(eqn.params.get("name", "call"))
+
+    def shown(self, stack: Any) -> str:
+        """The scopes of an equation in one text; many equations share one stack."""
+        known = self.stacks.get(id(stack))
+        if known is None:
+            text = entries(stack, "Scope") if self.apart else str(stack)
+            known = self.stacks[id(stack)] = stack, text
+        return known[1]
+
+    def inline(self, eqn: Any, scope: str, place: Any) -> None:
+        """Read the function that an equation calls, as if its equations stood here."""
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        for v, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
+            self.env[v] = self.resolve(outer)
+        outputs = list(zip(inner.jaxpr.outvars, eqn.outvars, strict=True))
+        outside, within = self.labels, self.within
+        self.within = within | transforms_around(eqn)
+        self.labels = {v: outside[o] for v, o in outputs if o in outside and not isinstance(v, jex.Literal)}
+        self.read(inner, scope, place)
+        self.labels, self.within = outside, within
+        for v, outer in outputs:
+            self.env[outer] = self.resolve(v)
+
+    def append(self, eqn: Any, scope: str, place: Any, debug_info: Any) -> None:
+        """Make the Op of an equation, and the Variables that it gives."""
+        eqn = self.with_literals(eqn)
+        read = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex.Literal)))
+        written = [v for v in eqn.outvars if not isinstance(v, jex.DropVar)]
+        kind = _kind(eqn)
+        source = Source(place.source_info.traceback)
+        _refuse_references(eqn, source)
+        given = eqn.params.get("name") if kind == "name" else None
+        label = given or (f"{scope}/{kind}" if scope else kind)
+        outputs = []
+        for v in written:
+            outputs.append(Variable(self.names.new(self.labels.get(v, label)), *shape_of(v.aval)))
+            self.env[v] = outputs[-1]
+        self.ops.append(
+            Op(
+                type=kind,
+                inputs=tuple(self.env[v] for v in read),
+                outputs=tuple(outputs),
+                body=self.body(eqn, read, written, debug_info),
+                scope=scope,
+                source=source,
+            )
+        )
+        if self.apart:
+            self.under.append(self.within | transforms_around(eqn))
+
+    def resolve(self, v: Any) -> Any:
+        """The Variable of a jaxpr's variable, or the literal it stands for."""
+        return v if isinstance(v, jex.Literal) else self.env[v]
+
+    def with_literals(self, eqn: Any) -> Any:
+        """The equation with the literals that reached it through the call of an inlined function."""
+        known = [v if isinstance(v, jex.Literal) else self.env[v] for v in eqn.invars]
+        invars = [k if isinstance(k, jex.Literal) else v for k, v in zip(known, eqn.invars, strict=True)]
+        return eqn if all(map(is_, invars, eqn.invars)) else eqn.replace(invars=invars)
+
+    def value(self, v: Any) -> Variable:
+        """The Variable of a jaxpr's variable; a literal becomes a constant."""
+        known = self.resolve(v)
+        if isinstance(known, jex.Literal):
+            return self.constant(literal_value(known))
+        found: Variable = known
+        return found
+
+    def constant(self, value: Any) -> Variable:
+        """The constant Variable that holds this array; one for each array object."""
+        if isinstance(value, jax.core.Tracer):
+            raise TraceError(
+                f"The function uses {value.aval}, a value of another trace, which no step can know. Some "
+                "function stored it outside itself, or trace was called inside jax.jit or jax.grad on what "
+                "these pass: give it to the function as an argument."
+            )
+        found = self._by_identity.get(id(value))
+        if found is None or self.constants[found] is not value:
+            found = Variable(self.names.new("constant"), *shape_of(jax.typeof(value)), Kind.CONSTANT)
+            self._by_identity[id(value)] = found
+            self.constants[found] = value
+        return found
+
+
+def _below(scope: str, name: str) -> str:
+    return f"{scope}/{name}" if scope and name else scope or name
+
+
+def _draws(eqn: Any) -> bool:
+    """Whether this is a call of ``jax.random`` that draws numbers from a key: one op, not its many."""
+    if not eqn.invars or not eqn.params.get("name", "").startswith("_"):
+        return False
+    return bool(jax.numpy.issubdtype(eqn.invars[0].aval.dtype, jax.dtypes.prng_key))
+
+
+def _kind(eqn: Any) -> str:
+    """The type of the op: the primitive's name, or that of the function with a rule of its own."""
+    if eqn.primitive.name in INLINED:
+        return str(eqn.params["name"]).strip("_")
+    call = eqn.params.get("call_jaxpr") if eqn.primitive.name.startswith("custom_") else None
+    name = call.jaxpr.debug_info.func_name if call is not None else ""
+    return name if name.isidentifier() else eqn.primitive.name
+
+
+def _refuse_references(eqn: Any, source: Source) -> None:
+    for v in (*eqn.invars, *eqn.outvars):
+        if hasattr(v.aval, "inner_aval"):
+            raise TraceError(
+                f"{eqn.primitive.name} at {source.file}:{source.line} uses a mutable array (jax.new_ref). A "
+                "Program gives every Variable its value once: return new arrays instead of changing old ones."
+            )

@@ -1,0 +1,35 @@
+"""Functions are traced, along an axis of devices where one is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+from onward.core.program import Replicas
+
+_replicas: ContextVar[Replicas | None] = ContextVar("replicas", default=None)
+
+
+@contextmanager
+def along(replicas: Replicas | None) -> Iterator[None]:
+    """Whatever is traced meanwhile may use collectives along this axis; None: along none."""
+    token = _replicas.set(replicas)
+    try:
+        yield
+    finally:
+        _replicas.reset(token)
+
+
+def current_axis() -> Replicas | None:
+    """The devices that what is traced now will run on, or None for one alone."""
+    return _replicas.get()
+
+
+def traced(function: Callable[..., Any], *types: Any) -> Any:
+    """The closed jaxpr of a function of flat arrays."""
+    axis = _replicas.get()
+    return jax.make_jaxpr(function, axis_env=[(axis.name, axis.count)] if axis else None)(*types)
