@@ -36,6 +36,10 @@ if FOLDER in os.environ:
 # and in the processes that tests start. What users run, and what has pooling in it, takes ``optimized``.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+# Imported whole before its files are collected: pytest would make a package whose folder comes first a second
+# time, without its modules.
+import onward  # noqa: E402, F401
+
 # A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP; tests are about these two.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
