@@ -441,7 +441,8 @@ def test_a_damaged_one_is_refused_and_the_one_before_taken_when_asked(tmp_path):
     with pytest.warns(UserWarning, match="Left out"):
         again.restore(fallback=True)
     assert again.step == 8
-    again.train(reader(), epochs=EPOCHS)
+    with pytest.warns(UserWarning, match=r"step-12/.*does not count towards what is kept"):
+        again.train(reader(), epochs=EPOCHS)
     assert bits(again) == whole()
 
 
@@ -474,27 +475,87 @@ def test_two_lines_resume(tmp_path):
 def test_two_lines_fall_back_and_say_so(tmp_path):
     run(tmp_path, callbacks=[until(MIDDLE)])
     damage(tmp_path)
-    with pytest.warns(UserWarning, match="Left out"):
+    with (
+        pytest.warns(UserWarning, match="does not count towards what is kept"),
+        pytest.warns(UserWarning, match="Left out"),
+    ):
         trainer = run(tmp_path)
     assert bits(trainer) == whole()
 
 
-def test_two_lines_without_resume_begin_anew(tmp_path):
-    ow.train(network(deep), reader(), optimizer=ADAM, checkpoints=tmp_path)
-    assert ow.train(network(deep), reader(), optimizer=ADAM, checkpoints=tmp_path).history["step"][0] == 1
+def test_two_lines_that_find_nothing_whole_do_not_begin_anew(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"00000{step}-step-{step}").mkdir()  # as a power cut may leave them
+    with (
+        pytest.warns(UserWarning, match="000002-step-2"),
+        pytest.raises(ow.CheckpointError, match="No checkpoint is left"),
+    ):
+        run(tmp_path)
+
+
+# ---------------------------------------------------------------------------- another run
+
+
+def written(folder):
+    """What lies in a folder, with the bytes of every file."""
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def begun(folder, source, **options):
+    return ow.train(network(other), source, optimizer=SLOW, checkpoints=folder, **options)
+
+
+def test_a_script_that_is_run_again_is_refused_before_it_reads(tmp_path):
+    store = ow.Checkpoints(tmp_path, every=2)
+    begun(store, reader())
+    before = written(tmp_path)
+    for again in (store, tmp_path):  # a notebook cell has the store of the first time
+        with pytest.raises(ow.CheckpointError) as raised:
+            begun(again, lambda: pytest.fail("it was read"))
+        for words in (
+            "2 checkpoints of another run, of steps 2, 3; it began 20",
+            "resume=True",
+            "another folder",
+        ):
+            assert words in str(raised.value)
+    trainer = fresh(tmp_path, SLOW, make=other)
+    with pytest.raises(ow.CheckpointError, match=r"trainer\.restore\(\)"):
+        trainer.train(lambda: pytest.fail("it was read"))
+    assert trainer.step == 0
+    assert written(tmp_path) == before
+    resumed = begun(tmp_path, reader(), epochs=2, resume=True)
+    assert (resumed.step, resumed.identity) == (6, store.identity)
+
+
+def test_who_goes_on_without_the_newest_is_refused(tmp_path):
+    first = begun(tmp_path, reader())
+    begun(tmp_path, reader(), epochs=2, resume=True)
+    with pytest.raises(ow.CheckpointError, match="of steps 3, 6"):
+        first.train(reader())
+    first.restore(tmp_path)
+    first.train(reader(), epochs=3)
+    assert first.step == 9
+
+
+def test_one_checkpoint_may_be_added_to_any_folder(tmp_path):
+    trainer = begun(tmp_path, reader())
+    ow.Model(network(other)).save(tmp_path)
+    path = fresh(None, SLOW, make=other).checkpoint(tmp_path)
+    assert [e.step for e in ow.Checkpoints(tmp_path).entries()] == [3, 0, 0]
+    assert ow.Checkpoints(tmp_path).load(path).identity != trainer.identity
 
 
 # ---------------------------------------------------------------------------- Ctrl-C
 
 
-def interrupted(folder, **options):
+def interrupted(folder, callbacks=(), **options):
     def press(event):
         if event.kind == "step" and event.step == MIDDLE:
             signal.raise_signal(signal.SIGINT)
 
     trainer = fresh(folder, **options)
     with pytest.raises(KeyboardInterrupt) as raised:
-        trainer.train(reader(), epochs=EPOCHS, callbacks=[press])
+        trainer.train(reader(), epochs=EPOCHS, callbacks=[*callbacks, press])
     return trainer, getattr(raised.value, "__notes__", [])
 
 
@@ -516,11 +577,55 @@ def test_ctrl_c_and_the_same_trainer_goes_on():
 
 
 def test_ctrl_c_with_a_disk_that_fails(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("no folder")
-    trainer, notes = interrupted(file / "checkpoints")
+    folder = tmp_path / "checkpoints"
+
+    def fail(event):
+        if event.step == 1:
+            shutil.rmtree(folder)
+            folder.write_text("no folder")
+
+    trainer, notes = interrupted(folder, callbacks=[fail])
     assert trainer.step == MIDDLE
     assert any("No checkpoint was saved: " in note for note in notes)
+
+
+def test_a_disk_that_fails_is_found_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    trainer = fresh(tmp_path / "file" / "checkpoints")
+    with pytest.raises(ow.CheckpointError, match="cannot be written to"):
+        trainer.train(reader())
+    assert trainer.step == 0
+
+
+# ---------------------------------------------------------------------------- SIGTERM
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sigterm_saves_and_another_trainer_goes_on(tmp_path, capsys, threads):
+    def terminate(event):
+        if event.kind == "step" and event.step == MIDDLE:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = fresh(tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        trainer.train(reader(), epochs=EPOCHS, callbacks=[terminate], threads=threads)
+    assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert f"onward: SIGTERM: step {trainer.step} is saved in {tmp_path}" in capsys.readouterr().err
+    again = fresh(tmp_path, seed=6)
+    again.restore()
+    assert bits(again) == bits(trainer)
+    if threads == 1:
+        assert again.step == MIDDLE
+        again.train(reader(), epochs=EPOCHS)
+        assert bits(again) == whole()
+
+
+def test_sys_exit_saves_too(tmp_path):
+    trainer = fresh(tmp_path, SLOW, make=other)
+    with pytest.raises(SystemExit):
+        trainer.train(reader(), callbacks=[lambda event: sys.exit() if event.step == 2 else None])
+    assert ow.Checkpoints(tmp_path).load().step == 2
 
 
 @pytest.fixture
@@ -534,11 +639,14 @@ def test_random_interrupts_of_a_process():
     for kind in training_interrupts.NAMES:
         for found in training_interrupts.torture(kind, 1, seed=2):
             assert found.split()[:2] == ["kept", "saved"]
+    for found in training_interrupts.torture("train", 3, number=signal.SIGTERM):
+        assert found.split()[:2] == ["kept", "saved"]
 
 
 @pytest.mark.usefixtures("without_cache")
 def test_kills_of_a_process():
-    begun, differ, values = training_kills.compare(count=2, epochs=24)
+    """SIGKILL, then SIGTERM, which has to save the step that was made last."""
+    steps, differ, values = training_kills.compare(count=2, epochs=24, signals="KILL TERM")
     assert differ == []
-    assert len(begun) == 3
+    assert len(steps) == 3
     assert values > 10

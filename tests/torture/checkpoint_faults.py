@@ -156,7 +156,9 @@ def serve(go: int) -> None:
 def save_once(folder: Path) -> int:
     """The save at which the faults aim: it adds step 2 and removes step 1."""
     try:
-        Checkpoints(folder, keep=1, asynchronous=False).save(arrays(2), 2)
+        with Checkpoints(folder, keep=1, asynchronous=False) as checkpoints:
+            checkpoints.claim(resume=True)
+            checkpoints.save(arrays(2), 2)
     except CheckpointError:
         return 3
     return 0
@@ -232,6 +234,7 @@ def kills(server: Server, count: int, seed: int = 0) -> int:
 def assert_next_save_is_clean(folder: Path) -> None:
     """A save after the accident works and leaves only checkpoints."""
     with Checkpoints(folder, keep=2) as checkpoints:
+        checkpoints.claim(resume=True)
         checkpoints.save(arrays(7), 7)
     assert loaded_step(folder) == 7
     assert {p.path for p in checkpoints.entries()} == set(folder.iterdir())

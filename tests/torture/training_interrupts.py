@@ -7,9 +7,9 @@ buffers of the state over and adds exactly 1 to a number, so that the state tell
 After each interrupt the child reads every value, which must fit the number of steps that it has counted, and
 loads the latest checkpoint, which must be of that step. Then it goes on with the same objects. It prints:
 
-    60 interrupts of Trainer.train: 60 states kept, 60 saved, 0 handlers left, 0 pressed again; 47867 steps
+    60 SIGINT in Trainer.train: 60 states kept, 60 saved, 0 handlers left, 0 pressed again; 47867 steps
 
-and so on for two threads and for ``Session.run``. A Ctrl-C between two runs of a Session is handled by
+and so on for two threads and for ``Session.run``, and for SIGTERM in a Trainer. A Ctrl-C between two runs of a Session is handled by
 nobody: nothing is saved then, and that is counted as saved. A KeyboardInterrupt that arrives while Python
 calls a destructor or the callback of a weak reference is printed and thrown away by Python itself ("Exception
 ignored in"); who presses Ctrl-C presses it again, as this process does, and says how often.
@@ -100,7 +100,8 @@ def verdict(training: Training | Running, store: ow.Checkpoints, between: bool) 
     except ow.StateError as error:
         words.append(f"lost({error})")
     words.append("saved" if between or _is_saved(store, steps) else f"missing({steps})")
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    if handlers != (signal.default_int_handler, signal.SIG_DFL):
         words.append("left")
     return " ".join([*words, str(steps)])
 
@@ -120,7 +121,8 @@ def child(kind: str, rounds: int, folder: str) -> None:
     for _ in range(rounds):
         try:
             training.run()
-        except KeyboardInterrupt as interrupt:
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            assert getattr(interrupt, "code", 143) == 143
             frames = {Path(frame.filename).stem for frame in traceback.extract_tb(interrupt.__traceback__)}
             say(verdict(training, store, between="interrupt" not in frames))
 
@@ -132,8 +134,8 @@ def speaks(stream: IO[str], seconds: float) -> bool:
         return bool(selector.select(seconds))
 
 
-def torture(kind: str, rounds: int, seed: int = 0) -> list[str]:
-    """What the child says after each interrupt."""
+def torture(kind: str, rounds: int, seed: int = 0, number: int = signal.SIGINT) -> list[str]:
+    """What the child says after each signal."""
     delays = random.Random(seed)
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
@@ -144,9 +146,9 @@ def torture(kind: str, rounds: int, seed: int = 0) -> list[str]:
                 assert process.stdout.readline() == "running\n"
                 time.sleep(delays.uniform(0, LONGEST))
                 presses = 1
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 while not speaks(process.stdout, PATIENCE):
-                    process.send_signal(signal.SIGINT)
+                    process.send_signal(number)
                     presses += 1
                 verdicts.append(process.stdout.readline().strip() + " again" * (presses > 1))
         assert process.returncode == 0
@@ -154,13 +156,18 @@ def torture(kind: str, rounds: int, seed: int = 0) -> list[str]:
 
 
 def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) == 2 else 60
     if len(sys.argv) == 4:
         return child(sys.argv[1], int(sys.argv[2]), sys.argv[3])
-    for kind, name in NAMES.items():
-        verdicts = [v.split() for v in torture(kind, 60)]
+    kinds = [(kind, signal.SIGINT) for kind in NAMES] + [
+        (kind, signal.SIGTERM) for kind in ("train", "threads")
+    ]
+    for kind, number in kinds:
+        name = NAMES[kind]
+        verdicts = [v.split() for v in torture(kind, rounds, number=number)]
         kept, saved, left, again = (sum(w in v for v in verdicts) for w in ("kept", "saved", "left", "again"))
         print(
-            f"{len(verdicts)} interrupts of {name}: {kept} states kept, {saved} saved, {left} handlers left, "
+            f"{len(verdicts)} {number.name} in {name}: {kept} states kept, {saved} saved, {left} handlers left, "
             f"{again} pressed again; {verdicts[-1][2]} steps",
             flush=True,
         )

@@ -1,11 +1,12 @@
 """Does a training that is killed again and again end where an uninterrupted one ends, bit for bit?
 
-    python -m tests.torture.training_kills [--count 20]
+    python -m tests.torture.training_kills [--count 20] [--signals "KILL TERM"]
 
 A child process trains a network with dropout, batch normalization, a schedule and a shuffled reader, and
 saves a checkpoint every few steps. It is killed (SIGKILL) at a random moment, which may be in the middle of a
 save, and a new one continues from the latest checkpoint, which must be whole: a warning about a damaged one
-is an error. One in five is killed before its first step. The last child is let finish; every value that it
+is an error. One in five is killed before its first step. One that gets SIGTERM has to end with status 143,
+and the next begins at the step that it says it saved. The last child is let finish; every value that it
 saves is compared with those of a child that nobody disturbed. It prints:
 
     20 kills, resumed at steps 0 0 44 76 100 156 156 256 300 372 464 464 476 ... 804 920 1032 1164 of 2400
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -95,30 +97,40 @@ def start(folder: Path, epochs: int, pause: float) -> subprocess.Popen[str]:
     """A child, which says at which step it begins, and when it has made its first one."""
     command = [sys.executable, "-W", "error", "-m", "tests.torture.training_kills"]
     command += ["--child", str(folder), str(epochs), str(pause)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def finish(process: subprocess.Popen[str]) -> int:
     """Where a child began that is let finish."""
-    begun, _ = process.communicate()
-    assert process.returncode == 0, f"the child ended with {process.returncode}"
+    begun, said = process.communicate()
+    assert process.returncode == 0, f"the child ended with {process.returncode}: {said}"
     return int(begun.split()[0])
 
 
-def torture(folder: Path, count: int, epochs: int, seed: int = 0) -> list[int]:
+def torture(folder: Path, count: int, epochs: int, signals: str = "KILL", seed: int = 0) -> list[int]:
     """Kill ``count`` children and let one finish; returns the steps at which they began."""
     delays = random.Random(seed)
-    begun = []
+    begun, expected = [], None
     for number in range(count):
         with start(folder, epochs, PAUSE) as process:
             assert process.stdout is not None
             begun.append(int(process.stdout.readline()))
+            assert expected in (None, begun[-1]), f"step {expected} was saved, and {begun[-1]} resumed"
             if number % 5:
                 process.stdout.readline()
             time.sleep(delays.uniform(0, LONGEST))
             assert process.poll() is None, "the training ended before it was killed: make it longer"
-            process.send_signal(signal.SIGKILL)
+            sent = signal.Signals[f"SIG{signals.split()[number % len(signals.split())]}"]
+            process.send_signal(sent)
+            expected = saved_by(process) if sent is signal.SIGTERM else None
     return [*begun, finish(start(folder, epochs, PAUSE))]
+
+
+def saved_by(process: subprocess.Popen[str]) -> int:
+    """The step that a child saved which was told to end."""
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, (process.returncode, said)
+    return int(re.search(r"SIGTERM: step (\d+) is saved", said)[1])
 
 
 def differing(one: Path, other: Path) -> tuple[list[str], int]:
@@ -129,12 +141,12 @@ def differing(one: Path, other: Path) -> tuple[list[str], int]:
     return [name for name in a.arrays if _bits(a.arrays[name]) != _bits(b.arrays[name])], len(a.arrays)
 
 
-def compare(count: int, epochs: int) -> tuple[list[int], list[str], int]:
+def compare(count: int, epochs: int, signals: str = "KILL") -> tuple[list[int], list[str], int]:
     """Torture one training and leave another alone."""
     with tempfile.TemporaryDirectory() as folder:
         killed, whole = Path(folder, "killed"), Path(folder, "whole")
         alone = start(whole, epochs, 0.0)
-        begun = torture(killed, count, epochs)
+        begun = torture(killed, count, epochs, signals)
         assert finish(alone) == 0
         return begun, *differing(killed, whole)
 
@@ -148,13 +160,14 @@ def _bits(value: Any) -> tuple[Any, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--signals", default="KILL")
     parser.add_argument("--child", nargs=3)
     chosen = parser.parse_args()
     if chosen.child:
         folder, epochs, pause = chosen.child
         return child(folder, int(epochs), float(pause))
     epochs = 20 + 9 * chosen.count
-    begun, differ, values = compare(chosen.count, epochs)
+    begun, differ, values = compare(chosen.count, epochs, chosen.signals)
     steps = " ".join(map(str, begun))
     print(f"{chosen.count} kills, resumed at steps {steps} of {epochs * len(Slow(0.0))}")
     print(f"{values} values, {len(differ)} of them other than in the uninterrupted training", *differ)

@@ -147,7 +147,7 @@ class Model:
         """
         state = self.state
         arrays = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
-        with Checkpoints(folder, keep=None) as store:
+        with Checkpoints.adding(folder) as store:
             return store.save(arrays, 0)
 
     def restore(

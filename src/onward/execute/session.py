@@ -26,9 +26,10 @@ from onward.core.walk import name_of
 from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
 from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.identity import Identity
 from onward.execute.counts import Part
 from onward.execute.feeds import data_names
-from onward.execute.loop.interrupt import Interruptible
+from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.out import Out
 from onward.execute.owners import owner_of
 from onward.execute.scope import Scope
@@ -55,7 +56,8 @@ class Session:
             Program run.
         seed: what declared parameters are initialized from.
         scope: the values of another Session, to be shared.
-        checkpoints: where Ctrl-C during a run, and ``save``, write all values.
+        checkpoints: where Ctrl-C or SIGTERM during a run, and ``save``, write all values. The first run that
+            trains is refused where another run is there; see ``Checkpoints``.
 
     Example:
         >>> import numpy as np, onward as ow
@@ -82,6 +84,8 @@ class Session:
         self.checkpoints = (
             Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
         )
+        self.grace = None if self.checkpoints is None else self.checkpoints.grace
+        self.identity = Identity.new()
         self.runs = 0
         self.seed = seed
         self._given, self._last = program, program
@@ -117,14 +121,16 @@ class Session:
         """
         try:
             fed = _named(feed)
-            with self.scope.lock, Interruptible() as interrupts:
+            with self.scope.lock, Interruptible(self.grace) as interrupts:
                 plan = self._plan(listed(target), listed(fetch), fed)
                 plan.check(fed)
+                if self.checkpoints is not None and plan.part.trained:
+                    self.checkpoints.claim(self.identity)
                 self.scope.initialize(plan.step.program, self.seed, plan.owner)
                 with interrupts.uninterrupted:
                     out = self._run(plan, fed)
             return [out[name] for name in plan.aim.fetch]
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated):
             if self.checkpoints is not None:
                 self.save()
             raise
@@ -147,9 +153,10 @@ class Session:
         Args:
             folder: the folder of checkpoints; the Session's own unless given.
         """
-        store = self.checkpoints if folder is None else Checkpoints(folder, keep=None)
+        store = self.checkpoints if folder is None else Checkpoints.adding(folder, self.checkpoints)
         if store is None:
             raise ArgumentError("There is no folder to save to: session.save('runs/one').")
+        store.claim(self.identity)
         with self.scope.lock:
             path = store.save(self.scope.values_by_name(), self.runs, extra=self.scope.record())
         store.wait()
@@ -169,6 +176,9 @@ class Session:
         with self.scope.lock:
             self.scope.restore(found.arrays, found.extra)
             self.runs = found.step
+        if self.checkpoints is not None and self.checkpoints.is_at(found.path.parent):
+            self.checkpoints.follow(store)
+            self.identity = found.identity
 
     def program(self, target: Any, feed: Mapping[Any, Any] | None = None) -> Program:
         """The part of the Program that ``run`` would run for this target, to be printed or counted."""

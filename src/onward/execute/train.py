@@ -15,6 +15,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -31,6 +32,7 @@ from onward.derive.optimizers import Adam
 from onward.derive.seam import forward_pass
 from onward.distribute.merge import Merge
 from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.identity import Identity
 from onward.execute.evaluator import as_feed
 from onward.execute.loop.reader import Reading
 from onward.execute.model import Model
@@ -94,7 +96,8 @@ def train(
         epochs: how often to read the data; with ``resume``, in all.
         seed: what the parameters are initialized from.
         checkpoints: where, how often and how many to save.
-        resume: continue from the latest checkpoint, if there is one.
+        resume: continue from the latest checkpoint, if there is one. Without it a folder that holds another
+            run is refused, before anything is computed.
         devices: how many devices to train on, each on its part of every batch; None for all.
         merge: how their gradients become one; see ``replicate``.
         check_finite: raise ``NonFiniteError`` where a step is not finite, and name the op; see ``compile``.
@@ -102,6 +105,10 @@ def train(
 
     Returns:
         The Trainer: ``trainer.history``, ``trainer.model``, ``trainer.test(reader)``.
+
+    Raises:
+        CheckpointError: the folder holds another run and ``resume`` was not given, or another process writes
+            to it. Nothing is changed then.
 
     Example:
         >>> import numpy as np, onward as ow
@@ -111,29 +118,33 @@ def train(
         >>> ow.train(network, [(x, x[:, :1])], epochs=3).history["loss"].shape
         (3,)
     """
-    chosen, given = _told(cost)
-    chosen = optimizer or chosen
-    first, reader = _peeked(reader)
-    if isinstance(cost, Program) and cost.updates:
-        forward, program = forward_pass(cost), cost
-    else:
-        forward = _forward(cost, first)
-        program = chosen.minimize(forward, **given)
     store = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
-    model = Model(forward, seed=seed)
-    trainer = Trainer(
-        model,
-        program,
-        share=False,
-        checkpoints=store,
-        devices=devices,
-        merge=merge,
-        check_finite=check_finite,
-    )
-    if resume and store is not None and store.entries():
-        trainer.restore(fallback=True)
-    trainer.train(reader, epochs=epochs, **options)
-    return trainer
+    with store or nullcontext():
+        if store is not None:  # before anything is read or compiled
+            store.claim(Identity.new(), resume=resume)
+        chosen, given = _told(cost)
+        chosen = optimizer or chosen
+        first, reader = _peeked(reader)
+        if isinstance(cost, Program) and cost.updates:
+            forward, program = forward_pass(cost), cost
+        else:
+            forward = _forward(cost, first)
+            program = chosen.minimize(forward, **given)
+        trainer = Trainer(
+            Model(forward, seed=seed),
+            program,
+            share=False,
+            checkpoints=store,
+            devices=devices,
+            merge=merge,
+            check_finite=check_finite,
+        )
+        if store is not None:
+            trainer.identity = store.identity
+            if resume and not store.is_empty():
+                trainer.restore(fallback=True)
+        trainer.train(reader, epochs=epochs, **options)
+        return trainer
 
 
 def _forward(cost: Any, first: Any) -> Program:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import nan
 from os import PathLike
 from typing import Any
 
@@ -25,6 +26,7 @@ from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
 from onward.distribute.replicate import replicate
 from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.identity import Identity
 from onward.execute.evaluator import Evaluator
 from onward.execute.feeds import data_names
 from onward.execute.initialize import initialized
@@ -54,7 +56,7 @@ class Trainer:
         parameter_list: the parameters to train; all unless given.
         share: other threads may use the model while it is trained. Without it a step reuses the buffers of
             the parameters, which saves their memory once.
-        checkpoints: where, how often and how many to save; a folder saves at the end and on Ctrl-C.
+        checkpoints: where, how often and how many to save; a folder saves at the end, at Ctrl-C and SIGTERM.
         devices: how many devices to train on, each on its part of every batch; None for all.
         merge: how their gradients become one; see ``replicate``.
         check_finite: raise ``NonFiniteError`` where a step is not finite, and name the op; see ``compile``.
@@ -62,6 +64,7 @@ class Trainer:
 
     Attributes:
         history: loss and metrics of every step, and of every test.
+        identity: who this training is; what it resumes gives it another.
         epoch, batch, step: where the training stands: epochs and batches of this epoch done, steps in all.
 
     Example:
@@ -100,6 +103,7 @@ class Trainer:
         self.checkpoints = (
             Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
         )
+        self.identity = Identity.new()
         self.history = History()
         self.names = data_names(self.program)
         self.epoch = self.batch = self.step = self.begun = 0
@@ -199,7 +203,9 @@ class Trainer:
         """Train for some epochs.
 
         Ctrl-C finishes the step, saves a checkpoint if any are configured, and is raised again; the
-        model is whole, and ``train`` can be called again.
+        model is whole, and ``train`` can be called again. SIGTERM, with which machines are taken away, does
+        the same where checkpoints are configured, and ends the process with status 143; what takes longer
+        than their ``grace`` is given up.
 
         Args:
             reader: any iterable of batches, or a callable that returns one for each epoch. A batch is a
@@ -225,6 +231,7 @@ class Trainer:
             ArgumentError: an empty reader, a batch of the wrong structure, shape or dtype, or bad numbers in
                 it. The state before that batch is kept.
             NonFiniteError: the loss was no finite number; the message names the batch.
+            CheckpointError: the folder holds another run, or another process writes to it: ``Checkpoints``.
         """
         training = Training(self, reader, epochs, test, callbacks, progress, prefetch, check)
         training.run(self._loop(training) if threads == 1 else Crew(self, threads, training).loop)
@@ -320,18 +327,18 @@ class Trainer:
         Args:
             folder: the folder of checkpoints; the one that the Trainer was made with unless given.
         """
-        target = self.checkpoints if folder is None else Checkpoints(folder, keep=None)
+        target = self.checkpoints if folder is None else Checkpoints.adding(folder, self.checkpoints)
         if target is None:
             raise ArgumentError(
                 "There is no folder to save to: trainer.checkpoint('runs/one'), or Trainer(..., "
                 "checkpoints='runs/one')."
             )
-        path = self.save(target)
-        target.wait()
-        return path
+        with target:
+            return self.save(target, {} if target.best is None else {target.best: nan})
 
     def save(self, target: Checkpoints, metrics: Mapping[str, float] | None = None) -> Any:
         """Hand everything to a store, which may write while training goes on."""
+        target.claim(self.identity)
         with self.model.lock:
             state = self.joined()
             arrays = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
@@ -360,6 +367,12 @@ class Trainer:
         Raises:
             CheckpointError: nothing whole is there, or a parameter does not fit; nothing is changed then.
         """
+        if (
+            self.checkpoints is not None
+            and isinstance(source, str | PathLike)
+            and self.checkpoints.is_at(source)
+        ):
+            source = self.checkpoints
         store = Checkpoints(source) if isinstance(source, str | PathLike) else source or self.checkpoints
         if store is None:
             raise ArgumentError("There is no folder to restore from: trainer.restore('runs/one').")
@@ -372,6 +385,9 @@ class Trainer:
             self.epoch, self.batch = found.extra.get("epoch", 0), found.extra.get("batch", 0)
             self.begun, self.position = found.extra.get("begun", 0), found.extra.get("position")
             self.resumed = True
+        if self.checkpoints is not None and self.checkpoints.is_at(found.path.parent):
+            self.checkpoints.follow(store)
+            self.identity = found.identity
         report.warn(found.path)
         return report
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from onward.core.errors import CheckpointError
 from onward.execute.checkpoint.backends import BACKENDS, Backend, OrbaxBackend, SafetensorsBackend
 from onward.execute.checkpoint.durable import appearing, files_in
 from onward.execute.checkpoint.encoding import Form, checksum, decode
+from onward.execute.checkpoint.identity import Identity
 from onward.execute.checkpoint.manifest import (
     MANIFEST,
     NOTHING,
@@ -26,6 +28,16 @@ from onward.execute.checkpoint.manifest import (
 )
 
 MARKS = (MANIFEST, SEAL, SafetensorsBackend.FILE, OrbaxBackend.FOLDER)
+NAMED = re.compile(r"(\d{6,18})-step-(\d{1,18})")
+
+
+def name_of(sequence: int, step: int) -> str:
+    """What the folder of a checkpoint is called.
+
+    >>> name_of(7, 120)
+    '000007-step-120'
+    """
+    return f"{sequence:06}-step-{step}"
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class Content:
     step: int
     metrics: Mapping[str, float]
     extra: Mapping[str, Any]
+    identity: Identity
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,14 @@ class Found:
     path: Path
     manifest: Manifest | None
     time: int
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Its sequence number and its step, of a damaged manifest as its name says; None if unknown."""
+        if self.manifest is not None:
+            return self.manifest.sequence, self.manifest.step
+        named = NAMED.fullmatch(self.path.name)
+        return None if named is None else (int(named[1]), int(named[2]))
 
 
 def write(path: Path, content: Content, backend: Backend) -> None:
@@ -58,7 +79,7 @@ def write(path: Path, content: Content, backend: Backend) -> None:
     with appearing(path) as part:
         backend.write(part, {keys[name]: stored for name, (_, stored) in content.variables.items()})
         files = {name: File.of(file) for name, file in files_in(part).items()}
-        write_manifest(part, Manifest(backend.name, *about, files, variables))
+        write_manifest(part, Manifest(backend.name, *about, files, variables, content.identity))
 
 
 def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
@@ -96,13 +117,23 @@ def look(folder: Path) -> list[Found]:
 
 
 def by_age(found: Sequence[Found]) -> list[Path]:
-    """Oldest first; where a damaged manifest tells no age, the time at which its folder changed does."""
-    whole = [(f.manifest.sequence, f.manifest.step, f.path.name, f) for f in found if f.manifest is not None]
-    ordered = [f for *_, f in sorted(whole, key=lambda w: w[:3])]
-    for damaged in (f for f in found if f.manifest is None):
+    """Oldest first; where neither manifest nor name tells the age, the time of the folder's change does."""
+    placed = [(f.place, f.path.name, f) for f in found if f.place is not None]
+    ordered = [f for *_, f in sorted(placed, key=lambda p: p[:2])]
+    for damaged in (f for f in found if f.place is None):
         place = max((i + 1 for i, f in enumerate(ordered) if f.time <= damaged.time), default=0)
         ordered.insert(place, damaged)
     return [f.path for f in ordered]
+
+
+def newest_first(found: Iterable[Found]) -> list[Found]:
+    """The newest first; what tells no age comes last."""
+    return sorted(found, key=lambda f: (f.place or (-1, -1), f.path.name), reverse=True)
+
+
+def last_sequence(found: Sequence[Found]) -> int:
+    """The highest sequence number that was given; 0 if none was."""
+    return max((f.place[0] for f in found if f.place is not None), default=0)
 
 
 def _restore(name: str, v: Stored, found: np.ndarray) -> Any:
@@ -114,9 +145,12 @@ def _restore(name: str, v: Stored, found: np.ndarray) -> Any:
 
 
 def _time_of_checkpoint(path: Path) -> int | None:
-    """When a folder changed; None if it is no checkpoint, or has just been removed by a writer."""
+    """When a folder changed; None if it is no checkpoint, or has just been removed by a writer.
+
+    One that bears the name of a checkpoint was one, be it empty by now.
+    """
     try:
-        marked = not {entry.name for entry in path.iterdir()}.isdisjoint(MARKS)
+        marked = not {entry.name for entry in path.iterdir()}.isdisjoint(MARKS) or NAMED.fullmatch(path.name)
         return path.stat().st_mtime_ns if marked else None
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,24 @@ from types import TracebackType
 from typing import Any, Literal
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
-from onward.execute.checkpoint.archive import Content, by_age, look, read, write
+from onward.execute.checkpoint.archive import (
+    Content,
+    Found,
+    by_age,
+    last_sequence,
+    look,
+    name_of,
+    newest_first,
+    read,
+    write,
+)
 from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
-from onward.execute.checkpoint.durable import discard, make_folder, sweep
+from onward.execute.checkpoint.durable import discard, make_folder, sweep, sync
 from onward.execute.checkpoint.encoding import encode
+from onward.execute.checkpoint.identity import UNKNOWN, Identity
+from onward.execute.checkpoint.lock import Lock
+from onward.execute.checkpoint.refusal import of_another_run
+from onward.execute.checkpoint.retention import Inspection, superfluous
 from onward.execute.spread import gathered, place_among_processes
 
 
@@ -43,6 +58,7 @@ class Checkpoint:
     metrics: Mapping[str, float]
     extra: Mapping[str, Any]
     path: Path
+    identity: Identity = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,11 @@ class Entry:
 
 
 class Checkpoints:
-    """The checkpoints in one folder; one process at a time writes to it, any number may read.
+    """The checkpoints of one training in one folder; one writer at a time, any number may read.
+
+    The first ``save``, or ``claim``, locks the folder until the ``with`` block, the object or the process
+    ends. It is refused where another writes, and where there are checkpoints of another run: go on with that
+    one (``load``, ``train(resume=True)``) or take another folder. Nobody removes what another run wrote.
 
     Where several processes train together, all of them call ``save``, and the first one writes.
 
@@ -67,11 +87,16 @@ class Checkpoints:
     Args:
         folder: where the checkpoints are; made by the first save.
         every: how many steps apart ``due`` says that a checkpoint is due; None for never.
-        keep: how many of the newest stay; None for all.
+        keep: how many of this run's newest stay, each of them whole; None for all.
         best: the metric whose best checkpoint stays as well.
         mode: whether the best metric is the smallest or the largest.
         backend: ``"safetensors"``, or ``"orbax"``, an optional extra.
         asynchronous: whether to write in a thread of its own.
+        grace: seconds after SIGTERM in which a training may end its step and save; then the process ends with
+            what was saved before. See ``Trainer.train``.
+
+    Attributes:
+        identity: of the run that is written: a random id, and when it began.
 
     Raises:
         CheckpointError: a file in place of the folder.
@@ -95,10 +120,13 @@ class Checkpoints:
         mode: Literal["min", "max"] = "min",
         backend: BackendName = "safetensors",
         asynchronous: bool = True,
+        grace: float = 25.0,
     ) -> None:
         for name, value in {"every": every, "keep": keep}.items():
             if value is not None and value < 1:
                 raise ArgumentError(f"Checkpoints: {name} is {value}; expected at least 1, or None.")
+        if not grace > 0:
+            raise ArgumentError(f"Checkpoints: grace is {grace}; expected a number of seconds, such as 25.")
         _check_word("mode", mode, ("min", "max"))
         _check_word("backend", backend, BACKENDS)
         self.folder = Path(folder)
@@ -108,10 +136,82 @@ class Checkpoints:
                 "network is written by onward.save(model, path) and read by onward.load(path)."
             )
         self.every, self.keep, self.best, self.mode = every, keep, best, mode
-        self.asynchronous = asynchronous
+        self.asynchronous, self.grace = asynchronous, grace
+        self.identity = Identity.new()
         self._backend: Backend = BACKENDS[backend]()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._notes: list[str] = []
+        self._newest = 0  # the sequence number up to which the checkpoints there are known
+        self._depth = 0
+        self._adds = False
+        self._lock = Lock(self.folder)
+        self._inspection = Inspection(self._notes.append)
+        weakref.finalize(self, self._lock.release)
+
+    @classmethod
+    def adding(cls, folder: str | os.PathLike[str], own: Checkpoints | None = None) -> Checkpoints:
+        """A store for a single checkpoint beside whatever is there, of which nothing is removed.
+
+        Args:
+            folder: where to.
+            own: a store that may be of this very folder; then it is the one.
+        """
+        if own is not None and own.is_at(folder):
+            return own
+        store = cls(folder, keep=None)
+        store._adds = True
+        return store
+
+    def claim(self, identity: Identity | None = None, *, resume: bool = False) -> None:
+        """Become the one writer of the folder now, and not only with the first save.
+
+        Args:
+            identity: the run that will be written; the store's own unless given.
+            resume: go on with the run that is there, if one is.
+
+        Raises:
+            CheckpointError: another writes there, or checkpoints of another run are there.
+
+        Example:
+            >>> import tempfile, numpy as np
+            >>> folder = tempfile.mkdtemp()
+            >>> with Checkpoints(folder) as checkpoints:
+            ...     path = checkpoints.save({"w": np.ones(2)}, 1)
+            >>> Checkpoints(folder).claim()
+            Traceback (most recent call last):
+            onward.core.errors.CheckpointError: ... holds 1 checkpoint of another run, of step 1; ...
+            >>> Checkpoints(folder).claim(resume=True)
+        """
+        is_mine = identity in (None, self.identity)
+        if place_among_processes()[0] > 0 or (is_mine and not resume and self._lock.is_held):
+            self.identity = identity or self.identity
+            return
+        was_held = self._lock.is_held
+        self._acquire()
+        found = look(self.folder)
+        if not (resume or self._adds or last_sequence(found) <= (self._newest if is_mine else 0)):
+            if not was_held:
+                self._lock.release()
+            raise CheckpointError(of_another_run(self.folder, found))
+        self.identity = identity or self.identity
+        self._newest = last_sequence(found)
+        if resume:
+            self.identity = next(
+                (f.manifest.identity for f in newest_first(found) if f.manifest), self.identity
+            )
+
+    def follow(self, other: Checkpoints) -> None:
+        """Go on with the run that another store of the same folder has loaded."""
+        self.identity, self._newest = other.identity, other._newest
+
+    def is_at(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether this is the folder of the store."""
+        return Path(folder).resolve() == self.folder.resolve()
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to load, not even something damaged."""
+        return not look(self.folder)
 
     def save(
         self,
@@ -134,7 +234,8 @@ class Checkpoints:
 
         Raises:
             ArgumentError: something that cannot be stored, or no metric named ``best``.
-            CheckpointError: this one or the one before could not be written.
+            CheckpointError: this one or the one before could not be written, or the folder is another's: see
+                ``claim``.
         """
         step = operator.index(step)
         if step < 0:
@@ -147,21 +248,27 @@ class Checkpoints:
             )
         extra = _json_data(extra or {})
         self.wait()
+        self.claim()
         encoded = {_name("arrays", name): encode(name, gathered(value)) for name, value in arrays.items()}
         sequence, path = self._next(step)
+        self._newest = max(self._newest, sequence)
         index, _ = place_among_processes()
         if index > 0:
             return path
-        content = Content(encoded, sequence, step, metrics, extra)
+        content = Content(encoded, sequence, step, metrics, extra, self.identity)
         self._run(lambda: self._write(path, content))
         return path
 
     def wait(self) -> None:
-        """Return when everything is written; raises the ``CheckpointError`` of a write that failed."""
+        """Return when everything is written; raises the ``CheckpointError`` of a write that failed.
+
+        What else went wrong, such as an old checkpoint that could not be removed, comes as a ``UserWarning``.
+        """
         self._join()
         error, self._error = self._error, None
+        atexit.unregister(self._report)
+        self._warn()
         if error is not None:
-            atexit.unregister(self._report)
             raise error
 
     def due(self, step: int) -> bool:
@@ -191,11 +298,15 @@ class Checkpoints:
             CheckpointError: there is none, or it is damaged; the message names the file and the variables.
         """
         self._join()
+        newest = last_sequence(look(self.folder))
         *others, path = self._candidates(which)
         while True:
             try:
                 manifest, arrays = read(path)
-                return Checkpoint(arrays, manifest.step, manifest.metrics, manifest.extra, path)
+                if self.is_at(path.parent):
+                    self.identity, self._newest = manifest.identity, newest
+                about = manifest.step, manifest.metrics, manifest.extra
+                return Checkpoint(arrays, *about, path, manifest.identity)
             except CheckpointError as error:
                 if not fallback:
                     raise
@@ -206,18 +317,33 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         """The store itself."""
+        self._depth += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait; if the block failed, its error goes first and carries that of the write as a note."""
+        """Wait, and let others write; an error of the block carries that of the write as a note."""
         try:
             self.wait()
         except CheckpointError as failed:
             if error is None:
                 raise
             error.add_note(str(failed))
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._lock.release()
+
+    def _acquire(self) -> None:
+        """Lock the folder, and make it if it is not there."""
+        try:
+            make_folder(self.folder)
+            self._lock.acquire()
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be written to: {error}.") from error
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -228,6 +354,7 @@ class Checkpoints:
         """Call in a thread, which the interpreter waits for when it exits, or here."""
         if not self.asynchronous:
             write()
+            self._warn()
             return
         self._thread = threading.Thread(target=self._catch, args=(write,), name="onward-checkpoint")
         self._thread.start()
@@ -237,16 +364,27 @@ class Checkpoints:
             write()
         except BaseException as error:
             self._error = error
+        if self._error is not None or self._notes:
             atexit.register(self._report)
 
     def _report(self) -> None:
-        """Print an error for which nobody waited."""
-        print(f"CheckpointError: {self._error}", file=sys.stderr)
+        """Print an error, or what was to be warned about, for which nobody waited."""
+        if self._error is not None:
+            print(f"CheckpointError: {self._error}", file=sys.stderr)
+        for note in self._notes:
+            print(f"Warning: {note}", file=sys.stderr)
+
+    def _warn(self) -> None:
+        """Say what the writing has noticed, in the thread of the caller."""
+        notes = self._notes[:]
+        self._notes.clear()
+        for note in notes:
+            warnings.warn(note, UserWarning, stacklevel=4)
 
     def _next(self, step: int) -> tuple[int, Path]:
         """The next sequence number, and a path that nothing has yet."""
-        sequence = max((e.sequence for e in self.entries()), default=0) + 1
-        while os.path.lexists(path := self.folder / f"{sequence:06}-step-{step}"):
+        sequence = last_sequence(look(self.folder)) + 1
+        while os.path.lexists(path := self.folder / name_of(sequence, step)):
             sequence += 1
         return sequence, path
 
@@ -258,17 +396,30 @@ class Checkpoints:
         except Exception as error:
             message = FAILED.format(step=content.step, folder=self.folder, error=error)
             raise CheckpointError(message) from error
-        self._retain()
+        try:
+            sync(self.folder)
+        except OSError as error:
+            self._notes.append(UNSURE.format(path=path, error=error))
+        else:
+            self._retain(path)
 
-    def _retain(self) -> None:
-        """Remove what is neither among the newest nor the best."""
+    def _retain(self, written: Path) -> None:
+        """Remove what is of this run, and neither among the newest that are whole nor the best."""
         if self.keep is None:
             return
-        entries = self.entries()
-        kept = {e.path for e in (*entries[-self.keep :], *self._ranked(entries)[-1:])}
-        for entry in entries:
-            if entry.path not in kept:
-                discard(entry.path)
+        found = {f.path: f for f in look(self.folder) if f.manifest and f.manifest.identity == self.identity}
+        best = [found[e.path] for e in reversed(self._ranked(self.entries())) if e.path in found]
+
+        def is_whole(f: Found) -> bool:
+            assert f.manifest is not None
+            return f.path == written or self._inspection.is_whole(f.path, f.manifest)
+
+        for old in superfluous(newest_first(found.values()), best, self.keep, is_whole):
+            try:
+                discard(old.path)
+            except OSError as error:
+                self._notes.append(STAYS.format(path=old.path, error=error))
+        self._inspection.keep_only(set(found))
 
     def _ranked(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those that have the metric, the best last."""
@@ -331,6 +482,11 @@ def _check_word(name: str, value: str, known: Any) -> None:
 
 
 FAILED = "Saving step {step} to {folder} failed: {error}. The checkpoints written before are as they were."
+UNSURE = (
+    "{path} is written and whole, but the folder could not be forced to the disk ({error}): it may not "
+    "outlive a power cut. Older ones were not removed, in case of that."
+)
+STAYS = "{path} is no longer needed, and could not be removed: {error}. Remove it yourself if it takes room."
 EMPTY = (
     "{folder} holds no {what}. Expected folders such as 000007-step-120, each with manifest.json, "
     "manifest.sha256 and the files that the manifest lists, as Checkpoints.save writes them."

@@ -23,6 +23,9 @@ _writing: set[str] = set()
 def appearing(final: Path) -> Iterator[Path]:
     """A temporary folder that becomes ``final`` when the block ends, and is removed if it fails.
 
+    It is whole then, and its own bytes are on the disk. That its name is there too, ``sync(final.parent)``
+    sees to, whose failure means something else: it is there, and may not outlive a power cut.
+
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
@@ -40,7 +43,6 @@ def appearing(final: Path) -> Iterator[Path]:
         yield part
         _sync_tree(part)
         os.rename(part, final)
-        sync(final.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
         _writing.discard(part.name)
@@ -55,11 +57,15 @@ def make_folder(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder; half removed, it does not bear its name any more."""
+    """Remove a folder; half removed, it does not bear its name any more.
+
+    Raises:
+        OSError: it, or a part of it, cannot be removed.
+    """
     trash = folder.with_name(f".trash-{secrets.token_hex(8)}")
-    with suppress(OSError):
+    with suppress(FileNotFoundError):
         os.rename(folder, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        shutil.rmtree(trash)
 
 
 def sweep(folder: Path) -> None:

@@ -23,6 +23,7 @@ from onward.core.errors import CheckpointError
 from onward.execute.checkpoint.backends import BACKENDS, Backend
 from onward.execute.checkpoint.durable import files_in
 from onward.execute.checkpoint.encoding import DTYPES, KEY, Form
+from onward.execute.checkpoint.identity import UNKNOWN, Identity
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -65,6 +66,7 @@ class Manifest:
     extra: Mapping[str, Any]
     files: Mapping[str, File]
     variables: Mapping[str, Stored]
+    identity: Identity = UNKNOWN
 
     def to_bytes(self) -> bytes:
         """The manifest as JSON, which has no word for NaN and infinity: they become strings."""
@@ -76,6 +78,7 @@ class Manifest:
             "onward": version("onward"),
             "jax": jax.__version__,
             "backend": self.backend,
+            "run": vars(self.identity),
             "sequence": self.sequence,
             "step": self.step,
             "metrics": {name: v if math.isfinite(v) else repr(v) for name, v in self.metrics.items()},
@@ -105,6 +108,7 @@ class Manifest:
                 for name, f in take(record, "files", dict).items()
             },
             variables,
+            _identity(record),
         )
 
     def expected(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -142,21 +146,40 @@ def read_manifest(folder: Path) -> Manifest:
 def check_files(folder: Path, manifest: Manifest, backend: Backend) -> None:
     """Raise ``CheckpointError`` unless names, then sizes, then contents are those of the manifest."""
     try:
-        found = files_in(folder)
-        _check_names(folder, found.keys() - {MANIFEST, SEAL}, manifest.files.keys())
-        for name, file in manifest.files.items():
-            size = found[name].stat().st_size
-            if size != file.bytes:
-                raise _damage(
-                    folder, name, f"it has {size} bytes, {file.bytes} were written", manifest, backend
-                )
-        for name, file in manifest.files.items():
-            if File.of(found[name]) != file:
-                raise _damage(folder, name, "its SHA-256 is not that of what was written", manifest, backend)
-    except CheckpointError:
-        raise
+        fault = fault_in(folder, manifest)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}. {NOTHING}") from error
+    if fault is not None:
+        where = f"; {_where(folder, fault.file, manifest, backend)}" if fault.file else ""
+        raise CheckpointError(f"{fault.sentence}{where}. {NOTHING}")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a checkpoint, and which of its files is damaged, if it is one of them."""
+
+    sentence: str
+    file: str | None = None
+
+
+def fault_in(folder: Path, manifest: Manifest) -> Fault | None:
+    """The first thing that is not as the manifest says; None where all is. Every byte is read.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = files_in(folder)
+    if fault := _fault_of_names(folder, found.keys() - {MANIFEST, SEAL}, manifest.files.keys()):
+        return fault
+    for name, file in manifest.files.items():
+        if (size := found[name].stat().st_size) != file.bytes:
+            how = f"it has {size} bytes, {file.bytes} were written"
+            return Fault(f"{folder / name} is damaged: {how}", name)
+    for name, file in manifest.files.items():
+        if File.of(found[name]) != file:
+            how = "its SHA-256 is not that of what was written"
+            return Fault(f"{folder / name} is damaged: {how}", name)
+    return None
 
 
 def take(record: Any, name: str, kind: type[T]) -> T:
@@ -221,20 +244,29 @@ def _read(folder: Path, name: str) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error}. {NOTHING}") from error
 
 
-def _check_names(folder: Path, found: Iterable[str], expected: Iterable[str]) -> None:
+def _identity(record: Any) -> Identity:
+    """The run, which older manifests do not name."""
+    if "run" not in record:
+        return UNKNOWN
+    run = take(record, "run", dict)
+    return Identity(take(run, "id", str), take(run, "begun", str))
+
+
+def _fault_of_names(folder: Path, found: Iterable[str], expected: Iterable[str]) -> Fault | None:
     missing, spare = sorted({*expected} - {*found}), sorted({*found} - {*expected})
     if missing:
-        raise CheckpointError(f"{folder} lacks {missing[0]!r}, which its {MANIFEST} lists. {NOTHING}")
+        return Fault(f"{folder} lacks {missing[0]!r}, which its {MANIFEST} lists")
     if spare:
-        raise CheckpointError(f"{folder} holds {spare[0]!r}, which its {MANIFEST} does not list. {NOTHING}")
+        return Fault(f"{folder} holds {spare[0]!r}, which its {MANIFEST} does not list")
+    return None
 
 
-def _damage(folder: Path, file: str, how: str, manifest: Manifest, backend: Backend) -> CheckpointError:
+def _where(folder: Path, file: str, manifest: Manifest, backend: Backend) -> str:
+    """Which variables lie in the damaged part of a file."""
     keys = set(backend.damaged(folder, file, {v.key: v.crc32 for v in manifest.variables.values()}))
     names = [repr(name) for name, v in manifest.variables.items() if v.key in keys]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    where = f"damaged there: {', '.join(names[:8])}{more}" if names else "no variable can be told apart in it"
-    return CheckpointError(f"{folder / file} is damaged: {how}; {where}. {NOTHING}")
+    return f"damaged there: {', '.join(names[:8])}{more}" if names else "no variable can be told apart in it"
 
 
 NOTHING = "Nothing was loaded; load(fallback=True) takes the checkpoint before it."

@@ -1,4 +1,4 @@
-"""Ctrl-C in a loop over donated buffers.
+"""Ctrl-C and SIGTERM in a loop over donated buffers.
 
 Python turns Ctrl-C into a KeyboardInterrupt between two bytecodes. In ``state = step(state)`` the step takes
 the buffers of the old state over; an interrupt after the call and before the assignment throws the new state
@@ -26,6 +26,8 @@ it runs.
 
 from __future__ import annotations
 
+import _thread
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -33,6 +35,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
+TERMINATED = 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, as shells count
+
+
+class Terminated(SystemExit):
+    """SIGTERM, where a training can still save: the process ends with status 143 unless it is caught."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
 
 
 class Uninterrupted:
@@ -44,12 +54,13 @@ class Uninterrupted:
     the ``__context__`` of the KeyboardInterrupt.
     """
 
-    __slots__ = ("depth", "former", "pending", "users")
+    __slots__ = ("depth", "former", "pending", "termination", "users")
 
     def __init__(self, former: Handler) -> None:
         self.former = former
         self.depth = self.users = 0
         self.pending = False
+        self.termination: Termination | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
@@ -66,14 +77,67 @@ class Uninterrupted:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.depth -= 1
+        if self.termination is not None and self.termination.pending and not self.depth:
+            self.pending = False
+            self.termination.act(error)
         if self.pending and not self.depth:
             self.pending = False
             if not isinstance(error, KeyboardInterrupt):
                 self.former(signal.SIGINT, None)
 
 
+class Termination:
+    """SIGTERM as the handler of a part: asks once, and again at the end of each part until it is answered.
+
+    Once is not enough: an error that is raised while Python calls a destructor is printed and thrown away. A
+    handler of the user's own is called in place of all this.
+
+    Args:
+        part: what is not interrupted.
+        former: the handler that was there before.
+        grace: seconds until the process ends, whatever it is doing.
+    """
+
+    def __init__(self, part: Uninterrupted, former: Any, grace: float) -> None:
+        self.part, self.former, self.grace = part, former, grace
+        self.users = 0
+        self.pending = self.is_answered = False
+        self._over = threading.Event()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self.is_answered:
+            return
+        if not self.pending and not callable(self.former):
+            _thread.start_new_thread(self._expire, ())  # a Thread's start takes locks that may be held here
+        self.pending = True
+        if not (self.part.depth or (frame is not None and frame.f_code is Interruptible.__exit__.__code__)):
+            self.act(None)
+
+    def act(self, error: BaseException | None) -> None:
+        """Raise ``Terminated``, if this error is not it; or call the handler that was there before."""
+        if callable(self.former):
+            self.pending = False
+            self.former(signal.SIGTERM, None)
+        elif not isinstance(error, Terminated):
+            raise Terminated
+
+    def answer(self) -> None:
+        """Somebody saves now: do not ask again. The time goes on."""
+        self.pending, self.is_answered = False, True
+
+    def finish(self) -> None:
+        """Everything is saved that can be: the process may take its time to end."""
+        self._over.set()
+
+    def _expire(self) -> None:
+        if not self._over.wait(self.grace):
+            os.write(2, EXPIRED.format(grace=self.grace).encode())
+            os._exit(TERMINATED)
+
+
 class Interruptible:
-    """Ctrl-C between two steps, never inside one.
+    """Ctrl-C between two steps, never inside one; SIGTERM too, where there is something to save.
 
     A step takes the buffers of its state over (donation), so an interrupt between the call and the assignment
     of ``state = step(state)`` would leave only deleted arrays. Mark the step together with the storing of its
@@ -91,6 +155,13 @@ class Interruptible:
     uninterrupted part for instance, shares the outer one's part: the interrupt waits until the outermost is
     over. A step that hangs can still be ended by SIGQUIT, without any cleaning up.
 
+    With ``grace``, SIGTERM is handled alike: where it would have ended the process it raises ``Terminated``,
+    a SystemExit of status 143, at the end of the part, and the process ends after so many seconds at the
+    latest. Where it is ignored it stays so, and a handler of the user's own is called at the end of the part.
+
+    Args:
+        grace: seconds that SIGTERM leaves for saving; None: SIGTERM is left as it is.
+
     Attributes:
         uninterrupted: the context manager that marks the part. Use it in the thread that entered.
 
@@ -105,21 +176,21 @@ class Interruptible:
         interrupted
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float | None = None) -> None:
         self.uninterrupted = Uninterrupted(signal.default_int_handler)
+        self.grace = grace
 
     def __enter__(self) -> Interruptible:
-        former = signal.getsignal(signal.SIGINT)
-        if not callable(former) or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return self
-        part = former if isinstance(former, Uninterrupted) else Uninterrupted(former)
-        part.depth += (
-            1  # what arrives from here on is remembered, until the end of the first uninterrupted part
-        )
+        former = signal.getsignal(signal.SIGINT)
+        self.uninterrupted = part = self._part(former)
+        part.depth += 1  # what arrives from here on is remembered, until the end of the first part
         part.users += 1
-        if part is not former:
+        if callable(former) and part is not former:
             signal.signal(signal.SIGINT, part)
-        self.uninterrupted = part
+        if self.grace is not None:
+            self._ask_for_termination(part, self.grace)
         part.depth -= 1
         return self
 
@@ -128,7 +199,50 @@ class Interruptible:
     ) -> None:
         part, former = self.uninterrupted, self.uninterrupted.former
         part.depth += 1
-        part.users -= 1
-        if not part.users and signal.getsignal(signal.SIGINT) is part:  # it may have been replaced meanwhile
-            signal.signal(signal.SIGINT, former)
+        if threading.current_thread() is threading.main_thread():
+            part.users -= 1
+            if (
+                not part.users and signal.getsignal(signal.SIGINT) is part
+            ):  # it may have been replaced meanwhile
+                signal.signal(signal.SIGINT, former)
+            if self.grace is not None:
+                self._let_go_of_termination(part)
         part.__exit__(kind, error, trace)
+
+    def _part(self, former: Any) -> Uninterrupted:
+        """That of an Interruptible around this one, or its own."""
+        if isinstance(former, Uninterrupted):
+            return former
+        if isinstance(outer := signal.getsignal(signal.SIGTERM), Termination):
+            return outer.part
+        return Uninterrupted(former if callable(former) else signal.default_int_handler)
+
+    def _ask_for_termination(self, part: Uninterrupted, grace: float) -> None:
+        """Take SIGTERM over, where it would end the process or call a function."""
+        former = signal.getsignal(signal.SIGTERM)
+        asked = part.termination
+        if asked is None and (former is signal.SIG_DFL or callable(former)):
+            asked = part.termination = Termination(part, former, grace)
+            signal.signal(signal.SIGTERM, asked)
+        if asked is not None:
+            asked.users += 1
+
+    def _let_go_of_termination(self, part: Uninterrupted) -> None:
+        """Give SIGTERM back; what is pending is raised at the end of the outermost part."""
+        termination = part.termination
+        if termination is None:
+            return
+        termination.users -= 1
+        if not termination.users:
+            current: Any = signal.getsignal(signal.SIGTERM)
+            if current is termination:
+                signal.signal(signal.SIGTERM, termination.former)
+            if not termination.pending:
+                part.termination = None
+            termination.finish()
+
+
+EXPIRED = (
+    "onward: SIGTERM came {grace:g} s ago, and the step was not ended and saved since. The process ends; the "
+    "checkpoints before are as they were. Checkpoints(folder, grace=...) gives it more time.\n"
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
@@ -19,7 +20,7 @@ from onward.derive.guard import is_guarded
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
 from onward.execute.feeds import is_on_host, unshared
 from onward.execute.loop.events import Event, EventKind, StopTraining
-from onward.execute.loop.interrupt import Interruptible
+from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.loop.prefetch import prefetched
 from onward.execute.loop.progress import Progress
 from onward.execute.loop.reader import Reading
@@ -69,7 +70,7 @@ class Training:
         length = self.reading.length
         total = None if length is None else max(0, (self.last - trainer.epoch) * length - trainer.batch)
         self.progress = Progress(total, progress, "train")
-        self.interrupts = Interruptible()
+        self.interrupts = Interruptible(None if trainer.checkpoints is None else trainer.checkpoints.grace)
         self.metrics: Mapping[str, Any] = {}
         self.tested: dict[str, float] = {}
         self.tested_at = -1
@@ -84,20 +85,23 @@ class Training:
     def run(self, loop: Loop) -> None:
         """Train epoch by epoch; ``loop`` takes the batches of one."""
         trainer = self.trainer
-        with trainer.checkpoints or nullcontext(), self.interrupts, closing(self.progress):
+        with self.interrupts, trainer.checkpoints or nullcontext(), closing(self.progress):
+            if trainer.checkpoints is not None:
+                trainer.checkpoints.claim(trainer.identity)
             try:
                 self.event(EventKind.BEGIN)
                 while trainer.epoch < self.last:
                     self.epoch(loop)
             except StopTraining as reason:
                 self.progress.message(f"Stopped: {reason}")
-            except KeyboardInterrupt as interrupt:
+            except (KeyboardInterrupt, SystemExit) as interrupt:
                 self.rescue(interrupt)
                 raise
             with suppress(StopTraining):
                 self.save()
             with suppress(StopTraining):
                 self.event(EventKind.END)
+            self.wait()
 
     def epoch(self, loop: Loop) -> None:
         """One epoch, or the rest of one, and the test after it."""
@@ -216,13 +220,27 @@ class Training:
             self.saved = trainer.step
         self.event(EventKind.CHECKPOINT, {"path": path})
 
-    def rescue(self, interrupt: KeyboardInterrupt) -> None:
-        """Save before Ctrl-C ends the training; why that failed becomes a note of the interrupt."""
+    def rescue(self, interrupt: BaseException) -> None:
+        """Save before Ctrl-C, SIGTERM or ``sys.exit`` ends the training; why that failed is said."""
+        if self.interrupts.uninterrupted.termination is not None:
+            self.interrupts.uninterrupted.termination.answer()
         try:
             with suppress(StopTraining):
                 self.save()
+            self.wait()
         except OnwardError as error:
-            interrupt.add_note(f"No checkpoint was saved: {error}")
+            said = f"No checkpoint was saved: {error}"
+            interrupt.add_note(said)
+        else:
+            said = f"step {self.trainer.step} is saved in {getattr(self.trainer.checkpoints, 'folder', None)}"
+        if isinstance(interrupt, Terminated):  # nobody prints the notes of a SystemExit
+            print(f"onward: SIGTERM: {said}", file=sys.stderr, flush=True)
+
+    def wait(self) -> None:
+        """Let what is being written be written: an interrupted ``Thread.join`` takes it for done."""
+        if self.trainer.checkpoints is not None:
+            with self.uninterrupted:
+                self.trainer.checkpoints.wait()
 
     def _numbers(self, best: str | None) -> dict[str, float]:
         """The metrics of this moment; the best's is NaN while no test of these parameters was made."""

@@ -21,13 +21,14 @@ from onward.shell.launch.worker import GAVE_UP
 
 TICK = 0.02  # seconds between two looks at the processes
 GRACE = 5.0  # seconds in which the others say what they know, after one has failed
-SAVING = 30.0  # seconds after Ctrl-C in which a training may save
+SAVING = 30.0  # seconds after Ctrl-C or SIGTERM in which a training may save
 LAST = 3.0  # seconds between asking a process to end and ending it
 
 Ladder = Sequence[tuple[float, signal.Signals]]  # what is sent to all processes, and after how many seconds
 
 FAILED: Ladder = ((GRACE, signal.SIGTERM), (GRACE + LAST, signal.SIGKILL))
 INTERRUPTED: Ladder = ((0, signal.SIGINT), (SAVING, signal.SIGTERM), (SAVING + LAST, signal.SIGKILL))
+TERMINATED: Ladder = ((0, signal.SIGTERM), (SAVING, signal.SIGKILL))
 ENDED: Ladder = ((0, signal.SIGTERM), (GRACE, signal.SIGKILL))
 
 
@@ -150,7 +151,8 @@ class Gang:
         if new := self._signals.seen[self._answered :]:
             is_first = not self._answered and not self.failed and len(new) == 1
             self._answered += len(new)
-            self._begin(INTERRUPTED if is_first and new == [signal.SIGINT] else ENDED)
+            patient = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+            self._begin(patient.get(signal.Signals(new[0]), ENDED) if is_first else ENDED)
 
     def _begin(self, ladder: Ladder) -> None:
         now = time.monotonic()

@@ -1,0 +1,31 @@
+"""The words in which a folder is refused that holds another run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from onward.execute.checkpoint.archive import Found, newest_first
+from onward.execute.checkpoint.identity import moment
+
+
+def of_another_run(folder: Path, found: Sequence[Found]) -> str:
+    """What a folder holds, and both ways out."""
+    placed = [f.place[1] for f in reversed(newest_first(found)) if f.place is not None]
+    steps = [str(step) for step in placed] or ["unknown"]
+    listed = ", ".join(steps if len(steps) < 8 else [*steps[:3], "...", *steps[-3:]])
+    begun = next((f.manifest.identity.begun for f in newest_first(found) if f.manifest), "")
+    return OTHER.format(
+        folder=folder,
+        count=f"{len(found)} checkpoint{'s' * (len(found) > 1)}",
+        steps=f"step{'s' * (len(steps) > 1)} {listed}",
+        begun=f"it began {begun}, and the" if begun else "the",
+        last=moment(max(f.time for f in found) / 1e9),
+    )
+
+
+OTHER = (
+    "{folder} holds {count} of another run, of {steps}; {begun} last was written {last}. "
+    "Nothing was changed. To go on with that run: train(..., resume=True), trainer.restore(), or load() before "
+    "the first save. To begin another one: another folder."
+)
