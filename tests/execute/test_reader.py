@@ -192,21 +192,24 @@ def test_batches_are_told_the_epoch_unless_they_are_restored():
     assert labels(batch for batch, _ in reading.epoch(2)) == whole[2]
 
 
-def test_a_state_of_bytes_and_numpy_scalars_comes_back():
-    state = {"rng": b"\x00\xff", "n": np.int64(3), "list": [b"", {"a": None}]}
+def test_a_state_of_bytes_arrays_and_numpy_scalars_comes_back():
+    state = {"rng": b"\x00\xff", "n": np.int64(3), "list": [b"", {"a": None}], "dict": {"base64": "x"}}
+    state |= {"least": [float("inf"), -np.inf], "array": np.float16([[1, 2]])}
     (_, position), *_ = Reading(Keeper(state)).epoch(0)
     reader = Keeper()
     reading = Reading(reader)
     reading.restore(json.loads(json.dumps(position)))
     next(reading.epoch(0))
-    assert reader.state == state
+    array = reader.state["array"]
+    assert reader.state == state | {"array": array}
+    assert (array.dtype, array.tolist(), array.flags.writeable) == ("float16", [[1, 2]], True)
 
 
 def test_a_state_that_is_no_json_is_not_kept():
     with pytest.warns(
-        UserWarning, match=r"its state holds an array of shape \(3,\), which a checkpoint does"
+        UserWarning, match=r"its state holds an array of shape \(999999,\), which a checkpoint does"
     ):
-        pairs = list(Reading(Keeper(np.ones(3))).epoch(0))
+        pairs = list(Reading(Keeper(np.ones(999_999))).epoch(0))
     assert [position for _, position in pairs] == [None] * 5
 
 

@@ -246,7 +246,7 @@ def test_the_test_after_an_epoch_whose_last_batch_was_saved(tmp_path):
 def test_a_shorter_reader_is_refused(half_way, tmp_path):
     half_way(tmp_path, source=by_epoch)
     trainer = fresh(tmp_path)
-    trainer.restore()
+    trainer.restore(strict=False)
     with pytest.raises(ow.ArgumentError, match="yielded 1 batches in epoch 1, and 2 were to be skipped"):
         trainer.train(lambda epoch: by_epoch(epoch)[:1], epochs=EPOCHS)
 
@@ -286,6 +286,162 @@ def test_the_same_trainer_may_go_back(tmp_path):
     trainer.restore(tmp_path, which=path)
     trainer.train(reader(), epochs=2)  # as many as before, the first one included
     assert (trainer.epoch, bits(trainer)) == (2, later)
+
+
+# ---------------------------------------------------------------------------- what callbacks remember
+
+
+class Wandering:
+    """A reader whose order comes from a generator that goes on from epoch to epoch; no set_epoch."""
+
+    def __init__(self):
+        self.rng, self.before, self.at, self.begin = np.random.default_rng(5), None, 0, 0
+
+    def __iter__(self):
+        begin, self.begin = self.begin, 0
+        self.before = self.rng.bit_generator.state
+        order = self.rng.permutation(24)
+        for self.at in range(begin + 1, 4):
+            yield tuple(a[order[8 * self.at - 8 : 8 * self.at]] for a in (X, Y))
+
+    def state_dict(self):
+        return {"before": self.before, "at": self.at}
+
+    def load_state_dict(self, state):
+        self.rng.bit_generator.state, self.begin = state["before"], state["at"]
+
+
+class Diary:
+    """A user's callback: remembers what it heard, arrays among it."""
+
+    def __init__(self):
+        self.heard, self.sum = [], np.zeros(2)
+
+    def __call__(self, event):
+        if event.kind in ("step", "epoch", "test"):
+            self.heard.append([str(event.kind), event.epoch, event.batch, event.step])
+            self.sum += next(float(x) for x in event.metrics.values())
+
+    def state_dict(self):
+        return {"heard": self.heard, "sum": self.sum}
+
+    def load_state_dict(self, state):
+        self.heard, self.sum = state["heard"], state["sum"]
+
+
+def listeners():
+    """Callbacks that change the training: by tests, by epochs, by steps; and one that only remembers."""
+    return [
+        ow.schedule.plateau("loss", rate=0.5, patience=1, threshold=0.3),
+        ow.schedule.plateau("test_loss", rate=0.7, patience=1, threshold=0.1),
+        ow.EarlyStop("test_loss", patience=2, min_delta=0.8),
+        Diary(),
+    ]
+
+
+def listened(trainer, callbacks=None, test=None):
+    """Train to the end; what came of it."""
+    callbacks = callbacks or listeners()
+    trainer.train(Wandering(), epochs=8, test=test or reader(), callbacks=callbacks)
+    *_, diary = callbacks
+    return trainer.step, diary.heard, diary.sum.tolist(), bits(trainer)
+
+
+@pytest.fixture(scope="module")
+def listening(tmp_path_factory):
+    """A folder with every checkpoint of a training with callbacks, and what came of it."""
+    folder = tmp_path_factory.mktemp("listening")
+    trainer = fresh(ow.Checkpoints(folder, every=1, keep=None, best="test_loss"), SLOW, make=other)
+    return folder, listened(trainer)
+
+
+def test_callbacks_and_readers_that_remember_go_on_bit_for_bit(listening):
+    folder, expected = listening
+    assert 3 < expected[0] < 24, "stopped early"
+    assert 0 < float(np.frombuffer(expected[-1]["learning_rate"], "float32")[0]) < 0.01
+    trainer, steps = fresh(None, SLOW, make=other, seed=9), []
+    for entry in ow.Checkpoints(folder).entries()[:-1]:  # the last one is of the end
+        trainer.restore(folder, which=entry.path)
+        steps.append(trainer.step)
+        assert listened(trainer) == expected, entry.path
+    assert {*range(1, expected[0])} <= {*steps}
+
+
+def test_ctrl_c_wherever_it_comes_owes_each_callback_what_it_has_not_heard(listening, tmp_path):
+    _, expected = listening
+
+    def during(kind, step):
+        def interrupt(event):
+            if (event.kind, event.step) == (kind, step):
+                raise KeyboardInterrupt
+
+        return interrupt
+
+    def failing():
+        if trainer.step == 6:
+            raise KeyboardInterrupt
+        return iter(reader())
+
+    moments = [(during(kind, 6), None) for kind in ("step", "epoch", "test", "checkpoint")]
+    for i, (interrupt, test) in enumerate([*moments, (until(99), failing)]):
+        folder = tmp_path / str(i)
+        trainer = fresh(ow.Checkpoints(folder, every=2), SLOW, make=other)
+        first, second, *rest = listeners()
+        with pytest.raises(KeyboardInterrupt):
+            listened(trainer, [first, interrupt, second, *rest], test)
+        again = fresh(None, SLOW, make=other, seed=9)
+        again.restore(folder)
+        assert listened(again) == expected, i
+
+
+def test_other_callbacks_than_those_of_the_checkpoint_are_told(listening):
+    folder, _ = listening
+    path = ow.Checkpoints(folder).entries()[3].path
+    trainer = fresh(None, SLOW, make=other)
+    trainer.restore(folder, which=path)
+    with pytest.warns(UserWarning, match="callback") as caught:
+        trainer.train(Wandering(), epochs=1, callbacks=[*listeners()[1:], ow.EarlyStop("loss"), until(99)])
+    left, new = sorted(str(w.message) for w in caught if "callback" in str(w.message))[::-1]
+    assert "what the callback plateau (the 2. of them) remembered, and this training has no such" in left
+    assert "The callback EarlyStop (the 2. of them) is not in the checkpoint" in new
+    trainer.restore(folder, which=path, strict=True)
+    with pytest.raises(ow.CheckpointError, match="this training has no such callback"):
+        trainer.train(Wandering(), epochs=1)
+    trainer.restore(folder, which=path, strict=False)
+    assert trainer.checkpoint(folder / "again")  # the states wait for the callbacks that are to come
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.train(Wandering(), epochs=1)
+    trainer.restore(folder / "again")
+    assert listened(trainer)[1] == listening[1][1]
+
+
+def test_a_callback_with_one_of_both_methods_or_a_state_that_cannot_be_kept(tmp_path):
+    class Half(Diary):
+        load_state_dict = None
+
+    class Odd(Diary):
+        def state_dict(self):
+            return {"file": object()}
+
+    class Wrong(Diary):
+        def load_state_dict(self, state):
+            raise ValueError("no")
+
+    trainer = fresh(ow.Checkpoints(tmp_path, every=2), SLOW, make=other)
+    with pytest.raises(ow.ArgumentError, match=r"Half has state_dict and no load_state_dict.*Write both"):
+        trainer.train(reader(), callbacks=[Half()])
+    with pytest.warns(UserWarning, match="Odd has a state .* does not keep: its state holds a object"):
+        trainer.train(reader(), callbacks=[Odd()])
+    again = fresh(None, SLOW, make=other)
+    assert again.restore(tmp_path).kept == ()
+    with pytest.warns(UserWarning, match="The callback Diary is not in the checkpoint"):
+        again.train(reader(), callbacks=[Diary()], epochs=0)
+    trainer.train(reader(), callbacks=[Wrong()])
+    again.restore(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        again.train(reader(), callbacks=[Wrong()])
+    assert "The callback Wrong raised this when it was given its state" in caught.value.__notes__[0]
 
 
 # ---------------------------------------------------------------------------- another optimizer or network
@@ -354,9 +510,13 @@ def test_the_learning_rate_set_in_the_middle_is_kept(tmp_path):
     trainer = stopped(tmp_path, SLOW)
     trainer.replace({"learning_rate": 0.001})
     trainer.checkpoint()
-    again, report = restored(tmp_path, SLOW)
-    assert report.changed == ("learning_rate",)
+    again = fresh(tmp_path, SLOW, seed=4)
+    assert again.restore().changed == ()
     assert float(again["learning_rate"]) == np.float32(0.001)
+    other_rate, report = restored(tmp_path, ow.SGD(0.02))
+    assert (report.changed, report.differences) == (("learning_rate",), ())
+    assert float(other_rate["learning_rate"]) == np.float32(0.001)
+    fresh(tmp_path, ow.SGD(0.02)).restore(strict=True)
 
 
 def test_slots_of_other_parameters_only(tmp_path):

@@ -30,8 +30,10 @@ class Restored:
         taken: Variables that have the value of the checkpoint.
         kept: Variables that the checkpoint lacks, or holds with another type; they keep the value they had.
         left: values of the checkpoint that this Program has no Variable for.
-        changed: hyperparameters whose value in the checkpoint is another than the one given to the optimizer.
+        changed: hyperparameters that are as saved, and that the optimizer is given another value for than it
+            was in the training that saved them; what that training itself changed is not among them.
         laid_out: Variables that were saved by another number of devices, and are laid out for these.
+        differences: a sentence for each of network, optimizer and schedules that is another than it was.
     """
 
     taken: tuple[str, ...]
@@ -39,6 +41,7 @@ class Restored:
     left: tuple[str, ...]
     changed: tuple[str, ...]
     laid_out: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{len(self.taken)} Variables restored"]
@@ -52,13 +55,20 @@ class Restored:
         if self.laid_out:
             parts.append(f"laid out for another number of devices: {_some(self.laid_out)}")
         if self.changed:
-            parts.append(f"hyperparameters that are as saved, not as given: {_some(self.changed)}")
-        return "; ".join(parts)
+            parts.append(
+                f"hyperparameters that are as saved, not as given: {_some(self.changed)} (replace sets them)"
+            )
+        return ". ".join(["; ".join(parts), *(sentence.rstrip(".") for sentence in self.differences)])
 
     def warn(self, path: Any) -> None:
-        """Warn where the checkpoint and the Program are not of the same Variables."""
-        if self.kept or self.left or self.changed:
+        """Warn where the checkpoint is not of the same Variables, or not of the same training."""
+        if self.kept or self.left or self.changed or self.differences:
             warnings.warn(f"{path}: {self}.", stacklevel=user_level())
+
+    def expect_all(self, path: Any) -> None:
+        """Raise ``CheckpointError`` where it is not; hyperparameters may change."""
+        if self.kept or self.left or self.differences:
+            raise CheckpointError(f"{path}: {self}. {STRICT}")
 
 
 def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tuple[list[Any], Restored]:
@@ -92,6 +102,17 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
         laid_out=tuple(name for name, value in fits.items() if value is not known[name]),
     )
     return values, report
+
+
+def say(sentences: Sequence[str], strict: bool | None) -> None:
+    """Warn of each; with ``strict=True`` raise ``CheckpointError`` for the first, with False say nothing."""
+    for sentence in sentences if strict is not False else ():
+        if strict:
+            raise CheckpointError(f"{sentence} {STRICT}")
+        warnings.warn(sentence, stacklevel=user_level())
+
+
+STRICT = "Nothing was changed, since restore was given strict=True; strict=None warns, False says nothing."
 
 
 def _arrays(state: State) -> Sequence[Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from math import nan
 from os import PathLike
 from typing import Any
@@ -29,10 +31,13 @@ from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.evaluator import Evaluator
 from onward.execute.feeds import data_names
+from onward.execute.fingerprints import FINGERPRINTS, differences, of_program, of_training
 from onward.execute.initialize import initialized
 from onward.execute.loop.concurrent import Applier, Crew
 from onward.execute.loop.history import History
 from onward.execute.loop.interrupt import Interruptible
+from onward.execute.loop.plain import plain, restored
+from onward.execute.loop.telling import CALLBACKS, Telling
 from onward.execute.loop.training import Training
 from onward.execute.model import Model
 from onward.execute.out import Out
@@ -108,12 +113,17 @@ class Trainer:
         self.names = data_names(self.program)
         self.epoch = self.batch = self.step = self.begun = 0
         self.position: Any = None
-        self.resumed = False
+        self.resumed = self.to_test = False
+        self.strict: bool | None = None
+        self.metrics: Mapping[str, Any] = {}
+        self.telling = Telling()
+        self.words: Mapping[str, str] = {}
         layout = Layout.of(self.program)
         _check_same(model.state.layout, layout)
         mine = model.state.layout.position
         given = {v: model.state[v] for v in layout.variables if v.name in mine}
         values = initialized(self.program, given, 0)
+        self._given = {v.name: float(values[v]) for v in layout.hyperparameters}
         donated = [v.name for v in layout.changed if not share or v.name not in mine]
         self._step = Step(self.program, (), donate=donated, ahead=False, tuning=Tuning(), apart=mine)
         self._state = State(self._step.layout, [values[v] for v in self._step.layout.variables])
@@ -214,7 +224,9 @@ class Trainer:
             epochs: how many more; after ``restore``, how many in all, counted from where the interrupted
                 training began.
             test: a reader to test on after each epoch; its means go to the history as ``test_loss``...
-            callbacks: functions of an Event. One ends the training by raising ``StopTraining``.
+            callbacks: functions of an Event. One ends the training by raising ``StopTraining``. What one with
+                ``state_dict`` and ``load_state_dict`` remembers is part of the checkpoints; it is known again
+                by its class, and which one of that class it is.
             progress: show a bar; None: in a terminal or a notebook.
             prefetch: how many batches a thread reads ahead. Each is copied, so that a reader may fill the
                 same NumPy array again and again.
@@ -343,6 +355,9 @@ class Trainer:
             state = self.joined()
             arrays = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
             extra = {"epoch": self.epoch, "batch": self.batch, "begun": self.begun, "position": self.position}
+            extra["to_test"], extra[CALLBACKS] = self.to_test, self.telling.record()
+            extra[FINGERPRINTS] = {**self._fingerprints, "reader": dict(self.words), "given": self._given}
+            extra["metrics"] = {name: plain(float(x)) for name, x in self.metrics.items()}
             if placed := {v.name: str(v.placement) for v in state.layout.variables if v.placement in _SPREAD}:
                 extra[PLACEMENTS] = placed
             return target.save(arrays, self.step, metrics=metrics or {}, extra=extra)
@@ -353,6 +368,7 @@ class Trainer:
         *,
         which: Any = "latest",
         fallback: bool = False,
+        strict: bool | None = None,
     ) -> Restored:
         """Continue from a checkpoint: parameters, slots, hyperparameters, random keys, place in the data.
 
@@ -363,6 +379,10 @@ class Trainer:
             source: the folder of checkpoints; the Trainer's own unless given.
             which: ``"latest"``, ``"best"``, or the path of one.
             fallback: where one is damaged, take the one before.
+            strict: what to do where the checkpoint is of another training: other Variables, another network,
+                optimizer or schedule here; another reader or other callbacks once ``train`` is called. None:
+                a warning; True: an error; False: nothing. A new number for a hyperparameter, such as the
+                learning rate, is no error: it is as saved, and ``replace`` sets it.
 
         Raises:
             CheckpointError: nothing whole is there, or a parameter does not fit; nothing is changed then.
@@ -380,16 +400,40 @@ class Trainer:
         with self.model.lock:
             state = self.joined()
             values, report = matched(state, self.model.state.layout.variables, found)
+            report = self._compared(report, found.extra.get(FINGERPRINTS, {}))
+            if strict:
+                report.expect_all(found.path)
             self.take(State(state.layout, self._begun_anew(values, report.kept)))
             self.step = found.step
             self.epoch, self.batch = found.extra.get("epoch", 0), found.extra.get("batch", 0)
             self.begun, self.position = found.extra.get("begun", 0), found.extra.get("position")
-            self.resumed = True
+            self.to_test, self.metrics = (
+                found.extra.get("to_test", False),
+                restored(found.extra.get("metrics", {})),
+            )
+            self.resumed, self.strict = True, strict
+            self.telling.expect(found.extra.get(CALLBACKS))
+            self.words = found.extra.get(FINGERPRINTS, {}).get("reader", {})
         if self.checkpoints is not None and self.checkpoints.is_at(found.path.parent):
             self.checkpoints.follow(store)
             self.identity = found.identity
-        report.warn(found.path)
+        if strict is None:
+            report.warn(found.path)
         return report
+
+    def _compared(self, report: Restored, was: Mapping[str, Any]) -> Restored:
+        """The report with what the fingerprints of a checkpoint tell, if it has some."""
+        if not was:
+            return report
+        given = was["given"]
+        changed = (n for n in report.changed if given.get(n) != self._given[n])
+        return replace(
+            report, changed=tuple(changed), differences=tuple(differences(was, self._fingerprints))
+        )
+
+    @cached_property
+    def _fingerprints(self) -> Mapping[str, Any]:
+        return {"program": of_program(self.model.topology), **of_training(self.program)}
 
     def _begun_anew(self, values: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """The values, those of these names that are computed from others computed again."""

@@ -178,7 +178,7 @@ class plateau:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep beside a checkpoint, for a resumed training to go on as the whole one would have."""
+        """What a Trainer's checkpoint keeps, for a resumed training to go on as the whole one would have."""
         return asdict(self.heard)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

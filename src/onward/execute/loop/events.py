@@ -111,7 +111,7 @@ class EarlyStop:
             self._complain()
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep beside a checkpoint, for a resumed training to stop when the whole one would have."""
+        """What a Trainer's checkpoint keeps, for a resumed training to stop when the whole one would have."""
         return {"best": self._best, "waited": self._waited, "kind": self._kind}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

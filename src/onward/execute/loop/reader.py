@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ import numpy as np
 from onward.core.errors import ArgumentError
 from onward.core.structure import describe
 from onward.execute.loop.batches import Batches, batches
+from onward.execute.loop.plain import plain, restored
 from onward.execute.loop.prefetch import END, prefetched
 
 __all__ = ["Batches", "Reading", "batches", "prefetched"]
@@ -41,6 +42,8 @@ class Reading:
 
     Attributes:
         length: the number of batches in an epoch, or None when ``len(reader)`` does not say.
+        end: where a reader that stays from epoch to epoch stood when the last one was over; None when it does
+            not say, or is made anew for each.
 
     Raises:
         ArgumentError: nothing that yields batches.
@@ -63,7 +66,10 @@ class Reading:
         self._once = isinstance(reader, Iterator)
         self._begun = False
         self._target: Any = None
+        self._ended = False
         self._keeps = True
+        self._stays = isinstance(reader, Iterable)
+        self.end: Any = None
         self.length = _length(reader)
 
     def epoch(self, number: int, skip: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -87,18 +93,24 @@ class Reading:
         self._begun = True
         return self._pairs(number, skip)
 
-    def restore(self, position: Any) -> None:
-        """Let the next ``epoch`` continue at a position that ``epoch`` gave; None changes nothing."""
-        self._target = position
+    def restore(self, position: Any, *, ended: bool = False) -> None:
+        """Let the next ``epoch`` continue at a position that ``epoch`` gave; None changes nothing.
+
+        Args:
+            position: what ``epoch`` gave beside a batch; or ``end``.
+            ended: it is that of the end of an epoch, and the next one follows.
+        """
+        self._target, self._ended = position, ended
 
     def _pairs(self, number: int, skip: int) -> Iterator[tuple[Any, Any]]:
-        target, self._target = self._target, None
-        iterator, source = self._open(number, target)
+        target, ended, self._target, self._ended = self._target, self._ended, None, False
+        iterator, source = self._open(number, target, ended)
         count = 0
         while (batch := _next(iterator, number, count, target is not None)) is not END:
             count += 1
             if count > skip:
                 yield batch, self._position(source)
+        self.end = self._position(source) if self._stays and source is not iterator else None
         if not count and target is None:
             raise ArgumentError(
                 f"The reader yielded no batch in epoch {number}. If it can be read only once, pass a "
@@ -110,7 +122,7 @@ class Reading:
                 "continue where the training stood. Give the reader of that training."
             )
 
-    def _open(self, number: int, target: Any) -> tuple[Iterator[Any], Any]:
+    def _open(self, number: int, target: Any, ended: bool) -> tuple[Iterator[Any], Any]:
         """An iterator at the target, and the object that says where it stands."""
         made = self._make(number)
         if not isinstance(made, Iterable):
@@ -120,16 +132,17 @@ class Reading:
             made.set_epoch(number)
         if _spelling(made):
             _restore(made, target)
-            return iter(made), made
+            return _following(made) if ended else iter(made), made
         iterator = iter(made)
-        _restore(iterator, target)
+        if not ended:
+            _restore(iterator, target)
         return iterator, iterator if _spelling(iterator) else None
 
     def _position(self, source: Any) -> Any:
         if source is None or not self._keeps:
             return None
         try:
-            return _plain(getattr(source, _spelling(source)[0])())
+            return plain(getattr(source, _spelling(source)[0])())
         except TypeError as error:
             self._keeps = False
             warnings.warn(
@@ -190,6 +203,13 @@ def _spelling(reader: Any) -> tuple[str, ...]:
     return ()
 
 
+def _following(reader: Any) -> Iterator[Any]:
+    """The epoch after the one at whose end a reader stands, which some still have to come to."""
+    iterator = iter(reader)
+    first = next(iterator, END)
+    return iter(reader) if first is END else chain([first], iterator)
+
+
 def _restore(reader: Any, target: Any) -> None:
     if target is None:
         return
@@ -200,30 +220,4 @@ def _restore(reader: Any, target: Any) -> None:
             f"{describe(reader)}, has no load_state_dict (or set_state) to take it. Give the reader of "
             "that training."
         )
-    getattr(reader, spelling[1])(_restored(target))
-
-
-def _plain(value: Any) -> Any:
-    """A reader's state as JSON data; bytes as {"base64": text}."""
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, bytes):
-        return {"base64": b64encode(value).decode()}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return {name: _plain(v) for name, v in value.items()}
-    raise TypeError(f"its state holds {describe(value)}")
-
-
-def _restored(value: Any) -> Any:
-    """The inverse of ``_plain``."""
-    if isinstance(value, list):
-        return [_restored(v) for v in value]
-    if isinstance(value, Mapping):
-        if set(value) == {"base64"}:
-            return b64decode(value["base64"])
-        return {name: _restored(v) for name, v in value.items()}
-    return value
+    getattr(reader, spelling[1])(restored(target))

@@ -19,12 +19,15 @@ from onward.core.structure import describe
 from onward.derive.guard import is_guarded
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
 from onward.execute.feeds import is_on_host, unshared
+from onward.execute.fingerprints import differences, of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining
 from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.loop.prefetch import prefetched
 from onward.execute.loop.progress import Progress
 from onward.execute.loop.reader import Reading
+from onward.execute.loop.telling import Telling
 from onward.execute.out import Out
+from onward.execute.restore import say
 
 if TYPE_CHECKING:
     from onward.execute.trainer import Trainer
@@ -58,20 +61,24 @@ class Training:
         check: bool,
     ) -> None:
         self.trainer, self.reading, self.test = trainer, Reading(reader), test
-        self.callbacks, self.prefetch, self.check = tuple(callbacks), prefetch, check
+        self.telling, self.prefetch, self.check = Telling(callbacks, trainer.telling), prefetch, check
         self.guarded = is_guarded(trainer.program)
         if not isinstance(epochs, int) or epochs < 0:
             raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
         self.saved = trainer.step if trainer.resumed else -1
-        if not trainer.resumed:
-            trainer.begun = trainer.epoch
-        trainer.resumed = False
+        self._again = trainer.resumed
+        words = of_reader(reader)
+        if trainer.resumed:
+            say(differences({"reader": trainer.words}, {"reader": words}), trainer.strict)
+            self.telling.restore(trainer.telling, trainer, trainer.strict)
+        else:
+            trainer.begun, trainer.metrics = trainer.epoch, {}
+        trainer.telling, trainer.words, trainer.resumed = self.telling, words, False
         self.last = trainer.begun + epochs
         length = self.reading.length
         total = None if length is None else max(0, (self.last - trainer.epoch) * length - trainer.batch)
         self.progress = Progress(total, progress, "train")
         self.interrupts = Interruptible(None if trainer.checkpoints is None else trainer.checkpoints.grace)
-        self.metrics: Mapping[str, Any] = {}
         self.tested: dict[str, float] = {}
         self.tested_at = -1
         self._ahead: dict[int, Any] = {}
@@ -90,9 +97,12 @@ class Training:
                 trainer.checkpoints.claim(trainer.identity)
             try:
                 self.event(EventKind.BEGIN)
+                if trainer.to_test:
+                    self.tests()
                 while trainer.epoch < self.last:
                     self.epoch(loop)
             except StopTraining as reason:
+                trainer.to_test = False
                 self.progress.message(f"Stopped: {reason}")
             except (KeyboardInterrupt, SystemExit) as interrupt:
                 self.rescue(interrupt)
@@ -114,20 +124,31 @@ class Training:
             with suppress(ValueError):  # it is being read, by a thread that hangs in the reader
                 batches.close()
         self.look_for_nan(0)
-        trainer.epoch, trainer.batch, trainer.position = trainer.epoch + 1, 0, None
-        self.event(EventKind.EPOCH)
-        if self.test is not None:
-            self.tested = {f"test_{name}": x for name, x in trainer.test(self.test).items()}
-            self.tested_at = trainer.step
+        with self.uninterrupted:
+            trainer.epoch, trainer.batch, trainer.position = trainer.epoch + 1, 0, self.reading.end
+            trainer.to_test = self.test is not None
+            self.note(EventKind.EPOCH)
+        self.telling.tell()
+        self.tests()
+
+    def tests(self) -> None:
+        """The test after an epoch."""
+        trainer = self.trainer
+        if self.test is None:
+            return
+        tested = {f"test_{name}": x for name, x in trainer.test(self.test).items()}
+        with self.uninterrupted:
+            self.tested, self.tested_at, trainer.to_test = tested, trainer.step, False
             if len(trainer.history):
-                trainer.history.amend(**self.tested)
+                trainer.history.amend(**tested)
             else:  # resumed at the end of an epoch: its last step was made by the process before
-                trainer.history.record(step=trainer.step, epoch=trainer.epoch - 1, **self.tested)
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in self.tested.items())
-            self.progress.message(f"epoch {trainer.epoch}: {shown}")
-            if trainer.checkpoints is not None and trainer.checkpoints.best in self.tested:
-                self.save(again=True)
-            self.event(EventKind.TEST, self.tested)
+                trainer.history.record(step=trainer.step, epoch=trainer.epoch - 1, **tested)
+            self.note(EventKind.TEST, tested)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in tested.items())
+        self.progress.message(f"epoch {trainer.epoch}: {shown}")
+        if trainer.checkpoints is not None and trainer.checkpoints.best in tested:
+            self.save(again=True)
+        self.telling.tell()
 
     def batches(self) -> Generator[Batch, None, None]:
         """The batches of this epoch by name, checked, read ahead by a thread."""
@@ -137,6 +158,9 @@ class Training:
             self.reading.restore(trainer.position)
         elif trainer.batch:
             skip = trainer.batch
+        elif self._again:
+            self.reading.restore(trainer.position, ended=True)
+        self._again = False
         pairs = self.reading.epoch(trainer.epoch, skip)
         numbered = (Batch(batch, n, position) for n, (batch, position) in enumerate(pairs, trainer.batch))
         return prefetched(numbered, self.prefetch, self.prepared)
@@ -175,12 +199,13 @@ class Training:
         while trainer.batch in self._ahead:
             trainer.position = self._ahead.pop(trainer.batch)
             trainer.batch += 1
-        self.metrics = metrics_of(out)
-        trainer.history.record(step=trainer.step, epoch=trainer.epoch, **self.metrics)
+        trainer.metrics = metrics_of(out)
+        trainer.history.record(step=trainer.step, epoch=trainer.epoch, **trainer.metrics)
         trainer.history.watched.record(out.watched, step=trainer.step, epoch=trainer.epoch)
-        if "loss" in self.metrics:
-            self._recent.append((trainer.step, trainer.epoch, batch.number, self.metrics["loss"]))
-        self.progress.advance(batch_size(batch.fed), **self.metrics)
+        if "loss" in trainer.metrics:
+            self._recent.append((trainer.step, trainer.epoch, batch.number, trainer.metrics["loss"]))
+        self.progress.advance(batch_size(batch.fed), **trainer.metrics)
+        self.note(EventKind.STEP)
 
     def after(self) -> None:
         """Between two steps: look at old losses, save, tell the callbacks."""
@@ -189,8 +214,7 @@ class Training:
             self.look_for_nan(_LOOK_BACK)
         if trainer.checkpoints is not None and trainer.checkpoints.due(trainer.step):
             self.save()
-        if self.callbacks:
-            self.event(EventKind.STEP, self.metrics)
+        self.telling.tell()
 
     def look_for_nan(self, leave: int) -> None:
         """Raise ``NonFiniteError`` if a loss was no finite number; the newest ones may still be computing."""
@@ -244,7 +268,7 @@ class Training:
 
     def _numbers(self, best: str | None) -> dict[str, float]:
         """The metrics of this moment; the best's is NaN while no test of these parameters was made."""
-        numbers = {name: float(value) for name, value in self.metrics.items()}
+        numbers = {name: float(value) for name, value in self.trainer.metrics.items()}
         if self.tested_at == self.trainer.step:
             numbers |= self.tested
         to_come = not numbers or best in self.tested or (self.test is not None and not self.tested)
@@ -254,12 +278,15 @@ class Training:
 
     def event(self, kind: EventKind, metrics: Mapping[str, Any] | None = None) -> None:
         """Call every callback."""
-        if self.callbacks:
+        self.note(kind, metrics)
+        self.telling.tell()
+
+    def note(self, kind: EventKind, metrics: Mapping[str, Any] | None = None) -> None:
+        """Let every callback hear of this when it is told."""
+        if self.telling.callbacks:
             trainer = self.trainer
-            values = self.metrics if metrics is None else metrics
-            event = Event(kind, trainer.epoch, trainer.batch, trainer.step, values, trainer)
-            for callback in self.callbacks:
-                callback(event)
+            values = trainer.metrics if metrics is None else metrics
+            self.telling.note(Event(kind, trainer.epoch, trainer.batch, trainer.step, values, trainer))
 
 
 def _is_settled(value: Any) -> bool:
