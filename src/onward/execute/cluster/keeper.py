@@ -112,6 +112,7 @@ class Keeper:
             self._apply(pushes, shares)
         except BaseException as error:
             self.broken = error
+            self.expect()  # a disk that refuses a process that has lost its place is not full
             raise
 
     def _apply(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> None:
