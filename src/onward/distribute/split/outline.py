@@ -16,8 +16,10 @@ from onward.core.program import Op, Program
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def outline(program: Program) -> str:
+def outline(program: Program, beginning: bool = True) -> str:
     """The types, names and wiring of a Program, and what each of its ops computes, constants included.
+
+    Without ``beginning``, all but the first values of its state, hyperparameters among them.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -30,9 +32,8 @@ def outline(program: Program) -> str:
     lines += [f"{old.name}<-{new.name}" for old, new in program.next_state.items()]
     lines += [f"{v.name}={_digest(value)}" for v, value in program.constants.items()]
     told: dict[Body, str] = {}
-    return "\n".join(
-        (program.name, *lines, *(_line(op, told) for op in (*program.initializers, *program.ops)))
-    )
+    ops = (*(program.initializers if beginning else ()), *program.ops)
+    return "\n".join((program.name, *lines, *(_line(op, told) for op in ops)))
 
 
 def fingerprint(program: Program) -> str:

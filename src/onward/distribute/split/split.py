@@ -145,7 +145,15 @@ class Split:
     @cached_property
     def fingerprint(self) -> str:
         """Equal for cuts of the same graph, in any process: what peers compare before they talk."""
-        text = "\n".join(map(outline, (self.trainer, *self.servers)))
+        return self._digest(beginning=True)
+
+    @property
+    def continued(self) -> str:
+        """Equal for cuts one of which can go on where another ended: with any first values, and rates."""
+        return self._digest(beginning=False)
+
+    def _digest(self, beginning: bool) -> str:
+        text = "\n".join(outline(p, beginning) for p in (self.trainer, *self.servers))
         owned = "|".join(",".join(map(str, own)) for own in self.shards)
         return sha256(f"{text}\n{owned}\n{sorted(self.lazy)}".encode()).hexdigest()[:16]
 

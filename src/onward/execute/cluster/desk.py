@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
@@ -16,12 +16,19 @@ import numpy as np
 from onward.core.errors import ClusterError
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.fence import Epoch
 from onward.execute.cluster.keeper import Durability, Keeper
-from onward.execute.cluster.messages import Push, Reply, Sender, ServerStatus, Word
+from onward.execute.cluster.link import Unreachable
+from onward.execute.cluster.messages import Push, Reply, Row, Sender, ServerStatus, Word
 from onward.execute.cluster.modes import Mode
 
 PATIENCE = 5.0
 """Seconds after which who waits is told to ask again."""
+
+OLDER = (
+    "Server {index} is of driver {own} of its folder, and was asked by one of driver {driver}, which is newer: "
+    "this server's place is another's. Nothing was applied."
+)
 
 Wanted = Mapping[str, np.ndarray]
 
@@ -40,6 +47,7 @@ class ServerSpec:
         folder: where its record is kept.
         durability: when it is written.
         faults: what happens at the edges of the protocol.
+        driver: the number of the driver of the folder; it only grows.
     """
 
     blueprint: Blueprint
@@ -51,6 +59,7 @@ class ServerSpec:
     folder: str | None = None
     durability: Durability = field(default_factory=Durability)
     faults: Faults = field(default_factory=Faults)
+    driver: int = 0
 
 
 class Desk:
@@ -64,11 +73,28 @@ class Desk:
         self.spec, self.index = spec, spec.index
         self.cut = spec.blueprint.split()
         folder = None if spec.folder is None else Path(spec.folder)
-        self.keeper = Keeper(self.cut, spec.index, spec.given, folder, spec.durability, spec.faults)
+        self.keeper = Keeper(
+            self.cut, spec.index, spec.given, folder, spec.durability, spec.faults, spec.driver
+        )
         self.birth = token_hex(8)
         self.incarnations = {t: line[0] for t, line in self.keeper.ledger.items()}
         self.news = asyncio.Condition()
         self.pushes = self.duplicates = self.received = self.sent = 0
+        self.rows: list[Row] = []
+        self.first_row = 0
+
+    @property
+    def epoch(self) -> Epoch:
+        """Which driver, and which process of this server; every answer bears it."""
+        return Epoch(self.spec.driver, self.keeper.epoch.start)
+
+    def ending(self) -> str | None:
+        """Why this process has to end: another one has its place. None while it may stay."""
+        try:
+            self.keeper.expect()
+        except (Unreachable, ClusterError) as error:
+            return str(error)
+        return None
 
     def greet(self, sender: Sender, fingerprint: str) -> None:
         """Refuse a trainer of another graph; remember which of its incarnations is the newest.
@@ -76,6 +102,7 @@ class Desk:
         Raises:
             ClusterError: another graph.
         """
+        self.keeper.expect()
         if fingerprint != self.cut.fingerprint:
             raise ClusterError(
                 f"Trainer {sender.trainer} runs the graph {fingerprint}, server {self.index} the graph "
@@ -86,6 +113,7 @@ class Desk:
 
     def checked(self, fingerprint: str) -> tuple[int, int, str]:
         """The generation, the newest incarnation of any trainer (of an earlier training), and its birth."""
+        self.keeper.expect()
         if fingerprint != self.cut.fingerprint:
             raise ClusterError(
                 f"Server {self.index} makes the graph {self.cut.fingerprint} of what it was sent, and "
@@ -96,7 +124,9 @@ class Desk:
 
     def objection(self, sender: Sender) -> Reply | None:
         """The answer to someone who is not to be served; None to others."""
-        if sender.incarnation < self.incarnations.get(sender.trainer, 0):
+        if sender.driver > self.spec.driver:
+            raise ClusterError(OLDER.format(index=self.index, own=self.spec.driver, driver=sender.driver))
+        if (sender.driver, sender.incarnation) < (self.spec.driver, self.incarnations.get(sender.trainer, 0)):
             return self.say(Word.SUPERSEDED)
         if sender.generation != self.keeper.generation:
             return self.say(Word.STALE)
@@ -122,7 +152,8 @@ class Desk:
         self.spec.faults.reach(f"server {self.index}", "before reply")
         values = None if wanted is None else self.keeper.give(wanted)
         self.sent += 0 if values is None else values.nbytes
-        return Reply(word, self.keeper.version, values, staleness, lag)
+        self.keeper.expect()
+        return Reply(word, self.keeper.version, values, staleness, lag, self.epoch)
 
     async def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
         """Wait for news until the condition holds; False if it does not in time."""
@@ -143,14 +174,29 @@ class Desk:
         async with self.news:
             self.news.notify_all()
 
-    def status(self, queue: int) -> ServerStatus:
-        """How it is doing."""
+    def note(self, push: Push, staleness: int = 0, lag: int = 0) -> None:
+        """Remember a step that was applied, until the driver has it; its trainer may die before it tells."""
+        if push.row is not None:
+            self.rows.append(replace(push.row, staleness=staleness, lag=lag))
+
+    def told_rows(self, seen: int, birth: str) -> list[Row]:
+        """The rows from this one on, if it was this process that was asked before; those before are let go."""
+        if birth == self.birth:
+            del self.rows[: max(0, seen - self.first_row)]
+            self.first_row = max(seen, self.first_row)
+        return list(self.rows)
+
+    def status(self, queue: int, seen: int = 0, birth: str = "") -> ServerStatus:
+        """How it is doing, and with ``birth`` the steps from ``seen`` on."""
         keeper = self.keeper
+        keeper.expect()
         return ServerStatus(
             index=self.index,
             pid=os.getpid(),
             host=socket.gethostname(),
             birth=self.birth,
+            rows=self.told_rows(seen, birth) if birth else [],
+            epoch=self.epoch,
             version=keeper.version,
             generation=keeper.generation,
             pushes=self.pushes,

@@ -18,27 +18,33 @@ import inspect
 import os
 import re
 import socket
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from threading import Lock, Thread
+from time import sleep
 from typing import Any, ClassVar, Self, cast
 
 from onward.core.errors import ArgumentError, ClusterError
 from onward.core.extras import require
 from onward.core.structure import describe
 from onward.execute.cluster.link import Link, Place, Unreachable
-from onward.execute.cluster.ray_start import RayStart
+from onward.execute.cluster.ray_start import RayStart, busy
 
 THREADS = 64  # calls that one hosted object serves at a time
+LOOK = 0.5  # seconds between two looks at whether a hosted object has lost its place
 COLOUR = re.compile(r"\x1b\[\d+m")
 
 
 GONE = "{name} cannot be reached: its process or its machine died, or starts again ({found})"
 CLOSED = "{name} cannot be reached: the Engine that started it is closed"
+NO_PROCESS = "Ray has yet to start its process"
+NO_OBJECT = "pid {pid} on {host} imports JAX and makes its graph"
 LATE = "{name} has not answered in time"
 RAISED = "raised in {name}:\n{traceback}"
 BROKEN = "{name} cannot go on: {found}"
@@ -215,6 +221,16 @@ class Engine:
             free = _text(require("ray", "cluster").available_resources())
             raise ClusterError(SLOW.format(name=own.name, timeout=timeout, found=free)) from error
 
+    def awaited(self, link: Link) -> str:
+        """What the start of an object waits for, as far as is known here."""
+        own = cast("_RayLink", link)
+        try:
+            place: Place = _RayPending(own.name, own.actor.process.remote()).result(1.0)
+            found = NO_OBJECT.format(pid=place.pid, host=place.host)
+        except (TimeoutError, Unreachable):
+            found = NO_PROCESS
+        return f"{found}; {busy()}" if busy() else found
+
     def kill(self, link: Link, restart: bool = False) -> None:
         """End the process of the object whether it reacts or not; start it again only if asked to."""
         require("ray", "cluster").kill(cast("_RayLink", link).actor, no_restart=not restart)
@@ -272,33 +288,51 @@ class _Host:
     _name = "a hosted object"  # until its factory has arrived
 
     def __init__(self, name: str, made: bytes) -> None:
-        self._name, self._error = name, None
+        self._name = name
+        self._made: Future[Any] = Future()
         _Host.reborn = _was_restarted()
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="onward-methods", daemon=True).start()
+        Thread(target=self._make, args=(made,), name="onward-object", daemon=True).start()
+
+    def _make(self, made: bytes) -> None:
+        """Make the object while calls wait for it; then look whether another process has its place."""
         try:
             ray = require("ray", "cluster")
             factory, arguments = ray.get(ray.cloudpickle.loads(made))
-            self._hosted = factory(*arguments)
+            self._made.set_result(factory(*arguments))
+        except Unreachable as error:  # it lost its place before it had it; Ray makes the next one
+            _leave(str(error))
         except Exception as error:  # Ray would tell it as a text
-            self._error = error
+            self._made.set_exception(error)
+            return
+        ending = getattr(self._made.result(), "ending", lambda: None)
+        while not (found := ending()):
+            sleep(LOOK)
+        _leave(found)
 
     def __repr__(self) -> str:
         return self._name
 
     def call(self, method: str, *arguments: Any) -> Any:
-        if self._error is not None:
-            raise self._error
-        found = getattr(self._hosted, method)(*arguments)
+        found = getattr(self._made.result(), method)(*arguments)
         if inspect.iscoroutine(found):
             return asyncio.run_coroutine_threadsafe(found, self._loop).result()
         return found
 
     def place(self) -> Place:
-        if self._error is not None:
-            raise self._error
+        self._made.result()
+        return self.process()
+
+    def process(self) -> Place:
         node = require("ray", "cluster").get_runtime_context().get_node_id()
         return Place(os.getpid(), socket.gethostname(), node)
+
+
+def _leave(why: str) -> None:
+    """End this process at once, whatever its threads do."""
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _was_restarted() -> bool:

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import ArgumentError, ClusterError
+from onward.core.words import Kind
 from onward.distribute.merge import is_count
 from onward.distribute.split.split import Split
 from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.fence import Epoch, Place
 from onward.execute.cluster.frame import Change
 from onward.execute.cluster.holding import Holding, Values
 from onward.execute.cluster.messages import Push
@@ -53,6 +55,7 @@ class Keeper:
         folder: where the record is kept.
         durability: when it is written.
         faults: what happens at the edges.
+        driver: the number of the driver of that folder.
     """
 
     def __init__(
@@ -63,19 +66,31 @@ class Keeper:
         folder: Path | None,
         durability: Durability,
         faults: Faults,
+        driver: int = 0,
     ) -> None:
         self.index, self.faults = index, faults
         self.holding = Holding(cut, index, given)
+        program = self.holding.program
+        fixed = {v.name for v in program.state if v.kind is Kind.STATE and v not in program.next_state}
+        self.fixed = {n: x.copy() for n, x in self.holding.arrays.items() if n in fixed}  # hyperparameters
         self.version = self.generation = 0
         self.ledger: Ledger = {}
         self.every = durability.every
         self.busy = 0.0
         self.broken: BaseException | None = None
         self.store: Store | None = None
+        self.place: Place | None = None
         if folder is not None and durability.every is not None:
+            self.place = Place(Path(folder), driver, f"Server {index}")
             reach = partial(faults.reach, f"server {index}")
-            self.store = Store(Path(folder), fsync=durability.fsync, reach=reach)
+            self.store = Store(self.place.folder, fsync=durability.fsync, reach=reach)
+            self.place.inherit(partial(_copied, fsync=durability.fsync))
             self.restore()
+
+    @property
+    def epoch(self) -> Epoch:
+        """Which driver, and which process of this server."""
+        return Epoch() if self.place is None else self.place.epoch
 
     def restore(self) -> None:
         """Begin where the record says, or write the first one."""
@@ -97,6 +112,7 @@ class Keeper:
             self._apply(pushes, shares)
         except BaseException as error:
             self.broken = error
+            self.expect()  # a disk that refuses a process that has lost its place is not full
             raise
 
     def _apply(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> None:
@@ -137,6 +153,7 @@ class Keeper:
         self._take(record)
         self.generation = generation
         self.store.write(self.record())
+        self.expect()
 
     def flush(self) -> None:
         """Write the record of this version, if it was not due."""
@@ -164,8 +181,17 @@ class Keeper:
         small = {n: x for n, x in arrays.items() if n not in by_row}
         self.store.append(Change(self.version, self.generation, lines, small, rows), self.record)
 
+    def expect(self) -> None:
+        """Raise unless this is still the process of this server; see ``Place.expect``.
+
+        Nothing is acknowledged, and no value given, before this was asked after the last write.
+        """
+        if self.place is not None:
+            self.place.expect()
+
     def _refuse_if_broken(self) -> None:
-        """What an update left half done is neither built upon nor given to anybody."""
+        """What an update left half done is neither built upon nor given to anybody; nor by a lost process."""
+        self.expect()
         if self.broken is not None:
             raise ClusterError(
                 f"Server {self.index} failed in an update ({self.broken}) and makes no further one. Its "
@@ -181,9 +207,19 @@ class Keeper:
                 f"The record of server {self.index} is one of another graph: they differ in "
                 f"{', '.join(map(repr, different[:5]))}. Give the folder of this training, or an empty one."
             )
-        self.holding.load(record.arrays)
+        self.holding.load({**record.arrays, **self.fixed})
         self.version, self.generation = record.version, record.generation
         self.ledger = dict(record.ledger)
 
     def _reach(self, edge: str) -> None:
         self.faults.reach(f"server {self.index}", edge)
+
+
+def _copied(source: Path, target: Path, fsync: bool) -> bool:
+    """The newest record and the one before it, as whole ones; False if there is none."""
+    store, found = Store(target, fsync=fsync), Store(source)
+    versions = found.versions()[-2:]
+    for record in map(found.read, versions):
+        assert record is not None
+        store.write(record)
+    return bool(versions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from onward.execute.cluster.fence import Epoch
 from onward.execute.cluster.holding import Gradients, Values
 
 
@@ -28,11 +29,12 @@ class Word(StrEnum):
 
 @dataclass(frozen=True)
 class Sender:
-    """Who speaks: a trainer's number, how often it was started, and the generation it knows of."""
+    """Who speaks: a trainer's number, how often it was started, the generation it knows of, and its driver."""
 
     trainer: int
     incarnation: int
     generation: int = 0
+    driver: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Push:
         basis: the version at which it was computed.
         weight: how many examples it is the mean over.
         gradients: the arrays; None from a trainer that has no batch any more.
+        row: the step, for the history, as far as it is known; for the first server.
     """
 
     sender: Sender
@@ -52,6 +55,7 @@ class Push:
     basis: int
     weight: float
     gradients: Gradients | None
+    row: Row | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +73,7 @@ class Reply:
         values: what was asked for, whole, of this version.
         staleness: how many updates were made between a gradient's basis and its own update.
         lag: how many steps the trainer is ahead of the slowest.
+        epoch: of the server; an answer of an older one than the last does not count.
     """
 
     word: Word
@@ -76,6 +81,7 @@ class Reply:
     values: Values | None = None
     staleness: int = 0
     lag: int = 0
+    epoch: Epoch = Epoch()
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class Welcome:
     generation: int
     sequence: int
     staged: bool
+    epoch: Epoch = Epoch()
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ class ServerStatus:
         busy: seconds spent on updates and records.
         received: bytes of arrays; ``sent``: the same, the other way.
         written: bytes of records.
+        rows: the steps whose gradients it applied, from the first that was asked for.
     """
 
     index: int
@@ -114,6 +122,8 @@ class ServerStatus:
     received: int = 0
     sent: int = 0
     written: int = 0
+    epoch: Epoch = Epoch()
+    rows: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

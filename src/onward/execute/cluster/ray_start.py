@@ -16,10 +16,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import current_thread, main_thread
+from threading import Timer, current_thread, main_thread
 from typing import Any
 
 from onward.core.errors import ClusterError
@@ -34,6 +34,7 @@ ALONE: Variables = {
     **QUICK,
     **HERE,
     "RAY_ADDRESS": None,
+    "RAY_worker_niceness": "0",  # else 15: on a busy machine servers and trainers would starve
     "RAY_kill_worker_timeout_milliseconds": "100",  # until a process that does not react is killed; else 5 s
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns of what it may do one day
 }
@@ -69,7 +70,14 @@ NO_JOIN = (
     "The Ray cluster at {address} cannot be joined: {error}. Expected a cluster of the same versions of Ray "
     "and Python that this machine belongs to; to make it one: ray start --address {address}"
 )
-NO_START = "Ray does not start on this machine: {error}. Expected room in /tmp and /dev/shm, and free ports"
+NO_START = "Ray does not start on this machine: {error}. {advice}"
+LATE = "Its processes were too slow: {why}. Start again when the machine has less to do"
+FULL = "There are {free} MiB free in {folder}, and Ray needs {needed}: make room there"
+OTHER = "Expected a machine on which it may open ports on loopback, and start processes"
+SLOW = "Ray has been starting for {seconds:.0f} s: its processes have yet to answer{why}."
+BUSY = "{load:.0f} processes want the {count} processors of this machine"
+ROOM = {"/tmp": 100, "/dev/shm": 100}  # MiB without which Ray does not start
+PATIENCE = 10.0  # seconds after which a start that is not done says so
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,8 @@ class RayStart:
         try:
             with warnings.catch_warnings():  # JAX warns of the fork in which Ray begins; it ends in an exec
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-                ray.init(**how, **quiet)
+                with _patient():
+                    ray.init(**how, **quiet)
         except Exception as error:
             raise ClusterError(_why(self.address, self.token, error)) from error
         _handle_sigterm(_leave if handler is signal.SIG_DFL else handler)
@@ -149,17 +158,54 @@ def _knock(address: str) -> str:
 def _why(address: str | None, token: Any, error: Exception) -> str:
     """Why there is no Ray, as a sentence."""
     if address is None:
-        return NO_START.format(error=error)
+        return NO_START.format(error=error, advice=_advice(error))
     if "Unauthenticated" in repr(error.__cause__) or "AuthToken" in f"{error} {error.__cause__}":
         told = "what the environment says" if token is None else f"the token in {token}"
         return REFUSED.format(address=address, told=told)
     return NO_JOIN.format(address=address, error=error)
 
 
+def _advice(error: Exception) -> str:
+    """What to do about a start that failed, by what is found to be wrong."""
+    for folder, needed in ROOM.items():
+        with suppress(OSError):
+            if (free := shutil.disk_usage(folder).free >> 20) < needed:
+                return FULL.format(folder=folder, free=free, needed=needed)
+    if "timed out" in str(error) or "timeout" in str(error).lower():
+        return LATE.format(why=busy() or "they did not answer in time")
+    return OTHER
+
+
+def busy() -> str:
+    """That more processes want to run here than can, where it is so; else nothing."""
+    load, count = getattr(os, "getloadavg", lambda: (0.0,))()[0], os.cpu_count() or 1
+    return BUSY.format(load=load, count=count) if load > 1.5 * count else ""
+
+
+@contextmanager
+def _patient() -> Iterator[None]:
+    """Say so on stderr where the block takes long."""
+
+    def tell() -> None:
+        why = f"; {busy()}" if busy() else ""
+        print(SLOW.format(seconds=PATIENCE, why=why), file=sys.stderr, flush=True)
+
+    timer = Timer(PATIENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _own_code() -> list[str]:
-    """Where modules are found here that are not installed; Ray tells others only of the script's folder."""
+    """Where modules are found here that are not installed; Ray tells others only of the script's folder.
+
+    The last one comes first: each is put before those that are there.
+    """
     installed = (sys.prefix, sys.base_prefix)
-    return [path for path in sys.path if path and not path.startswith(installed)]
+    return [path for path in reversed(sys.path) if path and not path.startswith(installed)]
 
 
 def _write_token(folder: Path) -> Path:

@@ -16,11 +16,13 @@ import numpy as np
 
 from onward.core.errors import ClusterError
 from onward.core.program import Program
+from onward.core.words import Kind
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.desk import ServerSpec
+from onward.execute.cluster.fence import claim_driver, only_driver
 from onward.execute.cluster.link import Unreachable
 from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, TrainerStatus, Word
 from onward.execute.cluster.modes import Local, in_rounds
@@ -43,7 +45,9 @@ class Run:
         history: one record for each step of a trainer: ``trainer``, ``loss`` and what else the function
             returned, ``staleness`` (updates between reading parameters and applying the gradient), ``lag``
             (steps ahead of the slowest trainer), ``examples``, ``sent`` and ``received`` (bytes),
-            ``seconds``, ``waited``, and ``time`` (seconds since the beginning, by the trainer's clock).
+            ``seconds``, ``waited``, and ``time`` (seconds since the beginning, by the trainer's clock). A
+            step that was made again has one record, and so has one whose trainer died before it told of it.
+            Hyperparameters that changed when a folder was resumed stand there by their names.
         load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
             ``pushes``, ``duplicates``, ``received``, ``sent``, ``written`` (bytes so far).
         events: what happened besides, in words: who died, and what was done about it.
@@ -64,6 +68,8 @@ class Run:
         self.progress = Progress(None, settings.progress, "train")
         self._error: BaseException | None = None
         self._begun = time()
+        self._driver = 0
+        self._changed: dict[str, Any] = {}
         self._stack = ExitStack()
         self._stopping = threading.Event()
         self._reading, self._closed = threading.Lock(), False
@@ -149,7 +155,8 @@ class Run:
         """Where records are kept; a temporary folder is removed once nobody writes to it any more."""
         s = self.settings
         if s.folder is not None:
-            check_same_training(Path(s.folder), self._told)
+            stack.enter_context(only_driver(Path(s.folder)))
+            self._enter(Path(s.folder))
         if s.folder is not None or s.durability.every is None:
             return s.folder
         if getattr(self.engine, "machines", 1) > 1:
@@ -160,11 +167,21 @@ class Run:
         inside = getattr(self.engine, "folder", None)
         return stack.enter_context(_temporary(inside))
 
+    def _enter(self, folder: Path) -> None:
+        """Take the folder over, and note which hyperparameters have changed since the training began."""
+        self._driver = claim_driver(folder)
+        now = _hyperparameters(self.cut.source)
+        *before, _ = check_same_training(folder, self._told, self._driver, now)
+        last = before[-1] if before else now
+        self._changed = {n: x for n, x in now.items() if any(b.get(n) != x for b in before)}
+        for name in (n for n, x in now.items() if last.get(n) != x):
+            self._say(f"{name} is {now[name]:g} from here on; before it was {last.get(name)}.")
+
     @property
     def _told(self) -> dict[str, Any]:
         """What two trainings must have in common, if one goes on in the folder of the other."""
         s = self.settings
-        return {"graph": self._fingerprint, "trainers": s.trainers, "mode": repr(s.mode), "sums": s.sums}
+        return {"graph": self.cut.continued, "trainers": s.trainers, "mode": repr(s.mode), "sums": s.sums}
 
     def _supervisor(self, reader: Any, folder: str | None) -> Supervisor:
         s = self.settings
@@ -179,6 +196,7 @@ class Run:
                 None if folder is None else f"{folder}/server-{i}",
                 s.durability,
                 s.faults,
+                self._driver,
             )
             for i in range(s.servers)
         ]
@@ -186,7 +204,18 @@ class Run:
         kept = self._given if isinstance(s.mode, Local) else kept
         trainers = [
             TrainerSpec(
-                self.blueprint, t, 1, s.trainers, s.mode, (), reader, s.epochs, kept, s.patience, s.faults
+                self.blueprint,
+                t,
+                1,
+                s.trainers,
+                s.mode,
+                (),
+                reader,
+                s.epochs,
+                kept,
+                s.patience,
+                s.faults,
+                self._driver,
             )
             for t in range(s.trainers)
         ]
@@ -197,6 +226,7 @@ class Run:
             self._fingerprint,
             restarts=s.restarts,
             deadline=s.deadline,
+            start_limit=s.start_limit,
             options=s.options,
             say=self._say,
             row=self._row,
@@ -267,7 +297,8 @@ class Run:
         """What one server has, tables whole, at the version of the first."""
         wanted = {v.name: np.arange(v.shape[0]) for v in self.cut.server_parts[i].tables}
         while True:
-            reply: Reply = self._call(i, "pull", Sender(-1, 0, first.generation), first.version, wanted)
+            asker = Sender(-1, 0, first.generation, self._driver)
+            reply: Reply = self._call(i, "pull", asker, first.version, wanted)
             if reply.word is not Word.WAIT or monotonic() > end:
                 return reply
 
@@ -293,6 +324,7 @@ class Run:
             step=row.sequence + 1,
             epoch=0,
             trainer=row.trainer,
+            **self._changed,
             **shown,
             staleness=row.staleness,
             lag=row.lag,
@@ -339,6 +371,14 @@ class Run:
         s = self.settings
         how = "running" if self.is_running else "ended"
         return f"Run({s.trainers} trainers, {s.servers} servers, {s.mode}, {how}, {self.history})"
+
+
+def _hyperparameters(program: Program) -> dict[str, float]:
+    """The numbers of the state that no step changes, by name."""
+    fixed = {v for v in program.state if v.kind is Kind.STATE and v not in program.next_state}
+    made = (op for op in program.initializers if not op.inputs and fixed.issuperset(op.outputs))
+    values = {v.name: x for op in made for v, x in zip(op.outputs, op.body(), strict=True)}
+    return {name: float(x) for name, x in values.items() if np.ndim(x) == 0}
 
 
 @contextmanager

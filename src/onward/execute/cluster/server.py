@@ -6,6 +6,7 @@ is told to ask again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import monotonic
 
 from onward.execute.cluster.desk import Desk, ServerSpec, Wanted
@@ -33,7 +34,9 @@ class RoundServer:
         self.desk.greet(sender, fingerprint)
         keeper = self.desk.keeper
         _, sequence = keeper.last(sender.trainer)
-        return Welcome(keeper.version, keeper.generation, sequence, sender.trainer in self.staged)
+        return Welcome(
+            keeper.version, keeper.generation, sequence, sender.trainer in self.staged, self.desk.epoch
+        )
 
     async def push(self, push: Push) -> Reply:
         """Stage a gradient; what was staged or applied before is recognised."""
@@ -111,14 +114,18 @@ class RoundServer:
         self.staged, self.over = {}, False
         await self.desk.tell()
 
-    async def status(self) -> ServerStatus:
-        """How it is doing."""
+    async def status(self, seen: int = 0, birth: str = "") -> ServerStatus:
+        """How it is doing, and with ``birth`` the steps from ``seen`` on."""
         await self._decide()
-        return self.desk.status(len(self.staged))
+        return self.desk.status(len(self.staged), seen, birth)
 
     async def check(self, fingerprint: str) -> tuple[int, int, str]:
         """Raise ``ClusterError`` for another graph; tell generation, newest incarnation and birth."""
         return self.desk.checked(fingerprint)
+
+    def ending(self) -> str | None:
+        """Why its process has to end; None while it may stay."""
+        return self.desk.ending()
 
     @property
     def _is_complete(self) -> bool:
@@ -143,6 +150,8 @@ class RoundServer:
         present = [p if p.gradients is not None else None for p in pushes]
         self.desk.keeper.apply(present, self._shares(pushes))
         self.desk.pushes += sum(p is not None for p in present)
+        for push in pushes:
+            self.desk.note(push)
         self.staged = {}
         await self.desk.tell()
 
@@ -167,7 +176,8 @@ class FreeServer:
         """Take a trainer in; tells which of its gradients is the last that was applied."""
         self.desk.greet(sender, fingerprint)
         keeper = self.desk.keeper
-        return Welcome(keeper.version, keeper.generation, keeper.last(sender.trainer)[1], False)
+        last = keeper.last(sender.trainer)[1]
+        return Welcome(keeper.version, keeper.generation, last, False, self.desk.epoch)
 
     async def exchange(self, push: Push, wanted: Wanted) -> Reply:
         """Apply a gradient, unless it was before; answer when the trainer may begin its next step."""
@@ -179,11 +189,12 @@ class FreeServer:
             self.desk.taken(push)
             keeper.apply([push], [1.0])
             self.desk.pushes += 1
+            self.desk.note(push, staleness, lag)
             await self.desk.tell()
         else:
             self.desk.duplicates += 1
         reply = await self.pull(push.sender, 0, wanted)
-        return Reply(reply.word, reply.version, reply.values, staleness, lag)
+        return replace(reply, staleness=staleness, lag=lag)
 
     async def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
         """What it has, once the trainer may begin its next step."""
@@ -222,13 +233,17 @@ class FreeServer:
         """Tell where it stands; nothing is held."""
         return await self.status()
 
-    async def status(self) -> ServerStatus:
-        """How it is doing."""
-        return self.desk.status(0)
+    async def status(self, seen: int = 0, birth: str = "") -> ServerStatus:
+        """How it is doing, and with ``birth`` the steps from ``seen`` on."""
+        return self.desk.status(0, seen, birth)
 
     async def check(self, fingerprint: str) -> tuple[int, int, str]:
         """Raise ``ClusterError`` for another graph; tell generation, newest incarnation and birth."""
         return self.desk.checked(fingerprint)
+
+    def ending(self) -> str | None:
+        """Why its process has to end; None while it may stay."""
+        return self.desk.ending()
 
 
 Server = RoundServer | FreeServer

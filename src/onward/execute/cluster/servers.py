@@ -12,6 +12,7 @@ import numpy as np
 from onward.core.errors import ClusterError
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.faults import Faults
+from onward.execute.cluster.fence import Epoch
 from onward.execute.cluster.link import Link, Pending, Unreachable
 from onward.execute.cluster.messages import Reply, Sender, Welcome, Word
 from onward.execute.cluster.modes import Mode
@@ -35,6 +36,7 @@ class TrainerSpec:
         given: values of the state that it keeps, by name.
         deadline: seconds after which a server that does not answer is given up.
         faults: what happens at the edges of the protocol.
+        driver: the number of its driver.
     """
 
     blueprint: Blueprint
@@ -48,6 +50,7 @@ class TrainerSpec:
     given: Mapping[str, np.ndarray] = field(default_factory=dict)
     deadline: float = 60.0
     faults: Faults = field(default_factory=Faults)
+    driver: int = 0
 
 
 class Again(Exception):  # noqa: N818
@@ -65,7 +68,8 @@ class Servers:
         self.spec = spec
         self.name = f"trainer {spec.trainer}"
         self.links = [spec.faults.link(self.name, link) for link in spec.servers]
-        self.sender = Sender(spec.trainer, spec.incarnation)
+        self.sender = Sender(spec.trainer, spec.incarnation, driver=spec.driver)
+        self.epochs = [Epoch()] * len(self.links)
 
     @property
     def count(self) -> int:
@@ -108,7 +112,7 @@ class Servers:
             try:
                 if pending is not None:
                     reply = pending.result(max(0.1, end - monotonic()))
-                    return self._accepted(reply)
+                    return self._accepted(i, reply)
             except (Unreachable, TimeoutError) as error:
                 if monotonic() > end:
                     raise ClusterError(
@@ -118,7 +122,11 @@ class Servers:
             sleep(PAUSE)
             pending = self._begin(i, method, arguments)
 
-    def _accepted(self, reply: Any) -> Any:
+    def _accepted(self, i: int, reply: Any) -> Any:
+        if isinstance(reply, Reply | Welcome):
+            if reply.epoch < self.epochs[i]:
+                raise Unreachable(f"server {i} of epoch {reply.epoch} answered, and {self.epochs[i]} is there")
+            self.epochs[i] = reply.epoch
         if isinstance(reply, Reply):
             if reply.word is Word.SUPERSEDED:
                 raise ClusterError(f"Another process has taken the place of trainer {self.spec.trainer}.")

@@ -15,6 +15,7 @@ from onward.execute.cluster.link import Link, Pending, Unreachable
 from onward.execute.cluster.messages import Row, ServerStatus, TrainerStatus
 from onward.execute.cluster.server import serve
 from onward.execute.cluster.servers import TrainerSpec
+from onward.execute.cluster.steps import Steps
 from onward.execute.cluster.worker import Trainer
 
 _SOON = 5.0  # seconds that a server may take to answer at once
@@ -23,7 +24,10 @@ REBORN = 30.0
 """Seconds in which a server that dies while it starts is tried again."""
 
 START = 180.0
-"""Seconds that a process may take until it first answers: it imports JAX and traces the graph."""
+"""Seconds that a process may take until it first answers, unless told: it imports JAX and traces the graph."""
+
+PATIENCE = 10.0
+"""Seconds after which a start that is not done says what it waits for; then twice as many, and so on."""
 
 
 @dataclass
@@ -40,16 +44,17 @@ class _Asked:
     answer: Any = None
     starting: bool = True
     lost: bool = False
-
-    @property
-    def allowed(self) -> float:
-        """Seconds that it may take longer, because it has yet to start."""
-        return START if self.starting else 0.0
+    patience: float = PATIENCE
 
     def miss(self) -> None:
         """Note that it died."""
         if not self.lost:
-            self.since, self.starting, self.lost = monotonic(), True, True
+            self.restarted()
+            self.lost = True
+
+    def restarted(self) -> None:
+        """Note that it begins to start."""
+        self.since, self.starting, self.patience = monotonic(), True, PATIENCE
 
     @property
     def where(self) -> str:
@@ -68,6 +73,7 @@ class Supervisor:
         fingerprint: that of the graph here.
         restarts: how often a trainer may be replaced.
         deadline: seconds after which a process that does not answer is taken for stopped.
+        start_limit: seconds that it may take longer until it first answers.
         options: of the engine, for servers and for trainers.
         say: where news go.
     """
@@ -81,12 +87,13 @@ class Supervisor:
         *,
         restarts: int,
         deadline: float,
+        start_limit: float = START,
         options: Mapping[str, Mapping[str, Any]],
         say: Callable[[str], None],
         row: Callable[[Row], None],
     ) -> None:
-        self.engine, self.restarts, self.deadline, self.say, self.row = engine, restarts, deadline, say, row
-        self.options = options
+        self.engine, self.restarts, self.deadline, self.say = engine, restarts, deadline, say
+        self.options, self.start_limit = options, start_limit
         self.fingerprint = fingerprint
         self.servers = [
             _Asked(
@@ -103,6 +110,8 @@ class Supervisor:
         self.trainers: list[_Asked] = []
         self.runs: list[Pending] = []
         self.seen = [0] * len(trainers)
+        self.steps = Steps(row)
+        self.rows_seen = 0
         self.births: dict[int, str] = {}
         self.generation = self.earlier = 0
         self._stuck: int | None = None
@@ -127,15 +136,39 @@ class Supervisor:
 
     def _checked(self, asked: _Asked) -> tuple[int, int, str]:
         """What a server answers when it is there; one that dies while it starts is waited for again."""
-        end = monotonic() + REBORN
+        end, limit = monotonic() + REBORN, monotonic() + self.start_limit
+        pending: Pending | None = None
         while True:
             try:
-                found: tuple[int, int, str] = asked.link.call("check", self.fingerprint).result(START)
+                pending = pending or asked.link.call("check", self.fingerprint)
+                found: tuple[int, int, str] = pending.result(min(_SOON, max(0.1, limit - monotonic())))
                 return found
-            except (Unreachable, TimeoutError) as error:
+            except TimeoutError:
+                self._tell_slow(asked)
+                if monotonic() > limit:
+                    raise ClusterError(self._late(asked)) from None
+            except Unreachable as error:
+                pending = None
                 if monotonic() > end:
                     raise ClusterError(f"{asked.name} could not be started: {error}") from error
                 sleep(_PAUSE)
+
+    def _tell_slow(self, asked: _Asked) -> None:
+        """Say what a start that takes long waits for."""
+        seconds = monotonic() - asked.since
+        if asked.starting and seconds > asked.patience:
+            asked.patience *= 2
+            self.say(f"{asked.name} has been starting for {seconds:.0f} s: {self._awaited(asked)}.")
+
+    def _late(self, asked: _Asked) -> str:
+        return (
+            f"{asked.name} did not start within {self.start_limit:g} s: {self._awaited(asked)}. Give it more "
+            "time (start_limit=), or the machine less to do."
+        )
+
+    def _awaited(self, asked: _Asked) -> str:
+        awaited = getattr(self.engine, "awaited", lambda link: "it has yet to make its graph")
+        return str(awaited(asked.link))
 
     def look(self) -> bool:
         """Look after all of them once; True when all trainers have finished.
@@ -145,7 +178,7 @@ class Supervisor:
         """
         for i, asked in enumerate(self.servers):
             status = self._answer(asked)
-            self._ask(asked)
+            self._ask(asked, *self._rows_wanted(i))
             if status is not None:
                 self.heard_of_server(i, status)
             elif self._is_silent(asked):
@@ -153,6 +186,8 @@ class Supervisor:
         finished = [self._look_at_trainer(t) for t in range(len(self.trainers))]
         self._tell_finished([t for t, done in enumerate(finished) if done])
         self._go_back_if_stuck()
+        if all(finished):
+            self._tell_rest()
         return all(finished)
 
     def close(self) -> None:
@@ -188,13 +223,18 @@ class Supervisor:
                 asked.miss()
 
     def _is_silent(self, asked: _Asked) -> bool:
-        return monotonic() - asked.since > self.deadline + asked.allowed
+        if asked.starting:
+            self._tell_slow(asked)
+        longer = self.start_limit if asked.starting else 0.0
+        return monotonic() - asked.since > self.deadline + longer
 
     def _end_silent(self, asked: _Asked, restart: bool) -> None:
-        self.say(f"{asked.where} said nothing for {self.deadline:g} s: it is stopped or hangs. It is ended.")
+        hangs = f"{asked.where} said nothing for {self.deadline:g} s: it is stopped or hangs."
+        self.say(f"{self._late(asked) if asked.starting else hangs} It is ended.")
         with suppress(Exception):
             self.engine.kill(asked.link, restart=restart)
-        asked.pending, asked.since, asked.starting = None, monotonic(), True
+        asked.pending = None
+        asked.restarted()
 
     def heard_of_server(self, i: int, status: ServerStatus) -> None:
         """Notice that another process has taken a server's place.
@@ -203,6 +243,8 @@ class Supervisor:
             ClusterError: without a record.
         """
         asked, before = self.servers[i], self.births.get(i)
+        if i == 0:
+            self._heard_rows(status)
         if before is not None and before != status.birth:
             self.say(f"{asked.name} was lost; pid {status.pid} took its place at version {status.version}.")
             if self.server_specs[i].durability.every is None:
@@ -212,6 +254,26 @@ class Supervisor:
                 )
         self.births[i] = status.birth
 
+    def _rows_wanted(self, i: int) -> tuple[int, str] | tuple[()]:
+        """What to ask a server besides: the first one for the steps that it applied."""
+        return (self.rows_seen, self.births[0]) if i == 0 else ()
+
+    def _heard_rows(self, status: ServerStatus) -> None:
+        """Take the steps that the first server applied; another process of it counts them anew."""
+        if status.birth != self.births[0]:
+            self.rows_seen = 0
+        self.rows_seen += len(status.rows)
+        for row in status.rows:
+            self.steps.expect(row)
+
+    def _tell_rest(self) -> None:
+        """At the end, note the steps of which the first server knows alone."""
+        with suppress(Unreachable, TimeoutError):
+            asked = self.servers[0].link.call("status", *self._rows_wanted(0))
+            self.heard_of_server(0, asked.result(_SOON))
+        for t in range(len(self.trainers)):
+            self.steps.give_up(t)
+
     def _look_at_trainer(self, t: int) -> bool:
         """Take note of what a trainer did; replace it if it died. True when it has finished."""
         asked, run = self.trainers[t], self.runs[t]
@@ -219,7 +281,7 @@ class Supervisor:
         if status is not None:
             self.seen[t] += len(status.rows)
             for row in status.rows:
-                self.row(row)
+                self.steps.note(row)
         self._ask(asked, self.seen[t])
         if run.done():
             try:
@@ -245,6 +307,7 @@ class Supervisor:
         self.say(f"{what}; another process takes its place.")
         self.trainer_specs[t] = replace(spec, incarnation=spec.incarnation + 1)
         self.seen[t] = 0
+        self.steps.give_up(t)
         self.trainers[t], self.runs[t] = self._started(self.trainer_specs[t])
 
     def _tell_finished(self, finished: list[int]) -> None:

@@ -73,6 +73,7 @@ def start(
     token: str | PathLike[str] | None = None,
     deadline: float = 60.0,
     restarts: int = 3,
+    start_limit: float = 180.0,
     trainer_options: Mapping[str, Any] | None = None,
     server_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
@@ -106,6 +107,8 @@ def start(
         token: the file with the token of that cluster.
         deadline: seconds after which a process that does not answer is named, ended and replaced.
         restarts: how often each trainer is replaced.
+        start_limit: seconds that a server or a trainer may take to start: to get a process, import JAX and
+            trace the graph. One that takes longer than 10 s says what it waits for, in ``run.events``.
         trainer_options: of the Ray actors, such as ``{"num_gpus": 1}``.
         server_options: the same for servers.
         progress: whether to show a bar; None: in a terminal or a notebook.
@@ -137,6 +140,7 @@ def start(
         folder=None if folder is None else str(folder),
         deadline=deadline,
         restarts=restarts,
+        start_limit=start_limit,
         options={"trainers": trainer_options or {}, "servers": server_options or {}},
         progress=progress,
         **hidden.pop("settings", {}),

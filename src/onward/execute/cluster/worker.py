@@ -137,9 +137,11 @@ class _Way:
         """What goes to each server."""
         weight = 0.0 if step is None else float(step.result.examples)
         gradients = [None] * len(replies) if step is None else step.result.gradients
+        row = None if step is None else step.row(self.trainer.spec.trainer, sequence)
+        rows = [row] + [None] * (len(replies) - 1)
         return [
-            Push(self.servers.sender, sequence, r.version, weight, g)
-            for r, g in zip(replies, gradients, strict=True)
+            Push(self.servers.sender, sequence, r.version, weight, g, row)
+            for r, g, row in zip(replies, gradients, rows, strict=True)
         ]
 
     def wanted(self, prepared: Prepared | None) -> list[Any]:
