@@ -160,4 +160,5 @@ class Desk:
             received=self.received,
             sent=self.sent,
             written=keeper.store.bytes_written if keeper.store is not None else 0,
+            skipped=keeper.holding.skipped,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.core.errors import ArgumentError, ClusterError
+from onward.core.errors import ArgumentError, ClusterError, NonFiniteError
 from onward.distribute.merge import is_count
 from onward.distribute.split.split import Split
 from onward.execute.cluster.faults import Faults
@@ -90,11 +90,14 @@ class Keeper:
         """One update, with its line in the ledger for each gradient in it, and its record if one is due.
 
         Raises:
+            NonFiniteError: it would not be finite; nothing is changed.
             CheckpointError: the disk does not take the record; nothing else is applied or given out any more.
         """
         self._refuse_if_broken()
         try:
             self._apply(pushes, shares)
+        except NonFiniteError:
+            raise  # it was not made: everything is as before
         except BaseException as error:
             self.broken = error
             raise

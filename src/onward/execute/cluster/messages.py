@@ -99,6 +99,7 @@ class ServerStatus:
         busy: seconds spent on updates and records.
         received: bytes of arrays; ``sent``: the same, the other way.
         written: bytes of records.
+        skipped: updates left out because they were not finite; of several servers the first one tells.
     """
 
     index: int
@@ -114,6 +115,7 @@ class ServerStatus:
     received: int = 0
     sent: int = 0
     written: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)

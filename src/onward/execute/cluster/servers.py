@@ -34,6 +34,7 @@ class TrainerSpec:
         epochs: how often.
         given: values of the state that it keeps, by name.
         deadline: seconds after which a server that does not answer is given up.
+        check: whether data and losses that are not finite end the training.
         faults: what happens at the edges of the protocol.
     """
 
@@ -47,6 +48,7 @@ class TrainerSpec:
     epochs: int
     given: Mapping[str, np.ndarray] = field(default_factory=dict)
     deadline: float = 60.0
+    check: bool = True
     faults: Faults = field(default_factory=Faults)
 
 
