@@ -88,8 +88,18 @@ class Holding:
         """The shards that travel by rows, by name."""
         return {v.name: v for v in self.part.tables}
 
-    def update(self, gradients: Sequence[Gradients | None], shares: Sequence[float]) -> None:
+    def update(
+        self,
+        gradients: Sequence[Gradients | None],
+        shares: Sequence[float],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Merge what the trainers sent, None for one that has no batch, and update.
+
+        Args:
+            gradients: what was sent.
+            shares: how much each counts.
+            meanwhile: is called while the device computes; where the update may fail, after it.
 
         Raises:
             NonFiniteError: it would not be finite, and is not to be left out; everything stays as it was.
@@ -99,10 +109,30 @@ class Holding:
         if update is None:
             update = self._updates[counts] = _Update(self._part(counts))
         self.state, fails = update(self.state, gradients, shares)
-        if fails:
+        if fails is None:
+            meanwhile()
+        jax.block_until_ready(list(self.state.values()))
+        if fails is not None and bool(fails):
             raise NonFiniteError(
                 _FAILED.format(index=self.index, found=update.spoilt(self.state, gradients, shares))
             )
+        if fails is not None:
+            meanwhile()
+
+    def replayed(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        gradients: Sequence[Gradients | None],
+        shares: Sequence[float],
+    ) -> dict[str, np.ndarray]:
+        """What an update makes of other arrays; its own stay as they are."""
+        kept = self.state
+        try:
+            self.load(arrays)
+            self.update(gradients, shares)
+            return {name: x.copy() for name, x in self.arrays.items()}
+        finally:
+            self.state = kept
 
     @property
     def skipped(self) -> int:
@@ -209,14 +239,16 @@ class _Update:
 
     def __call__(
         self, state: dict[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
-    ) -> tuple[dict[str, Any], bool]:
-        """The next state, and whether the update fails and left it as it was."""
+    ) -> tuple[dict[str, Any], Any]:
+        """The next state, and whether the update fails and left it as it was; None: it cannot fail.
+
+        Both may still be computing.
+        """
         fed = self._fed(gradients, shares)
         changed = [state[v.name] for v in self.changed]
         new = self.run(changed, [state[v.name] for v in self.kept], [fed[v] for v in self.program.inputs])
-        jax.block_until_ready(new)
         following = state | {v.name: x for v, x in zip(self.changed, new, strict=False)}
-        return following, self.part.fails is not None and bool(new[-1])
+        return following, None if self.part.fails is None else new[-1]
 
     def spoilt(
         self, state: Mapping[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
