@@ -69,7 +69,7 @@ def check_finite(program: Program) -> Program:
     if check_of(program) is not None:
         return program
     checked = Guard(program)
-    finite = checked.told(CHECK, *_look(program))
+    finite = checked.told(CHECK, *looked_at(program))
     state = checked.number("is_finite", (), np.bool_, True)
     checked.count(GO_ON, (state, finite), (state,), lambda before, now: [before & now])
     checked.keep(checked.next_state[state], lambda v: True)
@@ -85,7 +85,7 @@ def check_of(program: Program) -> Check | None:
     return Check(finite, following, made[CHECK].inputs)
 
 
-def _look(program: Program) -> tuple[tuple[Variable, ...], tuple[int, ...], Any]:
+def looked_at(program: Program) -> tuple[tuple[Variable, ...], tuple[int, ...], Any]:
     """What is looked at, and how: all numbers, but for those that may have been infinite before."""
     following = {new: old for old, new in program.next_state.items() if _is_float(new) and new is not old}
     lenient = [(new, old) for new, old in following.items() if may_be_infinite(old)]

@@ -41,7 +41,8 @@ def guard(program: Program, action: str = "skip") -> Program:
 
     The gradients are looked at as the backward pass and the merge of many devices give them, and once more as
     the update reads them, where rules such as clipping stand in between. Hyperparameters and what schedules
-    make of the step are looked at, too.
+    make of the step are looked at, too. On parameter servers (``split``) all leave out what
+    any trainer's loss or gradients spoil; what one of several servers alone finds ends the training.
 
     Args:
         program: a training Program, replicated or not.

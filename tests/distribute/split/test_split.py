@@ -578,6 +578,16 @@ REFUSED = {
         ow.UnknownNameError,
         "split, lazy",
     ),
+    "lazy and guarded": (
+        lambda: ow.split(ow.guard(embedding(ow.Adagrad(0.1))), 2, lazy=["table"]),
+        ow.GraphError,
+        "split: lazy updates of 'table' touch the rows that were sent, and what leaves an update out",
+    ),
+    "watched": (
+        lambda: ow.split(ow.watch(PLAIN, gradients=True), 2),
+        ow.GraphError,
+        "is watched, and neither a trainer nor a server has all that is to be looked at",
+    ),
     "lazy matrix": (
         lambda: ow.split(embedding(ByMatrix()), 2, lazy=["table"]),
         ow.GraphError,

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from tests.execute.cluster.breaking import MESSAGES, Breaking, applied, counted, counted_rows, tally
 from tests.execute.cluster.hosting import Threads
+from tests.execute.cluster.on_threads import equal
 
 import onward as ow
 from onward.core.errors import CheckpointError, ClusterError
+from onward.execute.cluster import record
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.desk import ServerSpec
 from onward.execute.cluster.faults import EDGES
@@ -513,6 +515,41 @@ def test_a_write_that_failed_is_not_built_upon(tmp_path):
             desk.call(method, *arguments)
     desk.start()
     assert desk.state()[0] == 0
+
+
+def adam(guarded):
+    """A program with slots, which is worth a log of gradients."""
+    p = {n: np.arange(4, dtype=np.float32) for n in "ab"}
+    program = ow.Adam(0.1).minimize(
+        lambda p, x: jnp.sum((p["a"] + p["b"]) * x), p, np.ones((1, 4), np.float32)
+    )
+    return ow.guard(program) if guarded else program, p, None
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_log_of_gradients_brings_every_bit_back(tmp_path, monkeypatch, guarded):
+    """Of both trainers or of one, spoilt or not; whole records bound how many updates are made again."""
+    monkeypatch.setattr(record, "MOST_UPDATES", 3)
+    desk, states, rng = Desk(Sync(), tmp_path, adam(guarded)), {}, np.random.default_rng(0)
+    for n in range(9):
+        for t in range(2):
+            push = desk.push(t, n, ones=not (n == 4 and t))
+            if push.gradients is not None:
+                drawn = [rng.normal(size=x.shape).astype(x.dtype) for x in push.gradients.arrays[:2]]
+                told = [np.asarray(n == 5, x.dtype) for x in push.gradients.arrays[2:]]
+                push = replace(push, gradients=replace(push.gradients, arrays=(*drawn, *told)))
+            desk.call("push", push)
+        states[n + 1] = desk.state()[1]
+        again = serve(desk.spec).desk.keeper
+        equal(again.holding.arrays, states[n + 1], states[n + 1])
+    desk.start()
+    assert desk.state()[0] == 9
+    assert desk.server.desk.keeper.ledger == {0: (1, 8), 1: (1, 8)}
+    kept = [f"record-0000000{k}-{v}{end}" for k, v in ((2, 4), (3, 8)) for end in ("", ".log")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert desk.server.desk.keeper.holding.skipped == guarded
+    desk.call("go_back", 7, 1)
+    equal(desk.state()[1], states[7], states[7])
 
 
 def full(edge):

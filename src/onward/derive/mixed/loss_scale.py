@@ -73,7 +73,26 @@ def adjust_scale(program: Program, growth_every: int, factor: float) -> Program:
     """
     scale = next(op.inputs[0] for op in program.ops if op.type is SCALE_LOSS)
     guarded, finite = skipping(program)
-    names = Names(guarded.variables)
+    return _adjusted(guarded, scale, finite, growth_every, factor)
+
+
+def with_adjusted_scale(
+    program: Program, scale: Variable, finite: Variable, first: float, growth_every: int, factor: float
+) -> Program:
+    """A Program without a backward pass that keeps a loss scale, and adjusts it by whether all was finite."""
+    kept = replace(
+        program,
+        state=(*program.state, scale),
+        initializers=(*program.initializers, _initially(scale, first)),
+    )
+    return _adjusted(kept, scale, finite, growth_every, factor)
+
+
+def _adjusted(
+    program: Program, scale: Variable, finite: Variable, growth_every: int, factor: float
+) -> Program:
+    """The Program with the op that adjusts the scale, and the count of good steps in a row."""
+    names = Names(program.variables)
     good = Variable(names.new("good_steps"), (), np.dtype(np.int32), Kind.STATE)
     following = tuple(
         replace(v, name=names.new(f"next({v.name})"), kind=Kind.ACTIVATION) for v in (scale, good)
@@ -83,11 +102,11 @@ def adjust_scale(program: Program, growth_every: int, factor: float) -> Program:
         "adjust_scale", (scale, good, finite), following, body, Pass.UPDATE, update=UpdateType.BOOKKEEPING
     )
     return replace(
-        guarded,
-        ops=(*guarded.ops, op),
-        state=(*guarded.state, good),
-        initializers=(*guarded.initializers, _initially(good, 0)),
-        next_state={**guarded.next_state, **dict(zip((scale, good), following, strict=True))},
+        program,
+        ops=(*program.ops, op),
+        state=(*program.state, good),
+        initializers=(*program.initializers, _initially(good, 0)),
+        next_state={**program.next_state, **dict(zip((scale, good), following, strict=True))},
     )
 
 

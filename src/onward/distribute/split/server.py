@@ -19,10 +19,11 @@ from onward.core.walk import prune, substitute
 from onward.core.words import Kind, Pass, UpdateType
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import with_update
+from onward.distribute.split.guarding import Guarding, guarded
 from onward.distribute.split.lazy import with_lazy
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.shares import times, weighed
-from onward.distribute.split.trainer import is_key, plain, travelling, typed
+from onward.distribute.split.trainer import SPOILT, is_key, plain, travelling, typed
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class ServerPart:
         given: the state that trainers get: the parameters, and what the forward pass carries.
         tables: the shards of tables, which trainers get by rows.
         shared: what this server computes for all: step, schedules and hyperparameters; fed on the others.
+        unguarded: the Program without what ``guard`` and ``check_finite`` add; None where they add nothing.
+        fails: whether an update is one that it can neither make nor leave out; None where nothing looks.
+        skipped: the state that counts what was left out; on the first server.
+        watched: what is looked at.
     """
 
     program: Program
@@ -47,6 +52,15 @@ class ServerPart:
     given: tuple[Variable, ...]
     tables: tuple[Variable, ...]
     shared: tuple[Variable, ...]
+    unguarded: Program | None = None
+    fails: Variable | None = None
+    skipped: Variable | None = None
+    watched: tuple[Variable, ...] = ()
+
+    @property
+    def update(self) -> Program:
+        """The update alone."""
+        return self.program if self.unguarded is None else self.unguarded
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,8 @@ class Duties:
         tables: what it owns and trainers get by rows, with how many rows a trainer sends at most.
         carried: the state that the forward pass replaces; the first server keeps it.
         lazy: the names of tables whose other rows an update leaves alone.
+        guarding: what is done about a step that is not finite; None: nothing.
+        scale: the loss scale; the first server keeps it.
     """
 
     index: int
@@ -66,6 +82,8 @@ class Duties:
     tables: Mapping[Shard, int] = field(default_factory=dict)
     carried: tuple[Variable, ...] = ()
     lazy: frozenset[str] = frozenset()
+    guarding: Guarding | None = None
+    scale: Variable | None = None
 
 
 def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) -> ServerPart:
@@ -81,15 +99,32 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
     shared = _read(updated, _shared(updated))
     if duties.index:
         updated, shared = _fed_shared(updated, shared)
-    sending = _Sending(updated, (*draft.parameters, *draft.carried))
+    how, looks = duties.guarding, None
+    if how is not None and draft.finite is not None:
+        looks = guarded(updated, draft.finite, duties.scale, how, duties.index)
+    last = updated if looks is None else looks.program
+    scale = () if duties.scale is None else (duties.scale,)
+    sending = _Sending(last, (*draft.parameters, *draft.carried, *scale))
     sent = (sending.op,) if sending.given else ()
-    whole = check(replace(updated, ops=(*updated.ops, *sent), outputs=sending.op.outputs))
-    return ServerPart(whole, draft.fed, draft.rows, draft.shares, sending.given, draft.tables, tuple(shared))
+    whole = check(replace(last, ops=(*last.ops, *sent), outputs=sending.op.outputs))
+    return ServerPart(
+        program=whole,
+        received=draft.fed,
+        rows=draft.rows,
+        shares=draft.shares,
+        given=sending.given,
+        tables=draft.tables,
+        shared=tuple(shared),
+        unguarded=None if looks is None else updated,
+        fails=None if looks is None else looks.fails,
+        skipped=None if looks is None else looks.skipped,
+        watched=() if looks is None else looks.watched,
+    )
 
 
 def shared_part(first: ServerPart, others: Sequence[ServerPart]) -> Program:
     """What the first server tells the others through the trainers, as the next update reads it."""
-    return prune(first.program, list(dict.fromkeys(v.name for part in others for v in part.shared)))
+    return prune(first.update, list(dict.fromkeys(v.name for part in others for v in part.shared)))
 
 
 class _Draft:
@@ -110,12 +145,16 @@ class _Draft:
         )
         name = Names(v.name for v in (*self.parameters, *self.tables, *self.carried)).new("shares")
         self.shares = Variable(name, (trainers,), real, Kind.DATA) if trainers > 1 else None
+        self.finite = (
+            None if duties.guarding is None else Variable("all trainers are finite", (), np.dtype(np.bool_))
+        )
 
     def _feeds(self, t: int) -> tuple[Variable, ...]:
         head = f"from_trainer_{t}"
         gradients = (Variable(f"{head}/grad({p.name})", p.shape, p.dtype, Kind.DATA) for p in self.parameters)
         states = (travelling(v, f"{head}/next({v.name})", Kind.DATA) for v in self.carried)
-        return (*gradients, *states)
+        spoilt = Variable(f"{head}/{SPOILT}", (), np.dtype(np.bool_), Kind.DATA)
+        return (*gradients, *states, *(() if self.duties.guarding is None else (spoilt,)))
 
     def _row_feeds(self, t: int) -> tuple[tuple[Variable, Variable], ...]:
         head = f"from_trainer_{t}"
@@ -136,7 +175,8 @@ class _Draft:
         gradients = tuple(Variable(f"grad({p.name})", p.shape, p.dtype, Kind.GRADIENT) for p in owned)
         following = tuple(Variable(f"next({v.name})", v.shape, v.dtype) for v in self.carried)
         body = body_of(self._merged, *map(_type, inputs))
-        recv = Op("recv", tuple(inputs), (*gradients, *following), body, Pass.COLLECTIVE)
+        finite = () if self.finite is None else (self.finite,)
+        recv = Op("recv", tuple(inputs), (*gradients, *following, *finite), body, Pass.COLLECTIVE)
         return Program(
             name,
             inputs=tuple(inputs),
@@ -158,7 +198,11 @@ class _Draft:
                 total = total.at[at].add(times(gradient, shares, t), mode="drop")
             gradients.append(total)
         states = [self._carried(v, [f[count + k] for f in flat], shares) for k, v in enumerate(self.carried)]
-        return [*gradients, *states]
+        return [
+            *gradients,
+            *states,
+            *([] if self.finite is None else [~jnp.stack([f[-1] for f in flat]).any()]),
+        ]
 
     def _sorted(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
         supply = iter(values)

@@ -36,11 +36,14 @@ from onward.derive.accumulation.accumulate import accumulated, accumulation_of
 from onward.derive.accumulation.micro_batches import Accumulation
 from onward.derive.backward import append_backward
 from onward.derive.batch import data_types
+from onward.derive.mixed.loss_scale import scale_loss
 from onward.derive.optimizer import Optimizer
 from onward.derive.update.groups import Routing
 from onward.derive.update.precision import is_low
 from onward.derive.update.update import append_update
+from onward.derive.watch.watch import watched
 from onward.distribute.merge import is_count
+from onward.distribute.split.guarding import GUARDS, Guarding, looking, scale_of, verdict_of
 from onward.distribute.split.outline import outline
 from onward.distribute.split.rows import Table, by_rows, places_of, tables_in
 from onward.distribute.split.server import Duties, ServerPart, server_part, shared_part
@@ -63,6 +66,8 @@ class Split:
         count: how many trainers' gradients a server merges at an update.
         recipe: how the source was made; None where the trainer makes steps of its own.
         local: where it does so, by the name of each of its feeds, whose value that is.
+        accumulation: how a trainer takes its batch in parts; None: in one.
+        guarding: what is done about a step that is not finite; None: nothing.
     """
 
     source: Program
@@ -76,6 +81,7 @@ class Split:
     recipe: Recipe | None
     local: Mapping[str, str] = field(default_factory=dict)
     accumulation: Accumulation | None = None
+    guarding: Guarding | None = None
 
     @property
     def trainer(self) -> Program:
@@ -90,7 +96,8 @@ class Split:
     @cached_property
     def trainer_part(self) -> TrainerPart:
         """What a trainer runs, and what of it travels."""
-        return trainer_part(self.base, self.shards, self.tables)
+        finite = None if self.guarding is None else verdict_of(self.base)
+        return trainer_part(self.base, self.shards, self.tables, finite, self.scale)
 
     @cached_property
     def server_parts(self) -> tuple[ServerPart, ...]:
@@ -108,6 +115,8 @@ class Split:
             {s: touched[s.parameter.name] for s in own if s.parameter in by_row},
             () if index else self.carried,
             self.lazy,
+            self.guarding,
+            None if index else self.scale,
         )
         return server_part(self.base, duties, self.routing, self.count)
 
@@ -132,13 +141,24 @@ class Split:
         """The state that the forward pass replaces, which the first server keeps."""
         return carried_by(self.base)
 
+    @cached_property
+    def scale(self) -> Variable | None:
+        """The loss scale, which the first server keeps; None where nothing is scaled."""
+        return scale_of(self.base) if self.guarding is not None and self.guarding.growth else None
+
     def at(self, data: Sequence[Any]) -> Split:
         """The same cut for data of these types; what servers own and run stays."""
         if self.recipe is None:
             return self
         by_row = [t.parameter.name for t in self.tables]
         forward, base, tables = _cut(
-            self.source, self.recipe, tuple(data), by_row, always=True, how=self.accumulation
+            self.source,
+            self.recipe,
+            tuple(data),
+            by_row,
+            always=True,
+            how=self.accumulation,
+            looks=self.guarding is not None,
         )
         return replace(self, forward=forward, base=base, tables=tables)
 
@@ -168,7 +188,9 @@ def split(
     hyperparameters are the first server's; trainers bring the others what they read of them. What the
     forward pass carries from step to step (statistics, random keys) is the first server's too, as the mean
     over the trainers. A rule that stands between backward pass and update, such as a clip, stays with the
-    trainer. A table of which a step looks up some rows travels by these rows.
+    trainer. What ``guard``, ``check_finite`` or a loss scale leaves out, all servers leave out: each trainer
+    tells them whether its loss and gradients are finite. A table of which a step looks up some rows travels
+    by these rows.
 
     Args:
         program: a training Program, as ``minimize`` makes it.
@@ -179,8 +201,9 @@ def split(
             optimizer with slots (momentum) would move them too, at a cost in proportion to the whole table.
 
     Raises:
-        GraphError: a Program without an update, an optimizer that looks across parameters, a clip where
-            several trainers' gradients are merged after it, or fewer parameters than servers.
+        GraphError: a Program without an update or with ``watch``, an optimizer that looks across parameters,
+            a clip where several trainers' gradients are merged after it, lazy tables of a guarded Program, or
+            fewer parameters than servers.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``lazy`` names no table that travels by rows.
 
@@ -205,12 +228,18 @@ def split(
     routing = Routing.of(optimizer, program.parameters)
     _check_rules(program, routing, recipe, servers, trainers)
     trained = [p.name for p, _ in program.gradients]
+    guarding = Guarding.of(recipe.steps, servers)
     forward, base, tables = _cut(
-        program, recipe, data_types(program, (), 0), trained if rows and how is None else [], how=how
+        program,
+        recipe,
+        data_types(program, (), 0),
+        trained if rows and how is None else [],
+        how=how,
+        looks=guarding is not None,
     )
     full = [program[p.name] for p, _ in base.gradients]
     chosen = _chosen(lazy, tables)
-    _check_lazy(chosen, routing)
+    _check_lazy(chosen, routing, guarding)
     cut = Split(
         program,
         forward,
@@ -222,6 +251,7 @@ def split(
         trainers,
         recipe,
         accumulation=how,
+        guarding=guarding,
     )
     return check_landing(cut)
 
@@ -237,8 +267,14 @@ def _chosen(lazy: Iterable[Where], tables: Sequence[Table]) -> tuple[Variable, .
     return select([t.parameter for t in tables], wanted, "split, lazy") if wanted else ()
 
 
-def _check_lazy(tables: Sequence[Variable], routing: Routing) -> None:
+def _check_lazy(tables: Sequence[Variable], routing: Routing, guarding: Guarding | None) -> None:
     """Refuse lazy updates by what needs more than the rows that were sent."""
+    if tables and guarding is not None:
+        raise GraphError(
+            f"split: lazy updates of {tables[0].name!r} touch the rows that were sent, and what leaves an "
+            "update out (guard, check_finite, a loss scale) keeps or replaces whole tables. Leave one of the "
+            "two out; without lazy= the table still travels by rows."
+        )
     for table in tables:
         optimizer = routing[table].optimizer
         if not is_by_number(optimizer):
@@ -272,9 +308,9 @@ def check_landing(cut: Split) -> Split:
             raise GraphError(
                 f"split: of {p.name!r} the servers own the rows {owned}; expected 0 to {rows}, once."
             )
-    for program, own in zip(cut.servers, cut.shards, strict=True):
-        _check_updates(program, own, cut.routing)
-    for program in cut.servers[1:]:
+    for part, own in zip(cut.server_parts, cut.shards, strict=True):
+        _check_updates(part.update, own, cut.routing)
+    for program in (part.update for part in cut.server_parts[1:]):
         if counting := [op for op in program.ops if op.update is UpdateType.BOOKKEEPING]:
             raise GraphError(f"split: {program.name} has {counting[0]!r}, which belongs to the first server.")
     return cut
@@ -319,8 +355,8 @@ def _check_rules(program: Program, routing: Routing, recipe: Recipe, servers: in
                 f"{type(rule).__name__} looks at all parameters at once, and {servers} servers have a part "
                 "of them each. Take one server, or one that looks at each parameter by itself."
             )
-    names = [step.function.__name__ for step in recipe.steps]
-    between = names[_place_of_backward(recipe) + 1 : -1]
+    steps = recipe.steps[_place_of_backward(recipe) + 1 : _place_of_update(recipe)]
+    between = [step.function.__name__ for step in steps if step.function is not scale_loss]
     if between and trainers > 1:
         raise GraphError(
             f"{between[0]} stands between the backward pass and the update of {program.name!r}, so it stays "
@@ -336,17 +372,30 @@ def _place_of_backward(recipe: Recipe) -> int:
     return max(places, default=0)
 
 
-def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
-    """The optimizer that made the update, which is the last transform."""
+def _place_of_update(recipe: Recipe) -> int:
+    """Which of the transforms made the update, as far as there is one."""
     places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
-    if len(places) != 1 or places[0] != len(recipe.steps) - 1:
-        after = [step.function.__name__.strip("_") for step in recipe.steps[max(places, default=-1) + 1 :]]
+    return max(places, default=-1)
+
+
+def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
+    """The optimizer that made the update, which only what guards it may follow."""
+    places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
+    if recipe.steps_of(watched):
+        raise GraphError(
+            f"split: {program.name!r} is watched, and neither a trainer nor a server has all that is to be "
+            "looked at: gradients are merged, and parameters kept, in parts. Leave watch out; run.history "
+            "and run.load tell of every step, and cluster.train(check_finite=True) of what is not finite."
+        )
+    steps = [step.function for step in recipe.steps[max(places, default=-1) + 1 :]]
+    after = [function.__name__.strip("_") for function in steps if function not in GUARDS]
+    if len(places) != 1 or after:
         what = f"{', '.join(after)} after its update" if len(places) == 1 else f"{len(places)} updates"
         raise GraphError(
             f"Program {program.name!r} has {what}; split cuts a Program whose last transform is its update: "
             "optimizer.minimize(loss, ...). Leave out what comes after it."
         )
-    last = recipe.steps[-1]
+    last = recipe.steps[places[0]]
     found: Optimizer = last.arguments[0] if last.arguments else last.options["optimizer"]
     return found
 
@@ -358,6 +407,7 @@ def _cut(
     candidates: Sequence[str],
     always: bool = False,
     how: Accumulation | None = None,
+    looks: bool = False,
 ) -> tuple[Program, Program, tuple[Table, ...]]:
     """The forward pass, forward and backward pass as a trainer runs them, and the tables of the source."""
     forward = recipe.origin.trace(data)
@@ -365,7 +415,8 @@ def _cut(
     base = by_rows(forward, tables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        for step in recipe.steps[:-1]:
+        for step in recipe.steps[: _place_of_update(recipe)]:
             base = step.function(base, *step.arguments, **step.options)
         base = base if how is None else accumulated(base, how)
+        base = looking(base) if looks else base
     return forward, base, tuple(replace(t, parameter=source[t.parameter.name]) for t in tables)

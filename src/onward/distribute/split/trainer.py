@@ -23,6 +23,9 @@ from onward.distribute.split.shards import Shard
 TRAINER = Variable("trainer's number", (), np.dtype(np.uint32), Kind.DATA)
 """What a trainer is fed that draws random numbers: its number, so that no two draw the same."""
 
+SPOILT = "spoilt"
+"""What a trainer tells every server: whether the loss or a gradient of it is not finite."""
+
 
 @dataclass(frozen=True)
 class TrainerPart:
@@ -34,12 +37,14 @@ class TrainerPart:
             forward pass carries from step to step.
         sent: for each server, the outputs that go to it.
         row_gradients: for each table that travels by rows, the gradient of the rows.
+        finite: whether the loss and all gradients are finite; None where nobody asks.
     """
 
     program: Program
     received: tuple[tuple[Variable, ...], ...]
     sent: tuple[tuple[Variable, ...], ...]
     row_gradients: tuple[Variable, ...]
+    finite: Variable | None = None
 
 
 def carried_by(base: Program) -> tuple[Variable, ...]:
@@ -47,15 +52,23 @@ def carried_by(base: Program) -> tuple[Variable, ...]:
     return tuple(v for v in base.state if v in base.next_state)
 
 
-def trainer_part(base: Program, shards: Sequence[Sequence[Shard]], tables: Sequence[Table]) -> TrainerPart:
+def trainer_part(
+    base: Program,
+    shards: Sequence[Sequence[Shard]],
+    tables: Sequence[Table],
+    finite: Variable | None = None,
+    scale: Variable | None = None,
+) -> TrainerPart:
     """Cut what a trainer runs out of a forward and backward Program.
 
     Args:
         base: the Program, which reads each table's rows of the batch in place of the table.
         shards: what each server owns.
         tables: what travels by rows.
+        finite: whether all is finite, where the servers are to be told.
+        scale: the loss scale, which the first server keeps.
     """
-    cut = _Cut(base, tables)
+    cut = _Cut(base, tables, finite, scale)
     for i, own in enumerate(shards):
         cut.receive(i, [s for s in own if s.parameter not in cut.tables])
         cut.send(i, [s for s in own if s.parameter not in cut.tables])
@@ -65,13 +78,16 @@ def trainer_part(base: Program, shards: Sequence[Sequence[Shard]], tables: Seque
 class _Cut:
     """The trainer's Program as it grows at both ends."""
 
-    def __init__(self, base: Program, tables: Sequence[Table]) -> None:
-        self.base = base
+    def __init__(
+        self, base: Program, tables: Sequence[Table], finite: Variable | None, scale: Variable | None
+    ) -> None:
+        self.base, self.finite = base, finite
         self.tables = {t.parameter: t for t in tables}
         self.gradient = {p.name: g for p, g in base.gradients}
         self.parameter = {p.name: p for p, _ in base.gradients}
         self.carried = carried_by(base)
-        away = {*self.parameter, *(v.name for v in self.carried)}
+        self.got = (*self.carried, *(() if scale is None else (scale,)))
+        away = {*self.parameter, *(v.name for v in self.got)}
         self.names = Names(base.variables.keys() - away)
         self.begin: list[Op] = []
         self.end: list[Op] = []
@@ -85,8 +101,8 @@ class _Cut:
         parts = [Variable(self.names.new(str(s)), s.shape, s.parameter.dtype, Kind.PARAMETER) for s in own]
         for s, v in zip(own, parts, strict=True):
             self.pieces.setdefault(s.parameter.name, []).append(v)
-        state = [replace(v, name=self.names.new(v.name)) for v in self.carried] if i == 0 else []
-        self.own.update(zip(self.carried, state, strict=False))
+        state = [replace(v, name=self.names.new(v.name)) for v in self.got] if i == 0 else []
+        self.own.update(zip(self.got, state, strict=False))
         made = [*parts, *state]
         fed = tuple(travelling(v, self.names.new(f"from_server_{i}/{v.name}"), Kind.DATA) for v in made)
         drawn = any(map(is_key, state))
@@ -100,14 +116,18 @@ class _Cut:
         """The gradients of what a server owns, and to the first one the next state."""
         gradients = [self.gradient[s.parameter.name] for s in own]
         state = [self.base.next_state[v] for v in self.carried] if i == 0 else []
-        inputs = tuple(dict.fromkeys((*gradients, *state)))
+        told = [] if self.finite is None else [self.finite]
+        inputs = tuple(dict.fromkeys((*gradients, *state, *told)))
         at = {v: k for k, v in enumerate(inputs)}
         places = [*((at[g], s) for g, s in zip(gradients, own, strict=True)), *((at[v], None) for v in state)]
         names = [f"to_server_{i}/grad({s})" for s in own]
         names += [f"to_server_{i}/next({v.name})" for v in self.carried] if i == 0 else []
 
+        names += [f"to_server_{i}/{SPOILT}"] * len(told)
+
         def pack(*values: Any) -> list[Any]:
-            return [plain(values[k] if s is None else s.of(values[k])) for k, s in places]
+            found = [plain(values[k] if s is None else s.of(values[k])) for k, s in places]
+            return found + [~values[at[v]] for v in told]
 
         body = body_of(pack, *map(_type, inputs))
         outputs = tuple(
@@ -162,7 +182,7 @@ class _Cut:
         inputs += (TRAINER,) if any(TRAINER in op.inputs for op in self.begin) else ()
         gradients = tuple(self.gradient[t.parameter.name] for t in self.tables.values())
         checked = check(replace(rewired, inputs=inputs, ops=(*self.begin, *rewired.ops)))
-        return TrainerPart(checked, tuple(self.received), tuple(self.sent), gradients)
+        return TrainerPart(checked, tuple(self.received), tuple(self.sent), gradients, self.finite)
 
 
 @dataclass(frozen=True)

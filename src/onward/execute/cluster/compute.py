@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,22 +11,38 @@ import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ArgumentError, ClusterError
+from onward.core.errors import ArgumentError, ClusterError, NonFiniteError, OnwardError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import prune
+from onward.derive.guard import is_guarded
 from onward.distribute.split.rows import Table
 from onward.distribute.split.split import Split
-from onward.distribute.split.trainer import TRAINER, as_typed
+from onward.distribute.split.trainer import TRAINER, as_typed, carried_by
 from onward.execute.cluster.holding import Gradients, Values
 from onward.execute.compile import compile
 from onward.execute.evaluator import as_feed, batch_size, metrics_of, scalars_of
 from onward.execute.feeds import Feeds, data_names, key_of
 from onward.execute.initialize import initialized
+from onward.execute.loop.finite import check_numbers
+from onward.execute.nonfinite.find import find
+from onward.execute.nonfinite.finding import NonFinite
 from onward.execute.state import Layout, State, stored
 
 Wanted = Mapping[str, np.ndarray]
 Key = tuple[Any, ...]
+
+
+_ROUND = (
+    "Trainer {trainer}, batch {number} (counted from 0): The loss is {loss}. Nothing of this round was sent: "
+    "the servers have the parameters before it. Look at that batch and at the learning rate; guard(program) "
+    "leaves such steps out."
+)
+_STOPPED = (
+    "Trainer {trainer}, batch {number} (counted from 0): {said} Nothing of this step was sent: the servers "
+    "have the parameters before it. Look at that batch and at the learning rate; guard(program) leaves such "
+    "steps out.{why}"
+)
 
 
 @dataclass(frozen=True)
@@ -87,10 +103,11 @@ class Gradient:
         cut: the graph.
         trainer: which trainer this is.
         given: values of state by name; it keeps what the graph reads and nobody replaces.
+        check: whether data and losses that are not finite end the training.
     """
 
-    def __init__(self, cut: Split, trainer: int, given: Mapping[str, Any]) -> None:
-        self.cut, self.trainer = cut, trainer
+    def __init__(self, cut: Split, trainer: int, given: Mapping[str, Any], check: bool = True) -> None:
+        self.cut, self.trainer, self.check = cut, trainer, check
         self.feeds = Feeds(cut.forward)
         self.names = data_names(cut.forward)
         self.state = {v.name: as_typed(jax.device_put(given[v.name]), v) for v in cut.trainer.state}
@@ -105,6 +122,8 @@ class Gradient:
 
     def _prepared(self, batch: Any, number: int) -> Prepared:
         fed = as_feed(batch, self.names)
+        if self.check:
+            check_numbers(fed)
         values = self.feeds.convert(self.feeds.read(self.feeds.named((), fed)))
         self.feeds.check_bounds(values)
         key = key_of(values)
@@ -127,8 +146,14 @@ class Gradient:
         fed |= {f"rows({t.parameter.name})": _rows(t, prepared, values) for t in cut.tables}
         fed[TRAINER.name] = np.uint32(self.trainer)
         inputs = [fed[v.name] for v in part.program.inputs]
-        outputs = self._run(cut)([self.state[v.name] for v in part.program.state], inputs)
+        state = [self.state[v.name] for v in part.program.state]
+        outputs = self._run(cut)(state, inputs)
         made = dict(zip(part.program.outputs, outputs, strict=True))
+        numbers = {v.name: made[v] for v in cut.base.outputs}
+        metrics = scalars_of(cut.source, numbers)
+        spoilt = part.finite is not None and bool(made[part.sent[0][-1]])
+        if self._ends(metrics, spoilt):
+            raise NonFiniteError(self._told(prepared, metrics, values))
         by_table = {
             t.parameter.name: np.asarray(made[g]) for t, g in zip(cut.tables, part.row_gradients, strict=True)
         }
@@ -141,8 +166,35 @@ class Gradient:
             )
             for i, sent in enumerate(part.sent)
         ]
-        numbers = {v.name: made[v] for v in cut.base.outputs}
-        return Result(scalars_of(cut.source, numbers), gradients, prepared.examples)
+        return Result(metrics, gradients, prepared.examples)
+
+    def _ends(self, metrics: Mapping[str, float], spoilt: bool) -> bool:
+        """Whether the training ends before this step, which is not finite and nobody leaves out."""
+        if self.cut.guarding is not None:
+            return spoilt and self.cut.guarding.ends
+        return self.check and not np.isfinite(metrics.get("loss", 0.0))
+
+    def _told(self, prepared: Prepared, metrics: Mapping[str, float], values: Sequence[Values]) -> str:
+        """What is said of such a step, with the op that made the first number that is not finite."""
+        found = None
+        with suppress(OnwardError):  # the search is a help, and not what went wrong
+            found = None if prepared.rows else self._found(prepared, values)
+        loss = metrics.get("loss", 0.0)
+        said = "A gradient is NaN or infinite." if np.isfinite(loss) else f"The loss is {loss}."
+        why = "" if found is None else f"\n{found}"
+        return _STOPPED.format(trainer=self.trainer, number=prepared.number, said=said, why=why)
+
+    def _found(self, prepared: Prepared, values: Sequence[Values]) -> NonFinite | None:
+        base, pieces = prepared.cut.base, dict[str, list[Any]]()
+        for own, received in zip(prepared.cut.shards, values, strict=True):
+            for shard, x in zip(own, received.arrays, strict=False):
+                pieces.setdefault(shard.parameter.name, []).append(x)
+        more = values[0].arrays[len(prepared.cut.shards[0]) :]
+        scale = () if prepared.cut.scale is None else (prepared.cut.scale,)
+        state = {name: x[0] if len(x) == 1 else np.concatenate(x) for name, x in pieces.items()}
+        told = zip((*carried_by(base), *scale), more, strict=True)
+        state |= self.state | {v.name: as_typed(x, v) for v, x in told}
+        return find(base, state, tuple(prepared.fed[v.name] for v in base.inputs))
 
     def _run(self, cut: Split) -> Callable[..., Any]:
         key = self._key(cut.forward.inputs)
@@ -170,7 +222,8 @@ def _named(trainer: int, number: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ClusterError(f"Trainer {trainer}, batch {number} (counted from 0): {error}") from error
+        kind = NonFiniteError if isinstance(error, NonFiniteError) else ClusterError
+        raise kind(f"Trainer {trainer}, batch {number} (counted from 0): {error}") from error
 
 
 def _located(
@@ -228,10 +281,14 @@ class LocalSteps:
         cut: how the parameters are kept, and the differences sent.
         trainer: which trainer this is.
         given: the values of all state that is not initialized, by name.
+        check: whether data and losses that are not finite end the training.
     """
 
-    def __init__(self, program: Program, cut: Split, trainer: int, given: Mapping[str, Any]) -> None:
-        self.cut, self.trainer = cut, trainer
+    def __init__(
+        self, program: Program, cut: Split, trainer: int, given: Mapping[str, Any], check: bool = True
+    ) -> None:
+        self.cut, self.trainer, self.check = cut, trainer, check
+        self.guarded = is_guarded(program)
         self.step = compile(program)
         self.names = data_names(program)
         layout = Layout.of(program)
@@ -254,6 +311,8 @@ class LocalSteps:
         for n, one in enumerate(batch, number):
             with _named(self.trainer, n):
                 fed.append(as_feed(one, self.names))
+                if self.check:
+                    check_numbers(fed[-1])
         return Prepared(self.cut, {"batches": fed}, sum(map(batch_size, fed)), number=number)
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> Result:
@@ -272,7 +331,10 @@ class LocalSteps:
         for n, batch in enumerate(prepared.fed["batches"], prepared.number):
             with _named(self.trainer, n):
                 self.state, out = self.step(self.state, **batch)
+                if self.guarded:
+                    self.step.expect_going(self.state)
             losses.append(metrics_of(out))
+        self._expect_finite(prepared.number, losses)
         fed |= {v.name: self.state[self.cut.local[v.name]] for v in self.local if v.name in self.cut.local}
         fed.setdefault(TRAINER.name, np.uint32(self.trainer))
         sent = iter(self.send([], [fed[v.name] for v in part.program.inputs]))
@@ -282,3 +344,10 @@ class LocalSteps:
         ]
         metrics = {n: float(np.mean([float(x[n]) for x in losses])) for n in losses[0]}
         return Result(metrics, gradients, prepared.examples)
+
+    def _expect_finite(self, number: int, losses: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``NonFiniteError`` for a loss that is not finite, unless the step itself sees to that."""
+        for n, found in enumerate(losses, number):
+            loss = float(found.get("loss", 0.0))
+            if self.check and not self.guarded and not np.isfinite(loss):
+                raise NonFiniteError(_ROUND.format(trainer=self.trainer, number=n, loss=loss))

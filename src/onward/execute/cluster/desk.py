@@ -206,4 +206,5 @@ class Desk:
             received=self.received,
             sent=self.sent,
             written=keeper.store.bytes_written if keeper.store is not None else 0,
+            skipped=keeper.holding.skipped,
         )

@@ -32,16 +32,23 @@ NOT_SILENT = "Nothing was read, so that no acknowledged update is lost in silenc
 Form = tuple[str, tuple[int, ...]]
 """The name of a dtype, and a shape."""
 
+Pushed = tuple[tuple[int, tuple[str, ...], tuple[str, ...]] | None, ...]
+"""Of each trainer how many arrays it sent, of which tables rows, and which shared values; None: nothing."""
+
 
 @dataclass(frozen=True)
 class Change:
-    """What is new since the last version: lines of the ledger, whole arrays, (numbers, values) of rows."""
+    """What is new since the last version: lines of the ledger, whole arrays, (numbers, values) of rows.
+
+    Or what it came of: with ``pushed`` the arrays are, in order, those that trainers sent.
+    """
 
     version: int
     generation: int
     ledger: Mapping[int, tuple[int, int]]
     arrays: Mapping[str, np.ndarray]
     rows: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    pushed: Pushed | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Header:
     ledger: Mapping[int, tuple[int, int]]
     arrays: Mapping[str, Form]
     rows: Mapping[str, Form]
+    pushed: Pushed | None = None
 
     @staticmethod
     def parse(text: bytes) -> Header:
@@ -61,7 +69,9 @@ class Header:
         said = json.loads(text)
         ledger = {int(trainer): (pair[0], pair[1]) for trainer, pair in said["ledger"].items()}
         arrays, rows = ({n: (f[0], tuple(f[1])) for n, f in said[k].items()} for k in ("arrays", "rows"))
-        return Header(said["serial"], said["version"], said["generation"], ledger, arrays, rows)
+        sent = said.get("pushed")
+        pushed = None if sent is None else tuple(s and (s[0], tuple(s[1]), tuple(s[2])) for s in sent)
+        return Header(said["serial"], said["version"], said["generation"], ledger, arrays, rows, pushed)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ def pack(change: Change, serial: int) -> tuple[Header, list[memoryview]]:
     rows = {name: (_numbers(name, n), np.asarray(v, order="C")) for name, (n, v) in change.rows.items()}
     ledger = {int(trainer): (int(i), int(s)) for trainer, (i, s) in change.ledger.items()}
     forms = {n: _form(a) for n, a in arrays.items()}, {n: _form(v) for n, (_, v) in rows.items()}
-    header = Header(serial, int(change.version), int(change.generation), ledger, *forms)
+    header = Header(serial, int(change.version), int(change.generation), ledger, *forms, change.pushed)
     text = json.dumps(vars(header)).encode()
     buffers = [_bytes(a) for a in (*arrays.values(), *(a for pair in rows.values() for a in pair))]
     prefix = PREFIX.pack(MAGIC, len(text), sum(map(len, buffers)))
@@ -143,9 +153,8 @@ def load(frame: Frame) -> Change:
         _check_crc(file, crc)
     arrays = dict(zip(header.arrays, found, strict=False))
     pairs = zip(found[len(arrays) :: 2], found[len(arrays) + 1 :: 2], strict=True)
-    return Change(
-        header.version, header.generation, header.ledger, arrays, dict(zip(header.rows, pairs, strict=True))
-    )
+    by_table = dict(zip(header.rows, pairs, strict=True))
+    return Change(header.version, header.generation, header.ledger, arrays, by_table, header.pushed)
 
 
 def _check_crc(file: BinaryIO, crc: int) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ClusterError
+from onward.core.errors import ClusterError, NonFiniteError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import producers
@@ -22,6 +22,11 @@ from onward.distribute.split.trainer import as_typed, is_key, plain
 from onward.execute.initialize import initialized
 
 Rows = Mapping[str, tuple[np.ndarray, np.ndarray]]
+_FAILED = (
+    "Server {index}: an update is not finite, though all gradients are that were sent: {found}. It was not "
+    "made. Look at the learning rate and other hyperparameters, the schedules and the rules; the sum of many "
+    "trainers' gradients overflows where their mean does not (merge=Average())."
+)
 _SMALLEST = 8  # rows that an update is compiled for, at least
 
 
@@ -83,13 +88,57 @@ class Holding:
         """The shards that travel by rows, by name."""
         return {v.name: v for v in self.part.tables}
 
-    def update(self, gradients: Sequence[Gradients | None], shares: Sequence[float]) -> None:
-        """Merge what the trainers sent, None for one that has no batch, and update."""
+    def update(
+        self,
+        gradients: Sequence[Gradients | None],
+        shares: Sequence[float],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Merge what the trainers sent, None for one that has no batch, and update.
+
+        Args:
+            gradients: what was sent.
+            shares: how much each counts.
+            meanwhile: is called while the device computes; where the update may fail, after it.
+
+        Raises:
+            NonFiniteError: it would not be finite, and is not to be left out; everything stays as it was.
+        """
         counts = self._buckets(gradients)
         update = self._updates.get(counts)
         if update is None:
             update = self._updates[counts] = _Update(self._part(counts))
-        self.state = update(self.state, gradients, shares)
+        self.state, fails = update(self.state, gradients, shares)
+        if fails is None:
+            meanwhile()
+        jax.block_until_ready(list(self.state.values()))
+        if fails is not None and bool(fails):
+            raise NonFiniteError(
+                _FAILED.format(index=self.index, found=update.spoilt(self.state, gradients, shares))
+            )
+        if fails is not None:
+            meanwhile()
+
+    def replayed(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        gradients: Sequence[Gradients | None],
+        shares: Sequence[float],
+    ) -> dict[str, np.ndarray]:
+        """What an update makes of other arrays; its own stay as they are."""
+        kept = self.state
+        try:
+            self.load(arrays)
+            self.update(gradients, shares)
+            return {name: x.copy() for name, x in self.arrays.items()}
+        finally:
+            self.state = kept
+
+    @property
+    def skipped(self) -> int:
+        """How many updates were left out because they were not finite."""
+        v = self.part.skipped
+        return 0 if v is None else int(self.state[v.name])
 
     def check(self, gradients: Gradients) -> None:
         """Raise ``ClusterError`` unless these are gradients of this server's part of the graph."""
@@ -177,7 +226,8 @@ class _Update:
         self.program: Program = part.program
         self.changed = [v for v in self.program.state if v in self.program.next_state]
         self.kept = [v for v in self.program.state if v not in self.program.next_state]
-        following = lower(self.program, [self.program.next_state[v] for v in self.changed])
+        fails = [] if part.fails is None else [part.fails]
+        following = lower(self.program, [*(self.program.next_state[v] for v in self.changed), *fails])
         order = {v: i for i, v in enumerate((*self.changed, *self.kept))}
 
         def run(changed: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -189,12 +239,27 @@ class _Update:
 
     def __call__(
         self, state: dict[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], Any]:
+        """The next state, and whether the update fails and left it as it was; None: it cannot fail.
+
+        Both may still be computing.
+        """
         fed = self._fed(gradients, shares)
         changed = [state[v.name] for v in self.changed]
         new = self.run(changed, [state[v.name] for v in self.kept], [fed[v] for v in self.program.inputs])
-        jax.block_until_ready(new)
-        return state | {v.name: x for v, x in zip(self.changed, new, strict=True)}
+        following = state | {v.name: x for v, x in zip(self.changed, new, strict=False)}
+        return following, None if self.part.fails is None else new[-1]
+
+    def spoilt(
+        self, state: Mapping[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
+    ) -> str:
+        """What of an update is not finite, in words."""
+        fed = self._fed(gradients, shares)
+        run = lower(self.program, self.part.watched)
+        values = run([state[v.name] for v in self.program.state], [fed[v] for v in self.program.inputs])
+        named = zip(self.part.watched, values, strict=True)
+        found = [repr(v.name) for v, x in named if not bool(jnp.all(jnp.isfinite(x)))]
+        return ", ".join(found[:3]) or "a value that no longer is so when computed again"
 
     def _fed(self, gradients: Sequence[Gradients | None], shares: Sequence[float]) -> dict[Variable, Any]:
         fed: dict[Variable, Any] = {}

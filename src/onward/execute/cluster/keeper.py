@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from onward.core.errors import ArgumentError, ClusterError
+from onward.core.errors import ArgumentError, ClusterError, NonFiniteError
 from onward.core.words import Kind
 from onward.distribute.merge import is_count
 from onward.distribute.split.split import Split
 from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.fence import Epoch, Place
 from onward.execute.cluster.frame import Change
-from onward.execute.cluster.holding import Holding, Values
+from onward.execute.cluster.holding import Gradients, Holding, Values
+from onward.execute.cluster.logged import flat, unflat
 from onward.execute.cluster.messages import Push
-from onward.execute.cluster.record import Record, Store
+from onward.execute.cluster.record import Record, Replay, Store
 
 Ledger = dict[int, tuple[int, int]]
 NONE: tuple[int, int] = (0, -1)
@@ -83,8 +84,8 @@ class Keeper:
         if folder is not None and durability.every is not None:
             self.place = Place(Path(folder), driver, f"Server {index}")
             reach = partial(faults.reach, f"server {index}")
-            self.store = Store(self.place.folder, fsync=durability.fsync, reach=reach)
-            self.place.inherit(partial(_copied, fsync=durability.fsync))
+            self.store = Store(self.place.folder, fsync=durability.fsync, reach=reach, replay=self._replayed)
+            self.place.inherit(partial(_copied, fsync=durability.fsync, replay=self._replayed))
             self.restore()
 
     @property
@@ -100,16 +101,21 @@ class Keeper:
             self.store.write(self.record())
         else:
             self._take(record)
+            if not all(np.array_equal(record.arrays[name], x) for name, x in self.fixed.items()):
+                self.store.write(self.record())  # what is logged from here on is made with these
 
     def apply(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> None:
         """One update, with its line in the ledger for each gradient in it, and its record if one is due.
 
         Raises:
+            NonFiniteError: it would not be finite; nothing is changed.
             CheckpointError: the disk does not take the record; nothing else is applied or given out any more.
         """
         self._refuse_if_broken()
         try:
             self._apply(pushes, shares)
+        except NonFiniteError:
+            raise  # it was not made: everything is as before
         except BaseException as error:
             self.broken = error
             self.expect()  # a disk that refuses a process that has lost its place is not full
@@ -118,14 +124,14 @@ class Keeper:
     def _apply(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> None:
         begun = perf_counter()
         gradients = [None if p is None else p.gradients for p in pushes]
-        self._reach("before apply")
-        self.holding.update(gradients, shares)
-        self.version += 1
         lines = {p.sender.trainer: (p.sender.incarnation, p.sequence) for p in pushes if p is not None}
-        self.ledger |= lines
+        self._reach("before apply")
+        logged = self._is_logged(pushes)
+        self.holding.update(gradients, shares, partial(self._count, lines, gradients, shares, logged))
         self._reach("after apply")
         if self.store is not None and self.every is not None and self.version % self.every == 0:
-            self._write(lines, self.holding.changed_rows(gradients))
+            if not logged:
+                self._write(lines, self.holding.changed_rows(gradients))
             self._reach("after write")
         self.busy += perf_counter() - begun
 
@@ -170,6 +176,33 @@ class Keeper:
         """What it could go back to."""
         return tuple(self.store.versions()) if self.store is not None else ()
 
+    def _is_logged(self, pushes: Sequence[Push | None]) -> bool:
+        """Whether what was sent is written, while the update is made of it, and not what the update makes."""
+        if self.store is None or self.every != 1 or self.holding.by_row:
+            return False
+        return self.store.takes(sum(p.nbytes for p in pushes if p is not None))
+
+    def _count(
+        self,
+        lines: Ledger,
+        gradients: Sequence[Gradients | None],
+        shares: Sequence[float],
+        logged: bool,
+    ) -> None:
+        """Count an update that is being made, and write what was sent."""
+        self.version += 1
+        self.ledger |= lines
+        if logged and self.store is not None:
+            arrays, pushed = flat(gradients, shares)
+            self.store.append_pushed(Change(self.version, self.generation, lines, arrays, {}, pushed))
+
+    def _replayed(self, arrays: Mapping[str, np.ndarray], change: Change) -> Mapping[str, np.ndarray]:
+        """The arrays after an update that was logged."""
+        assert change.pushed is not None
+        self._expect_own(arrays)
+        gradients, shares = unflat(change.arrays, change.pushed)
+        return self.holding.replayed(arrays, gradients, shares)
+
     def _write(self, lines: Ledger, touched: Mapping[str, np.ndarray]) -> None:
         assert self.store is not None
         by_row = self.holding.by_row
@@ -199,7 +232,14 @@ class Keeper:
             ) from self.broken
 
     def _take(self, record: Record) -> None:
-        found = {n: (x.shape, x.dtype) for n, x in record.arrays.items()}
+        self._expect_own(record.arrays)
+        self.holding.load({**record.arrays, **self.fixed})
+        self.version, self.generation = record.version, record.generation
+        self.ledger = dict(record.ledger)
+
+    def _expect_own(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raise ``ClusterError`` unless these are the arrays of this graph."""
+        found = {n: (x.shape, x.dtype) for n, x in arrays.items()}
         expected = {n: (x.shape, x.dtype) for n, x in self.holding.arrays.items()}
         if found != expected:
             different = sorted({n for n, _ in found.items() ^ expected.items()})
@@ -207,17 +247,14 @@ class Keeper:
                 f"The record of server {self.index} is one of another graph: they differ in "
                 f"{', '.join(map(repr, different[:5]))}. Give the folder of this training, or an empty one."
             )
-        self.holding.load({**record.arrays, **self.fixed})
-        self.version, self.generation = record.version, record.generation
-        self.ledger = dict(record.ledger)
 
     def _reach(self, edge: str) -> None:
         self.faults.reach(f"server {self.index}", edge)
 
 
-def _copied(source: Path, target: Path, fsync: bool) -> bool:
+def _copied(source: Path, target: Path, fsync: bool, replay: Replay) -> bool:
     """The newest record and the one before it, as whole ones; False if there is none."""
-    store, found = Store(target, fsync=fsync), Store(source)
+    store, found = Store(target, fsync=fsync), Store(source, replay=replay)
     versions = found.versions()[-2:]
     for record in map(found.read, versions):
         assert record is not None

@@ -107,6 +107,7 @@ class ServerStatus:
         received: bytes of arrays; ``sent``: the same, the other way.
         written: bytes of records.
         rows: the steps whose gradients it applied, from the first that was asked for.
+        skipped: updates left out because they were not finite; of several servers the first one tells.
     """
 
     index: int
@@ -124,6 +125,7 @@ class ServerStatus:
     written: int = 0
     epoch: Epoch = Epoch()
     rows: list[Row] = field(default_factory=list)
+    skipped: int = 0
 
 
 @dataclass(frozen=True)

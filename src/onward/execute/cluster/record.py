@@ -5,7 +5,8 @@ a server killed between any two instructions comes back with what it acknowledge
 file, made of the same frames::
 
     record-<serial>-<version>       one frame, whole: written aside, then renamed
-    record-<serial>-<version>.log   frames with what changed since, appended; a torn last one does not count
+    record-<serial>-<version>.log   frames with what changed since, or what was sent, appended; a torn last
+                                    one does not count
 
     frame = prefix, CRC-32, header (JSON), CRC-32, buffers, CRC-32; each CRC-32 is of everything before it
 
@@ -37,10 +38,14 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, CheckpointError
 from onward.execute.checkpoint.durable import make_folder, sync
-from onward.execute.cluster.frame import Change, Form, Frame, damage, frames_of, load, pack
+from onward.execute.cluster.frame import Change, Form, Frame, Header, damage, frames_of, load, pack
 
 PART = ".part-record"
 NAME = re.compile(r"(record-(\d{8,})-(\d+))(\.log)?")
+MOST_UPDATES, MOST_ROOM = 50, 4
+"""What a log of gradients may have before a whole record: updates, and bytes in terms of the record's."""
+
+Replay = Callable[[Mapping[str, np.ndarray], Change], Mapping[str, np.ndarray]]
 FULL = (
     "{folder} cannot take {needed} bytes more: {error}; {free} bytes are free. Make room for at least "
     "{needed} bytes and write again. All that was acknowledged is still there, and nothing of this write."
@@ -61,7 +66,8 @@ class Store:
     """The records of one server in a folder that nobody else writes to; the ``keep`` newest whole ones stay.
 
     Without ``fsync`` a record outlives the death of the process, with it also that of the machine. ``reach``
-    is called with ``"during write"`` when half of the bytes of a record or a change are written.
+    is called with ``"during write"`` when half of the bytes of a record or a change are written. ``replay``
+    makes the arrays after an update of those before it and what was sent.
     """
 
     def __init__(
@@ -71,10 +77,12 @@ class Store:
         fsync: bool = False,
         keep: int = 2,
         reach: Callable[[str], None] = lambda edge: None,
+        replay: Replay | None = None,
     ) -> None:
         if keep < 1:
             raise ArgumentError(f"keep is {keep}; expected at least 1, the newest record")
         self.folder, self.fsync, self.keep, self.reach = Path(folder), fsync, keep, reach
+        self.replay = replay
         self.bytes_written = 0
         self._tail: _Tail | None = None
 
@@ -97,7 +105,7 @@ class Store:
                 (self.folder / PART).unlink(missing_ok=True)
             if self.fsync:
                 sync(self.folder)
-        self._tail = _Tail(file, sum(map(len, pieces)), 0, header.version, header.arrays)
+        self._tail = _Tail(file, sum(map(len, pieces)), 0, header.version, header.arrays, 0)
         with suppress(OSError):  # not read any more, and tried again by the next write
             self._tidy()
 
@@ -115,12 +123,34 @@ class Store:
         if whole is not None and tail.end > tail.size:
             self.write(_same_version(whole(), change))
             return
+        self._log(tail, header, pieces, forms)
+
+    def takes(self, size: int) -> bool:
+        """Whether what was sent, so many bytes, goes to the log, so that recovery stays short."""
+        tail = self._tail
+        if tail is None or self.replay is None or size > tail.size:
+            return False
+        return tail.frames < MOST_UPDATES and tail.end + size <= MOST_ROOM * tail.size
+
+    def append_pushed(self, change: Change) -> None:
+        """Write what an update is made of behind the newest record, of the next version.
+
+        Raises:
+            CheckpointError: the disk does not take it; everything is as before.
+        """
+        tail = self._tail or self._last()
+        header, pieces = pack(change, tail.base.serial)
+        if change.version != tail.version + 1:
+            raise ArgumentError(f"the update to version {change.version} cannot follow {tail.version}")
+        self._log(tail, header, pieces, tail.forms)
+
+    def _log(self, tail: _Tail, header: Header, pieces: list[memoryview], forms: Mapping[str, Form]) -> None:
         with self._room_for(pieces):
             self._put(tail.base.log, tail.end, pieces)
             if self.fsync and tail.end == 0:
                 sync(self.folder)
         end = tail.end + sum(map(len, pieces))
-        self._tail = replace(tail, end=end, version=header.version, forms=forms)
+        self._tail = replace(tail, end=end, version=header.version, forms=forms, frames=tail.frames + 1)
 
     def read(self, version: int | None = None) -> Record | None:
         """The newest record, or that of a version, in arrays of its own; None if there is none.
@@ -130,7 +160,7 @@ class Store:
         """
         for base in _line(self.folder):
             if version is None or base.version <= version:
-                record = _rebuild(base, version)
+                record = _rebuild(base, version, self.replay)
                 return record if version in (None, record.version) else None
         return None
 
@@ -153,9 +183,11 @@ class Store:
             raise ArgumentError(f"{self.folder} has no whole record that changed; write(record) comes first")
         (self.folder / PART).unlink(missing_ok=True)
         first, *changes = list(_history(line[0]))
-        forms = {name: form for frame in (first, *changes) for name, form in frame.header.arrays.items()}
+        told = (frame.header for frame in (first, *changes) if frame.header.pushed is None)
+        forms = {name: form for header in told for name, form in header.arrays.items()}
         end = changes[-1].end if changes else 0
-        return _Tail(line[0], first.end, end, (first, *changes)[-1].header.version, forms)
+        version = (first, *changes)[-1].header.version
+        return _Tail(line[0], first.end, end, version, forms, len(changes))
 
     def _put(self, path: Path, start: int, pieces: list[memoryview]) -> None:
         """Write the pieces from here on, and nothing behind them; on failure the file ends here again."""
@@ -225,13 +257,14 @@ class _File(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tail:
-    """Where the next change goes: the newest whole record and its bytes, the log's end and state."""
+    """Where the next change goes: the newest whole record and its bytes, the log's end, state and length."""
 
     base: _File
     size: int
     end: int
     version: int
     forms: Mapping[str, Form]
+    frames: int
 
 
 def _files(folder: Path) -> list[_File]:
@@ -263,13 +296,18 @@ def _history(base: _File) -> Iterator[Frame]:
     yield from frames_of(base.log, base.serial)
 
 
-def _rebuild(base: _File, version: int | None) -> Record:
+def _rebuild(base: _File, version: int | None, replay: Replay | None) -> Record:
     """A whole record with the changes of its log made to it, up to a version."""
     frames = takewhile(lambda f: version is None or f.header.version <= version, _history(base))
     last = load(next(frames))
     ledger, arrays = dict(last.ledger), dict(last.arrays)
     for last in map(load, frames):
         ledger |= last.ledger
+        if last.pushed is not None:
+            if replay is None:
+                raise ArgumentError(f"{base.log} holds what was sent; who reads it has to know the update")
+            arrays = dict(replay(arrays, last))
+            continue
         arrays |= last.arrays
         for name, (numbers, values) in last.rows.items():
             arrays[name][numbers] = values

@@ -14,7 +14,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from onward.core.errors import ClusterError
+from onward.core.errors import ClusterError, NonFiniteError
 from onward.core.program import Program
 from onward.core.words import Kind
 from onward.distribute.split.shards import Shard
@@ -147,6 +147,11 @@ class Run:
         return [a.answer for a in self.supervisor.servers if a.answer is not None]
 
     @property
+    def skipped(self) -> int:
+        """How many updates ``guard``, or a loss scale, left out because they were not finite."""
+        return max((status.skipped for status in self.servers), default=0)
+
+    @property
     def trainers(self) -> list[TrainerStatus]:
         """The last word of each trainer."""
         return [a.answer for a in self.supervisor.trainers if a.answer is not None]
@@ -214,6 +219,7 @@ class Run:
                 s.epochs,
                 kept,
                 s.patience,
+                s.check,
                 s.faults,
                 self._driver,
             )
@@ -243,9 +249,11 @@ class Run:
             while not self.supervisor.look() and not self._stopping.is_set():
                 self._note_load()
                 sleep(_LOOK)
-            self._note_load(always=True)
-            with self._reading, jax.enable_x64(self.blueprint.x64):
-                self.model.replace(self._read())
+            self._end()
+        except NonFiniteError as error:
+            self._error = error
+            with suppress(Exception):
+                self._end()
         except BaseException as error:
             self._error = error
         finally:
@@ -254,6 +262,14 @@ class Run:
             self.progress.close()
             with suppress(Exception):
                 self._stack.close()
+
+    def _end(self) -> None:
+        """Take the parameters, of the last update that was made, and what the servers say in the end."""
+        for i, asked in enumerate(self.supervisor.servers):
+            asked.answer = self._call(i, "status")
+        self._note_load(always=True)
+        with self._reading, jax.enable_x64(self.blueprint.x64):
+            self.model.replace(self._read())
 
     def _read(self) -> dict[str, Any]:
         """What all servers have: in rounds of one version."""

@@ -35,6 +35,7 @@ class TrainerSpec:
         epochs: how often.
         given: values of the state that it keeps, by name.
         deadline: seconds after which a server that does not answer is given up.
+        check: whether data and losses that are not finite end the training.
         faults: what happens at the edges of the protocol.
         driver: the number of its driver.
     """
@@ -49,6 +50,7 @@ class TrainerSpec:
     epochs: int
     given: Mapping[str, np.ndarray] = field(default_factory=dict)
     deadline: float = 60.0
+    check: bool = True
     faults: Faults = field(default_factory=Faults)
     driver: int = 0
 
@@ -125,7 +127,9 @@ class Servers:
     def _accepted(self, i: int, reply: Any) -> Any:
         if isinstance(reply, Reply | Welcome):
             if reply.epoch < self.epochs[i]:
-                raise Unreachable(f"server {i} of epoch {reply.epoch} answered, and {self.epochs[i]} is there")
+                raise Unreachable(
+                    f"server {i} of epoch {reply.epoch} answered, and {self.epochs[i]} is there"
+                )
             self.epochs[i] = reply.epoch
         if isinstance(reply, Reply):
             if reply.word is Word.SUPERSEDED:

@@ -36,6 +36,7 @@ class Settings:
     start_limit: float = START
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     progress: bool | None = None
+    check: bool = True
     faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
+from onward.derive.check_finite import check_finite as checked
 from onward.derive.over_batch.loss import loss_is_sum
 from onward.derive.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum
@@ -77,6 +78,8 @@ def start(
     trainer_options: Mapping[str, Any] | None = None,
     server_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
+    check: bool = True,
+    check_finite: bool = False,
     engine: Engine | None = None,
     **hidden: Any,
 ) -> Run:
@@ -112,6 +115,9 @@ def start(
         trainer_options: of the Ray actors, such as ``{"num_gpus": 1}``.
         server_options: the same for servers.
         progress: whether to show a bar; None: in a terminal or a notebook.
+        check: refuse data that is NaN or infinite, and end before a step whose loss is: ``NonFiniteError``
+            names trainer and batch, and ``model`` has the parameters before it. ``guard`` leaves it out.
+        check_finite: end as well where a gradient is not finite, or what an update makes; see ``compile``.
         engine: an open ``cluster.Engine``, in place of ``address`` and ``token``: several trainings, one
             after the other, start Ray once.
         hidden: ``settings``, what tests break.
@@ -124,11 +130,13 @@ def start(
         MissingExtraError: Ray is not installed.
         ClusterError: the cluster cannot be started or reached.
         GraphError: the Program cannot be cut so.
+        NonFiniteError: from ``wait``: data, a loss or an update is not finite.
     """
     if not isinstance(program, Program):
         raise ArgumentError(
             f"cluster: {describe(program)} is no Program; make one: Adam(1e-3).minimize(loss, params, *data)."
         )
+    program = checked(program) if check_finite else program
     settings = Settings(
         trainers=trainers,
         servers=servers,
@@ -143,6 +151,7 @@ def start(
         start_limit=start_limit,
         options={"trainers": trainer_options or {}, "servers": server_options or {}},
         progress=progress,
+        check=bool(check),
         **hidden.pop("settings", {}),
     )
     _expect_reader(reader, settings)

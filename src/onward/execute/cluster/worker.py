@@ -27,9 +27,9 @@ class Trainer:
         cut = spec.blueprint.split()
         self.fingerprint = cut.fingerprint
         self.compute: Compute = (
-            LocalSteps(spec.blueprint.program(), cut, spec.trainer, spec.given)
+            LocalSteps(spec.blueprint.program(), cut, spec.trainer, spec.given, spec.check)
             if isinstance(spec.mode, Local)
-            else Gradient(cut, spec.trainer, spec.given)
+            else Gradient(cut, spec.trainer, spec.given, spec.check)
         )
         self.stream = Stream(spec.reader, spec.trainer, spec.trainers, spec.epochs)
         self.servers = Servers(spec)

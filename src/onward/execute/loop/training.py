@@ -11,16 +11,16 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
 from onward.core.structure import describe
 from onward.derive.guard import is_guarded
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
-from onward.execute.feeds import is_on_host, unshared
+from onward.execute.feeds import unshared
 from onward.execute.fingerprints import differences, of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining
+from onward.execute.loop.finite import check_numbers
 from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.loop.prefetch import prefetched
 from onward.execute.loop.progress import Progress
@@ -171,8 +171,7 @@ class Training:
             given = as_feed(batch.fed, self.trainer.names)
             fed = {name: unshared(value) for name, value in given.items()}
             if self.check:
-                for name, value in fed.items():
-                    _check_finite(name, value)
+                check_numbers(fed)
         except ArgumentError as error:
             raise self.blaming(batch, error) from None
         stays = jax.default_backend() == "cpu" or self.trainer.program.replicas is not None
@@ -292,21 +291,3 @@ class Training:
 def _is_settled(value: Any) -> bool:
     """Whether an array has a dtype that JAX keeps."""
     return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.canonicalize_dtype(value.dtype)
-
-
-def _check_finite(name: str, value: Any) -> None:
-    """Raise ``ArgumentError`` if data on the host holds NaN or infinity."""
-    if isinstance(value, list | tuple):
-        with suppress(ValueError):  # what is ragged the step refuses
-            value = np.asarray(value)
-    is_array = isinstance(value, np.ndarray | jax.Array) and is_on_host(value)
-    if not is_array or not jnp.issubdtype(value.dtype, np.inexact):
-        return
-    value = np.asarray(value)
-    finite = np.isfinite(value)
-    if not finite.all():
-        place = np.argwhere(~finite)[0]
-        raise ArgumentError(
-            f"{name!r} holds {value[tuple(place)]} at {place.tolist()}. One such number spoils all "
-            "parameters. Clean the data, or train with check=False if the network expects it."
-        )

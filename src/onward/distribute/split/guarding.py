@@ -1,0 +1,195 @@
+"""A step that is not finite, in the parts of a cut: trainers tell, servers leave it out or refuse it.
+
+A trainer looks at the loss and at its own gradients, and tells every server whether all is finite. So all
+servers leave out the same updates, without asking each other. A server looks, too, at what it makes of them.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
+>>> cut = ow.split(ow.guard(program), servers=2)
+>>> [op.type for op in cut.servers[1].ops]
+['recv', 'sgd', 'finite', 'judge', 'keep', 'send']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import GraphError
+from onward.core.jaxprs import Type, body_of
+from onward.core.marks import CHECK, FINITE, SCALE_LOSS
+from onward.core.program import Op, Program, Variable
+from onward.core.transform import Step
+from onward.core.words import Pass, UpdateType
+from onward.derive.check_finite import check_finite, looked_at
+from onward.derive.guard import Guard, guard, is_key, watched_by_update
+from onward.derive.mixed.loss_scale import adjust_scale, scale_loss, with_adjusted_scale
+
+GUARDS = (guard, adjust_scale, check_finite)
+"""The transforms that may follow the update of a Program that is cut."""
+
+
+@dataclass(frozen=True)
+class Guarding:
+    """What a Program does about a step that is not finite.
+
+    Attributes:
+        skips: it is left out.
+        stops: training ends before it.
+        checks: the same, and what the update makes is looked at, too.
+        growth: after how many good steps the loss scale grows, and by which factor; None: nothing is scaled.
+        scale: the first loss scale.
+        servers: how many servers there are.
+    """
+
+    skips: bool
+    stops: bool
+    checks: bool
+    growth: tuple[int, float] | None
+    scale: float
+    servers: int
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], servers: int) -> Guarding | None:
+        """That of a recipe; None if it does nothing."""
+        made = {step.function: step for step in steps}
+        if not any(function in made for function in GUARDS):
+            return None
+        action = _first(made[guard], "action", "skip") if guard in made else None
+        growth = made[adjust_scale].arguments if adjust_scale in made else None
+        return cls(
+            skips=action == "skip" or growth is not None,
+            stops=action == "stop",
+            checks=check_finite in made,
+            growth=None if growth is None else (growth[0], growth[1]),
+            scale=made[scale_loss].arguments[0] if growth is not None else 1.0,
+            servers=servers,
+        )
+
+    @property
+    def ends(self) -> bool:
+        """Whether a trainer whose gradients are not finite ends the training."""
+        return not self.skips
+
+
+def _first(step: Step, name: str, default: str) -> str:
+    return str(step.arguments[0] if step.arguments else step.options.get(name, default))
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """The Program of a server that looks at what it makes.
+
+    Attributes:
+        program: the Program.
+        fails: whether the update is one that it can neither make nor leave out.
+        skipped: the state Variable that counts what was left out; on the first server.
+        watched: what is looked at.
+    """
+
+    program: Program
+    fails: Variable
+    skipped: Variable | None
+    watched: tuple[Variable, ...]
+
+
+def looking(base: Program) -> Program:
+    """Forward and backward pass with the op that tells whether the loss and all gradients are finite."""
+    looks = Guard(base)
+    looks.look(watched_by_update(base))
+    return looks.program()
+
+
+def verdict_of(base: Program) -> Variable:
+    """What that op tells."""
+    return next(op.outputs[0] for op in base.ops if op.type is FINITE)
+
+
+def scale_of(base: Program) -> Variable:
+    """The loss scale that the backward pass begins with."""
+    found = [op.inputs[0] for op in base.ops if op.type is SCALE_LOSS]
+    if not found:
+        raise GraphError(
+            f"split: the loss of {base.name!r} is scaled inside of its micro-batches, where no server "
+            "can give it another scale. Take bfloat16, or leave accumulate out."
+        )
+    return found[0]
+
+
+def guarded(program: Program, told: Variable, scale: Variable | None, how: Guarding, index: int) -> Guarded:
+    """The Program of a server that changes nothing in an update that is not finite.
+
+    Args:
+        program: the update.
+        told: whether all that the trainers sent is finite.
+        scale: the loss scale, on the first server.
+        how: what is done about a step that is not finite.
+        index: which server it is.
+    """
+    if not (how.skips or how.stops):
+        return _checked(program, told)
+    looks = Guard(program)
+    watched = watched_by_update(program)
+    names = "counts", "fails"
+    counts, fails = (Variable(looks.names.new(n), (), np.dtype(np.bool_)) for n in names)
+    alone = how.servers == 1
+
+    def judge(told: jnp.ndarray, here: jnp.ndarray) -> list[jnp.ndarray]:
+        bad = told & ~here if how.skips else ~(told & here)
+        return [told & here, bad & (not (how.skips and alone))]
+
+    here = looks.look(watched)
+    flag = Type((), np.dtype(np.bool_))
+    body = body_of(judge, flag, flag)
+    looks.ops.append(
+        Op("judge", (told, here), (counts, fails), body, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
+    )
+    skipped = None
+    if how.skips and index == 0:
+        skipped = looks.number("skipped", (), np.int32)
+        looks.count("count_skipped", (skipped, counts), (skipped,), lambda n, ok: [n + ~ok])
+    looks.keep(counts, lambda v: not (how.skips and is_key(v)))
+    made = looks.program()
+    if scale is not None and how.growth is not None:
+        made = with_adjusted_scale(made, scale, counts, how.scale, *how.growth)
+    if how.checks:
+        return _both(_checked(made, told), fails, skipped, watched)
+    return Guarded(made, fails, skipped, watched)
+
+
+def _checked(program: Program, told: Variable) -> Guarded:
+    """The Program that looks at what the update made as well."""
+    looks = Guard(program)
+    watched, shape, body = looked_at(program)
+    here = looks.told(CHECK, watched, shape, body)
+    counts, fails = (Variable(looks.names.new(n), (), np.dtype(np.bool_)) for n in ("checked", "fails"))
+    flag = Type((), np.dtype(np.bool_))
+    skips = any(op.type is FINITE for op in program.ops)
+    ended = body_of(
+        lambda told, here: [(told | skips) & here, ~((told | skips) & here)],
+        flag,
+        flag,
+    )
+    looks.ops.append(
+        Op("judge", (told, here), (counts, fails), ended, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
+    )
+    looks.keep(counts, lambda v: True)
+    return Guarded(looks.program(), fails, None, tuple(looks.renamed.get(v, v) for v in watched))
+
+
+def _both(
+    checked: Guarded, fails: Variable, skipped: Variable | None, watched: tuple[Variable, ...]
+) -> Guarded:
+    """A Program that is guarded and checked: it fails where one of the two says so."""
+    either = Variable("fails either way", (), np.dtype(np.bool_))
+    flag = Type((), np.dtype(np.bool_))
+    body = body_of(lambda a, b: [a | b], flag, flag)
+    inputs = (fails, checked.fails)
+    op = Op("judge", inputs, (either,), body, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
+    program = replace(checked.program, ops=(*checked.program.ops, op))
+    known = set(program.variables.values())
+    shown = dict.fromkeys(v for v in (*watched, *checked.watched) if v in known)
+    return Guarded(program, either, skipped, tuple(shown))
