@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs import Body, program_of
+from onward.core.jaxprs.body import Body, program_of
 from onward.core.program import Op, Program, Variable
 from onward.core.show import short_type
 

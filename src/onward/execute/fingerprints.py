@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import program_of
+from onward.core.jaxprs.body import program_of
 from onward.core.marks import SCHEDULE
 from onward.core.outline import anonymous, difference, outline
 from onward.core.program import Program

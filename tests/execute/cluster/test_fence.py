@@ -113,7 +113,11 @@ def test_a_stopped_server_writes_nothing_beside_its_successor(tmp_path, edge):
         finally:
             zombie.kill()
     lines = told.splitlines()
-    assert [line.split()[:2] for line in lines] == [["acknowledged", "0"], ["acknowledged", "1"], ["refused", "2"]]
+    assert [line.split()[:2] for line in lines] == [
+        ["acknowledged", "0"],
+        ["acknowledged", "1"],
+        ["refused", "2"],
+    ]
     assert "Unreachable Server 0 of epoch 0.0" in lines[-1]
     assert "its place was taken by the process of epoch 0.1" in lines[-1]
     assert zombie.returncode == 7
@@ -205,7 +209,9 @@ def test_records_of_before_there_were_epochs_are_taken_over(tmp_path):
 def test_a_trainer_takes_no_answer_of_an_older_server(tmp_path):
     run = begun(tmp_path, Threads())
     run.wait(WAIT)
-    spec = replace(run.supervisor.trainer_specs[0], servers=(Answering(Epoch(1, 1), Epoch(1, 0), Epoch(1, 2)),))
+    spec = replace(
+        run.supervisor.trainer_specs[0], servers=(Answering(Epoch(1, 1), Epoch(1, 0), Epoch(1, 2)),)
+    )
     servers = Servers(spec)
     assert [servers.one(0, "pull").epoch, servers.one(0, "pull").epoch] == [Epoch(1, 1), Epoch(1, 2)]
 
@@ -280,7 +286,9 @@ def test_where_no_lock_holds_the_newer_driver_goes_on_and_the_older_one_ends(tmp
     while max(older.versions) < 3:
         time.sleep(0.02)
     newer = begun(tmp_path, Threads())
-    with pytest.raises(ClusterError, match=rf"epoch 1\.\d has lost its folder to epoch 2\.0: .*pid {os.getpid()}"):
+    with pytest.raises(
+        ClusterError, match=rf"epoch 1\.\d has lost its folder to epoch 2\.0: .*pid {os.getpid()}"
+    ):
         older.wait(WAIT)
     newer.wait(WAIT)
     assert tally(newer.model) == (0, 0)

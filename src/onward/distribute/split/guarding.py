@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs import Type, body_of
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import CHECK, FINITE, SCALE_LOSS
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import Step
