@@ -9,6 +9,7 @@
     recompute_time    what does it cost to train in half the memory?
     serving           what does batching bring to a server, and does it lose or mix up an answer?
     step_time         does a step of Onward cost more than the one written by hand, or less?
+    steps_to_loss     which optimizer needs the fewest steps to a loss?
     threads           what do threads bring that share one model?
     update_time       what does the update alone cost, beside optax?
 
@@ -18,12 +19,14 @@
     python -m benchmarks --json results.json    the numbers also as JSON
     python -m benchmarks --plot results.svg     and as a picture
 
-``onward bench`` does the same. Other libraries are measured when they are installed:
+``onward bench`` does the same, but for ``steps_to_loss``, which takes minutes and has a command of its own,
+``python -m benchmarks.steps_to_loss``. Other libraries are measured when they are installed:
 ``pip install -e ".[bench,plot]"``, and what is too large for the extra, ``pip install torch keras``.
 
 Sides are measured in turn, in rounds, and compared round by round, so that whatever else the
 machine does falls on all of them. The numbers are those of the machine they were measured on. Beside the
 benchmarks: ``models`` are plain functions, ``workloads`` say what all sides compute, ``sides`` holds them in
 the words of each library, ``worker`` gives a side its process, ``contest`` measures many, ``harness`` two,
-``load`` sends requests.
+``load`` sends requests; ``track_gpt``, ``token_files`` and ``optimizer_rows`` are what the contest of
+optimizers keeps, reads and changes.
 """

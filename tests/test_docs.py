@@ -121,9 +121,9 @@ def check_pip(words, capfd):
 
 
 def check_module(words, capfd):
-    """``python -m``: what is named exists, and so do options of the benchmarks and of files of the tests."""
+    """``python -m``: what is named exists, and so do options of the benchmarks and of single files."""
     assert words[0] == "-m"
-    if words[1].startswith("tests."):
+    if words[1].startswith(("tests.", "benchmarks.")):
         text = (ROOT / words[1].replace(".", "/")).with_suffix(".py").read_text()
         assert all(word in text for word in words[2:] if word.startswith("-"))
         return
