@@ -430,7 +430,8 @@ def test_what_a_failed_process_started_is_ended(quick):
 
 
 @pytest.mark.parametrize(("times", "printed"), [([0.5], "saved\n"), ([0.5, 0.7], "")], ids=["once", "twice"])
-def test_ctrl_c_lets_a_gang_save_and_a_second_one_does_not(quick, times, printed):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_ctrl_c_and_sigterm_let_a_gang_save_and_a_second_one_does_not(quick, times, printed, number):
     code = """
 try:
     time.sleep(60)
@@ -438,11 +439,13 @@ except KeyboardInterrupt:
     time.sleep(0.6)
     print("saved", flush=True)
 """
+    if number == signal.SIGTERM:
+        code = "signal.signal(signal.SIGTERM, signal.default_int_handler)" + code
     with Signals() as signals:
         for seconds in times:
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
         found, out, seconds = gang_of(code, signals=signals)
-    assert signals.seen == [signal.SIGINT] * len(times)
+    assert signals.seen == [number] * len(times)
     assert out[0] == printed
     assert found.failed == []  # it did not fail by itself
     assert seconds < 10

@@ -130,7 +130,9 @@ def saved_by(process: subprocess.Popen[str]) -> int:
     """The step that a child saved which was told to end."""
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143, (process.returncode, said)
-    return int(re.search(r"SIGTERM: step (\d+) is saved", said)[1])
+    found = re.search(r"SIGTERM: step (\d+) is saved", said)
+    assert found, said
+    return int(found[1])
 
 
 def differing(one: Path, other: Path) -> tuple[list[str], int]:

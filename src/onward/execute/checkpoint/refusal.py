@@ -25,7 +25,7 @@ def of_another_run(folder: Path, found: Sequence[Found]) -> str:
 
 
 OTHER = (
-    "{folder} holds {count} of another run, of {steps}; {begun} last was written {last}. "
-    "Nothing was changed. To go on with that run: train(..., resume=True), trainer.restore(), or load() before "
-    "the first save. To begin another one: another folder."
+    "{folder} holds {count} of another run, of {steps}; {begun} last was written {last}. Nothing was "
+    "changed. To go on with that run: train(..., resume=True), trainer.restore(), or load() before the "
+    "first save. To begin another one: another folder."
 )

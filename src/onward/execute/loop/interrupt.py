@@ -201,12 +201,11 @@ class Interruptible:
         part.depth += 1
         if threading.current_thread() is threading.main_thread():
             part.users -= 1
-            if (
-                not part.users and signal.getsignal(signal.SIGINT) is part
-            ):  # it may have been replaced meanwhile
-                signal.signal(signal.SIGINT, former)
-            if self.grace is not None:
+            if self.grace is not None:  # first: once Ctrl-C is given back, it may be raised anywhere
                 self._let_go_of_termination(part)
+            is_ours = signal.getsignal(signal.SIGINT) is part  # it may have been replaced meanwhile
+            if is_ours and not part.users:
+                signal.signal(signal.SIGINT, former)
         part.__exit__(kind, error, trace)
 
     def _part(self, former: Any) -> Uninterrupted:
