@@ -40,12 +40,12 @@ NAME = re.compile(r"epoch-(\d{8,})-(\d{8,})")
 TRIES = 5  # to copy the records of a process that may be at work on them
 
 IN_USE = (
-    "The folder {folder} is in use by another training: {who}. Two drivers of one folder would overwrite each "
-    "other's records. Wait until it has ended, end it, or give another folder."
+    "The folder {folder} is in use by another training: {who}. Two drivers of one folder would overwrite "
+    "each other's records. Wait until it has ended, end it, or give another folder."
 )
 TAKEN = (
-    "{name} of epoch {own} has lost its folder to epoch {newest}: another driver goes on with the training in "
-    "{folder} ({who}). Nothing that this one writes from now on is used. End it, or give it another folder."
+    "{name} of epoch {own} has lost its folder to epoch {newest}: another driver goes on with the training "
+    "in {folder} ({who}). Nothing that this one writes from now on is used. End it, or give it another folder."
 )
 REPLACED = "{name} of epoch {own} (pid {pid}) ends: its place was taken by the process of epoch {newest}"
 
@@ -58,6 +58,9 @@ class Epoch(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.driver}.{self.start}"
+
+
+FIRST = Epoch()
 
 
 @contextmanager

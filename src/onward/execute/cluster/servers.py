@@ -125,7 +125,9 @@ class Servers:
     def _accepted(self, i: int, reply: Any) -> Any:
         if isinstance(reply, Reply | Welcome):
             if reply.epoch < self.epochs[i]:
-                raise Unreachable(f"server {i} of epoch {reply.epoch} answered, and {self.epochs[i]} is there")
+                raise Unreachable(
+                    f"server {i} of epoch {reply.epoch} answered, and {self.epochs[i]} is there"
+                )
             self.epochs[i] = reply.epoch
         if isinstance(reply, Reply):
             if reply.word is Word.SUPERSEDED:
