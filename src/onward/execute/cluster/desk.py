@@ -26,8 +26,8 @@ PATIENCE = 5.0
 """Seconds after which who waits is told to ask again."""
 
 OLDER = (
-    "Server {index} is of driver {own} of its folder, and was asked by one of driver {driver}, which is newer:"
-    " this server's place is another's. Nothing was applied."
+    "Server {index} is of driver {own} of its folder, and was asked by one of driver {driver}, which is "
+    "newer: this server's place is another's. Nothing was applied."
 )
 
 Wanted = Mapping[str, np.ndarray]

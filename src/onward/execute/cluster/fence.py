@@ -44,8 +44,9 @@ IN_USE = (
     "each other's records. Wait until it has ended, end it, or give another folder."
 )
 TAKEN = (
-    "{name} of epoch {own} has lost its folder to epoch {newest}: another driver goes on with the training "
-    "in {folder} ({who}). Nothing that this one writes from now on is used. End it, or give it another folder."
+    "{name} of epoch {own} has lost its folder to epoch {newest}: another driver goes on with the "
+    "training in {folder} ({who}). Nothing that this one writes from now on is used. End it, or give it "
+    "another folder."
 )
 REPLACED = "{name} of epoch {own} (pid {pid}) ends: its place was taken by the process of epoch {newest}"
 
@@ -73,10 +74,12 @@ def only_driver(folder: Path) -> Iterator[None]:
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> with only_driver(folder), only_driver(folder):
-        ...     pass
-        Traceback (most recent call last):
-        onward.core.errors.ClusterError: The folder ... is in use by another training: pid ... on ...
+        >>> try:
+        ...     with only_driver(folder), only_driver(folder):
+        ...         pass
+        ... except ClusterError as error:
+        ...     print(str(error).split(": pid")[0].replace(str(folder), "'records'"))
+        The folder 'records' is in use by another training
     """
     try:
         make_folder(folder)
