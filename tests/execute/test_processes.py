@@ -107,6 +107,42 @@ def test_one_is_stopped_and_the_other_names_it_within_the_deadline(script, tmp_p
     assert "it died or was stopped" in message
 
 
+NONFINITE = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, onward as ow
+
+def loss(w, x):
+    return jnp.mean(jnp.log(jnp.abs(w * x)))
+
+def spoilt(program):
+    step = ow.compile(ow.replicate(program, 2), check_finite=True)
+    state, _ = step(step.init(ones), own)
+    try:
+        step.expect_going(state)
+    except ow.NonFiniteError as error:
+        return ow.find_nonfinite(step, error.state, own), error.finding
+
+rows, ones = np.ones((8, 3), "float32"), np.ones(3, "float32")
+rows[6, 1] = 0
+own = rows.reshape(2, 4, 3)[jax.process_index()]
+told = spoilt(ow.accumulate(ow.SGD(0.1).minimize(loss, ones, rows), 2))
+lines = [f"{f.type} {f.made_by} device {f.device} line {f.line} {[i.where for i in f.inside]}" for f in told]
+with open(f"{sys.argv[1]}/{jax.process_index()}", "w") as file:
+    file.write("\\n".join(lines))
+"""
+
+
+def test_what_is_not_finite_on_one_process_is_found_by_all(tmp_path):
+    """The op within ``accumulate``, its pass and line, and the device, which is that of the other process."""
+    script = tmp_path / "find.py"
+    script.write_text(NONFINITE)
+    status, said = launch(script, tmp_path, "-n", "2")
+    assert status == 0, said
+    found = "log forward device 1 line 6 ['', 'turn 1 of 2 (counted from 0)']"
+    for process in "01":
+        assert (tmp_path / process).read_text().splitlines() == [found] * 2
+
+
 def test_processes_whose_rates_differ_do_not_train_on(script, tmp_path):
     status, said = launch(script, tmp_path, "-n", "2", fate="parts")
     assert status != 0

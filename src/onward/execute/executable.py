@@ -137,6 +137,14 @@ class Executable:
         (value,) = on_this_process([value])
         return jax.device_put(value, home) if self._spread is None else self._spread.place(v, value)
 
+    def of_all(self, results: Sequence[Any]) -> Sequence[Any]:
+        """The results of this process with those of all others, which call this together."""
+        if self._peers is None or self._spread is None:
+            return results
+        gather = partial(self._spread.of_all, results)
+        label = f"The results of Program {self._fingerprint}"
+        return self._peers.run(gather, self._deadline, label)
+
     def emptied(self, results: Sequence[Any], filling: Filling | None) -> list[Any]:
         """The results without the rows that only filled up the batch."""
         if filling is None or self._spread is None:

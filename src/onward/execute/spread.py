@@ -166,6 +166,13 @@ class Spread:
             for x, p in zip(results, self.results, strict=True)
         ]
 
+    def of_all(self, results: Sequence[Any]) -> list[Any]:
+        """What ``local`` gave each process, laid end to end in the order of the devices."""
+        return [
+            x if p is Placement.REPLICATED else multihost_utils.process_allgather(np.asarray(x), tiled=True)
+            for x, p in zip(results, self.results, strict=True)
+        ]
+
     def _sharding(self, placement: Placement) -> NamedSharding:
         return NamedSharding(self.mesh, self._spec(placement))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import tempfile
 import time
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import onward
 from onward.core import extras
 from onward.core.errors import ClusterError, MissingExtraError
 from onward.execute.cluster import engine as engines
@@ -99,6 +102,78 @@ def mortal(engine):
     link = engine.spawn(lambda: Counter(), name="mortal", restart=True)
     engine.place(link, WAIT)
     return link
+
+
+def test_a_process_has_the_drivers_modules_first_and_is_as_nice_as_others(engine):
+    """Ray puts each folder before the others; it makes its workers nice (15), so that they starve."""
+    place = engine.spawn(Surroundings, name="surroundings").call("told")
+    assert place.result(WAIT) == (onward.__file__, os.nice(0))
+
+
+class Surroundings:
+    def told(self):
+        return onward.__file__, os.nice(0)
+
+
+def test_what_a_start_waits_for_is_told(engine):
+    link = engine.spawn(Late, name="late")
+    end = time.monotonic() + WAIT
+    while "imports JAX and makes its graph" not in engine.awaited(link):
+        assert time.monotonic() < end
+    assert link.call("pid").result(WAIT) == engine.place(link).pid
+
+
+class Late:
+    def __init__(self):
+        time.sleep(1.0)
+
+    def pid(self):
+        return os.getpid()
+
+
+def test_a_process_that_has_lost_its_place_ends_and_another_one_comes(engine):
+    link = engine.spawn(Losing, name="losing", restart=True)
+    assert back(link) == (False, False)
+    link.call("lose").result(WAIT)
+    end = time.monotonic() + WAIT
+    while back(link) == (False, False):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+class Losing:
+    lost = None
+
+    def lose(self):
+        self.lost = "another one has the place"
+
+    def ending(self):
+        return self.lost
+
+    def born_again(self):
+        return is_reborn(), self.lost is not None
+
+
+def test_a_start_that_fails_is_advised_on_by_what_is_wrong(monkeypatch, capsys):
+    full, room = SimpleNamespace(free=2**20), SimpleNamespace(free=2**40)
+    monkeypatch.setattr(ray_start, "busy", lambda: "9 processes want the 2 processors of this machine")
+    late = ray_start._why(None, None, RuntimeError("The current node timed out during startup."))
+    for error, found, expected in (
+        ("timed out", full, "There are 1 MiB free in /tmp"),
+        ("timed out", room, "too slow: 9 processes want the 2 processors"),
+        ("no route", room, "may open ports on loopback"),
+    ):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, found=found: found)
+        told = ray_start._why(None, None, RuntimeError(error))
+        assert expected in told
+        assert ("port" in told, "room" in told) == (error == "no route", found is full)
+    assert "does not start on this machine: The current node timed out" in late
+    monkeypatch.setattr(ray_start, "PATIENCE", 0.01)
+    with ray_start._patient():
+        time.sleep(0.2)
+    assert (
+        "Ray has been starting for 0 s: its processes have yet to answer; 9 proc" in capsys.readouterr().err
+    )
 
 
 def test_calls_return_what_the_method_returns(link):

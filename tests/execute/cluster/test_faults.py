@@ -17,7 +17,7 @@ from tests.execute.cluster.on_threads import equal
 
 import onward as ow
 from onward.core.errors import CheckpointError, ClusterError
-from onward.execute.cluster import record
+from onward.execute.cluster import record, supervisor
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.desk import ServerSpec
 from onward.execute.cluster.faults import EDGES
@@ -109,6 +109,26 @@ def test_a_kill_at_every_edge_between_local_steps(tmp_path, who):
     assert injected.total() == len(kills)
 
 
+TRAINERS_DIE = [(f"trainer {t}", "after send", n) for t, n in ((0, 3), (0, 6), (1, 4), (1, 9))]
+SERVERS_DIE = [
+    ("server 0", "before reply", 9),
+    ("server 0", "after apply", 5),
+    ("server 1", "after apply", 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kills"), [*product(["sync", "async"], [TRAINERS_DIE]), ("sync", SERVERS_DIE)]
+)
+def test_the_history_has_each_step_once_whoever_dies(tmp_path, mode, kills):
+    """Trainers die before they told of a step that was applied, or make a step again."""
+    run, injected = trained(mode, tmp_path, kills, restarts=20)
+    assert tally(run.model) == EXACT
+    assert injected.total() == len(kills)
+    steps = zip(run.history["trainer"], run.history["step"], strict=True)
+    assert sorted(steps) == [(t, n) for t in range(2) for n in range(1, 7)]
+
+
 @pytest.mark.parametrize("lazy", [[], ["table"]])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_kill_of_servers_of_rows(tmp_path, mode, lazy):
@@ -131,6 +151,19 @@ def test_a_server_and_a_trainer_that_die_in_the_same_round(tmp_path, servers):
     run, injected = trained("sync", tmp_path, kills, trainers=3, servers=servers, batches=24)
     assert tally(run.model) == EXACT
     assert injected.total() == 3
+
+
+def test_a_start_that_takes_long_says_what_it_waits_for_and_ends_when_it_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "PATIENCE", 0.1)
+    monkeypatch.setattr(supervisor, "_SOON", 0.05)
+    late = threading.Event()
+    monkeypatch.setattr(supervisor, "serve", lambda spec: late.wait(0.5) or serve(spec))
+    run, _ = trained("async", tmp_path)
+    assert any("has been starting for 0 s: it has yet to make its graph" in line for line in run.events)
+    monkeypatch.setattr(supervisor, "serve", lambda spec: late.wait(WAIT))
+    with pytest.raises(ClusterError, match=r"Server 0 did not start within 0\.3 s: .*\(start_limit=\)"):
+        begun("async", tmp_path, start_limit=0.3)
+    late.set()
 
 
 def test_a_trainer_that_dies_too_often(tmp_path):

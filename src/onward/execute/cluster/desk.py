@@ -26,8 +26,8 @@ PATIENCE = 5.0
 """Seconds after which who waits is told to ask again."""
 
 OLDER = (
-    "Server {index} is of driver {own} of its folder, and was asked by one of driver {driver}, which is newer: "
-    "this server's place is another's. Nothing was applied."
+    "Server {index} is of driver {own} of its folder, and was asked by one of driver {driver}, which is "
+    "newer: this server's place is another's. Nothing was applied."
 )
 
 Wanted = Mapping[str, np.ndarray]
@@ -180,7 +180,7 @@ class Desk:
             self.rows.append(replace(push.row, staleness=staleness, lag=lag))
 
     def told_rows(self, seen: int, birth: str) -> list[Row]:
-        """The rows from this one on, if it was this process that was asked before; those before are let go."""
+        """The rows from this one on, if this process was asked before; those before are let go."""
         if birth == self.birth:
             del self.rows[: max(0, seen - self.first_row)]
             self.first_row = max(seen, self.first_row)

@@ -40,12 +40,13 @@ NAME = re.compile(r"epoch-(\d{8,})-(\d{8,})")
 TRIES = 5  # to copy the records of a process that may be at work on them
 
 IN_USE = (
-    "The folder {folder} is in use by another training: {who}. Two drivers of one folder would overwrite each "
-    "other's records. Wait until it has ended, end it, or give another folder."
+    "The folder {folder} is in use by another training: {who}. Two drivers of one folder would overwrite "
+    "each other's records. Wait until it has ended, end it, or give another folder."
 )
 TAKEN = (
-    "{name} of epoch {own} has lost its folder to epoch {newest}: another driver goes on with the training in "
-    "{folder} ({who}). Nothing that this one writes from now on is used. End it, or give it another folder."
+    "{name} of epoch {own} has lost its folder to epoch {newest}: another driver goes on with the "
+    "training in {folder} ({who}). Nothing that this one writes from now on is used. End it, or give it "
+    "another folder."
 )
 REPLACED = "{name} of epoch {own} (pid {pid}) ends: its place was taken by the process of epoch {newest}"
 
@@ -60,6 +61,9 @@ class Epoch(NamedTuple):
         return f"{self.driver}.{self.start}"
 
 
+FIRST = Epoch()
+
+
 @contextmanager
 def only_driver(folder: Path) -> Iterator[None]:
     """Keep other drivers out of a folder until the end of the block, or of this process.
@@ -70,10 +74,12 @@ def only_driver(folder: Path) -> Iterator[None]:
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> with only_driver(folder), only_driver(folder):
-        ...     pass
-        Traceback (most recent call last):
-        onward.core.errors.ClusterError: The folder ... is in use by another training: pid ... on ...
+        >>> try:
+        ...     with only_driver(folder), only_driver(folder):
+        ...         pass
+        ... except ClusterError as error:
+        ...     print(str(error).split(": pid")[0].replace(str(folder), "'records'"))
+        The folder 'records' is in use by another training
     """
     try:
         make_folder(folder)

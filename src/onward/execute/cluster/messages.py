@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from onward.execute.cluster.fence import Epoch
+from onward.execute.cluster.fence import FIRST, Epoch
 from onward.execute.cluster.holding import Gradients, Values
 
 
@@ -29,7 +29,7 @@ class Word(StrEnum):
 
 @dataclass(frozen=True)
 class Sender:
-    """Who speaks: a trainer's number, how often it was started, the generation it knows of, and its driver."""
+    """Who speaks: a trainer's number, how often it was started, its generation, and its driver."""
 
     trainer: int
     incarnation: int
@@ -81,7 +81,7 @@ class Reply:
     values: Values | None = None
     staleness: int = 0
     lag: int = 0
-    epoch: Epoch = Epoch()
+    epoch: Epoch = FIRST
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Welcome:
     generation: int
     sequence: int
     staged: bool
-    epoch: Epoch = Epoch()
+    epoch: Epoch = FIRST
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ServerStatus:
     received: int = 0
     sent: int = 0
     written: int = 0
-    epoch: Epoch = Epoch()
+    epoch: Epoch = FIRST
     rows: list[Row] = field(default_factory=list)
     skipped: int = 0
 

@@ -46,8 +46,9 @@ class Run:
             returned, ``staleness`` (updates between reading parameters and applying the gradient), ``lag``
             (steps ahead of the slowest trainer), ``examples``, ``sent`` and ``received`` (bytes),
             ``seconds``, ``waited``, and ``time`` (seconds since the beginning, by the trainer's clock). A
-            step that was made again has one record, and so has one whose trainer died before it told of it.
-            Hyperparameters that changed when a folder was resumed stand there by their names.
+            step that was made again has one record, and so has one whose trainer died before it told of it
+            (unless the first server died with it). Hyperparameters that changed when a folder was resumed
+            stand there by their names.
         load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
             ``pushes``, ``duplicates``, ``received``, ``sent``, ``written`` (bytes so far).
         events: what happened besides, in words: who died, and what was done about it.

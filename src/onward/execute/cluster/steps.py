@@ -1,7 +1,7 @@
 """Which steps the history has: each once, whoever tells of it, and however often it was made.
 
-A trainer tells of its steps, and the first server of those that it applied: a trainer that dies leaves some of
-which the server knows alone, and one that begins again may make a step twice.
+A trainer tells of its steps, and the first server of those that it applied: a trainer that dies leaves some
+of which the server knows alone, and one that begins again may make a step twice.
 
 >>> told = []
 >>> steps = Steps(lambda row: told.append((row.trainer, row.sequence)))

@@ -24,7 +24,7 @@ REBORN = 30.0
 """Seconds in which a server that dies while it starts is tried again."""
 
 START = 180.0
-"""Seconds that a process may take until it first answers, unless told: it imports JAX and traces the graph."""
+"""Seconds that a process may take until it first answers: it imports JAX and traces the graph."""
 
 PATIENCE = 10.0
 """Seconds after which a start that is not done says what it waits for; then twice as many, and so on."""
@@ -44,7 +44,7 @@ class _Asked:
     answer: Any = None
     starting: bool = True
     lost: bool = False
-    patience: float = PATIENCE
+    patience: float = field(default_factory=lambda: PATIENCE)
 
     def miss(self) -> None:
         """Note that it died."""

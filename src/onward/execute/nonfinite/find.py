@@ -108,6 +108,7 @@ class _Run:
             portions = Portions(program)
             filling = portions.filling(values)
             values = values if filling is None else portions.filled(values, filling)
+            values = list(Executable(program, (), ()).feed(values))
         layout = Layout.of(program)
         shapes = key_of(values) != key_of([layout.whole(v) for v in program.inputs])
         self.program = replayed(program, feeds.types(values)) if shapes else program
@@ -135,4 +136,4 @@ class _Run:
         executable.compile()
         own = [self.state[v.name] for v in executable.layout.variables]
         _, _, results = executable(own, executable.feed(self.data))
-        return results[: len(program.outputs)]
+        return list(executable.of_all(results))[: len(program.outputs)]

@@ -184,7 +184,7 @@ def _pass_within(op: Op, inside: tuple[Inside, ...]) -> Pass:
 def _alike(op: Op, inside: tuple[Inside, ...]) -> tuple[list[Op], list[Op]]:
     """Of an op that holds both passes, the ops that what is inside may be: themselves, or what they save."""
     for part in op.subprograms.values():
-        for step in inside if part.gradients else ():
+        for step in inside if len({o.made_by for o in part.ops}) > 1 else ():
             here = [
                 o for o in part.ops if step.op.scope == (f"{o.made_by}/{o.scope}" if o.scope else o.made_by)
             ]
