@@ -412,8 +412,8 @@ def acknowledge(version):
     os.write(1, f"{version}\n".encode())
 
 
-def loop(folder, number):
-    """Write and append for ever, from what is there; killed at the given half written bytes, if any."""
+def killing(number):
+    """What a Store calls at half written bytes: it kills at the given one, if any."""
     edges = 0
 
     def reach(edge):
@@ -422,7 +422,12 @@ def loop(folder, number):
         if edges == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    store = Store(folder, reach=reach)
+    return reach
+
+
+def loop(folder, number):
+    """Write and append for ever, from what is there; killed at the given half written bytes, if any."""
+    store = Store(folder, reach=killing(number))
     found = store.read()
     version = found.version if found else 0
     if not found:
@@ -434,6 +439,34 @@ def loop(folder, number):
         else:
             store.append(change(version), lambda v=version: whole(v))
         acknowledge(version)
+
+
+def pushed(version):
+    """What was sent for an update."""
+    sent = {"0": np.full((2, WIDTH), version, np.float32)}
+    return Change(version, 0, {0: (0, version), 1: (0, 2 * version)}, sent, {}, ((1, (), ()),))
+
+
+def replayed(arrays, change):
+    """The update of what was sent."""
+    v, rows = change.version, arrays["table"].copy()
+    rows[[v % ROWS, v * 7 % ROWS]] = change.arrays["0"]
+    return {"table": rows, "step": np.asarray(v, np.int64)}
+
+
+def over(folder, number):
+    """Log what is sent, for ever, over the logs of before; killed likewise."""
+    module.WORTH_KEEPING, module.MOST_UPDATES = 0, 4
+    store = Store(folder, reach=killing(number), replay=replayed)
+    found = store.read()
+    version = found.version if found else 0
+    while True:
+        if store.takes(64):
+            store.append_pushed(pushed(version))
+        else:
+            store.write(whole(version))
+        acknowledge(version)
+        version += 1
 
 
 def story(folder, number):
@@ -466,7 +499,7 @@ STORY = [
     *((1, 0, a_write), (2, 0, an_append), (3, 0, an_append), (4, 0, a_write), (5, 0, an_append)),
     *((2, 1, a_write), (3, 2, an_append), (4, 2, an_append), (6, 2, a_write)),
 ]
-TASKS = {"loop": loop, "story": story}
+TASKS = {"loop": loop, "over": over, "story": story}
 
 
 @pytest.fixture(scope="module")
@@ -490,16 +523,17 @@ def acknowledged(server):
     return [int(word) for word in said][::-1]
 
 
+@pytest.mark.parametrize("task", ["loop", "over"])
 @pytest.mark.parametrize("edge", [False, True], ids=["any moment", "half written"])
-def test_killed_in_a_loop(server, tmp_path, edge):
+def test_killed_in_a_loop(server, tmp_path, edge, task):
     draw, last = random.Random(0), 0
     for _ in range(15):
-        pid = start(server, "loop", tmp_path, draw.randint(2, 30) if edge else 0)
+        pid = start(server, task, tmp_path, draw.randint(2, 30) if edge else 0)
         if not edge:
             time.sleep(draw.uniform(0.003, 0.03))
             os.kill(pid, signal.SIGKILL)
         last = (acknowledged(server) or [last])[0]
-        found = Store(tmp_path).read()
+        found = Store(tmp_path, replay=replayed).read()
         if found is None:
             assert last == 0
             continue

@@ -2,7 +2,8 @@
 
     frame = prefix, CRC-32, header (JSON), CRC-32, buffers, CRC-32; each CRC-32 is of everything before it
 
-A frame that ends before it should was never acknowledged; one whose checks fail is damaged.
+A frame that ends before it should was never acknowledged; one whose checks fail is damaged. Where the
+first byte of a frame would be is 0, a log ends: what stands behind is of a log before it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from onward.core.errors import ArgumentError, CheckpointError
 MAGIC = b"onward-r"
 PREFIX = struct.Struct("<8sIQ")  # MAGIC, the bytes of the header, the bytes of the buffers
 CRC = struct.Struct("<I")
+END = b"\0"
+"""The first byte of what is no frame."""
 WHOLE = "Move it and its .log elsewhere to go on from the record before it, or put a good copy in its place"
 LOG = "Cut it to {start} bytes to go on from what stands before, or put a good copy in its place"
 NOT_SILENT = "Nothing was read, so that no acknowledged update is lost in silence"
@@ -126,6 +129,8 @@ def _frame_at(file: BinaryIO, path: Path, start: int, serial: int) -> Frame | No
         return None
     file.seek(start)
     prefix = file.read(PREFIX.size)
+    if prefix.startswith(END):
+        return None
     magic, text_size, size = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise ValueError("it was not written by a Store")

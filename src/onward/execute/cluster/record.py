@@ -38,11 +38,13 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, CheckpointError
 from onward.execute.checkpoint.durable import make_folder, sync
-from onward.execute.cluster.frame import Change, Form, Frame, Header, damage, frames_of, load, pack
+from onward.execute.cluster.frame import END, Change, Form, Frame, Header, damage, frames_of, load, pack
 
 PART = ".part-record"
+SPARE, SPARE_LOG, WORTH_KEEPING = ".spare-record", ".spare-record.log", 2**20
+"""Files to write over, of so many bytes at least: new ones cost more than what is written to them."""
 NAME = re.compile(r"(record-(\d{8,})-(\d+))(\.log)?")
-MOST_UPDATES, MOST_ROOM = 50, 4
+MOST_UPDATES, MOST_ROOM = 50, 3
 """What a log of gradients may have before a whole record: updates, and bytes in terms of the record's."""
 
 Replay = Callable[[Mapping[str, np.ndarray], Change], Mapping[str, np.ndarray]]
@@ -85,6 +87,7 @@ class Store:
         self.replay = replay
         self.bytes_written = 0
         self._tail: _Tail | None = None
+        self._is_over_old = False
 
     def write(self, record: Record) -> None:
         """Write a whole record, now the newest; those of the same or a higher version are given up.
@@ -95,11 +98,13 @@ class Store:
         serial = 1 + max((file.serial for file in _files(self.folder)), default=0)
         header, pieces = pack(Change(**vars(record), rows={}), serial)
         file = _File(serial, header.version, self.folder / f"record-{serial:08d}-{header.version}")
-        self._tail = None
+        self._tail, self._is_over_old = None, False
         with self._room_for(pieces):
             make_folder(self.folder)
             try:
-                self._put(self.folder / PART, 0, pieces)
+                with suppress(FileNotFoundError):
+                    os.replace(self.folder / SPARE, self.folder / PART)
+                self._put_part(pieces)
                 os.replace(self.folder / PART, file.path)
             finally:
                 (self.folder / PART).unlink(missing_ok=True)
@@ -146,6 +151,8 @@ class Store:
 
     def _log(self, tail: _Tail, header: Header, pieces: list[memoryview], forms: Mapping[str, Form]) -> None:
         with self._room_for(pieces):
+            if tail.end == 0 and not self.fsync:
+                self._begin_in_spare(tail.base.log)
             self._put(tail.base.log, tail.end, pieces)
             if self.fsync and tail.end == 0:
                 sync(self.folder)
@@ -189,13 +196,45 @@ class Store:
         version = (first, *changes)[-1].header.version
         return _Tail(line[0], first.end, end, version, forms, len(changes))
 
+    def _put_part(self, pieces: list[memoryview]) -> None:
+        """Write a file that nobody reads yet, over what it may hold."""
+        descriptor = os.open(self.folder / PART, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            self._put_all(descriptor, pieces)
+            os.ftruncate(descriptor, sum(map(len, pieces)))
+            if self.fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _begin_in_spare(self, log: Path) -> None:
+        """Let a log that is not there yet be written over an old one, which says nothing any more."""
+        spare = self.folder / SPARE_LOG
+        if not log.exists() and spare.exists():
+            with open(spare, "r+b") as file:
+                file.write(END)
+            os.replace(spare, log)
+            self._is_over_old = True
+
     def _put(self, path: Path, start: int, pieces: list[memoryview]) -> None:
-        """Write the pieces from here on, and nothing behind them; on failure the file ends here again."""
+        """Write the pieces from here on, and nothing behind them; on failure the file ends here again.
+
+        Over something old the first byte comes last, and until then the log ends there.
+        """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            os.ftruncate(descriptor, start)
-            os.lseek(descriptor, start, os.SEEK_SET)
+            over = self._is_over_old and os.fstat(descriptor).st_size > start
+            if over:
+                os.pwrite(descriptor, END, start)
+                first, pieces = pieces[0][:1], [pieces[0][1:], *pieces[1:]]
+                end = start + 1 + sum(map(len, pieces))
+            else:
+                os.ftruncate(descriptor, start)
+            os.lseek(descriptor, start + over, os.SEEK_SET)
             self._put_all(descriptor, pieces)
+            if over:
+                os.pwrite(descriptor, END if os.fstat(descriptor).st_size > end else b"", end)
+                self.bytes_written += os.pwrite(descriptor, first, start)
             if self.fsync:
                 os.fsync(descriptor)
         except BaseException:
@@ -220,13 +259,21 @@ class Store:
         kept = _line(self.folder)[: self.keep]
         for file in reversed(_files(self.folder)):
             if file not in kept:
-                file.log.unlink(missing_ok=True)
-                file.path.unlink(missing_ok=True)
+                self._set_aside(file.log, SPARE_LOG)
+                self._set_aside(file.path, SPARE)
         for newer, older in pairwise(kept):
             logged = (frame for frame in _history(older) if frame.path == older.log)
             end = max((frame.end for frame in logged if frame.header.version < newer.version), default=0)
             if older.log.exists():
                 os.truncate(older.log, end)
+
+    def _set_aside(self, path: Path, spare: str) -> None:
+        """Remove a file; a large one is kept under another name, to be written over."""
+        with suppress(FileNotFoundError):
+            if self.fsync or path.stat().st_size < WORTH_KEEPING:
+                path.unlink()
+            else:
+                os.replace(path, self.folder / spare)
 
     @contextmanager
     def _room_for(self, pieces: list[memoryview]) -> Iterator[None]:
