@@ -69,7 +69,7 @@ class Tally:
 def post(path: str, body: bytes, media_type: str = "application/json", **headers: str) -> bytes:
     """The bytes of a request."""
     more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    head = f"POST {path} HTTP/1.1\r\nhost: load\r\ncontent-type: {media_type}\r\n{more}"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {media_type}\r\n{more}"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -197,4 +197,4 @@ def garbage_of(good: Sent, name: str) -> Iterator[Sent]:
     yield Sent(post("/activation/no/such/layer", body), None)
     yield Sent(post("/nowhere", body), None)
     yield Sent(post("/reload", b"", authorization="Bearer guess"), None)
-    yield Sent(b"DELETE /predict HTTP/1.1\r\nhost: load\r\ncontent-length: 0\r\n\r\n", None)
+    yield Sent(b"DELETE /predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n", None)

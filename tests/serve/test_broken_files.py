@@ -219,10 +219,22 @@ def lie(**said):
         (lambda header, about: about["arrays"]["output/b"].update(dtype="object"), "output/b|dtype|object"),
         (lambda header, about: header["__metadata__"].pop("onward") and about.clear(), "onward"),
         (lambda header, about: header.pop("onward:executable:0"), "model file"),
+        (lie(name=None), "'name' is NoneType; expected str"),
+        (lie(jax=3), "'jax' is int; expected str"),
     ],
 )
 def test_lies_under_a_seal_that_fits(whole, refused, change, text):
     refused(rewritten(whole, change), text)
+
+
+@pytest.mark.parametrize("name", ["output/b", "__metadata__"])
+def test_two_entries_of_one_name(whole, refused, name):
+    header, rest = header_of(whole)
+    text = json.dumps(header, separators=(",", ":"))
+    twin = json.dumps({name: header[name]}, separators=(",", ":"))[1:-1]
+    twice = f"{text[:-1]},{twin}}}"
+    data = struct.pack("<Q", len(twice)) + twice.encode() + rest
+    refused(sealed(data), "same name twice|one seal")
 
 
 def test_another_major_version_is_told_what_to_do(whole, refused):

@@ -11,6 +11,7 @@ import logging
 import re
 import socket
 import threading
+import time
 import tracemalloc
 import weakref
 import zipfile
@@ -394,7 +395,7 @@ def test_a_body_that_is_too_large_is_refused(ask: Asked) -> None:
 def test_a_body_that_never_comes_is_given_up(model: ow.Model) -> None:
     with asked(Endpoint(model, outputs="head", max_batch=1, timeout=0.3)) as ask:
         with socket.create_connection(ask.address, timeout=30) as client:
-            client.sendall(b"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            client.sendall(b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
             answer = b"".join(iter(lambda: client.recv(4096), b""))
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert ask("/predict", {"x": X[:1].tolist()})[0] == 200
@@ -407,6 +408,91 @@ def test_a_head_that_never_ends_is_given_up(model: ow.Model) -> None:
     ):
         client.sendall(b"POST /predict HTTP/1.1\r\nhost: x\r\n")
         assert client.recv(4096) == b""
+
+
+REQUEST = (
+    b"POST /predict HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
+
+
+def test_all_requests_in_flight_share_one_bound_on_memory(model: ow.Model) -> None:
+    body = json.dumps({"x": [[0.5] * 4]}).encode().ljust(1000)
+    endpoint = Endpoint(model, outputs="head", max_batch=4, max_memory=32 * 1500)
+    with asked(endpoint) as ask:
+        with socket.create_connection(ask.address, timeout=30) as client:
+            client.sendall(REQUEST % (b"localhost", 1000) + body[:900])
+            deadline = time.monotonic() + 20
+            while endpoint.room.taken < 32 * 900 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            status, refused, headers = ask("/predict", body, content_type="application/json")
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert refused["error"].startswith("The requests in flight take all of the 46.9 KiB of memory")
+            client.sendall(body[900:])
+            assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert ask("/predict", body, content_type="application/json")[0] == 200
+        status, refused, _ = ask("/predict", body.ljust(2000), content_type="application/json")
+        assert (status, "npy instead of JSON" in refused["error"]) == (413, True)
+        assert ask("/predict", npy(X[:1]).ljust(2000), content_type="application/x-npy")[0] == 400
+        assert endpoint.room.taken == 0
+        assert "onward_memory_bytes 0" in ask("/metrics")[1].decode()
+
+
+def test_a_client_that_has_closed_its_half_gets_its_answer(model: ow.Model) -> None:
+    body, gate = b'{"x": [[7]]}', Gate()
+    gate.open.clear()
+    with asked(Endpoint(gate.model(), max_batch=1)) as ask:
+        with socket.create_connection(ask.address, timeout=30) as client:
+            client.sendall(REQUEST % (b"localhost", len(body)) + body)
+            client.shutdown(socket.SHUT_WR)
+            threading.Timer(0.3, gate.open.set).start()
+            answer = b"".join(iter(lambda: client.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        with socket.create_connection(ask.address, timeout=30) as client:  # not even a whole request
+            client.sendall(REQUEST % (b"localhost", 1000) + body)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(4096) == b""
+
+
+def test_a_name_that_was_led_to_this_machine_is_refused(model: ow.Model) -> None:
+    refused = ["evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "["]
+    known = ["LOCALHOST:80", "127.0.0.1", "[::1]:80", "api.localhost"]
+    with asked(Endpoint(model, outputs="head", max_batch=1, hosts="models.example")) as ask:
+        for host in refused:
+            status, body, _ = ask("/program", host=host)
+            assert (status, "start it with hosts=[...]" in body["error"]) == (421, True), host
+        for host in (*known, "models.example:443"):
+            assert ask("/program", host=host)[0] == 200, host
+    with asked(Endpoint(model, outputs="head", max_batch=1, hosts=["*"])) as ask:
+        assert ask("/program", host="evil.example")[0] == 200
+
+
+def test_a_host_is_looked_at_only_where_nobody_else_can_ask(model: ow.Model) -> None:
+    endpoint = Endpoint(model, outputs="head", max_batch=1)
+    for address, status in (("127.0.0.1", 421), ("0.0.0.0", 200)):
+        with endpoint.running(address) as url:
+            ask = Asked(url.replace("0.0.0.0", "127.0.0.1"))
+            assert ask("/health", host="evil.example")[0] == status
+            assert ask("/health")[0] == 200
+
+
+def spoiled(model: ow.Model, value: float) -> ow.Model:
+    other = model.copy()
+    other.replace({"head/b": jnp.asarray(other["head/b"]).at[1].set(value)})
+    return other
+
+
+def test_a_model_of_nan_is_neither_served_nor_exchanged_for(model: ow.Model, tmp_path: Path) -> None:
+    path = ow.save(model, tmp_path / "trained.model")
+    for value in (np.nan, np.inf):
+        with pytest.raises(ow.NonFiniteError, match=rf"'head/b' holds {value} at \[1\] \(1 of 3 numbers\)"):
+            Endpoint(spoiled(model, value))
+    endpoint = Endpoint(path, outputs="head", max_batch=1, reload_token="word")
+    ow.save(spoiled(model, np.nan), path, allow_nonfinite=True)
+    with asked(endpoint) as ask:
+        status, refused, _ = ask("/reload", b"", authorization="Bearer word")
+        assert (status, "'head/b' holds nan at [1]" in refused["error"]) == (409, True)
+        assert ask("/predict", {"x": X[:1].tolist()})[0] == 200
+    assert Endpoint(path, outputs="head", allow_nonfinite=True).name
 
 
 class Gate:

@@ -513,3 +513,35 @@ def test_data_of_a_length_of_its_own_keeps_it(tmp_path):
         ow.Evaluator(found).forward(x, scale).value, ow.Evaluator(model).forward(x, scale).value, atol=1e-6
     )
     assert found.topology.recipe.origin.fixed_data == {"scale"}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_parameters_that_are_no_numbers_are_refused_unless_asked_for(tmp_path, value):
+    def masked():
+        return ow.layer.fc(ow.data("x", (None, 2)), 3, name="head") + mask
+
+    mask = np.float32([0, 0, -np.inf])  # on purpose
+    path, model = tmp_path / "some.model", ow.Model(masked, seed=1)
+    assert ow.load(ow.save(model, path)).topology.constants
+    before = path.read_bytes()
+    model.replace({"head/w": jnp.ones((2, 3)).at[1, 2].set(value)})
+    with pytest.raises(ow.NonFiniteError, match=rf"'head/w' holds {value} at \[1, 2\] \(1 of 6 numbers\)"):
+        ow.save(model, path)
+    assert path.read_bytes() == before
+    ow.save(model, path, allow_nonfinite=True)
+    with pytest.raises(ow.ModelFileError, match=r"'head/w' holds .* allow_nonfinite=True loads it"):
+        ow.load(path)
+    np.testing.assert_array_equal(ow.load(path, allow_nonfinite=True)["head/w"], model["head/w"])
+
+
+def test_a_step_whose_parameters_are_nan_is_refused_and_its_slots_are_its_own(tmp_path):
+    w, path = jnp.ones(2), tmp_path / "step.model"
+    step = ow.compile(ow.Momentum(0.1).minimize(lambda w: jnp.sum(w**2), w))
+    slots = step.init(w).replace({"w/velocity": jnp.full(2, jnp.nan)})
+    assert ow.load_step(ow.save(step, path, slots))[1]["w/velocity"].shape == (2,)
+    wrong = slots.replace({"w": jnp.full(2, jnp.nan)})
+    with pytest.raises(ow.NonFiniteError, match="'w' holds nan"):
+        ow.save(step, path, wrong)
+    ow.save(step, path, wrong, allow_nonfinite=True)
+    with pytest.raises(ow.ModelFileError, match="'w' holds nan"):
+        ow.load_step(path)

@@ -22,8 +22,11 @@ def serve(
     latency: float,
     timeout: float,
     max_body: int,
+    max_memory: int,
     max_waiting: int,
     reload_token: str | None,
+    hosts: Sequence[str],
+    allow_nonfinite: bool,
 ) -> None:
     """Answer with the model of a file until SIGTERM or Ctrl-C."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -36,7 +39,10 @@ def serve(
         latency=latency,
         timeout=timeout,
         max_body=max_body,
+        max_memory=max_memory,
         max_waiting=max_waiting,
         reload_token=reload_token,
+        hosts=hosts,
+        allow_nonfinite=allow_nonfinite,
     )
     endpoint.run(host, port, watch=watch)

@@ -46,6 +46,15 @@ def _add_where(command: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--port", type=count, default=8000, metavar="N", help="0 for any free one (default: %(default)s)"
     )
+    where.add_argument(
+        "--allow-host",
+        dest="hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names to answer to where only this machine can ask, beside localhost; * for any (a page in a "
+        "browser could ask under a name of its own)",
+    )
 
 
 def _add_what(command: argparse.ArgumentParser) -> None:
@@ -59,6 +68,9 @@ def _add_what(command: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--name", help="what the page and /health call it (default: that of the file)")
     what.add_argument("--watch", action="store_true", help="read the file again whenever it has changed")
+    what.add_argument(
+        "--allow-nonfinite", action="store_true", help="serve parameters that hold NaN or infinity as well"
+    )
     what.add_argument(
         "--reload-token",
         default=os.environ.get("ONWARD_RELOAD_TOKEN"),
@@ -103,6 +115,13 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
         default=16 * 2**20,
         metavar="BYTES",
         help="that a request may have (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-memory",
+        type=positive,
+        default=2**30,
+        metavar="BYTES",
+        help="that the bodies of all requests and what they are read into may take (default: %(default)s)",
     )
     limits.add_argument(
         "--max-waiting",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from socket import socket
 from threading import Lock
 from typing import Any
 
 from onward.core.errors import ArgumentError, OnwardError
 from onward.serve.endpoint.batcher import Batcher
 from onward.serve.endpoint.metrics import Counts
+from onward.serve.endpoint.room import Room
 from onward.serve.endpoint.routes import Routes
 from onward.serve.endpoint.served import Served
-from onward.serve.endpoint.server import bound, serve, served_aside, url_of
+from onward.serve.endpoint.server import bound, is_local, serve, served_aside, url_of
 from onward.serve.endpoint.source import Source, opened
 from onward.serve.endpoint.watch import Watch
 
@@ -39,10 +41,18 @@ class Endpoint:
             lately: a client that is alone never does.
         timeout: seconds that a body may take to come, and an answer to be computed.
         max_body: bytes that a request may have.
+        max_memory: bytes that the bodies of all requests in flight, and what they are read into, may take
+            together; further ones are refused, to be asked again later. A body of JSON takes up to 32 times
+            its size while it is read, npy 4 times.
         max_waiting: requests that may wait; further ones are refused at once, to be asked again later.
         reload_token: who knows it may exchange the model by ``POST /reload``; nobody without it.
+        hosts: names under which it may be asked where it listens at this machine alone, beside ``localhost``:
+            that of a proxy before it, ``"*"`` for any. Others are refused, as a page in a browser may send
+            them.
+        allow_nonfinite: serve a model whose parameters hold NaN or infinity.
 
     Raises:
+        NonFiniteError, ModelFileError: parameters that are no numbers, of a Model and in a file.
         ArgumentError: nothing that could be served is returned or named; the message lists layers.
         UnknownNameError: an output that no Variable bears the name of.
         MissingExtraError: starlette is not installed.
@@ -71,10 +81,14 @@ class Endpoint:
         latency: float = 0.002,
         timeout: float = 30.0,
         max_body: int = 16 * 2**20,
+        max_memory: int = 2**30,
         max_waiting: int = 1024,
         reload_token: str | None = None,
+        hosts: Iterable[str] = (),
+        allow_nonfinite: bool = False,
     ) -> None:
         _expect_positive(max_batch=max_batch, timeout=timeout, max_body=max_body, max_waiting=max_waiting)
+        _expect_positive(max_memory=max_memory)
         if not 0 <= latency < timeout:
             raise ArgumentError(
                 f"latency is {latency}; expected seconds from 0 to below the timeout, {timeout}."
@@ -82,6 +96,10 @@ class Endpoint:
         self._outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
         self.max_batch, self.timeout, self.max_body = max_batch, timeout, max_body
         self.join, self.reload_token = join, reload_token
+        self.room = Room(max_memory)
+        self._hosts = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+        self.names: tuple[str, ...] | None = None
+        self._allow_nonfinite = allow_nonfinite
         self.draining = False
         self.counts = Counts()
         self.batcher = Batcher(latency, max_waiting, self.counts)
@@ -112,7 +130,7 @@ class Endpoint:
         path = self.served.source.path
         if watch and path is None:
             raise ArgumentError("There is no file to watch: the endpoint was made from a Model, not a path.")
-        with bound(host, port) as listener:
+        with self._bound(host, port) as listener:
             self.warm_up()
             listener.listen(2048)  # who reads the address may connect at once
             print(f"{self.name} answers at {url_of(listener)}  ({self._manner()})", flush=True)
@@ -136,7 +154,7 @@ class Endpoint:
         Raises:
             ServeError: the port is taken or may not be used.
         """
-        with bound(host, port) as listener:
+        with self._bound(host, port) as listener:
             self.warm_up()
             with served_aside(self, listener, self.timeout + 5):
                 yield url_of(listener)
@@ -195,7 +213,10 @@ class Endpoint:
 
     def metrics(self) -> str:
         """What was counted, in the text format of Prometheus."""
-        return self.counts.text(onward_waiting=(self.batcher.waiting, "Requests that wait to be computed."))
+        return self.counts.text(
+            onward_waiting=(self.batcher.waiting, "Requests that wait to be computed."),
+            onward_memory_bytes=(self.room.taken, "Memory set aside for the requests in flight."),
+        )
 
     def close(self) -> None:
         """Compute what waits, and end the threads that compute and compile."""
@@ -203,7 +224,13 @@ class Endpoint:
         self.batcher.close(self.timeout)
 
     def _made(self, model: Source) -> Served:
-        return Served(opened(model), self._outputs, self.max_batch, self.join)
+        return Served(opened(model, self._allow_nonfinite), self._outputs, self.max_batch, self.join)
+
+    def _bound(self, host: str, port: int) -> socket:
+        """A socket; where it is reached from this machine alone, the names that it answers to are known."""
+        listener = bound(host, port)
+        self.names = (host, *self._hosts) if is_local(listener) else None
+        return listener
 
     def _again(self) -> Source:
         path = self.served.source.path

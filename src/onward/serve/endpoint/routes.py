@@ -15,11 +15,13 @@ from onward.core.errors import OnwardError, UnknownNameError, nearest
 from onward.core.extras import require
 from onward.serve.endpoint.answers import form_of, write
 from onward.serve.endpoint.batcher import Job
-from onward.serve.endpoint.bodies import read, rows_of
+from onward.serve.endpoint.bodies import NPZ, read, rows_of
 from onward.serve.endpoint.openapi import openapi
 from onward.serve.endpoint.page import docs
 from onward.serve.endpoint.refusal import Refusal, later
+from onward.serve.endpoint.room import need_of
 from onward.serve.endpoint.served import Ready, Served
+from onward.serve.endpoint.server import is_known_host
 
 if TYPE_CHECKING:
     from onward.serve.endpoint.endpoint import Endpoint
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("onward.serve")
 _SOON = 0.05  # seconds before it is looked whether the client is still there
 _LARGE = 2**18  # bytes of a body that is read in a thread, so that the others do not wait for it
+_COPIES = 3  # of its arrays that a request has: as read, in the batch, on the device
+_FOREIGN = (
+    "This server answers on this machine alone, as localhost, and was asked as {host!r}. If it is to be "
+    "known under that name too, that of a proxy for instance, start it with hosts=[...] or --allow-host."
+)
 ROUTES: Mapping[str, tuple[str, str]] = {
     "/predict": ("POST", "what the model gives for the examples that are sent"),
     "/activation/{layer}": ("POST", "what a layer gives for the examples that are sent"),
@@ -116,25 +123,30 @@ class Routes:
         return self._json(self.endpoint.health())
 
     async def _answer(self, request: Any, names: Iterable[str]) -> Any:
-        served = self.endpoint.served
-        body = await self._body(request)
-        ready = await self._ready(served, names)
-        form = form_of(request.headers.get("accept", ""), len(ready.plan.fetch))
-        job = await self._job(body, request.headers.get("content-type", ""), ready)
-        self.endpoint.batcher.put(job)
-        arrays = await self._computed(job, request)
+        served, media_type = self.endpoint.served, request.headers.get("content-type", "")
+        with self.endpoint.room.part() as part:
+            body = await self._body(request, lambda size: part.need(need_of(size, media_type)))
+            ready = await self._ready(served, names)
+            form = form_of(request.headers.get("accept", ""), len(ready.plan.fetch))
+            if NPZ in media_type:  # it may be packed
+                part.need(need_of(min(self.endpoint.max_body, 1032 * len(body)), media_type))
+            job = await self._job(body, media_type, ready)
+            del body
+            part.need(_COPIES * sum(x.nbytes for x in job.feed.values()))
+            self.endpoint.batcher.put(job)
+            arrays = await self._computed(job, request)
         content = write(dict(zip(ready.plan.fetch, arrays, strict=True)), form)
         return self._respond(content, 200, form, {"x-model-version": served.source.version})
 
-    async def _body(self, request: Any) -> bytes:
-        """The whole body, within the limits on its size and on the time that it takes to come."""
+    async def _body(self, request: Any, need: Callable[[int], None]) -> bytes:
+        """The whole body, within the limits on its size, its memory and the time that it takes to come."""
         most, seconds = self.endpoint.max_body, self.endpoint.timeout
         parts: list[bytes] = []
         size = _announced(request.headers.get("content-length") or "0")
         try:
             async with asyncio.timeout(seconds):
                 if size <= most:
-                    size, parts = await _read(request.stream(), most)
+                    size, parts = await _read(request.stream(), most, need)
                 elif size <= 4 * most:  # a client that still writes would not read the answer
                     await _read(request.stream(), 0)
         except TimeoutError:
@@ -201,6 +213,7 @@ class Routes:
         async def guarded(request: Any, *_: Any) -> Any:
             begun = monotonic()
             try:
+                self._expect_host(request.headers.get("host"))
                 response = await handler(request)
             except Refusal as refusal:
                 response = self._refused(refusal)
@@ -215,6 +228,12 @@ class Routes:
             return response
 
         return guarded
+
+    def _expect_host(self, host: str | None) -> None:
+        """Refuse what a page of another name sends, once that name leads to this machine."""
+        names = self.endpoint.names
+        if names is not None and host is not None and not is_known_host(host, names):
+            raise Refusal(421, _FOREIGN.format(host=host[:80]), {"connection": "close"})
 
     def _refused(self, refusal: Refusal) -> Any:
         if refusal.status in (429, 503, 504):
@@ -266,15 +285,30 @@ def _announced(length: str) -> int:
     return int(length)
 
 
-async def _read(stream: Any, most: int) -> tuple[int, list[bytes]]:
-    """How many bytes came, and what they were up to the limit; far beyond it no more is read."""
-    size, parts = 0, []
+async def _read(
+    stream: Any, most: int, need: Callable[[int], None] = lambda size: None
+) -> tuple[int, list[bytes]]:
+    """How many bytes came, and what they were up to the limit; far beyond it no more is read.
+
+    ``need`` is told how many are kept. What it refuses is raised once the body has come: a client that still
+    writes would not read the answer.
+    """
+    size, parts, refused = 0, [], None
     async for part in stream:
         size += len(part)
-        if size <= most:
-            parts.append(part)
-        elif most and size > 4 * most:
-            break
+        if size > most:
+            if most and size > 4 * most:
+                break
+        elif refused is None:
+            try:
+                need(size)
+                parts.append(part)
+            except Refusal as refusal:
+                refused = refusal
+                parts.clear()
+                need(0)
+    if refused is not None and size <= most:
+        raise refused
     return size, parts
 
 

@@ -11,12 +11,14 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from ipaddress import ip_address
 from threading import Event, Thread, current_thread, main_thread
 from time import monotonic
 from typing import Any
+from urllib.parse import urlsplit
 
 from onward.core.errors import ServeError
 from onward.core.extras import require
@@ -55,6 +57,28 @@ def url_of(listener: socket.socket) -> str:
     """The address of a socket as a browser takes it."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_local(listener: socket.socket) -> bool:
+    """Whether nobody but this machine reaches a socket."""
+    return ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def is_known_host(host: str, names: Collection[str]) -> bool:
+    """Whether a ``Host`` header is one of these names, or means this machine.
+
+    A page that a browser shows may lead its own name to 127.0.0.1 and ask what listens there (DNS
+    rebinding); the header then holds that name.
+
+    >>> [is_known_host(host, ["mine"]) for host in ("localhost:80", "[::1]:8", "Mine", "evil.com")]
+    [True, True, True, False]
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        known = {"localhost", *(n.lower() for n in names)}
+        return "*" in names or name in known or name.endswith(".localhost") or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def serve(
@@ -101,6 +125,7 @@ def _server(application: Any, bound_to_end: float) -> Any:
     uvicorn = require("uvicorn", "serve")
     config = uvicorn.Config(
         application,
+        http=_half_closing(),
         lifespan="on",
         log_config=None,  # uvicorn's own would close every handler of this process
         log_level="warning",
@@ -115,6 +140,22 @@ def _server(application: Any, bound_to_end: float) -> Any:
     config.callback_notify = _Silent(server, application.timeout).close
     server.shutdown = partial(_leave, application, server, server.shutdown)
     return server
+
+
+def _half_closing() -> Any:
+    """The protocol of uvicorn, in which a client that has sent its request may close its half."""
+    protocol: Any = require("uvicorn.protocols.http.auto", "serve").AutoHTTPProtocol
+
+    class HalfClosing(protocol):  # type: ignore[misc]
+        def eof_received(self) -> bool:
+            """Keep the connection for the answer if the request came whole."""
+            cycle = self.cycle
+            whole = cycle is not None and not cycle.response_complete and not cycle.more_body
+            if whole:
+                cycle.keep_alive = False
+            return whole
+
+    return HalfClosing
 
 
 class _Silent:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, NonFiniteError
 from onward.core.structure import describe
 from onward.execute.model import Model
 from onward.serve.endpoint.watch import Mark, mark_of
+from onward.serve.export.finite import nonfinite
 from onward.serve.export.load import load
 
 Source = Model | str | PathLike[str]
@@ -32,14 +33,18 @@ class Opened:
     mark: Mark | None = None
 
 
-def opened(source: Source) -> Opened:
+def opened(source: Source, allow_nonfinite: bool = False) -> Opened:
     """The model itself, or the one in a file.
 
     Raises:
         ArgumentError: something else was given.
-        ModelFileError: the file holds no model.
+        ModelFileError: the file holds no model, or one with NaN or infinity for parameters.
+        NonFiniteError: the parameters of the model hold NaN or infinity.
     """
     if isinstance(source, Model):
+        values = {v: source.state[v] for v in source.test_program.state}
+        if not allow_nonfinite and (found := nonfinite(values)):
+            raise NonFiniteError(f"{found} Every answer would hold it; allow_nonfinite=True serves it.")
         return Opened(source)
     if not isinstance(source, str | PathLike):
         raise ArgumentError(
@@ -47,5 +52,5 @@ def opened(source: Source) -> Opened:
         )
     path = Path(source)
     mark = mark_of(path)
-    model = load(path)
+    model = load(path, allow_nonfinite=allow_nonfinite)
     return Opened(model, str(model.about["sha256"])[:16], path, mark)

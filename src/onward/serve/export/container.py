@@ -172,7 +172,7 @@ def _header(data: bytes) -> bytes:
 
 def _said(header: bytes) -> tuple[str, dict[str, Any]]:
     """The seal, and what is said about the file."""
-    metadata = json.loads(header)["__metadata__"]
+    metadata = json.loads(header, object_pairs_hook=_once)["__metadata__"]
     seal, about = metadata[_SEAL], json.loads(metadata[_ABOUT], parse_constant=_refuse)
     if not isinstance(about, dict) or not isinstance(seal, str) or len(seal) != 64:
         raise ValueError("its header is not one that Onward writes")
@@ -184,6 +184,13 @@ def _arrays(data: bytes) -> Iterator[tuple[str, np.ndarray]]:
     for name, found in deserialize(data):
         dtype = np.dtype(_DTYPES[found["dtype"]])
         yield name, np.frombuffer(found["data"], dtype).reshape(found["shape"])
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("its header holds the same name twice")
+    return found
 
 
 def _refuse(word: str) -> NoReturn:

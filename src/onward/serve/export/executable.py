@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 
 from onward.core.errors import ArgumentError, ModelFileError
@@ -111,6 +112,7 @@ class Executable:
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     derivable: bool
+    platforms: tuple[str, ...]
 
 
 def loaded(data: bytes, what: str) -> Executable:
@@ -135,7 +137,19 @@ def loaded(data: bytes, what: str) -> Executable:
             "needs. It is not run."
         )
     takes, gives = (tuple(map(_type, avals)) for avals in (found.in_avals, found.out_avals))
-    return Executable(found.call, takes, gives, found.has_vjp())
+    return Executable(found.call, takes, gives, found.has_vjp(), tuple(found.platforms))
+
+
+def expect_lowered(found: Executable, program: Program) -> None:
+    """Raise ``ValueError`` for an executable that XLA does not take, where this machine could run it."""
+    wide = {v.dtype for v in reads_of(program) if v.dtype in (np.float64, np.int64, np.uint64, np.complex128)}
+    if jax.default_backend() not in found.platforms or (wide and not jax.config.jax_enable_x64):
+        return
+    try:
+        jax.jit(found.call).lower(*(Type(v.shape, v.dtype) for v in reads_of(program)))
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"its executable is none that XLA takes ({said})") from error
 
 
 def _type(aval: Any) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import export
 
 from onward.core.errors import LossError, ModelFileError, OnwardError
-from onward.core.program import Program
+from onward.core.program import Program, Variable
 from onward.core.whole import without_derivative
 from onward.execute.checkpoint.encoding import Form, decode
 from onward.execute.checkpoint.manifest import take
@@ -27,6 +27,7 @@ from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 from onward.serve.export import container, executable
 from onward.serve.export.container import EXPECTED, Contents
+from onward.serve.export.finite import nonfinite
 from onward.serve.export.graph import Template
 from onward.serve.export.save import FORMAT
 from onward.serve.export.variant import Loaded, Variant
@@ -35,7 +36,7 @@ from onward.serve.export.writing import CONSTANT, EXECUTABLE, GRAPH
 _KINDS = {"model": "load(path)", "training": "load_step(path)"}
 
 
-def load(path: str | PathLike[str], *, sha256: str | None = None) -> Model:
+def load(path: str | PathLike[str], *, sha256: str | None = None, allow_nonfinite: bool = False) -> Model:
     """The Model that a file holds: an Evaluator runs it, and ``print(model.topology)`` shows it.
 
     Nothing of the file is executed but the arithmetic of the model. What cannot be done without the code of
@@ -47,6 +48,7 @@ def load(path: str | PathLike[str], *, sha256: str | None = None) -> Model:
     Args:
         path: a file that ``save(model, path)`` wrote.
         sha256: what ``model.about["sha256"]`` must be.
+        allow_nonfinite: load parameters that hold NaN or infinity as well.
 
     Raises:
         ModelFileError: no such file, a damaged or foreign one, or one that this version cannot read.
@@ -62,15 +64,20 @@ def load(path: str | PathLike[str], *, sha256: str | None = None) -> Model:
     file = _File(Path(path), "model", sha256)
     program = file.program()
     named = {v.name: v for v in program.state}
-    return Model.of(program, {named[name]: x for name, x in file.values(program).items()}, file.about)
+    values = {named[name]: x for name, x in file.values(program).items()}
+    file.expect_finite({v: x for v, x in values.items() if not allow_nonfinite})
+    return Model.of(program, values, file.about)
 
 
-def load_step(path: str | PathLike[str], *, sha256: str | None = None) -> tuple[Step, State]:
+def load_step(
+    path: str | PathLike[str], *, sha256: str | None = None, allow_nonfinite: bool = False
+) -> tuple[Step, State]:
     """The compiled step that a file holds, and its State, to go on training where it stood.
 
     Args:
         path: a file that ``save(step, path, state)`` wrote.
         sha256: the checksum that the file must have; see ``load``.
+        allow_nonfinite: load parameters that hold NaN or infinity as well.
 
     Raises:
         ModelFileError: no such file, a damaged or foreign one, or one that this version cannot read.
@@ -88,6 +95,7 @@ def load_step(path: str | PathLike[str], *, sha256: str | None = None) -> tuple[
     file = _File(Path(path), "training", sha256)
     program = file.program()
     values = file.values(program)
+    file.expect_finite({v: values[v.name] for v in program.parameters if not allow_nonfinite})
     fetch = tuple(map(str, take(file.said, "fetch", list)))
     step = Step(program, fetch, donate=True, tuning=Tuning(False, False))
     return step, State(step.layout, [values[v.name] for v in Layout.of(program).variables])
@@ -118,6 +126,7 @@ class _File:
                 f"{here}, which reads files up to its own major version and format {FORMAT}. Update Onward: "
                 "pip install -U onward"
             )
+        take(self.said, "name", str), take(self.said, "jax", str)
         if (found := take(self.said, "kind", str)) != kind:
             how = _KINDS.get(found)
             holds = f"holds a {found} Program: {how}" if how else f"holds {found[:40]!r}"
@@ -129,6 +138,11 @@ class _File:
         fields = ("name", "onward", "jax", "license", "about", "inputs", "outputs")
         found = {field: self.said.get(field) for field in fields}
         return {"path": str(self.path), "sha256": self.contents.sha256, **found}
+
+    def expect_finite(self, values: Mapping[Variable, Any]) -> None:
+        """Raise ``ModelFileError`` where these are no numbers that a model can answer with."""
+        if found := nonfinite(values):
+            raise ModelFileError(f"{self.path}: {found} allow_nonfinite=True loads it all the same.")
 
     def program(self) -> Program:
         """The Program as it was saved."""
@@ -157,11 +171,11 @@ class _File:
         forms = take(said, "constants", dict)
         constants = {name: self._array(f"{CONSTANT}{i}:{name}", form) for name, form in forms.items()}
         template = Template(record)
-        call, lacks = self._call(i, said, template)
+        call, lacks = self._call(i, said, template, sizes)
         return Variant(template, sizes, call, constants, str(self.path), lacks)
 
     def _call(
-        self, i: int, said: Mapping[str, Any], template: Template
+        self, i: int, said: Mapping[str, Any], template: Template, sizes: Mapping[str, int]
     ) -> tuple[Callable[..., Sequence[Any]], str]:
         """What computes a variant, and why it has no derivative; if JAX has moved on too far, says so."""
         convention = take(said, "convention", int)
@@ -177,6 +191,7 @@ class _File:
             return self._unread(" ".join(str(error.__cause__).split())[:200])
         if (found.takes, found.gives) != template.types:
             raise ValueError("its graph and its executable are not of one Program")
+        executable.expect_lowered(found, template.program(sizes))
         if found.derivable:
             return found.call, ""
         lacks = _lacks(self.said)

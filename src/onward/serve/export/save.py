@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, NonFiniteError
 from onward.core.program import Program, Variable
 from onward.core.show import short_type
 from onward.core.structure import describe, expect_flag
+from onward.core.words import Kind
 from onward.execute.checkpoint.encoding import encode
 from onward.execute.model import Model
 from onward.execute.state import State
@@ -24,6 +25,7 @@ from onward.execute.tuning import Tuning
 from onward.serve.export import container
 from onward.serve.export.agreement import are_alike
 from onward.serve.export.batches import Shapes, fixed_data, writings
+from onward.serve.export.finite import nonfinite
 from onward.serve.export.writing import Writing
 
 FORMAT = 1
@@ -37,6 +39,7 @@ def save(
     batch: int | Iterable[int] | None = None,
     shapes: Shapes | None = None,
     trainable: bool = False,
+    allow_nonfinite: bool = False,
     license: str | None = None,  # noqa: A002
     about: Mapping[str, str] | None = None,
 ) -> Path:
@@ -58,12 +61,14 @@ def save(
         trainable: write what ``minimize`` needs as well: the derivative, and the network as it is trained
             where that is otherwise (dropout, statistics). What computes becomes about six times as large, and
             takes two to six times as long to write; parameters are there once. A step needs none of it.
+        allow_nonfinite: save parameters that hold NaN or infinity as well. Constants may, as masks do.
         license: under which license others may use the parameters, such as ``"Apache-2.0"``.
         about: further words, kept as they are.
 
     Raises:
         ArgumentError: neither a Model nor a step, a network that calls Python back, or a replicated step;
             with ``trainable``, a network without a derivative.
+        NonFiniteError: a parameter holds NaN or infinity, or the state of the network NaN.
         ModelFileError: the file cannot be written.
 
     Example:
@@ -82,6 +87,11 @@ def save(
     if isinstance(what, Program):
         what, state = _of_program(what, state)
     program, values, kind = _taken(what, state, trainable)
+    if not allow_nonfinite and (found := nonfinite(_trained(values, kind))):
+        raise NonFiniteError(
+            f"{found} Nothing was saved: restore a checkpoint from before. save(..., allow_nonfinite=True) "
+            "saves it all the same."
+        )
     named = {v.name: x for v, x in values.items()}
     parts = writings(program, named, batch, shapes, trainable and kind == "model")
     learning = _learning(what, program, named, batch, shapes) if trainable else []
@@ -135,6 +145,11 @@ def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, di
             "cannot hold. Compile the Program as it was before replicate, and save that step with the State."
         )
     return what.program, {v: state[v.name] for v in what.program.state}, "training"
+
+
+def _trained(values: Mapping[Variable, Any], kind: str) -> Mapping[Variable, Any]:
+    """What has to be finite: of a step the parameters, since slots may hold anything."""
+    return {v: x for v, x in values.items() if kind == "model" or v.kind is Kind.PARAMETER}
 
 
 def _of_program(program: Program, state: State | None) -> tuple[Model | Step, State | None]:

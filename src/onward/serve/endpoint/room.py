@@ -1,0 +1,73 @@
+"""How much memory all requests in flight may take together: what bodies hold, and what they are read into.
+
+>>> room = Room(100)
+>>> with room.part() as first, room.part() as second:
+...     first.need(60)
+...     try:
+...         second.need(50)
+...     except Refusal as refusal:
+...         print(refusal.status, refusal.headers)
+503 {'retry-after': '1'}
+>>> room.taken
+0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from onward.core.show import human_bytes
+from onward.serve.endpoint.bodies import JSON
+from onward.serve.endpoint.refusal import Refusal, later
+
+_JSON, _BYTES = 32, 4  # memory for each byte of a body: numbers of JSON become objects of Python first
+
+
+def need_of(size: int, media_type: str) -> int:
+    """The bytes that a body takes until it is arrays, itself among them."""
+    return size * (_JSON if media_type.partition(";")[0].strip().lower() == JSON else _BYTES)
+
+
+class Room:
+    """What there is for all requests, and what of it is taken; used by one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+
+    @contextmanager
+    def part(self) -> Iterator[Part]:
+        """The part of one request, given back at the end of the block."""
+        part = Part(self)
+        try:
+            yield part
+        finally:
+            part.need(0)
+
+
+class Part:
+    """What one request has of the room."""
+
+    def __init__(self, room: Room) -> None:
+        self._room, self._size = room, 0
+
+    def need(self, size: int) -> None:
+        """Have this many bytes from now on, more or fewer than before.
+
+        Raises:
+            Refusal: there are not as many; now, or at all.
+        """
+        most, more = self._room.most, size - self._size
+        if more > 0 and size > most:
+            raise Refusal(413, _NEVER.format(size=human_bytes(size), most=human_bytes(most)))
+        if more > 0 and self._room.taken + more > most:
+            raise later(503, _NOW.format(most=human_bytes(most)))
+        self._room.taken += more
+        self._size = size
+
+
+_NEVER = (
+    "Reading this body takes {size} of memory, and all requests together may take {most}. Send fewer "
+    "examples at once, or npy instead of JSON, which takes an eighth."
+)
+_NOW = "The requests in flight take all of the {most} of memory that they may take together; ask again."
