@@ -377,7 +377,7 @@ def alone(tmp_path, body):
 
 
 def expect_nothing_left(process, number):
-    """A driver says where it is, is sent this signal, and says nothing else."""
+    """A driver says where it is, is sent this signal, and says nothing else, but that its start was slow."""
     token, pid = process.stdout.readline().split()
     folder = Path(token).parent
     assert opened(folder)
@@ -386,7 +386,8 @@ def expect_nothing_left(process, number):
     while (folder.exists() or opened(folder) or running(pid)) and time.monotonic() < end:
         time.sleep(0.1)
     assert (folder.exists(), opened(folder), running(pid)) == (False, [], False)
-    assert process.communicate(timeout=20) == ("", "")
+    out, said = process.communicate(timeout=20)
+    assert (out, [s for s in said.splitlines() if not s.startswith("Ray has been starting")]) == ("", [])
 
 
 def test_an_engine_leaves_all_as_it_was_and_says_nothing(tmp_path):
