@@ -26,7 +26,7 @@ def flat(
     for g in (g for g in gradients if g is not None):
         arrays += [*g.arrays, *(x for pair in g.rows.values() for x in pair), *g.shared.values()]
     arrays.append(np.asarray(shares, np.float64))
-    pushed = tuple(g and (len(g.arrays), tuple(g.rows), tuple(g.shared)) for g in gradients)
+    pushed = tuple(None if g is None else (len(g.arrays), tuple(g.rows), tuple(g.shared)) for g in gradients)
     return {str(i): np.asarray(x) for i, x in enumerate(arrays)}, pushed
 
 
