@@ -28,8 +28,8 @@ token files and GPT-2's sizes, for which no figures are here. To expect:
 
 SGD, Lion, Prodigy and Sophia have not been measured.
 
-The rates are not tuned alike: AdamW's is the best of three, Muon's and Momentum's of a few that were tried, the
-others are first guesses.
+The rates are not tuned alike: AdamW's is the best of three, Muon's and Momentum's of a few that were
+tried, the others are first guesses.
 """
 
 from __future__ import annotations
