@@ -78,11 +78,15 @@ def _cells(result: Result, target: float) -> list[str]:
 
 
 def plot(path: str, results: Sequence[Result], target: float) -> None:
-    """A line for each optimizer, the mean of its seeds, and the range that they span."""
+    """A line for each optimizer, the mean of its seeds, and the range that they span.
+
+    The first twelfth of the runs, in which all fall alike, may stand out at the top.
+    """
     if Figure is None:
         raise SystemExit("--plot needs matplotlib: pip install 'onward[plot]'")
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
+    tops = [target]
     axes.axhline(target, color="0.4", linewidth=0.8, linestyle=":")
     for i, result in enumerate(r for r in results if r.curves):
         losses = np.array([curve.losses for curve in result.curves])
@@ -90,7 +94,9 @@ def plot(path: str, results: Sequence[Result], target: float) -> None:
         told = f"{mean(reached):.0f}" if len(reached) == len(losses) else "not reached"
         style = {"color": f"C{i % 10}", "linestyle": ("-", "--")[i // 10 % 2]}
         axes.plot(steps, losses.mean(0), label=f"{result.name}: {told}", linewidth=1.4, **style)
+        tops.append(losses[:, len(steps) // 12].max())
         axes.fill_between(steps, losses.min(0), losses.max(0), color=style["color"], alpha=0.15, linewidth=0)
+    axes.set_ylim(top=max(tops) + 0.1)
     axes.set_xlabel("steps")
     axes.set_ylabel("loss on tokens to validate with, nats")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,8 @@
 """The optimizers of the contest in ``steps_to_loss``: what each of them is given, in a few lines.
 
 As in the speedrun, the optimizer of a row updates the matrices of the layers. Embedding, head and vectors go
-beside each of them to the same AdamW (``aside``). What was found for a row's learning rate and for the length
-of its run stands in ``ROWS``. ``PUBLISHED`` are two rows of the speedrun's own table, with their numbers.
+beside each of them to the same AdamW (``aside``). ``ROWS`` has the learning rate of each and the length of
+its run, ``PUBLISHED`` two rows of the speedrun's own table, with their numbers.
 
 >>> list(ROWS)[:4], ROWS["Muon"].build(ROWS["Muon"].tuned).name
 (['SGD', 'Momentum', 'Adam', 'AdamW'], 'muon')
@@ -41,7 +41,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer of the contest, and what was found for it."""
+    """An optimizer of the contest, and what it is run with."""
 
     build: Callable[[Tuned], ow.Optimizer]
     tuned: Tuned
