@@ -17,6 +17,7 @@
     python -m benchmarks --quick                tiny sizes: does everything still run?
     python -m benchmarks --json results.json    the numbers also as JSON
     python -m benchmarks --plot results.svg     and as a picture
+    python -m benchmarks.device                 what it does on an accelerator, in a folder of its own
 
 ``onward bench`` does the same. Other libraries are measured when they are installed:
 ``pip install -e ".[bench,plot]"``, and what is too large for the extra, ``pip install torch keras``.
