@@ -1,6 +1,8 @@
 """The benchmark of a device: what it compares, and what it does when something is missing or fails."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -103,6 +105,13 @@ def test_a_process_that_ends_or_hangs_is_left_out_with_the_reason():
     assert told.left_out["gradients"] == "ended after the 0 s that were left for it"
 
 
+def test_a_process_that_told_all_and_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(apart, "_ENDED", 0.05)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        assert apart._status(process) == 0
+        process.kill()
+
+
 def test_devices_with_one_device_is_a_sentence(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     told = told_by(devices.PART.cases["average"])
@@ -113,7 +122,7 @@ def test_devices_with_one_device_is_a_sentence(monkeypatch):
 def test_torch_without_a_build_for_the_gpu_is_a_sentence(monkeypatch):
     torch = SimpleNamespace(__version__="2.13.0+cpu", cuda=SimpleNamespace(is_available=lambda: False))
     monkeypatch.setattr(steps, "find_spec", lambda name: True)
-    monkeypatch.setitem(__import__("sys").modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert steps.why_no_torch(WORKS["MLP"]).startswith("torch 2.13.0+cpu has no build for this GPU")
     monkeypatch.setattr(steps, "find_spec", lambda name: None)
