@@ -18,6 +18,7 @@
     python -m benchmarks --quick                tiny sizes: does everything still run?
     python -m benchmarks --json results.json    the numbers also as JSON
     python -m benchmarks --plot results.svg     and as a picture
+    python -m benchmarks.device                 what it does on an accelerator, in a folder of its own
 
 ``onward bench`` does the same, but for ``steps_to_loss``, which takes minutes and has a command of its own,
 ``python -m benchmarks.steps_to_loss``. Other libraries are measured when they are installed:

@@ -1,4 +1,7 @@
-"""Run benchmarks by name, all of them unless named: ``python -m benchmarks [name ...]``."""
+"""Run benchmarks by name, all of them unless named: ``python -m benchmarks [name ...]``.
+
+``python -m benchmarks device [part ...]`` is ``python -m benchmarks.device [part ...]``.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from benchmarks import (
     threads,
     update_time,
 )
+from benchmarks.device import __main__ as device
 from benchmarks.harness import Row
 from benchmarks.report import Measured, environment, plot, table, write_json
 
@@ -39,16 +43,25 @@ BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
     "update_time": update_time.run,
 }
 
+_DEVICE = (
+    "device [part ...], as the first name: what Onward does on an accelerator; device --help tells more."
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[Row]]:
     """Run, print the tables and write the JSON if asked to; return the rows by benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What Onward costs.")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["device"]:
+        sys.exit(device.main(given[1:]))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="What Onward costs.", epilog=_DEVICE
+    )
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; all if none")
     parser.add_argument("--rounds", type=int, help="how often to compare the two sides of each row")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--json", metavar="PATH", help="write the numbers to this file, beside others in it")
     parser.add_argument("--plot", metavar="PATH", help="draw the ratios into this file, .svg or .png")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(given)
     if unknown := set(chosen.names) - set(BENCHMARKS):
         parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     print(", ".join(f"{key} {value}" for key, value in environment().items()))

@@ -76,12 +76,12 @@ def start(side: str, work: str, quick: bool = False) -> Running:
     return Local(side, WORKLOADS[work].small) if quick else Worker(side, work)
 
 
-def check_agreement(losses: Sequence[float], expected: Sequence[float]) -> None:
+def check_agreement(losses: Sequence[float], expected: Sequence[float], roundoff: float = 2e-6) -> None:
     """Raise ``SideError`` unless the losses of the first steps are the expected ones.
 
     They are to move, and to be apart by a hundredth of that at most, beside rounding.
     """
-    rounding = 2e-6 * max(map(abs, expected))
+    rounding = roundoff * max(map(abs, expected))
     moved = max(expected) - min(expected)
     if not moved > 10 * rounding:
         raise SideError(f"the losses hardly move: from {expected[0]} to {expected[-1]}")

@@ -98,6 +98,10 @@ class Side:
         """How long one of ``count`` steps takes, each of them waited for, by what it returns."""
         begin = perf_counter()
         for _ in range(count):
-            self.state, out = self.step(self.state, *self.data)
-            jax.block_until_ready(jax.tree.leaves(out) or jax.tree.leaves(self.state)[0])
+            self.state, self.out = self.step(self.state, *self.data)
+            jax.block_until_ready(jax.tree.leaves(self.out) or jax.tree.leaves(self.state)[0])
         return (perf_counter() - begin) / count
+
+    def loss(self) -> float:
+        """What the last step returned, of which the loss is the first."""
+        return float(jax.tree.leaves(self.out)[0])

@@ -35,8 +35,8 @@ def mlp(sizes: tuple[int, ...] = (784, 512, 512, _CLASSES), batch: int = 128) ->
     def loss(params: Params, x: Array, labels: Array) -> Array:
         *hidden, last = params
         for layer in hidden:
-            x = jax.nn.relu(_dense(layer, x))
-        return _cross_entropy(_dense(last, x), labels)
+            x = jax.nn.relu(dense(layer, x))
+        return cross_entropy(dense(last, x), labels)
 
     rng = np.random.default_rng(0)
     params = [_dense_init(rng, a, b) for a, b in pairwise(sizes)]
@@ -58,7 +58,7 @@ def cnn(channels: tuple[int, ...] = (32, 64), size: int = 28, batch: int = 64) -
             )
             x = jax.nn.relu(x + layer["b"])
             x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-        return _cross_entropy(_dense(last, x.reshape(x.shape[0], -1)), labels)
+        return cross_entropy(dense(last, x.reshape(x.shape[0], -1)), labels)
 
     rng = np.random.default_rng(0)
     params = [
@@ -85,14 +85,14 @@ def resnet(widths: tuple[int, ...] = (16, 32, 64), size: int = 32, batch: int = 
         return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=layout)
 
     def block(layer: Params, x: Array, stride: int) -> Array:
-        h = jax.nn.relu(_normalized(layer["norm_1"], convolved(layer["first"], x, stride)))
-        h = _normalized(layer["norm_2"], convolved(layer["second"], h))
+        h = jax.nn.relu(normalized(layer["norm_1"], convolved(layer["first"], x, stride)))
+        h = normalized(layer["norm_2"], convolved(layer["second"], h))
         return jax.nn.relu(h + convolved(layer["shortcut"], x, stride))
 
     def loss(params: Params, x: Array, labels: Array) -> Array:
         for i, layer in enumerate(params["blocks"]):
             x = block(layer, x, 2 if i else 1)
-        return _cross_entropy(_dense(params["last"], x.mean((1, 2))), labels)
+        return cross_entropy(dense(params["last"], x.mean((1, 2))), labels)
 
     rng = np.random.default_rng(0)
     params = {
@@ -138,9 +138,9 @@ def transformer(
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ layer["out"]
 
     def block(layer: Params, x: Array) -> Array:
-        x = x + attention(layer, _normalized(layer["norm_1"], x))
-        hidden = jax.nn.gelu(_dense(layer["up"], _normalized(layer["norm_2"], x)))
-        return x + _dense(layer["down"], hidden)
+        x = x + attention(layer, normalized(layer["norm_1"], x))
+        hidden = jax.nn.gelu(dense(layer["up"], normalized(layer["norm_2"], x)))
+        return x + dense(layer["down"], hidden)
 
     one = jax.checkpoint(block) if checkpoint else block
 
@@ -148,7 +148,7 @@ def transformer(
         x = params["words"][words] + params["places"]
         for layer in params["layers"]:
             x = one(layer, x)
-        return _cross_entropy(_dense(params["last"], _normalized(params["norm"], x)), following)
+        return cross_entropy(dense(params["last"], normalized(params["norm"], x)), following)
 
     rng = np.random.default_rng(0)
     square = ("query", "key", "value", "out")
@@ -174,14 +174,14 @@ def lstm(hidden: int = 128, features: int = 32, seq: int = 64, batch: int = 32) 
     def loss(params: Params, x: Array, labels: Array) -> Array:
         def cell(carry: tuple[Array, Array], now: Array) -> tuple[tuple[Array, Array], None]:
             h, c = carry
-            gates = _dense(params["cell"], jnp.concatenate([now, h], axis=1))
+            gates = dense(params["cell"], jnp.concatenate([now, h], axis=1))
             i, f, g, o = jnp.split(gates, 4, axis=1)
             c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
 
         start = jnp.zeros((x.shape[1], hidden))
         (h, _), _ = jax.lax.scan(cell, (start, start), x)
-        return _cross_entropy(_dense(params["last"], h), labels)
+        return cross_entropy(dense(params["last"], h), labels)
 
     rng = np.random.default_rng(0)
     params = {
@@ -202,14 +202,14 @@ def residual_mlp(layers: int = 100, width: int = 32, batch: int = 32, checkpoint
     """
 
     def block(layer: Params, x: Array) -> Array:
-        return x + jax.nn.relu(_dense(layer["dense"], _normalized(layer["norm"], x)))
+        return x + jax.nn.relu(dense(layer["dense"], normalized(layer["norm"], x)))
 
     one = jax.checkpoint(block) if checkpoint else block
 
     def loss(params: Params, x: Array, labels: Array) -> Array:
         for layer in params["layers"]:
             x = one(layer, x)
-        return _cross_entropy(_dense(params["last"], x), labels)
+        return cross_entropy(dense(params["last"], x), labels)
 
     rng = np.random.default_rng(0)
     params = {
@@ -259,7 +259,7 @@ def _dense_init(rng: np.random.Generator, fan_in: int, fan_out: int) -> Params:
     return {"w": _normal(rng, (fan_in, fan_out), fan_in), "b": jnp.zeros(fan_out)}
 
 
-def _dense(layer: Params, x: Array) -> Array:
+def dense(layer: Params, x: Array) -> Array:
     return x @ layer["w"] + layer["b"]
 
 
@@ -267,7 +267,7 @@ def _norm_init(d: int) -> Params:
     return {"scale": jnp.ones(d), "shift": jnp.zeros(d)}
 
 
-def _normalized(layer: Params, x: Array) -> Array:
+def normalized(layer: Params, x: Array) -> Array:
     centered = x - x.mean(-1, keepdims=True)
     variance = jnp.square(centered).mean(-1, keepdims=True)
     return centered * jax.lax.rsqrt(variance + 1e-6) * layer["scale"] + layer["shift"]
@@ -277,6 +277,6 @@ def _heads(x: Array, heads: int) -> Array:
     return x.reshape(*x.shape[:2], heads, -1)
 
 
-def _cross_entropy(logits: Array, labels: Array) -> Array:
+def cross_entropy(logits: Array, labels: Array) -> Array:
     logs = jax.nn.log_softmax(logits)
     return -jnp.take_along_axis(logs, labels[..., None], axis=-1).mean()

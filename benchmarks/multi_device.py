@@ -30,7 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -55,7 +55,7 @@ except ImportError:
     Figure = None
 
 _AXIS = "replicas"
-_RATE, _VISIBLE_RATE = 1e-6, 1e-3
+RATE, _VISIBLE_RATE = 1e-6, 1e-3
 _ROUND = 0.02  # seconds that one side of a round lasts at least
 _TARGET = 1.02
 _MODELS: dict[str, Callable[[int, bool], Model]] = {
@@ -65,7 +65,7 @@ _MODELS: dict[str, Callable[[int, bool], Model]] = {
         models.transformer(1, 8, 2, 4, 2 * n) if quick else models.transformer(batch=8 * n)
     ),
 }
-_MERGES: dict[str, ow.Merge] = {
+MERGES: dict[str, ow.Merge] = {
     "average": ow.Average(),
     "bucketed": ow.Bucketed(),
     "sharded": ow.Sharded(),
@@ -73,7 +73,7 @@ _MERGES: dict[str, ow.Merge] = {
     "top_k": ow.TopK(),
     "power_sgd": ow.PowerSGD(1),
 }
-_EXACT = ("average", "bucketed", "sharded")
+EXACT = ("average", "bucketed", "sharded")
 _HEAD = [
     *("model", "merge", "devices", "batch", "step", "examples/s", "scaling", "merging"),
     *("sent", "bound", "state", "peak"),
@@ -103,7 +103,7 @@ def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
     """The comparisons with steps by hand, for as many devices as there are."""
     counts = (1, 2) if quick else (1, 2, 4, 8)
     there = tuple(n for n in counts if n <= jax.device_count())
-    results = measure(tuple(_MODELS), _EXACT, there, rounds, quick)
+    results = measure(tuple(_MODELS), EXACT, there, rounds, quick)
     print(f"\n{scaling(results)}")
     return [row for result in results for row in result.rows]
 
@@ -120,28 +120,28 @@ def measure(
     results = []
     for name in names:
         make = _MODELS[name]
-        plain = _plain(_case(name, make(1, quick)), _RATE)
-        alone = median(plain.seconds(1) for _ in range(rounds + 2))
+        one = plain(adam_case(name, make(1, quick)), RATE)
+        alone = median(one.seconds(1) for _ in range(rounds + 2))
         for n in devices:
-            bench = _Bench(_case(name, make(n, quick)), n, rounds, quick)
+            bench = Bench(adam_case(name, make(n, quick)), n, rounds, quick)
             results += [bench.result(merge, alone) for merge in merges]
     return results
 
 
-class _Bench:
+class Bench:
     """One model on so many devices, against the steps by hand, which are compiled once."""
 
     def __init__(self, case: Case, devices: int, rounds: int, quick: bool) -> None:
         self.case, self.devices, self.rounds, self.quick = case, devices, rounds, quick
         self.batch = case.model.data[0].shape[0]
-        self.timed = {name: make(case, _RATE, devices) for name, make in _BY_HAND.items()}
+        self.timed = {name: make(case, RATE, devices) for name, make in _BY_HAND.items()}
         if devices == 1:
-            self.timed["one device"] = _plain(case, _RATE)
+            self.timed["one device"] = plain(case, RATE)
 
     def result(self, merge: str, alone: float) -> Result:
         """All about one way of merging; ``alone`` is the step of a single device."""
         self.check(merge)
-        ours = _replicated(self.case, _RATE, self.devices, merge)
+        ours = _replicated(self.case, RATE, self.devices, merge)
         rows = tuple(self.compared(merge, name, ours, peer) for name, peer in self.timed.items())
         seconds = median(row.time for row in rows)
         program = ours.step.program
@@ -162,9 +162,14 @@ class _Bench:
             rows=rows,
         )
 
+    def by_pmap(self, merge: str) -> Row:
+        """The step of Onward as pmap runs it, beside itself by shard_map."""
+        sides = (_replicated(self.case, RATE, self.devices, merge, by) for by in ("pmap", "shard_map"))
+        return replace(self.compared(merge, "by shard_map", *sides), side="onward, by pmap")
+
     def check(self, merge: str) -> None:
         """All sides must move the parameters to the same place, if the merge is exact."""
-        for name, make in _BY_HAND.items() if _MERGES[merge].exact else ():
+        for name, make in _BY_HAND.items() if MERGES[merge].exact else ():
             if name == "sharded jit" and merge != "average":
                 continue  # it knows of no merge: once is enough
             ours = _replicated(self.case, _VISIBLE_RATE, self.devices, merge)
@@ -180,20 +185,22 @@ class _Bench:
         return compare(case, against, *sides, self.rounds, _TARGET if aims else None)
 
 
-def _case(name: str, model: Model) -> Case:
+def adam_case(name: str, model: Model) -> Case:
+    """A model with Adam, in Onward and by hand."""
     return Case(name, model, ow.Adam, adam, 2)
 
 
-def _plain(case: Case, rate: float) -> Side:
+def plain(case: Case, rate: float) -> Side:
+    """Its step on one device, not replicated."""
     loss, params, data = case.model
     step = ow.compile(case.optimizer(rate).minimize(loss, params, *data))
     return Side(step, step.init(params), data)
 
 
-def _replicated(case: Case, rate: float, devices: int, merge: str) -> Side:
+def _replicated(case: Case, rate: float, devices: int, merge: str, by: str = "shard_map") -> Side:
     loss, params, data = case.model
     program = case.optimizer(rate).minimize(loss, params, *data)
-    step = ow.compile(ow.replicate(program, devices, _MERGES[merge], _AXIS))
+    step = ow.compile(ow.replicate(program, devices, MERGES[merge], _AXIS), by=by)
     return Side(step, step.init(params), jax.device_put(data, _over(devices, PartitionSpec(_AXIS))))
 
 
@@ -341,9 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         prog="python -m benchmarks.multi_device", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--devices", type=_counts, default=[1, jax.device_count()], help="such as 1,2,4,8")
-    parser.add_argument(
-        "--merge", type=_chosen([*_MERGES]), default=[*_EXACT], help=f"of {', '.join(_MERGES)}"
-    )
+    parser.add_argument("--merge", type=_chosen([*MERGES]), default=[*EXACT], help=f"of {', '.join(MERGES)}")
     parser.add_argument(
         "--model", type=_chosen([*_MODELS]), default=[*_MODELS], help=f"of {', '.join(_MODELS)}"
     )

@@ -102,6 +102,8 @@ def problem_of(command, capfd):
 def check_onward(words, capfd):
     """The subcommand is there, and its help names every option; that of the benchmarks is their own."""
     begin, command = (every_benchmark.main, []) if words[0] == "bench" else (main, words[:1])
+    if words[:2] == ["bench", "device"]:
+        command, words = ["device"], words[1:]
     with suppress(SystemExit):  # argparse ends with its help
         begin([*command, "--help"])
     text = capfd.readouterr().out
@@ -127,12 +129,14 @@ def check_module(words, capfd):
         text = (ROOT / words[1].replace(".", "/")).with_suffix(".py").read_text()
         assert all(word in text for word in words[2:] if word.startswith("-"))
         return
-    assert words[1] in {"venv", "pytest", "benchmarks"}
+    assert words[1] in {"venv", "pytest", "benchmarks", "benchmarks.device"}
     if words[1] == "pytest":
         check_files(words[2:], capfd)
     if words[1] == "benchmarks":
         assert all((ROOT / "benchmarks" / f"{w}.py").exists() for w in words[2:] if w.isidentifier())
         check_onward(["bench", *words[2:]], capfd)
+    if words[1] == "benchmarks.device":
+        check_onward(["bench", "device", *words[2:]], capfd)
 
 
 def check_files(words, capfd):

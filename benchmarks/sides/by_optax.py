@@ -28,18 +28,19 @@ OPTIMIZERS: dict[str, Callable[[float], Any]] = {
 
 def plain(work: Workload, model: Model) -> Running:
     """The step that people write."""
-    step, state = _step(work, model.loss, model)
+    step, state = step_of(work, model.loss, model)
     return _running(step, state, model)
 
 
 def checkpointed(work: Workload, model: Model) -> Running:
     """The same with ``jax.checkpoint`` around every layer."""
     deep = replace(work, sizes={**work.sizes, "checkpoint": True})
-    step, state = _step(work, deep.model().loss, model)
+    step, state = step_of(work, deep.model().loss, model)
     return _running(step, state, model)
 
 
-def _step(work: Workload, loss: Callable[..., Array], model: Model) -> tuple[Any, Any]:
+def step_of(work: Workload, loss: Callable[..., Array], model: Model) -> tuple[Any, Any]:
+    """The jitted step of a loss, which takes its state over, and the first state."""
     optimizer = OPTIMIZERS[work.optimizer](work.rate)
 
     def step(state: Any, *data: Array) -> tuple[Any, Array]:

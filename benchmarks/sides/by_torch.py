@@ -1,10 +1,11 @@
-"""torch on the same cores: eager with fused optimizers, and the model through ``torch.compile``."""
+"""torch on the same device: eager with fused optimizers, and the model through ``torch.compile``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from torch import Tensor, nn, optim
@@ -33,26 +34,33 @@ def eager(work: Workload, model: Model) -> Running:
     return _running(work, model, module, module)
 
 
-def compiled(work: Workload, model: Model) -> Running:
-    """The same with ``torch.compile(model)``."""
+def compiled(work: Workload, model: Model, dtype: str = "float32") -> Running:
+    """The same with ``torch.compile(model)``, in a dtype by ``torch.autocast``."""
     module = _MODULES[work.kind](model.params, **work.given("heads"))
-    return _running(work, model, module, torch.compile(module))
+    return _running(work, model, module, torch.compile(module), dtype)
 
 
-def _running(work: Workload, model: Model, module: nn.Module, forward: Any) -> Running:
+def _running(
+    work: Workload, model: Model, module: nn.Module, forward: Any, dtype: str = "float32"
+) -> Running:
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    torch.set_float32_matmul_precision("high" if device == "cuda" else "highest")  # as JAX multiplies there
+    module.to(device)
+    lower = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = _OPTIMIZERS[work.optimizer](parameters, work.rate)
     clips = work.optimizer.startswith("clipped")
-    x, *labels = (torch.from_numpy(np.array(array)) for array in model.data)
+    x, *labels = (torch.from_numpy(np.array(array)).to(device) for array in model.data)
     labels = [y.long() for y in labels]
     if work.kind == "cnn":
         x = x.permute(0, 3, 1, 2).contiguous()
 
     def advance() -> Tensor:
         optimizer.zero_grad()
-        value = forward(x)
+        with lower:
+            value = forward(x)
         if labels:
-            value = functional.cross_entropy(value.flatten(0, -2), labels[0].flatten())
+            value = functional.cross_entropy(value.flatten(0, -2).float(), labels[0].flatten())
         value.backward()
         if clips:
             nn.utils.clip_grad_norm_(parameters, CLIP)
@@ -150,13 +158,17 @@ class _Transformer(nn.Module):
         _set(self.places, params["places"])
         self.blocks = nn.ModuleList([_Block(p, heads) for p in params["layers"]])
         self.norm = _norm(params["norm"])
-        self.last = _linear(params["last"])
+        self.last = _linear(params["last"]) if "last" in params else self._words_again
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words) + self.places
         for block in self.blocks:
             x = block(x)
         return self.last(self.norm(x))
+
+    def _words_again(self, x: Tensor) -> Tensor:
+        """The table of words as the head, where the model has no other."""
+        return functional.linear(x, self.words.weight)
 
 
 class _Leaves(nn.Module):

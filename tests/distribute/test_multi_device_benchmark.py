@@ -19,7 +19,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
     chosen = ["--devices", "1,2", "--model", "mlp", "--merge", "average", "--quick", "--rounds", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multi_device, "_RATE", multi_device._VISIBLE_RATE)
+        patch.setattr(multi_device, "RATE", multi_device._VISIBLE_RATE)
         patch.setitem(multi_device._MODELS, "mlp", lambda n, quick: models.mlp((8, 4), 2 * n))
         results = main([*chosen, "--json", str(folder / "r.json"), "--plot", str(folder / "r.png")])
     return results, json.loads((folder / "r.json").read_text()), folder / "r.png"
@@ -73,7 +73,7 @@ def test_a_resnet_agrees_with_the_step_by_hand():
 
 
 def test_a_merge_that_is_not_exact_is_caught():
-    case = multi_device._case("mlp", models.mlp((8, 4), 4))
+    case = multi_device.adam_case("mlp", models.mlp((8, 4), 4))
     with pytest.raises(AssertionError, match="apart"):
         multi_device.check_agreement(*sides(case, 1e-3, "power_sgd"))
 

@@ -1,0 +1,1 @@
+"""Models of other libraries, a file for each; only what is installed is imported."""
