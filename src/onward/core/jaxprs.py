@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import is_
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from onward.core.errors import ArgumentError, TraceError
+from onward.core.errors import ArgumentError, TraceError, not_pickled
 from onward.core.keys import Same, key_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Replicas, Variable
@@ -112,6 +112,14 @@ class Body:
     def closed(self) -> Any:
         """The jaxpr itself, for this file and for the curious."""
         return self._closed
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            "A Program", "Make it again where it is needed, or onward.save(model, path) and load."
+        )
+
+    def __deepcopy__(self, memo: Any) -> Body:
+        return self
 
     def __call__(self, *values: Any) -> list[Any]:
         """The outputs for these inputs; under a trace, their tracers."""

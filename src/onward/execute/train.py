@@ -30,7 +30,7 @@ from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Adam
 from onward.derive.seam import forward_pass
 from onward.distribute.merge import Merge
-from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
 from onward.execute.evaluator import as_feed
 from onward.execute.loop.reader import Reading
 from onward.execute.model import Model
@@ -119,7 +119,7 @@ def train(
     else:
         forward = _forward(cost, first)
         program = chosen.minimize(forward, **given)
-    store = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
+    store = store_of(checkpoints)
     model = Model(forward, seed=seed)
     trainer = Trainer(
         model,

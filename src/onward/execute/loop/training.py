@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
+from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.derive.guard import is_guarded
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
@@ -59,13 +61,19 @@ class Training:
         self.trainer, self.reading, self.test = trainer, Reading(reader), test
         self.callbacks, self.prefetch, self.check = tuple(callbacks), prefetch, check
         self.guarded = is_guarded(trainer.program)
-        if not isinstance(epochs, int) or epochs < 0:
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
         self.saved = trainer.step if trainer.resumed else -1
-        if not trainer.resumed:
+        was_resumed = trainer.resumed
+        if not was_resumed:
             trainer.begun = trainer.epoch
         trainer.resumed = False
         self.last = trainer.begun + epochs
+        if was_resumed and epochs and trainer.epoch >= self.last:
+            message = _FINISHED.format(
+                epochs=epochs, done=trainer.epoch - trainer.begun, more=trainer.epoch - trainer.begun + 1
+            )
+            warnings.warn(message, stacklevel=user_level())
         length = self.reading.length
         total = None if length is None else max(0, (self.last - trainer.epoch) * length - trainer.batch)
         self.progress = Progress(total, progress, "train")
@@ -83,21 +91,27 @@ class Training:
 
     def run(self, loop: Loop) -> None:
         """Train epoch by epoch; ``loop`` takes the batches of one."""
-        trainer = self.trainer
-        with trainer.checkpoints or nullcontext(), self.interrupts, closing(self.progress):
+        with self.interrupts, self.trainer.checkpoints or nullcontext(), closing(self.progress):
             try:
-                self.event(EventKind.BEGIN)
-                while trainer.epoch < self.last:
-                    self.epoch(loop)
-            except StopTraining as reason:
-                self.progress.message(f"Stopped: {reason}")
+                self.to_the_end(loop)
             except KeyboardInterrupt as interrupt:
-                self.rescue(interrupt)
-                raise
-            with suppress(StopTraining):
-                self.save()
-            with suppress(StopTraining):
-                self.event(EventKind.END)
+                with self.uninterrupted:
+                    self.rescue(interrupt)
+                    raise
+
+    def to_the_end(self, loop: Loop) -> None:
+        """All epochs, and what comes after the last one."""
+        trainer = self.trainer
+        try:
+            self.event(EventKind.BEGIN)
+            while trainer.epoch < self.last:
+                self.epoch(loop)
+        except StopTraining as reason:
+            self.progress.message(f"Stopped: {reason}")
+        with suppress(StopTraining):
+            self.save()
+        with suppress(StopTraining):
+            self.event(EventKind.END)
 
     def epoch(self, loop: Loop) -> None:
         """One epoch, or the rest of one, and the test after it."""
@@ -217,7 +231,10 @@ class Training:
         self.event(EventKind.CHECKPOINT, {"path": path})
 
     def rescue(self, interrupt: KeyboardInterrupt) -> None:
-        """Save before Ctrl-C ends the training; why that failed becomes a note of the interrupt."""
+        """Save before Ctrl-C ends the training, and hand the Trainer to whoever catches the interrupt."""
+        interrupt.trainer = self.trainer  # type: ignore[attr-defined]
+        if self.trainer.checkpoints is None:
+            interrupt.add_note(_KEPT.format(step=self.trainer.step))
         try:
             with suppress(StopTraining):
                 self.save()
@@ -242,6 +259,17 @@ class Training:
             event = Event(kind, trainer.epoch, trainer.batch, trainer.step, values, trainer)
             for callback in self.callbacks:
                 callback(event)
+
+
+_FINISHED = (
+    "train(epochs={epochs}) after a restore has nothing to do: what was restored has done {done} epochs, and "
+    "epochs counts from where that training began. Write epochs={more} for one more; or begin anew, without "
+    "restore."
+)
+_KEPT = (
+    "The Trainer stands at step {step}, and is kept: except KeyboardInterrupt as interrupt: trainer = "
+    "interrupt.trainer; in a notebook: import sys; trainer = sys.last_value.trainer. Its train(...) goes on."
+)
 
 
 def _is_settled(value: Any) -> bool:
