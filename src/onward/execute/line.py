@@ -5,12 +5,14 @@ the new one is assigned, or inside of a function that holds it, and then only th
 States of a loop know their line, and before KeyboardInterrupt is raised those that are spent become the
 newest of it. Nothing is kept alive for that: all references are weak, and who is interrupted still holds it.
 
->>> import jax.numpy as jnp, onward as ow
+>>> import signal, jax.numpy as jnp, onward as ow
 >>> step = ow.compile(ow.SGD(0.25).minimize(lambda w: w**2, jnp.float32(1.0)))
 >>> before = step.init(jnp.float32(1.0))
 >>> after, out = step(before)
->>> rescue()
->>> float(before.parameters)
+>>> try:
+...     signal.raise_signal(signal.SIGINT)
+... except KeyboardInterrupt:
+...     print(before.parameters)
 0.5
 """
 
