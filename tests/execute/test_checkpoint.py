@@ -594,8 +594,8 @@ def test_a_missing_orbax_says_how_to_get_it(tmp_path, monkeypatch):
 
 
 CALLS = {
-    "keep": (lambda c: Checkpoints("x", keep=0), "keep is 0; expected at least 1"),
-    "every": (lambda c: Checkpoints("x", every=-1), "every is -1; expected at least 1"),
+    "keep": (lambda c: Checkpoints("x", keep=0), "keep is 0; expected a whole number, at least 1"),
+    "every": (lambda c: Checkpoints("x", every=-1), "every is -1; expected a whole number, at least 1"),
     "mode": (lambda c: Checkpoints("x", mode="least"), "mode is 'least'; expected one of 'min', 'max'"),
     "backend": (lambda c: Checkpoints("x", backend="npz"), "backend is 'npz'; .*'safetensors', 'orbax'"),
     "no metrics": (
@@ -612,7 +612,10 @@ CALLS = {
         lambda c: c.save({}, 1, metrics={"loss": 1, 3: 1}),
         "metrics= has a name that is no string",
     ),
-    "step": (lambda c: c.save({}, -1, metrics={"loss": 1}), "step is -1; expected at least 0"),
+    "step": (
+        lambda c: c.save({}, -1, metrics={"loss": 1}),
+        "step is -1; expected a whole number, at least 0",
+    ),
     "tuple": (lambda c: c.save({}, 1, metrics={"loss": 1}, extra={"a": (1,)}), "lists in place of tuples"),
     "int key": (lambda c: c.save({}, 1, metrics={"loss": 1}, extra={"a": {1: 2}}), "strings as the keys"),
     "array": (lambda c: c.save({}, 1, metrics={"loss": 1}, extra={"a": W}), "extra= is no JSON data"),

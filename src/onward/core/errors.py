@@ -149,3 +149,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
         return "There are no names to choose from."
     shown = ", ".join(map(repr, sorted(names)[:8]))
     return f"The names are {shown}{', ...' if len(names) > 8 else ''}."
+
+
+def not_pickled(what: str, instead: str) -> ArgumentError:
+    """The error of ``pickle``, and of ``copy`` where a copy would share what only one may change."""
+    return ArgumentError(
+        f"{what} cannot be pickled or copied: it holds what was compiled or traced here. {instead}"
+    )

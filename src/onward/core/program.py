@@ -234,6 +234,12 @@ class Program:
                 f"{nearest(name, self.variables)} print(program) lists them all.{within}{advice}"
             ) from None
 
+    def __copy__(self) -> Program:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Program:
+        return self
+
     def __repr__(self) -> str:
         return f"Program({self.name!r}, {len(self.ops)} ops)"
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ArgumentError, StateError, nearest
+from onward.core.errors import ArgumentError, StateError, nearest, not_pickled
 from onward.core.program import Program, Variable
 from onward.core.structure import describe, path_name
 from onward.core.walk import find, name_of
@@ -157,6 +157,9 @@ class Evaluator:
             )
         request = Request(fetch, None if len(given) == len(self._names) else given, only)
         return self.model.once(request, lambda: _Forward(self.model, request))
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled("An Evaluator", "It holds nothing of its own: Evaluator(model) is another one.")
 
     def __repr__(self) -> str:
         return f"Evaluator({self.model!r})"

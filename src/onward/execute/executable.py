@@ -88,6 +88,11 @@ class Executable:
         """Whether it can be called on arrays."""
         return self._compiled is not None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it runs without waiting for other processes."""
+        return self._peers is None
+
     def compile(self) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
         groups = (*self._split(self.layout.variables), self.program.inputs)

@@ -8,12 +8,12 @@ machine.gradient("fc_0/w")
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest
+from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest, not_pickled
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, find, listed, select
@@ -127,6 +127,11 @@ class GradientMachine:
                 changed.get(v.name, x) for v, x in zip(current.layout.variables, current.values, strict=True)
             ]
             self.model.publish(State(current.layout, values))
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            "A GradientMachine", "It holds nothing of its own: GradientMachine(model) is another one."
+        )
 
     def __repr__(self) -> str:
         return f"GradientMachine({self.model!r})"

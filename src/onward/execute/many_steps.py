@@ -29,7 +29,9 @@ from onward.core.jaxprs.joining import as_one_call
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.execute.feeds import Feeds, Key
+from onward.execute.line import follow
 from onward.execute.loop.groups import Batch, Group, Intake, blaming, grouped
+from onward.execute.loop.interrupt import while_a_step_runs
 from onward.execute.lying import lies_elsewhere
 from onward.execute.nonfinite.checks import Arguments
 from onward.execute.out import Out
@@ -134,7 +136,9 @@ class ManySteps:
             pairs = ((b.number, b.feed or b.data) for b in group.batches)
             return self._one_by_one(state, pairs, outs)
         self._look(state)
-        following, out = loop(state, stacked)
+        with while_a_step_runs():
+            following, out = loop(state, stacked)
+            follow(state, following)
         self._seen(state, following, out, [(b.data, b.feed) for b in group.batches])
         outs.append(Part(out, len(group.batches)))
         return following

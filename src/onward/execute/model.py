@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from copy import copy
 from dataclasses import dataclass
 from os import PathLike
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from onward.core.errors import ArgumentError, RecipeError
+from onward.core.errors import ArgumentError, RecipeError, not_pickled
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import descendants, prune
@@ -22,7 +21,7 @@ from onward.execute.applied import applied
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
-from onward.execute.restore import Restored, matched
+from onward.execute.restore import Restored, loaded, matched
 from onward.execute.state import Layout, State
 
 T = TypeVar("T")
@@ -128,10 +127,21 @@ class Model:
 
     def copy(self) -> Model:
         """Another Model of the same network with the values that this one has now; it goes its own way."""
-        other = copy(self)
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other.lock = RLock()
         other.state = self.state.copy()
         return other
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: Any) -> Model:
+        return self.copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            "A Model", "onward.save(model, path) writes it to a file, onward.load(path) reads it."
+        )
 
     def save(self, folder: str | PathLike[str]) -> Any:
         """Write the parameters and the state of the network to disk; returns the path once it is there.
@@ -158,8 +168,7 @@ class Model:
         Raises:
             CheckpointError: nothing whole is there, or a parameter does not fit; nothing is changed then.
         """
-        store = source if isinstance(source, Checkpoints) else Checkpoints(source)
-        found = store.load(which, fallback=fallback)
+        found = loaded(source, which, fallback)
         with self.lock:
             values, report = matched(self.state, self.state.layout.variables, found)
             self.publish(State(self.state.layout, values))

@@ -6,20 +6,23 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.errors import CheckpointError, nearest
+from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.core.program import Variable
 from onward.core.source import user_level
+from onward.core.structure import describe
 from onward.core.words import Kind, Placement
-from onward.execute.checkpoint.checkpoints import Checkpoint
+from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
+from onward.execute.checkpoint.contents import PLACEMENTS
+from onward.execute.checkpoint.manifest import MANIFEST
 from onward.execute.lying import beside
 from onward.execute.state import Layout, State, copied
-
-PLACEMENTS = "placements"  # under which a checkpoint says how what is not replicated lies over the devices
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,46 @@ def say(sentences: Sequence[str], strict: bool | None) -> None:
 
 
 STRICT = "Nothing was changed, since restore was given strict=True; strict=None warns, False says nothing."
+
+
+def loaded(source: Any, which: Any = "latest", fallback: bool = False) -> Checkpoint:
+    """The checkpoint that a person names: a loaded one, one of a store or of a folder, or its own folder.
+
+    Raises:
+        ArgumentError: something else.
+        CheckpointError: nothing whole is there.
+    """
+    if isinstance(source, Checkpoint):
+        return source
+    if isinstance(source, Checkpoints):
+        return source.load(which, fallback=fallback)
+    if not isinstance(source, str | PathLike):
+        raise ArgumentError(
+            f"restore was given {describe(source)}; expected a folder of checkpoints, restore('runs/one'), "
+            "one of them, 'runs/one/000007-step-120', or Checkpoints('runs/one')."
+        )
+    path = Path(source)
+    if which == "latest" and (path / MANIFEST).exists():
+        return Checkpoints(path.parent).load(path, fallback=fallback)
+    return Checkpoints(path).load(which, fallback=fallback)
+
+
+def complete(layout: Layout, found: Checkpoint) -> list[Any]:
+    """The values of a layout, all of them from a checkpoint.
+
+    Raises:
+        CheckpointError: one is not in it, or of another type.
+    """
+    was = {name: Placement(word) for name, word in found.extra.get(PLACEMENTS, {}).items()}
+    values = []
+    for v in layout.variables:
+        value = found.arrays.get(v.name)
+        if value is not None:
+            value = laid_out(value, v, layout, was.get(v.name, Placement.REPLICATED))
+        if value is None:
+            raise CheckpointError(_misfit(layout.whole(v), found))
+        values.append(copied(value, v.dtype))
+    return values
 
 
 def _arrays(state: State) -> Sequence[Any]:

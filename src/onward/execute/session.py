@@ -17,21 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
-from onward.core.errors import ArgumentError, nearest
+from onward.core.errors import ArgumentError, nearest, not_pickled
 from onward.core.program import Program, Target, Variable
 from onward.core.structure import describe
 from onward.core.walk import name_of
 from onward.define.deferred import Deferred
 from onward.define.lazy import Lazy
-from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.counts import Part
 from onward.execute.feeds import data_names
 from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.out import Out
 from onward.execute.owners import owner_of
+from onward.execute.restore import loaded
 from onward.execute.scope import Scope
 from onward.execute.state import State
 from onward.execute.step import Step
@@ -81,9 +82,7 @@ class Session:
         checkpoints: Checkpoints | str | PathLike[str] | None = None,
     ) -> None:
         self.scope = scope if scope is not None else Scope()
-        self.checkpoints = (
-            Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
-        )
+        self.checkpoints = store_of(checkpoints)
         self.grace = None if self.checkpoints is None else self.checkpoints.grace
         self.identity = Identity.new()
         self.runs = 0
@@ -131,9 +130,10 @@ class Session:
                     out = self._run(plan, fed)
             return [out[name] for name in plan.aim.fetch]
         except (KeyboardInterrupt, Terminated):
-            if self.checkpoints is not None:
-                self.save()
-            raise
+            with Interruptible() as interrupts, interrupts.uninterrupted:
+                if self.checkpoints is not None:
+                    self.save()
+                raise
 
     def _run(self, plan: _Plan, fed: Mapping[str, Any]) -> Out:
         """Run a plan over the values of the scope, and keep the new ones; nothing may interrupt this."""
@@ -169,15 +169,14 @@ class Session:
             CheckpointError: nothing whole is there; nothing is changed then.
             StateError: a value of another type than the Variable that is known here.
         """
-        store = self.checkpoints if folder is None else Checkpoints(folder)
-        if store is None:
+        if folder is None and self.checkpoints is None:
             raise ArgumentError("There is no folder to restore from: session.restore('runs/one').")
-        found = store.load(which)
+        found = loaded(self.checkpoints if folder is None else folder, which)
         with self.scope.lock:
             self.scope.restore(found.arrays, found.extra)
             self.runs = found.step
         if self.checkpoints is not None and self.checkpoints.is_at(found.path.parent):
-            self.checkpoints.follow(store)
+            self.checkpoints.follow(found)
             self.identity = found.identity
 
     def program(self, target: Any, feed: Mapping[Any, Any] | None = None) -> Program:
@@ -227,6 +226,12 @@ class Session:
             examples = {n: x for n, x in fed.items() if n in names}
             self._completed[deferred] = deferred.complete(examples)
         return self._completed[deferred]
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            "A Session",
+            "session.save(folder) writes its values, restore(folder) of a new Session reads them.",
+        )
 
     def __repr__(self) -> str:
         return f"Session({len(self.scope)} Variables, {len(self._plans)} plans)"

@@ -18,6 +18,7 @@ from onward.core.structure import Signature, describe
 from onward.core.words import UpdateType
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
+from onward.execute.line import Line, follow
 from onward.execute.storage.storage import Storage
 
 
@@ -103,15 +104,17 @@ class State:
         layout: which Variables it holds.
         buffers: the arrays that hold them.
         storage: which buffer holds what; None where each Variable has one of its own.
+        line: the States that it came of and that came of it; see ``onward.execute.line``.
     """
 
-    __slots__ = ("_values", "buffers", "layout", "storage")
+    __slots__ = ("__weakref__", "_values", "buffers", "layout", "line", "storage")
 
     def __init__(self, layout: Layout, buffers: Sequence[Any], storage: Storage | None = None) -> None:
         self.layout = layout
         self.storage = storage
         self.buffers = tuple(buffers)
         self._values = self.buffers if storage is None else None
+        self.line: Line | None = None
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -198,6 +201,16 @@ class State:
             raise StateError(SPENT)
         return State(self.layout, [copied(x, x.dtype) for x in self.buffers], self.storage)
 
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: Any) -> State:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_spent:
+            raise StateError(SPENT)
+        return State, (self.layout, self.buffers, self.storage)
+
     def replace(self, changes: Mapping[str, Any]) -> State:
         """A State with other values for some Variables; the types stay, nothing is compiled again.
 
@@ -234,7 +247,9 @@ class State:
             buffers = list(self.buffers)
             for i, value in changes.items():
                 buffers[self._buffer(i)] = value
-            return State(self.layout, buffers, self.storage)
+            changed = State(self.layout, buffers, self.storage)
+            follow(self, changed)
+            return changed
         return State(self.layout, [changes.get(i, x) for i, x in enumerate(self.values)])
 
     def sweep(self, choices: Mapping[str, Sequence[Any]]) -> State:
@@ -294,6 +309,11 @@ class State:
     def is_spent(self) -> bool:
         """Whether a step has taken over any of this State's buffers."""
         return any(map(is_deleted, self.buffers))
+
+    def become(self, newest: State) -> None:
+        """Hold what another State holds, in the same arrays: so Ctrl-C mends one that a step has spent."""
+        self.layout, self.storage = newest.layout, newest.storage
+        self.buffers, self._values = newest.buffers, newest._values
 
     def __repr__(self) -> str:
         if self.is_spent:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
+from os import PathLike
 from threading import RLock
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from onward.core.errors import ArgumentError, OnwardError, StateError
+from onward.core.errors import ArgumentError, OnwardError, StateError, not_pickled
 from onward.core.program import Program, Variable
 from onward.core.transform import replayed
 from onward.core.walk import Where, find, select
+from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
+from onward.execute.checkpoint.contents import POSITION
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.line import follow
+from onward.execute.loop.interrupt import while_a_step_runs
+from onward.execute.loop.reader import move
 from onward.execute.lying import laid, lies_elsewhere
 from onward.execute.many_steps import ManySteps
 from onward.execute.nonfinite.checks import Checks
@@ -23,6 +30,7 @@ from onward.execute.out import Out
 from onward.execute.outs import Outs
 from onward.execute.peers.deadline import deadline_of
 from onward.execute.portions import Filling, Portions
+from onward.execute.restore import complete, loaded
 from onward.execute.spread import By
 from onward.execute.state import SPENT, Layout, State
 from onward.execute.storage.plan import plan as storage_of
@@ -139,7 +147,8 @@ class Step:
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
             NonFiniteError: an earlier step was not finite: see ``check_finite``, ``guard(program, "stop")``.
         """
-        state = given = self._accepted(state)
+        whose, state = state, self._accepted(state)
+        given = state
         if self._checks is not None:
             self._checks.look(state)
         executable, values, filling = self._find(state, self.feeds.named(data, feed) if feed else data)
@@ -147,15 +156,19 @@ class Step:
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
             changed, results = executable.function(own, values)
+            following = self._with(state, executable, changed)
         else:
             if not executable.is_compiled:
                 self._compile(executable)
-            lying, changed, results = executable(own, values)
-            if lying is not own:
-                state = self._with(state, executable, lying)
+            with while_a_step_runs() if executable.is_alone else nullcontext():
+                lying, changed, results = executable(own, values)
+                if lying is not own:
+                    state = self._with(state, executable, lying)
+                following = self._with(state, executable, changed)
+                follow(whose, following)
         if filling is not None:
             results = executable.emptied(results, filling)
-        out, following = Out(executable.results, results), self._with(state, executable, changed)
+        out = Out(executable.results, results)
         if self._checks is not None:
             self._checks.seen(given, following, out, [(data, feed)])
         return following, out
@@ -191,6 +204,41 @@ class Step:
             ([4.0, 0.0, 0.0, 1.0, 2.25], 0.75)
         """
         return self._many.run(state, batches, steps)
+
+    def restore(
+        self,
+        source: Checkpoint | Checkpoints | str | PathLike[str],
+        *,
+        which: Any = "latest",
+        fallback: bool = False,
+        reader: Any = None,
+    ) -> State:
+        """The State that ``checkpoints.save(state, ...)`` saved, bit for bit.
+
+        Args:
+            source: a folder of checkpoints, or one of them: its path, or what ``checkpoints.load()`` gave.
+            which: ``"latest"``, ``"best"``, or the path of one.
+            fallback: where one is damaged, take the one before.
+            reader: continues where the reader stood that was saved with the State.
+
+        Raises:
+            CheckpointError: nothing whole is there, or something that this step keeps is not in it.
+            ArgumentError: no such source; a reader, and the checkpoint has no position.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, onward as ow
+            >>> step = ow.compile(ow.SGD(0.25).minimize(lambda w: w**2, jnp.float32(1.0)))
+            >>> state, out = step(step.init(jnp.float32(1.0)))
+            >>> with ow.Checkpoints(tempfile.mkdtemp()) as checkpoints:
+            ...     path = checkpoints.save(state, 1)
+            >>> float(step.restore(path).parameters)
+            0.5
+        """
+        found = loaded(source, which, fallback)
+        state = self._stored(complete(self.layout, found))
+        if reader is not None:
+            move(reader, found.extra.get(POSITION))
+        return state
 
     @property
     def compilations(self) -> int:
@@ -377,6 +425,17 @@ class Step:
             place = {name: i for i, name in enumerate(names)}
             found = self._places[key] = tuple(place[v.name] for v in executable.layout.variables)
         return found
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            "A Step", "onward.save(step, path, state) writes both, onward.load_step(path) reads them."
+        )
+
+    def __copy__(self) -> Step:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Step:
+        return self
 
     def __repr__(self) -> str:
         return f"Step({self.program.name!r}, {self.compilations} compiled)"

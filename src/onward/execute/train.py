@@ -31,7 +31,7 @@ from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Adam
 from onward.derive.seam import forward_pass
 from onward.distribute.merge import Merge
-from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.evaluator import as_feed
 from onward.execute.loop.reader import Reading
@@ -118,7 +118,7 @@ def train(
         >>> ow.train(network, [(x, x[:, :1])], epochs=3).history["loss"].shape
         (3,)
     """
-    store = Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
+    store = store_of(checkpoints)
     with store or nullcontext():
         if store is not None:  # before anything is read or compiled
             store.claim(Identity.new(), resume=resume)

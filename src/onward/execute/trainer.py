@@ -12,22 +12,21 @@ from dataclasses import replace
 from functools import cached_property
 from math import nan
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from onward.core.errors import ArgumentError, NonFiniteError, UnknownNameError, nearest
+from onward.core.errors import ArgumentError, NonFiniteError, UnknownNameError, nearest, not_pickled
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
-from onward.core.words import Placement
 from onward.derive.check_finite import check_finite as checked
 from onward.derive.for_evaluation import evaluated_parameters
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
 from onward.distribute.replicate import replicate
-from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.evaluator import Evaluator
 from onward.execute.feeds import data_names
@@ -41,12 +40,10 @@ from onward.execute.loop.telling import CALLBACKS, Telling
 from onward.execute.loop.training import Training
 from onward.execute.model import Model
 from onward.execute.out import Out
-from onward.execute.restore import PLACEMENTS, Restored, matched
+from onward.execute.restore import Restored, loaded, matched
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
 from onward.execute.tuning import StepPlan, Tuning
-
-_SPREAD = (Placement.PER_REPLICA, Placement.SHARDED)
 
 
 class Trainer:
@@ -105,9 +102,7 @@ class Trainer:
         if check_finite:
             self.program = checked(self.program)
         self.evaluator = Evaluator(model)
-        self.checkpoints = (
-            Checkpoints(checkpoints) if isinstance(checkpoints, str | PathLike) else checkpoints
-        )
+        self.checkpoints = store_of(checkpoints)
         self.identity = Identity.new()
         self.history = History()
         self.names = data_names(self.program)
@@ -353,14 +348,11 @@ class Trainer:
         target.claim(self.identity)
         with self.model.lock:
             state = self.joined()
-            arrays = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
             extra = {"epoch": self.epoch, "batch": self.batch, "begun": self.begun, "position": self.position}
             extra["to_test"], extra[CALLBACKS] = self.to_test, self.telling.record()
             extra[FINGERPRINTS] = {**self._fingerprints, "reader": dict(self.words), "given": self._given}
             extra["metrics"] = {name: plain(float(x)) for name, x in self.metrics.items()}
-            if placed := {v.name: str(v.placement) for v in state.layout.variables if v.placement in _SPREAD}:
-                extra[PLACEMENTS] = placed
-            return target.save(arrays, self.step, metrics=metrics or {}, extra=extra)
+            return target.save(state, self.step, metrics=metrics or {}, extra=extra)
 
     def restore(
         self,
@@ -376,7 +368,7 @@ class Trainer:
         there. What was kept, what not, is returned, and warned about where the two differ.
 
         Args:
-            source: the folder of checkpoints; the Trainer's own unless given.
+            source: the folder of checkpoints, or one of them; the Trainer's own folder unless given.
             which: ``"latest"``, ``"best"``, or the path of one.
             fallback: where one is damaged, take the one before.
             strict: what to do where the checkpoint is of another training: other Variables, another network,
@@ -387,16 +379,9 @@ class Trainer:
         Raises:
             CheckpointError: nothing whole is there, or a parameter does not fit; nothing is changed then.
         """
-        if (
-            self.checkpoints is not None
-            and isinstance(source, str | PathLike)
-            and self.checkpoints.is_at(source)
-        ):
-            source = self.checkpoints
-        store = Checkpoints(source) if isinstance(source, str | PathLike) else source or self.checkpoints
-        if store is None:
+        if source is None and self.checkpoints is None:
             raise ArgumentError("There is no folder to restore from: trainer.restore('runs/one').")
-        found = store.load(which, fallback=fallback)
+        found = loaded(self.checkpoints if source is None else source, which, fallback)
         with self.model.lock:
             state = self.joined()
             values, report = matched(state, self.model.state.layout.variables, found)
@@ -415,7 +400,7 @@ class Trainer:
             self.telling.expect(found.extra.get(CALLBACKS))
             self.words = found.extra.get(FINGERPRINTS, {}).get("reader", {})
         if self.checkpoints is not None and self.checkpoints.is_at(found.path.parent):
-            self.checkpoints.follow(store)
+            self.checkpoints.follow(found)
             self.identity = found.identity
         if strict is None:
             report.warn(found.path)
@@ -460,6 +445,13 @@ class Trainer:
                 training.after()
 
         return loop
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            "A Trainer",
+            "trainer.checkpoint(folder) saves all of it, restore(folder) of a new Trainer reads it; "
+            "trainer.model.copy() is a copy of the model.",
+        )
 
     def __repr__(self) -> str:
         return f"Trainer({self.model!r}, step {self.step})"

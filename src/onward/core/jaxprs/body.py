@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.extend import core as jex
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, not_pickled
 from onward.core.jaxprs import devices
 from onward.core.jaxprs.devices import Collective
 from onward.core.jaxprs.equations import (
@@ -91,6 +91,14 @@ class Body:
     def closed(self) -> Any:
         """The jaxpr itself, for this room and for the curious."""
         return self._closed
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            "A Program", "Make it again where it is needed, or onward.save(model, path) and load."
+        )
+
+    def __deepcopy__(self, memo: Any) -> Body:
+        return self
 
     def __call__(self, *values: Any) -> list[Any]:
         """The outputs for these inputs; under a trace, their tracers."""

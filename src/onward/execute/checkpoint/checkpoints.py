@@ -22,12 +22,16 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import jax.numpy as jnp
+import numpy as np
+
 from onward.core.errors import ArgumentError, CheckpointError, nearest
+from onward.core.structure import describe
 from onward.execute.checkpoint.archive import (
     Content,
     Found,
@@ -40,13 +44,17 @@ from onward.execute.checkpoint.archive import (
     write,
 )
 from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
+from onward.execute.checkpoint.contents import HISTORY, KEY, contents
 from onward.execute.checkpoint.durable import discard, make_folder, sweep, sync
 from onward.execute.checkpoint.encoding import encode
 from onward.execute.checkpoint.identity import UNKNOWN, Identity
 from onward.execute.checkpoint.lock import Lock
+from onward.execute.checkpoint.manifest import MANIFEST
 from onward.execute.checkpoint.refusal import of_another_run
 from onward.execute.checkpoint.retention import Inspection, superfluous
+from onward.execute.loop.history import History
 from onward.execute.spread import gathered, place_among_processes
+from onward.execute.state import State
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,22 @@ class Checkpoint:
     extra: Mapping[str, Any]
     path: Path
     identity: Identity = UNKNOWN
+    newest: int = 0
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Any:
+        """The random key that was saved beside the arrays; None where none was."""
+        key = self.beside.get(KEY)
+        return jnp.asarray(key) if isinstance(key, np.ndarray) else key
+
+    @property
+    def history(self) -> History:
+        """The numbers that were saved beside the arrays; empty where none were."""
+        columns = self.beside.get(HISTORY, ())
+        return History.from_dict(
+            dict(zip(self.extra.get(HISTORY, ()), map(np.ndarray.tolist, columns), strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -123,8 +147,15 @@ class Checkpoints:
         grace: float = 25.0,
     ) -> None:
         for name, value in {"every": every, "keep": keep}.items():
-            if value is not None and value < 1:
-                raise ArgumentError(f"Checkpoints: {name} is {value}; expected at least 1, or None.")
+            if value is not None and (not _is_whole(value) or value < 1):
+                raise ArgumentError(
+                    f"Checkpoints: {name} is {describe(value)}; expected a whole number, at least 1, or None."
+                )
+        if not isinstance(folder, str | os.PathLike):
+            raise ArgumentError(
+                f"Checkpoints was given {describe(folder)}; expected the path of a "
+                "folder: Checkpoints('runs/one')."
+            )
         if not grace > 0:
             raise ArgumentError(f"Checkpoints: grace is {grace}; expected a number of seconds, such as 25.")
         _check_word("mode", mode, ("min", "max"))
@@ -134,6 +165,11 @@ class Checkpoints:
             raise CheckpointError(
                 f"{folder} is a file; checkpoints are kept in a folder. One file without the code of the "
                 "network is written by onward.save(model, path) and read by onward.load(path)."
+            )
+        if (self.folder / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{folder} is one checkpoint; expected the folder of all of them, {self.folder.parent}. "
+                "trainer.restore and step.restore take the path of one."
             )
         self.every, self.keep, self.best, self.mode = every, keep, best, mode
         self.asynchronous, self.grace = asynchronous, grace
@@ -203,9 +239,9 @@ class Checkpoints:
                 (f.manifest.identity for f in newest_first(found) if f.manifest), self.identity
             )
 
-    def follow(self, other: Checkpoints) -> None:
-        """Go on with the run that another store of the same folder has loaded."""
-        self.identity, self._newest = other.identity, other._newest
+    def follow(self, found: Checkpoint) -> None:
+        """Go on with the run of a checkpoint that was loaded from this folder."""
+        self.identity, self._newest = found.identity, found.newest
 
     def is_at(self, folder: str | os.PathLike[str]) -> bool:
         """Whether this is the folder of the store."""
@@ -217,38 +253,49 @@ class Checkpoints:
 
     def save(
         self,
-        arrays: Mapping[str, Any],
+        arrays: State | Mapping[str, Any],
         step: int,
         *,
         metrics: Mapping[str, float] | None = None,
         extra: Mapping[str, Any] | None = None,
+        reader: Any = None,
+        key: Any = None,
+        history: History | None = None,
     ) -> Path:
         """Copy the arrays, which may be donated as soon as this returns, and write them as a new checkpoint.
 
         Args:
-            arrays: name -> array of numbers, booleans or typed random keys, of any dtype and shape.
+            arrays: a State, as ``step.restore`` gives it back; or name -> array of numbers, booleans or typed
+                random keys, of any dtype and shape.
             step: the step after which they were taken.
             metrics: numbers by which a person, or ``best``, tells checkpoints apart.
             extra: JSON data that comes back as it is: the position of a reader, the epoch.
+            reader: what the loop reads, whose position is kept: ``step.restore(..., reader=reader)`` sets it.
+            key: a random key of the loop, which comes back as ``load().key``.
+            history: the numbers of the loop, which come back as ``load().history``.
 
         Returns:
             The folder that holds the checkpoint once it is written.
 
         Raises:
             ArgumentError: something that cannot be stored, or no metric named ``best``.
+            StateError: a State that was given to a step.
             CheckpointError: this one or the one before could not be written, or the folder is another's: see
                 ``claim``.
         """
+        if not _is_whole(step) or step < 0:
+            raise ArgumentError(
+                f"Checkpoints.save: step is {describe(step)}; expected a whole number, at least 0."
+            )
         step = operator.index(step)
-        if step < 0:
-            raise ArgumentError(f"Checkpoints.save: step is {step}; expected at least 0.")
+        arrays, extra = contents(arrays, extra or {}, reader, key, history)
         metrics = {_name("metrics", name): float(value) for name, value in (metrics or {}).items()}
         if self.best is not None and self.best not in metrics:
             raise ArgumentError(
                 f"Checkpoints.save: best={self.best!r}, and metrics= has no such number. "
                 f"{nearest(self.best, metrics)}"
             )
-        extra = _json_data(extra or {})
+        extra = _json_data(extra)
         self.wait()
         self.claim()
         encoded = {_name("arrays", name): encode(name, gathered(value)) for name, value in arrays.items()}
@@ -300,15 +347,23 @@ class Checkpoints:
             CheckpointError: there is none, or it is damaged; the message names the file and the variables.
         """
         self._join()
+        if not isinstance(which, str | os.PathLike):
+            raise ArgumentError(
+                f"Checkpoints.load was given {describe(which)}; expected 'latest', 'best', or the "
+                "path of one, such as checkpoints.entries()[-1].path."
+            )
         newest = last_sequence(look(self.folder))
         *others, path = self._candidates(which)
         while True:
             try:
                 manifest, arrays = read(path)
-                if self.is_at(path.parent):
-                    self.identity, self._newest = manifest.identity, newest
+                kept = {name: x for name, x in arrays.items() if name not in (KEY, HISTORY)}
+                beside = {name: x for name, x in arrays.items() if name in (KEY, HISTORY)}
                 about = manifest.step, manifest.metrics, manifest.extra
-                return Checkpoint(arrays, *about, path, manifest.identity)
+                found = Checkpoint(kept, *about, path, manifest.identity, newest, beside)
+                if self.is_at(path.parent):
+                    self.follow(found)
+                return found
             except CheckpointError as error:
                 if not fallback:
                     raise
@@ -447,6 +502,26 @@ class Checkpoints:
             raise ArgumentError('load("best"): no metric was named. Write Checkpoints(folder, best="loss").')
         damaged = [f.path for f in look(self.folder) if f.manifest is None]
         return [*(e.path for e in self._ranked(self.entries())), *damaged]
+
+
+def store_of(checkpoints: Any) -> Checkpoints | None:
+    """What a person gave as ``checkpoints=``: a store, or a folder of which one is made.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    if checkpoints is None or isinstance(checkpoints, Checkpoints):
+        return checkpoints
+    if isinstance(checkpoints, str | os.PathLike):
+        return Checkpoints(checkpoints)
+    raise ArgumentError(
+        f"checkpoints= is {describe(checkpoints)}; expected a folder, 'runs/one', or "
+        "Checkpoints('runs/one', every=100)."
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _up_to(found: Sequence[Path], path: Path) -> list[Path]:

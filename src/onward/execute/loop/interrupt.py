@@ -22,6 +22,10 @@ backwards; assigning an attribute is none of these. So there is no moment betwee
 whole. The one moment left is the beginning of ``Interruptible.__exit__``, before its first line, where the
 depth is still 0 and raising would leave the handler installed for good; there the handler sees in whose frame
 it runs.
+
+A loop of one's own marks nothing: ``state, out = step(state, x)``. There each step marks itself, by
+``while_a_step_runs``, and the handler stays until Ctrl-C. Before it raises it calls ``rescue``: a State that
+was given to a step, and is still in somebody's hands, becomes the newest one that came of it.
 """
 
 from __future__ import annotations
@@ -30,9 +34,13 @@ import _thread
 import os
 import signal
 import threading
+from _signal import getsignal  # type: ignore[import-not-found]  # signal's own asks enums: 2 us in Python 3.11
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
+
+from onward.execute.line import rescue
 
 Handler = Callable[[int, FrameType | None], Any]
 TERMINATED = 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, as shells count
@@ -51,24 +59,39 @@ class Uninterrupted:
     ``with uninterrupted:`` is two assignments and no system call, and may be nested. A SIGINT inside is
     remembered and handed to the former handler, which as a rule raises KeyboardInterrupt, at the end of the
     outermost ``with``; outside it is handed over at once. If the part ends by an error, that error becomes
-    the ``__context__`` of the KeyboardInterrupt.
+    the ``__context__`` of the KeyboardInterrupt. Within an ``Interruptible`` those that follow the first are
+    one with it, until the training goes on.
     """
 
-    __slots__ = ("depth", "former", "pending", "termination", "users")
+    __slots__ = ("depth", "former", "pending", "raised", "termination", "users")
 
     def __init__(self, former: Handler) -> None:
         self.former = former
         self.depth = self.users = 0
-        self.pending = False
+        self.pending = self.raised = False
         self.termination: Termination | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        if self.depth or (frame is not None and frame.f_code is Interruptible.__exit__.__code__):
+        leaves = frame is not None and frame.f_code is Interruptible.__exit__.__code__
+        if self.depth or self.raised or leaves:
             self.pending = True
         else:
-            self.pending = False
+            self.hand_over(number, frame)
+
+    def hand_over(self, number: int, frame: FrameType | None) -> None:
+        """Let every State be whole, and call the former handler."""
+        self.depth += 1
+        rescue()
+        if not self.users and getsignal(signal.SIGINT) is self:
+            signal.signal(signal.SIGINT, self.former)
+        self.depth -= 1
+        self.pending = False
+        try:
             self.former(number, frame)
+        except BaseException:
+            self.raised = self.users > 0
+            raise
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -76,14 +99,49 @@ class Uninterrupted:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_raised = isinstance(error, KeyboardInterrupt)
         self.depth -= 1
-        if self.termination is not None and self.termination.pending and not self.depth:
+        if self.depth:
+            return
+        if self.termination is not None and self.termination.pending:
             self.pending = False
             self.termination.act(error)
-        if self.pending and not self.depth:
-            self.pending = False
-            if not isinstance(error, KeyboardInterrupt):
-                self.former(signal.SIGINT, None)
+        if is_raised:
+            self.pending, self.raised = False, self.users > 0
+        else:
+            self.raised = False
+            if self.pending:
+                self.hand_over(signal.SIGINT, None)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def while_a_step_runs() -> AbstractContextManager[None]:
+    """The part of a program that takes buffers over and has not returned new ones: Ctrl-C waits for its end.
+
+    The handler that sees to it stays where Python's own was, for the steps to come, until it has raised
+    KeyboardInterrupt. Outside of the main thread, and where SIGINT has another handler, nothing is done.
+
+    >>> try:
+    ...     with while_a_step_runs():
+    ...         signal.raise_signal(signal.SIGINT)
+    ...         print("this is still done")
+    ... except KeyboardInterrupt:
+    ...     print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    this is still done
+    True
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return _NOTHING
+    former = getsignal(signal.SIGINT)
+    if isinstance(former, Uninterrupted):
+        return former
+    if former is not signal.default_int_handler:
+        return _NOTHING
+    part = Uninterrupted(former)
+    signal.signal(signal.SIGINT, part)
+    return part
 
 
 class Termination:
@@ -183,7 +241,7 @@ class Interruptible:
     def __enter__(self) -> Interruptible:
         if threading.current_thread() is not threading.main_thread():
             return self
-        former = signal.getsignal(signal.SIGINT)
+        former = getsignal(signal.SIGINT)
         self.uninterrupted = part = self._part(former)
         part.depth += 1  # what arrives from here on is remembered, until the end of the first part
         part.users += 1
@@ -199,14 +257,18 @@ class Interruptible:
     ) -> None:
         part, former = self.uninterrupted, self.uninterrupted.former
         part.depth += 1
-        if threading.current_thread() is threading.main_thread():
-            part.users -= 1
-            if self.grace is not None:  # first: once Ctrl-C is given back, it may be raised anywhere
-                self._let_go_of_termination(part)
-            is_ours = signal.getsignal(signal.SIGINT) is part  # it may have been replaced meanwhile
-            if is_ours and not part.users:
-                signal.signal(signal.SIGINT, former)
-        part.__exit__(kind, error, trace)
+        try:
+            if threading.current_thread() is threading.main_thread():
+                part.users -= 1
+                if self.grace is not None:  # first: once Ctrl-C is given back, it may be raised anywhere
+                    self._let_go_of_termination(part)
+                is_ours = getsignal(signal.SIGINT) is part  # it may have been replaced meanwhile
+                if is_ours and not part.users:
+                    signal.signal(signal.SIGINT, former)
+            part.__exit__(kind, error, trace)
+        except KeyboardInterrupt:
+            if not isinstance(error, KeyboardInterrupt):  # else this one is the second of a double Ctrl-C
+                raise
 
     def _part(self, former: Any) -> Uninterrupted:
         """That of an Interruptible around this one, or its own."""

@@ -153,6 +153,42 @@ class Reading:
             return None
 
 
+def position_of(reader: Any) -> Any:
+    """Where a reader stands, as JSON data.
+
+    >>> position_of(batches([np.arange(4)], 2))
+    {'epoch': 0, 'batch': 0}
+
+    Raises:
+        ArgumentError: it does not tell, or in what JSON does not hold.
+    """
+    if not (spelling := _spelling(reader)):
+        raise ArgumentError(
+            f"The reader is {describe(reader)}, which does not tell where it stands; expected state_dict and "
+            "load_state_dict, or get_state and set_state, as onward.batches has them."
+        )
+    try:
+        return plain(getattr(reader, spelling[0])())
+    except TypeError as error:
+        raise ArgumentError(
+            f"The reader says where it stands, but {error}, which a checkpoint does not keep."
+        ) from error
+
+
+def move(reader: Any, position: Any) -> None:
+    """Let a reader continue at a position of ``position_of``.
+
+    Raises:
+        ArgumentError: there is none, or the reader cannot take it.
+    """
+    if position is None:
+        raise ArgumentError(
+            "The checkpoint holds no position of a reader. Save it: checkpoints.save(state, step, "
+            "reader=reader)."
+        )
+    _restore(reader, position)
+
+
 def _maker(reader: Any) -> Callable[[int], Any]:
     """A function from the number of an epoch to an iterable."""
     if isinstance(reader, Iterable):

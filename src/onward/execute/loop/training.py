@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
+from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.derive.guard import is_guarded
 from onward.execute.evaluator import as_feed, batch_size, metrics_of
@@ -63,18 +65,23 @@ class Training:
         self.trainer, self.reading, self.test = trainer, Reading(reader), test
         self.telling, self.prefetch, self.check = Telling(callbacks, trainer.telling), prefetch, check
         self.guarded = is_guarded(trainer.program)
-        if not isinstance(epochs, int) or epochs < 0:
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
         self.saved = trainer.step if trainer.resumed else -1
-        self._again = trainer.resumed
+        was_resumed = self._again = trainer.resumed
         words = of_reader(reader)
-        if trainer.resumed:
+        if was_resumed:
             say(differences({"reader": trainer.words}, {"reader": words}), trainer.strict)
             self.telling.restore(trainer.telling, trainer, trainer.strict)
         else:
             trainer.begun, trainer.metrics = trainer.epoch, {}
         trainer.telling, trainer.words, trainer.resumed = self.telling, words, False
         self.last = trainer.begun + epochs
+        if was_resumed and epochs and trainer.epoch >= self.last:
+            message = _FINISHED.format(
+                epochs=epochs, done=trainer.epoch - trainer.begun, more=trainer.epoch - trainer.begun + 1
+            )
+            warnings.warn(message, stacklevel=user_level())
         length = self.reading.length
         total = None if length is None else max(0, (self.last - trainer.epoch) * length - trainer.batch)
         self.progress = Progress(total, progress, "train")
@@ -96,22 +103,29 @@ class Training:
             if trainer.checkpoints is not None:
                 trainer.checkpoints.claim(trainer.identity)
             try:
-                self.event(EventKind.BEGIN)
-                if trainer.to_test:
-                    self.tests()
-                while trainer.epoch < self.last:
-                    self.epoch(loop)
-            except StopTraining as reason:
-                trainer.to_test = False
-                self.progress.message(f"Stopped: {reason}")
+                self.to_the_end(loop)
             except (KeyboardInterrupt, SystemExit) as interrupt:
-                self.rescue(interrupt)
-                raise
-            with suppress(StopTraining):
-                self.save()
-            with suppress(StopTraining):
-                self.event(EventKind.END)
-            self.wait()
+                with self.uninterrupted:
+                    self.rescue(interrupt)
+                    raise
+
+    def to_the_end(self, loop: Loop) -> None:
+        """All epochs, and what comes after the last one."""
+        trainer = self.trainer
+        try:
+            self.event(EventKind.BEGIN)
+            if trainer.to_test:
+                self.tests()
+            while trainer.epoch < self.last:
+                self.epoch(loop)
+        except StopTraining as reason:
+            trainer.to_test = False
+            self.progress.message(f"Stopped: {reason}")
+        with suppress(StopTraining):
+            self.save()
+        with suppress(StopTraining):
+            self.event(EventKind.END)
+        self.wait()
 
     def epoch(self, loop: Loop) -> None:
         """One epoch, or the rest of one, and the test after it."""
@@ -244,9 +258,15 @@ class Training:
         self.event(EventKind.CHECKPOINT, {"path": path})
 
     def rescue(self, interrupt: BaseException) -> None:
-        """Save before Ctrl-C, SIGTERM or ``sys.exit`` ends the training; why that failed is said."""
+        """Save before Ctrl-C, SIGTERM or ``sys.exit`` ends the training; why that failed is said.
+
+        Whoever catches the interrupt finds the Trainer in it.
+        """
         if self.interrupts.uninterrupted.termination is not None:
             self.interrupts.uninterrupted.termination.answer()
+        interrupt.trainer = self.trainer  # type: ignore[attr-defined]
+        if self.trainer.checkpoints is None:
+            interrupt.add_note(_KEPT.format(step=self.trainer.step))
         try:
             with suppress(StopTraining):
                 self.save()
@@ -286,6 +306,17 @@ class Training:
             trainer = self.trainer
             values = trainer.metrics if metrics is None else metrics
             self.telling.note(Event(kind, trainer.epoch, trainer.batch, trainer.step, values, trainer))
+
+
+_FINISHED = (
+    "train(epochs={epochs}) after a restore has nothing to do: what was restored has done {done} epochs, and "
+    "epochs counts from where that training began. Write epochs={more} for one more; or begin anew, without "
+    "restore."
+)
+_KEPT = (
+    "The Trainer stands at step {step}, and is kept: except KeyboardInterrupt as interrupt: trainer = "
+    "interrupt.trainer; in a notebook: import sys; trainer = sys.last_value.trainer. Its train(...) goes on."
+)
 
 
 def _is_settled(value: Any) -> bool:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from onward.core.errors import LossError, ModelFileError, OnwardError
+from onward.core.errors import ArgumentError, LossError, ModelFileError, OnwardError
 from onward.core.program import Program, Variable
+from onward.core.structure import describe
 from onward.core.whole import without_derivative
 from onward.execute.checkpoint.encoding import Form, decode
 from onward.execute.checkpoint.manifest import take
@@ -61,7 +62,7 @@ def load(path: str | PathLike[str], *, sha256: str | None = None, allow_nonfinit
         >>> ow.load(path)
         Model('network', 2 parameters, 10 numbers)
     """
-    file = _File(Path(path), "model", sha256)
+    file = _File(path, "model", sha256)
     program = file.program()
     named = {v.name: v for v in program.state}
     values = {named[name]: x for name, x in file.values(program).items()}
@@ -92,7 +93,7 @@ def load_step(
         >>> float(out.loss), state.parameters.tolist()
         (2.5, [0.5, 1.0])
     """
-    file = _File(Path(path), "training", sha256)
+    file = _File(path, "training", sha256)
     program = file.program()
     values = file.values(program)
     file.expect_finite({v: values[v.name] for v in program.parameters if not allow_nonfinite})
@@ -104,7 +105,13 @@ def load_step(
 class _File:
     """A model file that was read whole: what it says, checked as it is taken."""
 
-    def __init__(self, path: Path, kind: str, sha256: str | None) -> None:
+    def __init__(self, given: Any, kind: str, sha256: str | None) -> None:
+        if not isinstance(given, str | PathLike):
+            raise ArgumentError(
+                f"{_KINDS[kind]} was given {describe(given)}; expected the path of a file that "
+                "onward.save wrote."
+            )
+        path = Path(given)
         self.path = path
         self.contents: Contents = container.read(path)
         if sha256 is not None and sha256.lower() != self.contents.sha256:

@@ -1,0 +1,66 @@
+"""Which States came of each other: so that Ctrl-C leaves a whole one in everybody's hands.
+
+``state, out = step(state, x)`` takes the buffers of the old State over. KeyboardInterrupt may come before
+the new one is assigned, or inside of a function that holds it, and then only the old one is left. So the
+States of a loop know their line, and before KeyboardInterrupt is raised those that are spent become the
+newest of it. Nothing is kept alive for that: all references are weak, and who is interrupted still holds it.
+
+>>> import signal, jax.numpy as jnp, onward as ow
+>>> step = ow.compile(ow.SGD(0.25).minimize(lambda w: w**2, jnp.float32(1.0)))
+>>> before = step.init(jnp.float32(1.0))
+>>> after, out = step(before)
+>>> try:
+...     signal.raise_signal(signal.SIGINT)
+... except KeyboardInterrupt:
+...     print(before.parameters)
+0.5
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+if TYPE_CHECKING:
+    from onward.execute.state import State
+
+
+class Line:
+    """The States of one loop that are still in use: the newest, and those before it."""
+
+    __slots__ = ("__weakref__", "before", "newest")
+
+    def __init__(self) -> None:
+        self.before: set[ReferenceType[State]] = set()
+        self.newest: ReferenceType[State] | None = None
+
+    def rescue(self) -> None:
+        """Let the States that are spent become the newest one, if there is one and it is whole."""
+        newest = None if self.newest is None else self.newest()
+        if newest is None or newest.is_spent:
+            return
+        for known in self.before.copy():
+            state = known()
+            if state is not None and state.is_spent:
+                state.become(newest)
+
+
+_lines: WeakValueDictionary[int, Line] = WeakValueDictionary()
+
+
+def follow(before: State, after: State) -> None:
+    """Note that a State came of another one, whose buffers it may have taken over."""
+    line = before.line
+    if line is None:
+        line = before.line = Line()
+        _lines[id(line)] = line
+    line.before.add(ref(before, line.before.discard))
+    line.newest = ref(after)
+    after.line = line
+
+
+def rescue() -> None:
+    """Make every State whole that is spent, and of which a whole one came."""
+    for known in _lines.valuerefs():
+        if (line := known()) is not None:
+            line.rescue()
