@@ -28,8 +28,7 @@ token files and GPT-2's sizes, for which no figures are here. To expect:
     PSGD           0.002   300  127           125  130  3 of 3   1.896
     Schedule-Free  0.002   300  190           185  195  3 of 3   2.243
     Prodigy        1       300  198           195  200  3 of 3   2.198
-
-Sophia has not been measured.
+    Sophia         0.002   300  not reached             0 of 3   3.053
 
 The rates are not tuned alike: AdamW's is the best of three, Muon's and Momentum's of a few that were
 tried, the others are first guesses.
