@@ -71,6 +71,16 @@ def pytest_collection_finish(session):
     gc.set_threshold(5_000, 10, 10)  # what tests leave is looked through now and then
 
 
+@pytest.fixture
+def signals_of_a_new_process():
+    """Ctrl-C and SIGTERM as Python has them: a step that ran before leaves its own handler."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def optimized():
     """What the module and the processes it starts compile is compiled as users compile it.

@@ -21,6 +21,7 @@ from onward.execute.checkpoint.identity import UNKNOWN
 from onward.execute.checkpoint.lock import NAME
 from onward.execute.loop.interrupt import Interruptible, Terminated
 
+pytestmark = pytest.mark.usefixtures("signals_of_a_new_process")
 W = np.arange(6, dtype=np.float32)
 
 

@@ -228,7 +228,7 @@ def test_a_checkpoint_says_what_differs_unless_it_is_of_an_older_release(tmp_pat
     assert "maximize was not given, is True" in optimizer_
     assert [str(w.message) for w in caught] == [f"{path}: {report}."]
     with pytest.warns(UserWarning, match="The reader is another: batch_size was 8, is 6"):
-        changed.train(read(6), progress=False)
+        changed.train(read(6), epochs=2, progress=False)
     before = np.array(changed["last/w"])
     with pytest.raises(ow.CheckpointError, match=r"computes otherwise.*strict=True"):
         changed.restore(tmp_path, strict=True)
@@ -236,9 +236,9 @@ def test_a_checkpoint_says_what_differs_unless_it_is_of_an_older_release(tmp_pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert changed.restore(tmp_path, strict=False).differences == report.differences
-        changed.train(read(6), progress=False)
+        changed.train(read(6), epochs=2, progress=False)
         assert changed.restore(tmp_path / "old").differences == ()
-        changed.train(read(6), progress=False)
+        changed.train(read(6), epochs=2, progress=False)
         same = trainer(optimizer=ow.Adam(0.01))
         same.restore(tmp_path, strict=True)
         same.train(read(), epochs=2, progress=False)

@@ -29,7 +29,7 @@ def caught():
 
 
 @pytest.fixture(autouse=True)
-def handler_is_restored():
+def handler_is_restored(signals_of_a_new_process):
     before = signal.getsignal(signal.SIGINT)
     yield
     after = signal.signal(signal.SIGINT, before)

@@ -18,6 +18,7 @@ import pytest
 import onward as ow
 from onward.execute.line import rescue
 
+pytestmark = pytest.mark.usefixtures("signals_of_a_new_process")
 X = np.ones(4, "float32")
 
 

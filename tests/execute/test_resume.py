@@ -400,18 +400,18 @@ def test_other_callbacks_than_those_of_the_checkpoint_are_told(listening):
     trainer = fresh(None, SLOW, make=other)
     trainer.restore(folder, which=path)
     with pytest.warns(UserWarning, match="callback") as caught:
-        trainer.train(Wandering(), epochs=1, callbacks=[*listeners()[1:], ow.EarlyStop("loss"), until(99)])
+        trainer.train(Wandering(), epochs=0, callbacks=[*listeners()[1:], ow.EarlyStop("loss"), until(99)])
     left, new = sorted(str(w.message) for w in caught if "callback" in str(w.message))[::-1]
     assert "what the callback plateau (the 2. of them) remembered, and this training has no such" in left
     assert "The callback EarlyStop (the 2. of them) is not in the checkpoint" in new
     trainer.restore(folder, which=path, strict=True)
     with pytest.raises(ow.CheckpointError, match="this training has no such callback"):
-        trainer.train(Wandering(), epochs=1)
+        trainer.train(Wandering(), epochs=0)
     trainer.restore(folder, which=path, strict=False)
     assert trainer.checkpoint(folder / "again")  # the states wait for the callbacks that are to come
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainer.train(Wandering(), epochs=1)
+        trainer.train(Wandering(), epochs=0)
     trainer.restore(folder / "again")
     assert listened(trainer)[1] == listening[1][1]
 
@@ -760,6 +760,7 @@ def test_a_disk_that_fails_is_found_before_the_first_step(tmp_path):
 # ---------------------------------------------------------------------------- SIGTERM
 
 
+@pytest.mark.usefixtures("signals_of_a_new_process")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sigterm_saves_and_another_trainer_goes_on(tmp_path, capsys, threads):
     def terminate(event):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -563,7 +564,8 @@ def adam(guarded):
 def test_a_log_of_gradients_brings_every_bit_back(tmp_path, monkeypatch, guarded):
     """Of both trainers or of one, spoilt or not; whole records bound how many updates are made again."""
     monkeypatch.setattr(record, "MOST_UPDATES", 3)
-    desk, states, rng = Desk(Sync(), tmp_path, adam(guarded)), {}, np.random.default_rng(0)
+    folder = tmp_path / "server"
+    desk, states, rng = Desk(Sync(), folder, adam(guarded)), {}, np.random.default_rng(0)
     for n in range(9):
         for t in range(2):
             push = desk.push(t, n, ones=not (n == 4 and t))
@@ -573,16 +575,17 @@ def test_a_log_of_gradients_brings_every_bit_back(tmp_path, monkeypatch, guarded
                 push = replace(push, gradients=replace(push.gradients, arrays=(*drawn, *told)))
             desk.call("push", push)
         states[n + 1] = desk.state()[1]
-        again = serve(desk.spec).desk.keeper
+        copy = shutil.copytree(folder, tmp_path / str(n))
+        again = serve(replace(desk.spec, folder=str(copy))).desk.keeper
         equal(again.holding.arrays, states[n + 1], states[n + 1])
+    kept = [f"record-0000000{k}-{v}{end}" for k, v in ((2, 4), (3, 8)) for end in ("", ".log")]
+    assert sorted(path.name for path in desk.server.desk.keeper.place.folder.iterdir()) == kept
     desk.start()
     assert desk.state()[0] == 9
     assert desk.server.desk.keeper.ledger == {0: (1, 8), 1: (1, 8)}
-    kept = [f"record-0000000{k}-{v}{end}" for k, v in ((2, 4), (3, 8)) for end in ("", ".log")]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
     assert desk.server.desk.keeper.holding.skipped == guarded
-    desk.call("go_back", 7, 1)
-    equal(desk.state()[1], states[7], states[7])
+    desk.call("go_back", 8, 1)
+    equal(desk.state()[1], states[8], states[8])
 
 
 def full(edge):

@@ -103,9 +103,11 @@ class Uninterrupted:
         self.depth -= 1
         if self.depth:
             return
-        if self.termination is not None and self.termination.pending:
+        if (asked := self.termination) is not None and asked.pending:
             self.pending = False
-            self.termination.act(error)
+            if not asked.users:
+                self.termination = None
+            asked.act(error)
         if is_raised:
             self.pending, self.raised = False, self.users > 0
         else:
