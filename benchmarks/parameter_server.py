@@ -514,7 +514,7 @@ def _planned(cut: ow.Split, read: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 def _log(folder: Path) -> int:
     """The bytes that a server has written behind its first record."""
-    return sum(path.stat().st_size for path in folder.glob("record-*.log"))
+    return sum(path.stat().st_size for path in folder.glob("**/record-*.log"))
 
 
 # ---------------------------------------------------------------------------- what is printed

@@ -10,28 +10,8 @@ which the loss on tokens to validate with is at most the target, looked at every
     python -m benchmarks.steps_to_loss --tune --optimizers Muon,AdamW
     python -m benchmarks.steps_to_loss --data fineweb10B --optimizers Muon-published --seeds 1
 
-Run it with the first line; the second looks for better rates; the third takes a folder of the speedrun's
-token files and GPT-2's sizes, for which no figures are here. To expect:
-
-    python 3.13.0, jax 0.12.0.1, device cpu, cores 2
-    topics, 16 x 64 tokens a step, target 2.4
-
-    optimizer      rate    run  steps to 2.4  min  max  reached  loss in the end
-    SGD            2       300  135           125  150  3 of 3   2.105
-    Momentum       0.4     300  147           130  165  3 of 3   2.114
-    Adam           0.002   300  208           195  215  3 of 3   2.293
-    AdamW          0.002   300  207           190  215  3 of 3   2.286
-    Lion           0.0005  300  162           150  170  3 of 3   2.223
-    Muon           0.02    300  110           105  120  3 of 3   1.804
-    SOAP           0.002   300  163           150  185  3 of 3   2.095
-    Shampoo        0.004   300  152           145  160  3 of 3   2.155
-    PSGD           0.002   300  127           125  130  3 of 3   1.896
-    Schedule-Free  0.002   300  190           185  195  3 of 3   2.243
-    Prodigy        1       300  198           195  200  3 of 3   2.198
-    Sophia         0.002   300  not reached             0 of 3   3.053
-
-The rates are not tuned alike: AdamW's is the best of three, Muon's and Momentum's of a few that were
-tried, the others are first guesses.
+The first line is the contest; the second looks for better rates; the third takes a folder of the speedrun's
+token files and GPT-2's sizes, for which no figures are here.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from zlib import decompress
 import benchmarks
 import nbformat
 import pytest
+import yaml
 from benchmarks import __main__ as every_benchmark
 
 import onward as ow
@@ -53,8 +54,25 @@ def test_code_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch, c
 
 def test_every_block_is_of_a_kind_that_is_checked():
     found = [(named(page), language, text) for page in PAGES for language, text in blocks(page)]
-    assert [block for block in found if block[1] not in {"python", "", "sh", *PEERS}] == []
+    assert [block for block in found if block[1] not in {"python", "", "sh", *SCHEDULERS, *PEERS}] == []
     assert [block for block in found if block[1] in PEERS and not is_python(block[2])] == []
+
+
+def is_bash(text):
+    return subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def is_yaml(text):
+    return isinstance(yaml.safe_load(text), dict)
+
+
+SCHEDULERS = {"bash": is_bash, "yaml": is_yaml}
+
+
+def test_scripts_for_schedulers_can_be_read():
+    scripts = [(kind, text) for page in PAGES for kind, text in blocks(page) if kind in SCHEDULERS]
+    assert scripts
+    assert [text for kind, text in scripts if not SCHEDULERS[kind](text)] == []
 
 
 def is_python(text):
@@ -125,7 +143,7 @@ def check_pip(words, capfd):
 def check_module(words, capfd):
     """``python -m``: what is named exists, and so do options of the benchmarks and of single files."""
     assert words[0] == "-m"
-    if words[1].startswith(("tests.", "benchmarks.")):
+    if words[1].startswith(("tests.", "benchmarks.")) and words[1] != "benchmarks.device":
         text = (ROOT / words[1].replace(".", "/")).with_suffix(".py").read_text()
         assert all(word in text for word in words[2:] if word.startswith("-"))
         return
