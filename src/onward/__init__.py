@@ -158,7 +158,8 @@ from onward.distribute.sharded import Sharded
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.split import Split, split
 from onward.execute import cluster
-from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.compile import compile
 from onward.execute.evaluator import Evaluator
 from onward.execute.gradient_machine import GradientMachine

@@ -16,7 +16,7 @@ from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
 from onward.core.words import Placement
 from onward.derive.watch.watch import watching_of
-from onward.distribute.split.outline import fingerprint
+from onward.distribute.split.in_words import fingerprint
 from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers

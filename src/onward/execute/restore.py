@@ -18,8 +18,9 @@ from onward.core.program import Variable
 from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.core.words import Kind, Placement
-from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import PLACEMENTS
+from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.checkpoint.manifest import MANIFEST
 from onward.execute.lying import beside
 from onward.execute.state import Layout, State, copied

@@ -15,8 +15,9 @@ from onward.core.errors import ArgumentError, OnwardError, StateError, not_pickl
 from onward.core.program import Program, Variable
 from onward.core.transform import replayed
 from onward.core.walk import Where, find, select
-from onward.execute.checkpoint.checkpoints import Checkpoint, Checkpoints
+from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import POSITION
+from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared

@@ -8,7 +8,7 @@ import numpy as np
 
 import onward as ow
 from onward.core.lower import lower
-from onward.distribute.split.outline import outline
+from onward.distribute.split.in_words import in_words
 from onward.distribute.split.trainer import TRAINER, is_key, plain
 from onward.execute.initialize import initialized
 
@@ -17,7 +17,7 @@ RUNS = {}
 
 @cache
 def told(program):
-    return outline(program)
+    return in_words(program)
 
 
 def run(program, state, fed):

@@ -44,7 +44,7 @@ from onward.derive.update.update import append_update
 from onward.derive.watch.watch import watched
 from onward.distribute.merge import is_count
 from onward.distribute.split.guarding import GUARDS, Guarding, looking, scale_of, verdict_of
-from onward.distribute.split.outline import outline
+from onward.distribute.split.in_words import in_words
 from onward.distribute.split.rows import Table, by_rows, places_of, tables_in
 from onward.distribute.split.server import Duties, ServerPart, server_part, shared_part
 from onward.distribute.split.shards import Shard, Shards, balanced, is_by_number, rows_of
@@ -173,7 +173,7 @@ class Split:
         return self._digest(beginning=False)
 
     def _digest(self, beginning: bool) -> str:
-        text = "\n".join(outline(p, beginning) for p in (self.trainer, *self.servers))
+        text = "\n".join(in_words(p, beginning) for p in (self.trainer, *self.servers))
         owned = "|".join(",".join(map(str, own)) for own in self.shards)
         return sha256(f"{text}\n{owned}\n{sorted(self.lazy)}".encode()).hexdigest()[:16]
 

@@ -12,23 +12,15 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import math
 import operator
 import os
-import sys
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
-
-import jax.numpy as jnp
-import numpy as np
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.core.structure import describe
@@ -44,55 +36,19 @@ from onward.execute.checkpoint.archive import (
     write,
 )
 from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
+from onward.execute.checkpoint.background import Background
 from onward.execute.checkpoint.contents import HISTORY, KEY, contents
 from onward.execute.checkpoint.durable import discard, make_folder, sweep, sync
 from onward.execute.checkpoint.encoding import encode
-from onward.execute.checkpoint.identity import UNKNOWN, Identity
+from onward.execute.checkpoint.given import expect_numbers, expect_word, folder_of, is_whole, json_data, named
+from onward.execute.checkpoint.identity import Identity
+from onward.execute.checkpoint.loaded import Checkpoint, Entry
 from onward.execute.checkpoint.lock import Lock
-from onward.execute.checkpoint.manifest import MANIFEST
 from onward.execute.checkpoint.refusal import of_another_run
 from onward.execute.checkpoint.retention import Inspection, superfluous
 from onward.execute.loop.history import History
 from onward.execute.spread import gathered, place_among_processes
 from onward.execute.state import State
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What was saved: arrays by name (NumPy, or JAX arrays of random keys), and what was said about them."""
-
-    arrays: Mapping[str, Any]
-    step: int
-    metrics: Mapping[str, float]
-    extra: Mapping[str, Any]
-    path: Path
-    identity: Identity = UNKNOWN
-    newest: int = 0
-    beside: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> Any:
-        """The random key that was saved beside the arrays; None where none was."""
-        key = self.beside.get(KEY)
-        return jnp.asarray(key) if isinstance(key, np.ndarray) else key
-
-    @property
-    def history(self) -> History:
-        """The numbers that were saved beside the arrays; empty where none were."""
-        columns = self.beside.get(HISTORY, ())
-        return History.from_dict(
-            dict(zip(self.extra.get(HISTORY, ()), map(np.ndarray.tolist, columns), strict=True))
-        )
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One checkpoint of a folder, as its manifest describes it; nothing else has been read."""
-
-    path: Path
-    sequence: int
-    step: int
-    metrics: Mapping[str, float]
 
 
 class Checkpoints:
@@ -146,43 +102,20 @@ class Checkpoints:
         asynchronous: bool = True,
         grace: float = 25.0,
     ) -> None:
-        for name, value in {"every": every, "keep": keep}.items():
-            if value is not None and (not _is_whole(value) or value < 1):
-                raise ArgumentError(
-                    f"Checkpoints: {name} is {describe(value)}; expected a whole number, at least 1, or None."
-                )
-        if not isinstance(folder, str | os.PathLike):
-            raise ArgumentError(
-                f"Checkpoints was given {describe(folder)}; expected the path of a "
-                "folder: Checkpoints('runs/one')."
-            )
-        if not grace > 0:
-            raise ArgumentError(f"Checkpoints: grace is {grace}; expected a number of seconds, such as 25.")
-        _check_word("mode", mode, ("min", "max"))
-        _check_word("backend", backend, BACKENDS)
-        self.folder = Path(folder)
-        if self.folder.is_file():
-            raise CheckpointError(
-                f"{folder} is a file; checkpoints are kept in a folder. One file without the code of the "
-                "network is written by onward.save(model, path) and read by onward.load(path)."
-            )
-        if (self.folder / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{folder} is one checkpoint; expected the folder of all of them, {self.folder.parent}. "
-                "trainer.restore and step.restore take the path of one."
-            )
+        expect_numbers(every, keep, grace)
+        expect_word("mode", mode, ("min", "max"))
+        expect_word("backend", backend, BACKENDS)
+        self.folder = folder_of(folder)
         self.every, self.keep, self.best, self.mode = every, keep, best, mode
-        self.asynchronous, self.grace = asynchronous, grace
+        self.grace = grace
         self.identity = Identity.new()
         self._backend: Backend = BACKENDS[backend]()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._notes: list[str] = []
+        self._background = Background(asynchronous)
         self._newest = 0  # the sequence number up to which the checkpoints there are known
         self._depth = 0
         self._adds = False
         self._lock = Lock(self.folder)
-        self._inspection = Inspection(self._notes.append)
+        self._inspection = Inspection(self._background.note)
         weakref.finalize(self, self._lock.release)
 
     @classmethod
@@ -283,29 +216,29 @@ class Checkpoints:
             CheckpointError: this one or the one before could not be written, or the folder is another's: see
                 ``claim``.
         """
-        if not _is_whole(step) or step < 0:
+        if not is_whole(step) or step < 0:
             raise ArgumentError(
                 f"Checkpoints.save: step is {describe(step)}; expected a whole number, at least 0."
             )
         step = operator.index(step)
         arrays, extra = contents(arrays, extra or {}, reader, key, history)
-        metrics = {_name("metrics", name): float(value) for name, value in (metrics or {}).items()}
+        metrics = {named("metrics", name): float(value) for name, value in (metrics or {}).items()}
         if self.best is not None and self.best not in metrics:
             raise ArgumentError(
                 f"Checkpoints.save: best={self.best!r}, and metrics= has no such number. "
                 f"{nearest(self.best, metrics)}"
             )
-        extra = _json_data(extra)
+        extra = json_data(extra)
         self.wait()
         self.claim()
-        encoded = {_name("arrays", name): encode(name, gathered(value)) for name, value in arrays.items()}
+        encoded = {named("arrays", name): encode(name, gathered(value)) for name, value in arrays.items()}
         sequence, path = self._next(step)
         self._newest = max(self._newest, sequence)
         index, _ = place_among_processes()
         if index > 0:
             return path
         content = Content(encoded, sequence, step, metrics, extra, self.identity)
-        self._run(lambda: self._write(path, content))
+        self._background.run(lambda: self._write(path, content))
         return path
 
     def wait(self) -> None:
@@ -313,12 +246,7 @@ class Checkpoints:
 
         What else went wrong, such as an old checkpoint that could not be removed, comes as a ``UserWarning``.
         """
-        self._join()
-        error, self._error = self._error, None
-        atexit.unregister(self._report)
-        self._warn()
-        if error is not None:
-            raise error
+        self._background.wait()
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step.
@@ -346,7 +274,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is none, or it is damaged; the message names the file and the variables.
         """
-        self._join()
+        self._background.join()
         if not isinstance(which, str | os.PathLike):
             raise ArgumentError(
                 f"Checkpoints.load was given {describe(which)}; expected 'latest', 'best', or the "
@@ -402,42 +330,6 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be written to: {error}.") from error
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _run(self, write: Callable[[], None]) -> None:
-        """Call in a thread, which the interpreter waits for when it exits, or here."""
-        if not self.asynchronous:
-            write()
-            self._warn()
-            return
-        self._thread = threading.Thread(target=self._catch, args=(write,), name="onward-checkpoint")
-        self._thread.start()
-
-    def _catch(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
-        if self._error is not None or self._notes:
-            atexit.register(self._report)
-
-    def _report(self) -> None:
-        """Print an error, or what was to be warned about, for which nobody waited."""
-        if self._error is not None:
-            print(f"CheckpointError: {self._error}", file=sys.stderr)
-        for note in self._notes:
-            print(f"Warning: {note}", file=sys.stderr)
-
-    def _warn(self) -> None:
-        """Say what the writing has noticed, in the thread of the caller."""
-        notes = self._notes[:]
-        self._notes.clear()
-        for note in notes:
-            warnings.warn(note, UserWarning, stacklevel=4)
-
     def _next(self, step: int) -> tuple[int, Path]:
         """The next sequence number, and a path that nothing has yet."""
         sequence = last_sequence(look(self.folder)) + 1
@@ -456,7 +348,7 @@ class Checkpoints:
         try:
             sync(self.folder)
         except OSError as error:
-            self._notes.append(UNSURE.format(path=path, error=error))
+            self._background.note(UNSURE.format(path=path, error=error))
         else:
             self._retain(path)
 
@@ -475,7 +367,7 @@ class Checkpoints:
             try:
                 discard(old.path)
             except OSError as error:
-                self._notes.append(STAYS.format(path=old.path, error=error))
+                self._background.note(STAYS.format(path=old.path, error=error))
         self._inspection.keep_only(set(found))
 
     def _ranked(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -520,42 +412,10 @@ def store_of(checkpoints: Any) -> Checkpoints | None:
     )
 
 
-def _is_whole(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
 def _up_to(found: Sequence[Path], path: Path) -> list[Path]:
     """The checkpoints up to this one; this one alone if it is not among them."""
     places = [p.resolve() for p in found]
     return [*found[: places.index(path.resolve()) + 1]] if path.resolve() in places else [path]
-
-
-def _name(argument: str, name: Any) -> str:
-    if not isinstance(name, str):
-        raise ArgumentError(f"Checkpoints.save: {argument}= has a name that is no string, {name!r}.")
-    return name
-
-
-def _json_data(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy by way of JSON; raises ``ArgumentError`` if that changes anything."""
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
-        unchanged = copy == extra
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"Checkpoints.save: extra= is no JSON data: {error}.") from error
-    if not unchanged:
-        raise ArgumentError(
-            f"Checkpoints.save: extra={extra!r} would come back as {copy!r}. Write lists in place "
-            "of tuples, and strings as the keys of dicts."
-        )
-    return copy
-
-
-def _check_word(name: str, value: str, known: Any) -> None:
-    if value not in known:
-        raise ArgumentError(
-            f"Checkpoints: {name} is {value!r}; expected one of {', '.join(map(repr, known))}."
-        )
 
 
 FAILED = "Saving step {step} to {folder} failed: {error}. The checkpoints written before are as they were."

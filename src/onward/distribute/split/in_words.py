@@ -16,7 +16,7 @@ from onward.core.program import Op, Program
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def outline(program: Program, beginning: bool = True) -> str:
+def in_words(program: Program, beginning: bool = True) -> str:
     """The types, names and wiring of a Program, and what each of its ops computes, constants included.
 
     Without ``beginning``, all but the first values of its state, hyperparameters among them.
@@ -24,7 +24,7 @@ def outline(program: Program, beginning: bool = True) -> str:
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> twice, thrice = (ow.trace(lambda w: jnp.sum(w * n), jnp.ones(3), name="f") for n in (2, 3))
-        >>> outline(twice) == outline(thrice)
+        >>> in_words(twice) == in_words(thrice)
         False
     """
     head = (*program.inputs, *program.state, *program.outputs)
@@ -38,7 +38,7 @@ def outline(program: Program, beginning: bool = True) -> str:
 
 def fingerprint(program: Program) -> str:
     """Equal for Programs that compute the same from the same, in any process."""
-    return sha256(outline(program).encode()).hexdigest()[:8]
+    return sha256(in_words(program).encode()).hexdigest()[:8]
 
 
 def _line(op: Op, told: dict[Body, str]) -> str:

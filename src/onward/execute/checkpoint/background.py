@@ -1,0 +1,73 @@
+"""Writing beside the training: in a thread, what went wrong told to whoever waits."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+
+
+class Background:
+    """One piece of writing at a time, in a thread that the interpreter waits for when it exits.
+
+    Args:
+        asynchronous: whether to write in a thread; otherwise ``run`` writes.
+    """
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """What whoever waits shall be warned about."""
+        self._notes.append(text)
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Write beside what follows, or now."""
+        if not self.asynchronous:
+            write()
+            self._warn()
+            return
+        self._thread = threading.Thread(target=self._catch, args=(write,), name="onward-checkpoint")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Return when everything is written, whatever became of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def wait(self) -> None:
+        """Return when everything is written; raise what went wrong, and warn of what was noted."""
+        self.join()
+        error, self._error = self._error, None
+        atexit.unregister(self._report)
+        self._warn()
+        if error is not None:
+            raise error
+
+    def _catch(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+        if self._error is not None or self._notes:
+            atexit.register(self._report)
+
+    def _report(self) -> None:
+        """Print an error, or what was to be warned about, for which nobody waited."""
+        if self._error is not None:
+            print(f"CheckpointError: {self._error}", file=sys.stderr)
+        for note in self._notes:
+            print(f"Warning: {note}", file=sys.stderr)
+
+    def _warn(self) -> None:
+        """Say what the writing has noticed, in the thread of the caller."""
+        notes = self._notes[:]
+        self._notes.clear()
+        for note in notes:
+            warnings.warn(note, UserWarning, stacklevel=5)

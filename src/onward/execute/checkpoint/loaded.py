@@ -1,0 +1,53 @@
+"""What a checkpoint gives back, and what its manifest tells without reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.execute.checkpoint.contents import HISTORY, KEY
+from onward.execute.checkpoint.identity import UNKNOWN, Identity
+from onward.execute.loop.history import History
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was saved: arrays by name (NumPy, or JAX arrays of random keys), and what was said about them."""
+
+    arrays: Mapping[str, Any]
+    step: int
+    metrics: Mapping[str, float]
+    extra: Mapping[str, Any]
+    path: Path
+    identity: Identity = UNKNOWN
+    newest: int = 0
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Any:
+        """The random key that was saved beside the arrays; None where none was."""
+        key = self.beside.get(KEY)
+        return jnp.asarray(key) if isinstance(key, np.ndarray) else key
+
+    @property
+    def history(self) -> History:
+        """The numbers that were saved beside the arrays; empty where none were."""
+        columns = self.beside.get(HISTORY, ())
+        return History.from_dict(
+            dict(zip(self.extra.get(HISTORY, ()), map(np.ndarray.tolist, columns), strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint of a folder, as its manifest describes it; nothing else has been read."""
+
+    path: Path
+    sequence: int
+    step: int
+    metrics: Mapping[str, float]
