@@ -33,7 +33,7 @@ from benchmarks.token_files import TEXTS, Data, DataError, load
 from benchmarks.track_gpt import Size, init, loss_of
 
 _TUNING_SEED = 1000  # no seed of the contest
-_RATES = 3  # runs to find the rate of an optimizer
+_RATES = 5  # runs to find the rate of an optimizer
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def tune(course: Course, data: Data, name: str, row: Row) -> Result:
         tuned = replace(row.tuned, rate=rate)
         found[rate] = runner(course, data, row.build(tuned))(_TUNING_SEED, tuned.steps)
         print(f"{name}: rate {rate:.3g}, loss in the end {found[rate].last:.4f}", flush=True)
-        rate = following({rate: curve.last for rate, curve in found.items()})
+        rate = float(f"{following({rate: curve.last for rate, curve in found.items()}):.3g}")
     best = min(found, key=lambda rate: found[rate].last)
     return Result(name, replace(row.tuned, rate=best), (found[best],))
 
