@@ -143,7 +143,8 @@ def loaded(data: bytes, what: str) -> Executable:
 def expect_lowered(found: Executable, program: Program) -> None:
     """Raise ``ValueError`` for an executable that XLA does not take, where this machine could run it."""
     wide = {v.dtype for v in reads_of(program) if v.dtype in (np.float64, np.int64, np.uint64, np.complex128)}
-    if jax.default_backend() not in found.platforms or (wide and not jax.config.jax_enable_x64):
+    settings: Any = jax.config
+    if jax.default_backend() not in found.platforms or (wide and not settings.jax_enable_x64):
         return
     try:
         jax.jit(found.call).lower(*(Type(v.shape, v.dtype) for v in reads_of(program)))
