@@ -141,18 +141,18 @@ def published_muon(run: Tuned) -> ow.Optimizer:
 
 
 ROWS = {
-    "SGD": Row(sgd, Tuned(2.0, 300)),
-    "Momentum": Row(momentum, Tuned(0.4, 300)),
-    "Adam": Row(adam, Tuned(0.002, 300)),
+    "SGD": Row(sgd, Tuned(2.83, 300)),
+    "Momentum": Row(momentum, Tuned(0.566, 300)),
+    "Adam": Row(adam, Tuned(0.004, 300)),
     "AdamW": Row(adamw, Tuned(0.002, 300)),
-    "Lion": Row(lion, Tuned(0.0005, 300)),
+    "Lion": Row(lion, Tuned(0.000707, 300)),
     "Muon": Row(muon, Tuned(0.02, 300)),
-    "SOAP": Row(soap, Tuned(0.002, 300)),
-    "Shampoo": Row(shampoo, Tuned(0.004, 300)),
-    "PSGD": Row(psgd, Tuned(0.002, 300)),
-    "Schedule-Free": Row(schedule_free, Tuned(0.002, 300)),
-    "Prodigy": Row(prodigy, Tuned(1.0, 300)),
-    "Sophia": Row(sophia, Tuned(0.002, 300)),
+    "SOAP": Row(soap, Tuned(0.008, 300)),
+    "Shampoo": Row(shampoo, Tuned(0.00566, 300)),
+    "PSGD": Row(psgd, Tuned(0.004, 300)),
+    "Schedule-Free": Row(schedule_free, Tuned(0.008, 300)),
+    "Prodigy": Row(prodigy, Tuned(4, 300)),
+    "Sophia": Row(sophia, Tuned(0.004, 300)),
 }
 PUBLISHED = {
     "Adam-published": Row(published_adam, Tuned(0.0015, 5625)),
