@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     import jax
 
     from onward.core.jaxprs.body import Body
+    from onward.core.recipe import Recipe
     from onward.core.source import Source
     from onward.core.structure import Signature
-    from onward.core.transform import Recipe
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)

@@ -23,16 +23,17 @@ from onward.core.check import check
 from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
 from onward.core.jaxprs.tracing import along, current_axis, traced
 from onward.core.program import Program, Replicas
+from onward.core.recipe import Recipe
 from onward.core.source import line_of
 from onward.core.structure import Static, describe
-from onward.core.transform import Recipe
 from onward.core.walk import name_of
 from onward.core.words import Kind
-from onward.define.arguments import Specification, Type, specify, type_of
+from onward.define.arguments import Leaf, Specification, Type, specify, type_of
 from onward.define.assembly import Traced, assemble
 from onward.define.context import Context, current_context
 from onward.define.lazy import Lazy, LazyCall, data_in, has_lazy, lazies_in, leaves, made, resolved
 from onward.define.purity import LeakWatch
+from onward.define.traces import Traces
 
 
 def trace(
@@ -157,9 +158,10 @@ class _TracedFunction:
     fixed_data: frozenset[str] = frozenset()
     makers: Mapping[str, Any] = field(default_factory=dict)
     axis_name: str | None = None
+    traces: Traces = field(default_factory=Traces)
 
     def trace(self, data: tuple[Any, ...]) -> Program:
-        """Trace again with data of these types: the arguments first, then what is declared."""
+        """The forward Program for data of these types: the arguments first, then what is declared."""
         count = len(self.data)
         specified = tuple(s.retyped(specify(d, s.name)) for d, s in zip(data[:count], self.data, strict=True))
         feed = dict(zip(self.feed, data[count:], strict=True))
@@ -170,7 +172,15 @@ class _TracedFunction:
         return replace(self, training=False).program()
 
     def program(self) -> Program:
-        """The forward Program."""
+        """The forward Program, as it was traced if it was traced for this already."""
+        return self.traces.found((*self._lengths(), self.batch_size), self._program)
+
+    def _lengths(self) -> tuple[Any, ...]:
+        """What the graph of the function depends on, but for what it reads from outside."""
+        kinds = tuple((s.treedef, s.leaves, tuple(map(_kind_of, s.leaves))) for s in self.data)
+        return self.training, kinds, tuple(self.feed.items()), current_axis()
+
+    def _program(self) -> Program:
         arguments = [s for s in (self.parameters, self.state, *self.data) if s is not None]
         alone = None if self.axis_name is None or current_axis() else Replicas(1, self.axis_name)
         with nullcontext() if alone is None else along(alone):
@@ -186,8 +196,9 @@ class _TracedFunction:
             fixed_data=frozenset(context.fixed),
             makers=context.makers,
         )
-        recipe = Recipe(origin, program.ops, forward=program)
-        return check(replace(program, recipe=recipe, replicas=alone))
+        made = check(replace(program, recipe=Recipe(origin, program.ops), replicas=alone))
+        self.traces.keep((*origin._lengths(), None), made)
+        return made
 
     def traced(self, arguments: Sequence[Specification]) -> Traced:
         """The traced jaxpr, and what the function returned and declared."""
@@ -252,6 +263,10 @@ class _TracedFunction:
                 "loss, one array; put the rest into aux."
             )
         return value
+
+
+def _kind_of(leaf: Leaf | Static) -> type:
+    return type(leaf.value) if isinstance(leaf, Static) else Leaf
 
 
 def takes_arguments(function: Callable[..., Any]) -> bool:

@@ -27,6 +27,7 @@ from onward.core.marks import ONES, SUM, gradient_type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Phase
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
 from onward.core.walk import Where, ancestors, find, listed, name_of, producers, select
@@ -35,7 +36,7 @@ from onward.core.words import Kind, Pass
 from onward.derive.differentiate import Rule, flows, rule_for
 
 
-@transform
+@transform(phase=Phase.BACKWARD)
 def append_backward(
     program: Program,
     loss: str | Variable | None = None,
@@ -150,7 +151,7 @@ def gradients(
         backward.seed(target, seed)
     found = backward.run()
     arguments = (chosen, wanted, seeds)
-    result = remembered(given, backward.program(), _gradients_only, arguments, {})
+    result = remembered(given, backward.program(), _gradients_only, arguments, Phase.BACKWARD)
     return result, tuple(found.get(v) for v in wanted)
 
 

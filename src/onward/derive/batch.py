@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from onward.core.jaxprs.equations import Type
-from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
 from onward.core.walk import Where, select
 
@@ -42,15 +41,5 @@ def data_types(program: Program, split: Collection[str], rows: int) -> tuple[Any
 
     def kind(v: Variable) -> Type:
         return Type((rows, *v.shape[1:]) if follows(v) else v.shape, v.dtype)
-
-    return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)
-
-
-def whole_types(program: Program) -> tuple[Any, ...]:
-    """The data arguments of the traced function by their types, over all devices together."""
-    assert program.signature is not None
-
-    def kind(v: Variable) -> Type:
-        return Type(whole_shape(v, program.replicas), v.dtype)
 
     return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)

@@ -23,6 +23,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.signature import Signature
 from onward.core.marks import CHECK, GO_ON, Mark
 from onward.core.program import Program, Variable
+from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
 from onward.derive.guard import Guard, all_finite, is_guarded, watched_by_update
@@ -43,7 +44,7 @@ class Check(NamedTuple):
     watched: tuple[Variable, ...]
 
 
-@transform
+@transform(phase=Phase.STEP)
 def check_finite(program: Program) -> Program:
     """Let the state stay as it is from the first step on that is not finite, and tell that.
 

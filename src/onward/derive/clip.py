@@ -17,12 +17,13 @@ from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass, UpdateType
 from onward.derive.lengths import Length, length, shortened
 
 
-@transform
+@transform(phase=Phase.GRADIENT)
 def clip_by_global_norm(program: Program, max_norm: float) -> Program:
     """Shorten all gradients by one factor, so that their norm together is at most ``max_norm``.
 

@@ -18,13 +18,14 @@ from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, select
 from onward.core.words import Pass
 from onward.define.layer.error import back_in_range, checked_bound
 
 
-@transform
+@transform(phase=Phase.FORWARD)
 def error_clip(program: Program, where: Where | Iterable[Where], max_value: float) -> Program:
     """Move the gradients of some activations into ``[-max_value, max_value]`` on their way back.
 

@@ -12,14 +12,14 @@ from onward.core.jaxprs.equations import Type
 from onward.core.marks import SCHEDULE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
-from onward.core.transform import recipe_of, transform
+from onward.core.recipe import Phase, build, recipe_of, whole_types
+from onward.core.transform import transform
 from onward.core.walk import substitute
 from onward.core.words import Pass, Placement
-from onward.derive.batch import data_types
 from onward.derive.for_test import for_test
 from onward.derive.update.act import Slot, numbers_of
 from onward.derive.update.precision import widened
-from onward.derive.update.update import Update, append_update, updated
+from onward.derive.update.update import Update, append_update, optimizer_of, updated
 
 
 def for_evaluation(program: Program) -> Program:
@@ -64,15 +64,12 @@ def evaluated_parameters(program: Program) -> Program:
 def averages_of(program: Program) -> Averages | None:
     """What a training Program keeps to evaluate with; None where it keeps nothing."""
     recipe = recipe_of(program, "for evaluation", "Trace the network with training=False")
-    trained = recipe.origin.trace(data_types(program, (), 0))
-    for step in recipe.steps:
-        if step.function is append_update:
-            optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
-            averages = Averages.of(updated(trained, optimizer))
-            _expect_whole(program, averages)
-            return averages if averages.evaluated else None
-        trained = step.function(trained, *step.arguments, **step.options)
-    return None
+    optimizer = next((optimizer_of(step) for step in recipe.of(append_update)), None)
+    if optimizer is None:
+        return None
+    averages = Averages.of(updated(build(recipe.until(Phase.UPDATE), whole_types(program)), optimizer))
+    _expect_whole(program, averages)
+    return averages if averages.evaluated else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,8 @@ import warnings
 
 from onward.core.jaxprs.drawing import draws
 from onward.core.program import Program
+from onward.core.recipe import Phase, recipe_of, with_steps
 from onward.core.source import user_level
-from onward.core.transform import recipe_of
-from onward.derive.backward import append_backward
-from onward.derive.update.update import append_update
 
 
 def for_test(program: Program) -> Program:
@@ -42,12 +40,7 @@ def for_test(program: Program) -> Program:
 def quietly_for_test(program: Program) -> Program:
     """The same without a word: for what may never be asked to evaluate."""
     recipe = recipe_of(program, "as a test Program", "Trace the network with training=False")
-    test = recipe.origin.for_test()
-    for step in recipe.steps:
-        if step.function in (append_backward, append_update):
-            break
-        test = step.function(test, *step.arguments, **step.options)
-    return test
+    return with_steps(recipe.origin.for_test(), recipe.until(Phase.BACKWARD).steps)
 
 
 def _warn_of_draws(test: Program) -> None:

@@ -24,13 +24,14 @@ from onward.core.marks import CHECK, COUNT, FINITE, KEEP, SCHEDULE, STOP, UNSCAL
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Phase
 from onward.core.structure import is_word
 from onward.core.transform import transform
 from onward.core.walk import producers, substitute
 from onward.core.words import Kind, Pass, UpdateType
 
 
-@transform
+@transform(phase=Phase.STEP)
 def guard(program: Program, action: str = "skip") -> Program:
     """Change nothing in a step whose loss or gradients are not finite.
 

@@ -20,7 +20,7 @@ from onward.core.marks import COUNT, LOCAL
 from onward.core.names import Names
 from onward.core.placement import local_copies
 from onward.core.program import Op, Program, Variable
-from onward.core.transform import Step
+from onward.core.recipe import Applied
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer
@@ -62,7 +62,7 @@ class LocalSGD(Merge):
         """The steps from one meeting to the next."""
         return self.every
 
-    def apply(self, program: Program, devices: Devices, steps: Sequence[Step]) -> Program:
+    def apply(self, program: Program, devices: Devices, steps: Sequence[Applied]) -> Program:
         """The Program whose forward and backward pass read each device's own parameters."""
         names = Names(program.variables)
         local = {p: _local(p, names) for p, _ in program.gradients}

@@ -31,8 +31,8 @@ from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.program import Program, Variable
+from onward.core.recipe import Applied
 from onward.core.show import nbytes
-from onward.core.transform import Step
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import append_update
 from onward.distribute.weave import Weave
@@ -122,7 +122,7 @@ class Merge:
         """Which gradients are merged together, as one vector; each by itself unless overridden."""
         return [[g] for g in gradients]
 
-    def apply(self, program: Program, devices: Devices, steps: Sequence[Step]) -> Program:
+    def apply(self, program: Program, devices: Devices, steps: Sequence[Applied]) -> Program:
         """The Program with every gradient merged before anything reads it; ``steps`` are yet to come."""
         return with_merged_gradients(program, self, devices)
 

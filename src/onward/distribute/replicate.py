@@ -26,12 +26,12 @@ from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import along
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
+from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, resumed, whole_types
 from onward.core.structure import describe, is_word
-from onward.core.transform import Recipe, recipe_of, transform
 from onward.core.walk import Where, listed, select, substitute
 from onward.core.whole import opened
 from onward.core.words import Pass, Placement
-from onward.derive.accumulation.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
+from onward.derive.accumulation.accumulate import accumulation_of, expect_devices
 from onward.derive.backward import append_backward
 from onward.derive.batch import WEIGHT, batch_names, data_types
 from onward.derive.update.update import append_update
@@ -91,7 +91,7 @@ def replicate(
         (Variable('x', float32[2,3], data), ['all_mean', 'all_mean'])
     """
     expect_program(program, "replicate")
-    if program.recipe is not None and any(step.function is replicated for step in program.recipe.steps):
+    if program.recipe is not None and program.recipe.of(replicated):
         assert program.replicas is not None
         raise GraphError(
             f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
@@ -111,18 +111,29 @@ def replicate(
     count = jax.device_count() if devices is None else _checked(devices)
     if (how := accumulation_of(program)) is not None:
         expect_devices(program, count, merge.is_sum)
-        kept = [*listed(whole), *(v.name for v in program.inputs if v.name not in how.split)]
-        named = example_weight if example_weight != WEIGHT or how.weight is None else how.weight
-        spread = replicate(unaccumulated(program), count, merge, axis_name, sync_batch_norm, kept, named)
-        return accumulated(spread, how.on_devices(spread))
-    _expect_no_mesh(program)
+        whole = [*listed(whole), *(v.name for v in program.inputs if v.name not in how.split)]
+        example_weight = example_weight if example_weight != WEIGHT else how.weight or WEIGHT
     if not is_word(example_weight, [WEIGHT]):
         select(program.inputs, [example_weight], "example_weight")
     split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
     weight = example_weight if example_weight in split else None
     name = axis_name if program.replicas is None else program.replicas.name
     replicas = Replicas(count, name, sync_batch_norm, merge.period, weight)
-    return replicated(program, replicas, merge, split)
+    step = Applied(replicated, (replicas, merge, split), {}, Phase.DEVICES, lays_out_batch=True)
+    grown = recipe.including(step)
+    is_free = recipe.origin.assumes_batch
+    parts = count * (how.steps if how is not None else 1)
+    data = data_types(program, split, parts) if is_free else whole_types(program)
+    if is_free or grown.phase > Phase.DEVICES:
+        return build(grown, data)
+    return resumed(_laid_out(program, recipe, replicas, merge, split), grown, len(grown.steps), data)
+
+
+def replicated(
+    recipe: Recipe, data: tuple[Any, ...], replicas: Replicas, merge: Merge, split: tuple[str, ...]
+) -> Program:
+    """The Program of a recipe for these devices, with the data of these names laid out over them."""
+    return _laid_out(build(recipe, data), recipe, replicas, merge, split)
 
 
 def _expect_no_mesh(program: Program) -> None:
@@ -138,13 +149,11 @@ def _expect_no_mesh(program: Program) -> None:
             )
 
 
-@transform
-def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[str, ...]) -> Program:
-    """The Program for these devices, with the data of these names laid out over them."""
-    recipe = recipe_of(program, "at one device's part of the batch", "Trace it at that size")
+def _laid_out(
+    program: Program, recipe: Recipe, replicas: Replicas, merge: Merge, split: tuple[str, ...]
+) -> Program:
     group = Devices(replicas.name, replicas.count)
-    if recipe.origin.assumes_batch:
-        program = recipe.replay(data_types(program, split, replicas.count))
+    _expect_no_mesh(program)
     _expect_one_batch(program, [program[name] for name in split], replicas)
     with along(replicas):
         local, share = _forward(program, recipe, replicas, merge, split)
@@ -153,12 +162,12 @@ def replicated(program: Program, replicas: Replicas, merge: Merge, split: tuple[
             if step.function is append_update:
                 local = merge.update(local, *step.arguments, **step.options, devices=group)
             else:
-                local = step.function(local, *step.arguments, **step.options)
+                local = step(local)
             if step.function is append_backward:
                 local = share.of_gradients(local) if share is not None else local
                 local = merge.apply(local, group, recipe.steps)
         merged = _with_merged_results(local, group, _grown(program, local), merge, share)
-    return replace(_with_joined_results(merged, program), replicas=replicas)
+    return check(replace(_with_joined_results(merged, program), replicas=replicas))
 
 
 def _forward(
@@ -175,22 +184,14 @@ def _forward(
     if rows and devices.size > 1:
 
         def trace(rows: int) -> Program:
-            return opened(_traced_for(recipe, program, split, rows))
+            with along(None):
+                return opened(recipe.origin.trace(data_types(program, split, rows)))
 
         local = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
     own = _with_own_keys(local, devices)
     if weight is None:
         return check(_with_merged_state(own, devices)), None
     return check(_with_merged_state(own, devices)), Share(own, own[weight], devices)
-
-
-def _traced_for(recipe: Recipe, program: Program, split: tuple[str, ...], rows: int) -> Program:
-    """The forward pass for so many rows on one device, as it was traced if they are those of the Program."""
-    known = recipe.forward
-    if known is not None and program[split[0]].shape[0] == rows == known[split[0]].shape[0]:
-        return known
-    with along(None):
-        return recipe.origin.trace(data_types(program, split, rows))
 
 
 def _expect_alike(program: Program) -> None:

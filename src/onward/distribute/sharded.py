@@ -16,12 +16,12 @@ from onward.core.jaxprs.equations import Type
 from onward.core.marks import PART
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
-from onward.core.transform import Step
+from onward.core.recipe import Applied
 from onward.core.words import Placement, UpdateType
 from onward.derive.backward import append_backward
 from onward.derive.rule import GradientRule, ParameterRule
 from onward.derive.update.groups import Routing
-from onward.derive.update.update import Pair, StandIns, append_update, with_update
+from onward.derive.update.update import Pair, StandIns, append_update, optimizer_of, with_update
 from onward.distribute.merge import Average, Devices, Merge
 from onward.distribute.weave import Weave
 
@@ -42,7 +42,7 @@ class Sharded(Merge):
         ('float32[4]', <Placement.SHARDED: 'sharded'>)
     """
 
-    def apply(self, program: Program, devices: Devices, steps: Sequence[Step]) -> Program:
+    def apply(self, program: Program, devices: Devices, steps: Sequence[Applied]) -> Program:
         """Gradients are left as they are for the update, unless a rule before it needs them whole."""
         functions = [s.function for s in steps]
         begin = functions.index(append_backward) + 1 if append_backward in functions else 0
@@ -75,10 +75,9 @@ class Sharded(Merge):
         return _gathered(draft, program, devices)
 
 
-def _sees_whole(step: Step, program: Program) -> bool:
+def _sees_whole(step: Applied, program: Program) -> bool:
     """Whether rules before the update look at more than single numbers of a gradient."""
-    optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
-    return _looks_further(Routing.of(optimizer, program.parameters))
+    return _looks_further(Routing.of(optimizer_of(step), program.parameters))
 
 
 def _looks_further(routing: Routing) -> bool:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from onward.core.errors import ArgumentError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
+from onward.core.recipe import rebuilt
 from onward.core.structure import Structure
-from onward.core.transform import replayed
 from onward.execute.state import State
 
 
@@ -75,4 +75,4 @@ def _fitting(program: Program, arrays: list[list[Any]]) -> Program:
         s.unflatten(jax.ShapeDtypeStruct(shape, v.dtype) for v, shape in zip(s.variables, found, strict=True))
         for s, found in zip(program.signature.data, shapes, strict=True)
     )
-    return replayed(program, tuple(types))
+    return rebuilt(program, tuple(types))

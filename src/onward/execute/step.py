@@ -13,7 +13,7 @@ import jax
 
 from onward.core.errors import ArgumentError, OnwardError, StateError, not_pickled
 from onward.core.program import Program, Variable
-from onward.core.transform import replayed
+from onward.core.recipe import rebuilt
 from onward.core.walk import Where, find, select
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import POSITION
@@ -349,7 +349,7 @@ class Step:
     def _retraced(self, values: Sequence[Any]) -> Tuned:
         """The Program for data of other shapes, by replaying its recipe, as it is compiled."""
         try:
-            program = replayed(self.program, self.feeds.types(values))
+            program = rebuilt(self.program, self.feeds.types(values))
         except OnwardError as error:
             raise ArgumentError(self._misfit(values, str(error))) from error
         self.traces += 1

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program
+from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, resumed
 from onward.core.structure import expect_flag, is_word
-from onward.core.transform import Recipe, recipe_of, remembered
 from onward.core.walk import Where, select
 from onward.core.words import Placement
 from onward.derive.accumulation.micro_batches import Accumulation, with_loop
@@ -85,8 +86,8 @@ def accumulate(
     if not is_word(example_weight, [WEIGHT]):
         select(program.inputs, [example_weight], "example_weight")
     split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
-    weight = example_weight if example_weight in split else None
-    how = Accumulation(int(steps), split, weight, is_sum or _is_merged_by_sum(recipe) or is_sum)
+    told = True if is_sum or _is_merged_by_sum(recipe) else is_sum
+    how = Accumulation(int(steps), split, example_weight if example_weight in split else None, told)
     if any(v.placement is Placement.SHARDED for v in program.inputs):
         kept = select(program.inputs, whole, "whole")
         names = tuple(v.name for v in program.inputs if v not in kept)
@@ -96,41 +97,53 @@ def accumulate(
             f"accumulate: {program.name!r} takes no data with a batch as its first axis, so there is nothing "
             "to cut into micro-batches."
         )
-    return accumulated(program, how)
-
-
-def accumulated(program: Program, how: Accumulation) -> Program:
-    """The Program that takes its batch in these micro-batches."""
-    recipe = recipe_of(program, *_PURPOSE)
     count = 1 if program.replicas is None else program.replicas.count
-    before = program
-    if recipe.origin.assumes_batch:
-        program = recipe.replay(data_types(program, how.split, count * how.steps))
+    is_free = recipe.origin.assumes_batch
+    if not is_free:
+        expect_rows(program, how, count)
+    data = data_types(program, how.split, count * how.steps if is_free else how.whole_rows(program))
+    how = _told(recipe, data, how)
+    grown = recipe.including(Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True))
+    if is_free or grown.phase > Phase.MICRO_BATCHES:
+        return build(grown, data)
+    return resumed(_looped(program, recipe, how), grown, len(grown.steps), data)
+
+
+def accumulated(recipe: Recipe, data: tuple[Any, ...], how: Accumulation) -> Program:
+    """The Program of a recipe that takes its batch in these micro-batches."""
+    return _looped(build(recipe, data), recipe, how)
+
+
+def _looped(program: Program, recipe: Recipe, how: Accumulation) -> Program:
+    count = 1 if program.replicas is None else program.replicas.count
+    how = how if program.replicas is None else how.on_devices(program)
     expect_rows(program, how, count)
-    if how.steps > 1 and how.rows(program) > 1:
-        rows = -(-how.rows(program) // how.steps)
-        micro = recipe.replay(data_types(program, how.split, count * rows))
-        how = how if how.weight is not None else _told(program, micro, how)
-        program = with_loop(program, micro, how)
-    return remembered(before, program, accumulated, (how,), {})
+    if how.steps == 1 or how.rows(program) == 1:
+        return program
+    rows = count * -(-how.rows(program) // how.steps)
+    return check(with_loop(program, build(recipe, data_types(program, how.split, rows)), how))
 
 
-def _told(program: Program, micro: Program, how: Accumulation) -> Accumulation:
+def _told(recipe: Recipe, data: tuple[Any, ...], how: Accumulation) -> Accumulation:
     """What the graph tells: whether the loss is a sum over examples, and which other results are."""
-    whole, part = (p.recipe and p.recipe.forward for p in (program, micro))
-    following = whole and part and follow(whole, part, how.steps, how.split, lambda reaches: False)
-    if not part or not following:
+    whole = recipe.origin.trace(data)
+    if how.weight is not None or how.steps == 1 or how.rows(whole) == 1:
         return how
-    sums = {v for v in part.outputs if following.found[v] == Follows(How.MEAN, 1)}
+    part = recipe.origin.trace(data_types(whole, how.split, -(-how.rows(whole) // how.steps)))
+    following = follow(whole, part, how.steps, how.split, lambda reaches: False)
+    if following is None or part.signature is None:
+        return how
     if how.is_sum is None:
         how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
-    names = [v.name for v in sums - {part.loss}]
-    return replace(how, sums=(*names, *(f"scaled({name})" for name in names)))
+    results = part.signature.result.variables
+    return replace(
+        how, sums=tuple(i for i, v in enumerate(results) if following.found[v] == Follows(How.MEAN, 1))
+    )
 
 
 def accumulation_of(program: Program) -> Accumulation | None:
     """How a Program accumulates; None if it does not."""
-    steps = () if program.recipe is None else program.recipe.steps_of(accumulated)
+    steps = () if program.recipe is None else program.recipe.of(accumulated)
     return steps[0].arguments[0] if steps else None
 
 
@@ -150,9 +163,7 @@ def unaccumulated(program: Program) -> Program:
     if how is None:
         return program
     recipe = recipe_of(program, "as one batch", "Take the Program that was given to accumulate")
-    once = recipe.without(accumulated).replay(data_types(program, how.split, how.whole_rows(program)))
-    assert once.recipe is not None
-    return replace(once, recipe=replace(once.recipe, origin=recipe.origin))
+    return build(recipe.without(accumulated), data_types(program, how.split, how.whole_rows(program)))
 
 
 def expect_devices(program: Program, devices: int, is_sum: bool) -> None:

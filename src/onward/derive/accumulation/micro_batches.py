@@ -40,14 +40,14 @@ class Accumulation:
         split: the names of the data that is cut.
         weight: the data that says how much each example counts.
         is_sum: whether the loss is a sum over examples, not a mean; None until the graph has told.
-        sums: the names of other results that are sums over examples.
+        sums: which of the results of the function are sums over examples, by their place.
     """
 
     steps: int
     split: tuple[str, ...]
     weight: str | None = None
     is_sum: bool | None = None
-    sums: tuple[str, ...] = ()
+    sums: tuple[int, ...] = ()
 
     def rows(self, program: Program) -> int:
         """How long the batch of a Program is; on many devices, that of each."""
@@ -144,6 +144,9 @@ class _Plan:
     def __init__(self, whole: Cut, part: Cut, how: Accumulation) -> None:
         self.whole, self.part, self.how = whole, part, how
         self.long, self.short = how.rows(whole.program), how.rows(part.program)
+        signature = whole.program.signature
+        results = signature.result.variables if signature is not None else ()
+        self.added = {results[i] for i in how.sums}
         names = Names(whole.program.variables)
         self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
         found: dict[Variable, _Result] = {}
@@ -190,7 +193,7 @@ class _Plan:
             )
         real = jnp.issubdtype(whole.dtype, np.inexact)
         of_loss = whole in self.whole.late or whole in self.whole.of_loss
-        is_mean = not (self.how.is_sum and of_loss) and whole.name not in self.how.sums
+        is_mean = not (self.how.is_sum and of_loss) and whole not in self.added
         weighed = bool(real) and is_mean and (not grown or whole in self.whole.late)
         return _Result(whole, part, grown[0] if grown else None, weighed)
 

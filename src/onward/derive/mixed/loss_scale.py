@@ -21,6 +21,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.marks import ONES, SCALE_LOSS, UNSCALE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.walk import ancestors, substitute
 from onward.core.words import Kind, Pass, UpdateType
@@ -29,7 +30,7 @@ from onward.derive.guard import skipping
 _LEAST = 1.0
 
 
-@transform
+@transform(phase=Phase.BACKWARD)
 def scale_loss(program: Program, scale: float) -> Program:
     """Begin the backward pass with ``loss_scale`` in place of 1, and divide the gradients by it.
 
@@ -64,7 +65,7 @@ def scale_loss(program: Program, scale: float) -> Program:
     )
 
 
-@transform
+@transform(phase=Phase.UPDATE)
 def adjust_scale(program: Program, growth_every: int, factor: float) -> Program:
     """Leave out steps that overflow; shrink the loss scale after each, let it grow after many good ones.
 

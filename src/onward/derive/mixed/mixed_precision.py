@@ -17,17 +17,17 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError
 from onward.core.program import Program
+from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, whole_types
 from onward.core.structure import is_word
-from onward.core.transform import Recipe, Step, recipe_of, transform
+from onward.core.transform import transform
 from onward.core.walk import Where, listed
 from onward.derive.backward import append_backward
-from onward.derive.batch import whole_types
 from onward.derive.guard import guard
 from onward.derive.mixed.loss_scale import adjust_scale, scale_loss
 from onward.derive.mixed.roles import Lowering, kept_ops
 from onward.derive.update.groups import Routing
 from onward.derive.update.precision import dtype_word
-from onward.derive.update.update import append_update
+from onward.derive.update.update import append_update, optimizer_of
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -85,21 +85,21 @@ def mixed_precision(
     if not is_word(dtype, _DTYPES):
         raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16' or 'float16'.")
     recipe = recipe_of(program, f"in {dtype}", "Compute in that dtype yourself")
-    if any(step.function is lowered for step in recipe.steps):
+    if recipe.of(lowered):
         raise GraphError(
             f"Program {program.name!r} is in mixed precision already; it is asked for only once."
         )
     scaling = _scaling(dtype, scale, growth_every, factor)
     if scaling is not None:
         _expect_updates(program, recipe)
-    first = Step(lowered, (dtype, tuple(listed(keep))), {})
-    steps = (first, *(step for old in recipe.steps for step in (old, *_after(old, scaling))))
-    mixed = replace(recipe, steps=steps).replay(whole_types(program))
-    assert mixed.recipe is not None
-    return replace(mixed, recipe=replace(mixed.recipe, origin=recipe.origin))
+    scaled = replace(
+        recipe, steps=tuple(step for old in recipe.steps for step in (old, *_after(old, scaling)))
+    )
+    lowering = Applied(lowered, (dtype, tuple(listed(keep))), {}, Phase.PRECISION)
+    return build(scaled.including(lowering), whole_types(program))
 
 
-@transform
+@transform(phase=Phase.PRECISION)
 def lowered(program: Program, dtype: str, keep: tuple[Where, ...]) -> Program:
     """The forward pass, each op in the dtype of its role; see ``mixed_precision``."""
     if program.code is not None:
@@ -140,12 +140,12 @@ def _scaling(dtype: str, scale: float | None, growth_every: int, factor: float) 
     return found if dtype == "float16" or scale is not None else None
 
 
-def _after(step: Step, scaling: _Scaling | None) -> tuple[Step, ...]:
+def _after(step: Applied, scaling: _Scaling | None) -> tuple[Applied, ...]:
     """What loss scaling adds after a transform of the recipe."""
     if scaling is not None and step.function is append_backward:
-        return (Step(scale_loss, (scaling.scale,), {}),)
+        return (Applied(scale_loss, (scaling.scale,), {}, step.phase),)
     if scaling is not None and step.function is append_update:
-        return (Step(adjust_scale, (scaling.growth_every, scaling.factor), {}),)
+        return (Applied(adjust_scale, (scaling.growth_every, scaling.factor), {}, step.phase),)
     return ()
 
 
@@ -158,9 +158,8 @@ def _expect_updates(program: Program, recipe: Recipe) -> None:
             'are small. Minimize first: mixed_precision(optimizer.minimize(loss, ...), "float16"); or take '
             '"bfloat16", or a Program for tests: for_test(program).'
         )
-    for step in recipe.steps_of(append_update):
-        optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
-        for rule in Routing.of(optimizer, program.parameters).all_rules():
+    for step in recipe.of(append_update):
+        for rule in Routing.of(optimizer_of(step), program.parameters).all_rules():
             if rule.evaluates_loss:
                 raise GraphError(
                     f"{type(rule).__name__} evaluates the loss again, and its gradients, which nothing "

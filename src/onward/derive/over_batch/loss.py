@@ -6,6 +6,7 @@ import warnings
 
 from onward.core.errors import OnwardError
 from onward.core.program import Program
+from onward.core.recipe import whole_types
 from onward.core.source import user_level
 from onward.core.walk import producers
 from onward.derive.batch import WEIGHT, batch_names, data_types
@@ -51,11 +52,13 @@ def loss_is_sum(program: Program, otherwise: str) -> bool:
     True
     """
     recipe = program.recipe
-    part = recipe and recipe.forward
-    split = batch_names(part, (), WEIGHT, recipe.origin.fixed_data) if recipe and part else ()
-    if not recipe or not part or not split:
+    if recipe is None or program.signature is None:
         return False
     try:
+        part = recipe.origin.trace(whole_types(program))
+        split = batch_names(part, (), WEIGHT, recipe.origin.fixed_data)
+        if not split:
+            return False
         whole = recipe.origin.trace(data_types(part, split, 2 * part[split[0]].shape[0]))
     except OnwardError:  # the function takes this length alone
         return False

@@ -28,6 +28,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.marks import Mark
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.words import Pass
 from onward.derive.recompute.activations import Activations
@@ -35,7 +36,7 @@ from onward.derive.recompute.activations import Activations
 BARRIER = Mark("optimization_barrier")
 
 
-@transform
+@transform(phase=Phase.BACKWARD)
 def keeping(program: Program, kept: tuple[str, ...], begins: tuple[str, ...]) -> Program:
     """Keep of the forward pass what bears these names; what else the backward pass reads is computed again.
 

@@ -20,6 +20,7 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
 from onward.derive.backward import gradients
@@ -30,7 +31,7 @@ from onward.derive.roll.build import Layers
 Kept = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-@transform
+@transform(phase=Phase.KEEP)
 def keeping_in_loops(program: Program, kept: Kept) -> Program:
     """Give the loops of a forward Program bodies that keep what bears these names, and no more.
 

@@ -117,7 +117,7 @@ def is_recomputed(program: Program) -> bool:
 
 def _loops_of(program: Program) -> Kept:
     """The loops whose turns compute something again, and what they keep."""
-    steps = () if program.recipe is None else program.recipe.steps_of(keeping_in_loops)
+    steps = () if program.recipe is None else program.recipe.of(keeping_in_loops)
     return tuple(pair for step in steps for pair in step.arguments[0])
 
 

@@ -6,35 +6,24 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from onward.core.program import Op, Program
-from onward.core.transform import Recipe, Step
+from onward.core.recipe import Phase, Recipe, build, whole_types
 from onward.core.words import Pass
 from onward.derive.backward import append_backward
-from onward.derive.batch import whole_types
 from onward.derive.update.update import append_update
 
 
-def forward_of(
-    program: Program, recipe: Recipe, known: Collection[Callable[..., Program]] = ()
-) -> tuple[Program, tuple[Step, ...]]:
-    """The forward pass as the recipe makes it, and the transforms that follow.
+def forward_of(program: Program, recipe: Recipe, known: Collection[Callable[..., Program]] = ()) -> Program:
+    """The forward pass as the recipe makes it, before backward pass and update.
 
     What only adds ops to it is taken away again, if before that come but transforms that are ``known`` to
-    leave the rest as it is; otherwise the function is traced once more.
+    leave the rest as it is; otherwise it is built once more.
     """
-    steps = recipe.steps
-    made = [step.function for step in steps]
-    at = next((i for i, function in enumerate(made) if function not in known), len(made))
-    if program.replicas is None and made[at:] == [append_backward, append_update][: len(made) - at]:
-        return without_derived(program, replace(recipe, steps=steps[:at])), steps[at:]
-    forward = recipe.origin.trace(whole_types(program))
-    for i, step in enumerate(steps):
-        if step.function is append_backward:
-            return forward, steps[i:]
-        following = step.function(forward, *step.arguments, **step.options)
-        if any(op.made_by is not Pass.FORWARD for op in following.ops):
-            return forward, steps[i:]
-        forward = following
-    return forward, ()
+    before = recipe.until(Phase.BACKWARD)
+    made = [step.function for step in recipe.steps[len(before.steps) :]]
+    is_known = all(step.function in known for step in before.steps)
+    if program.replicas is None and is_known and made == [append_backward, append_update][: len(made)]:
+        return without_derived(program, before)
+    return build(before, whole_types(program))
 
 
 def forward_ops(program: Program) -> tuple[Op, ...]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from onward.core.check import expect_program
 from onward.core.errors import GraphError, UnknownNameError, UnreachedWarning
 from onward.core.marks import ACCUMULATE, UNSTACK
 from onward.core.names import Names
 from onward.core.program import Program, Variable
-from onward.core.transform import Step, recipe_of, transform
+from onward.core.recipe import Applied, Phase, recipe_of, resumed, whole_types
+from onward.core.transform import transform
 from onward.core.walk import Where, listed, prune, select
 from onward.core.words import Pass
 from onward.derive.backward import append_backward
@@ -152,7 +153,7 @@ def rolls_of(program: Program) -> tuple[Rolled, ...]:
     return tuple(found)
 
 
-@transform
+@transform(phase=Phase.ROLL)
 def rolled(
     program: Program, keep: tuple[Where, ...], apart: tuple[Where, ...], accepts: Accepts = everything
 ) -> Program:
@@ -172,22 +173,22 @@ def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Progr
     wanted = select(tuple(program.variables.values()), keep, "roll, keep") if keep else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        forward, rest = forward_of(program, recipe)
-        read, changed = _named_later(forward, rest)
+        forward = forward_of(program, recipe)
+        read, changed = _named_later(forward, recipe.steps)
         names = tuple(v.name for v in wanted if v.name in forward.variables)
-        result = rolled(forward, (*names, *read), changed, accepts)
+        step = Applied(rolled, ((*names, *read), changed, accepts), {}, Phase.ROLL)
+        result = step(forward)
         if not any(isinstance(op.body, Layers) for op in result.ops):
             line = line_of(forward, returned_by(forward), frozenset())
             raise nothing_repeats(program.name, line, find_runs(line))
         folded = _folded(forward, result)
-        for step in rest:
-            result = step.function(result, *step.arguments, **step.options)
+        grown = recipe.including(step)
+        result = resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
     _expect_kept(program, result, wanted, folded)
-    assert result.recipe is not None
-    return replace(result, recipe=replace(result.recipe, origin=recipe.origin))
+    return result
 
 
-def _named_later(forward: Program, steps: Iterable[Step]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _named_later(forward: Program, steps: Iterable[Applied]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of the activations but the loss, those that later transforms only read, and those they do more with."""
     computed = tuple(v for op in forward.ops for v in op.outputs if v is not forward.loss)
     read: set[str] = set()
@@ -195,7 +196,7 @@ def _named_later(forward: Program, steps: Iterable[Step]) -> tuple[tuple[str, ..
     for step in steps:
         if step.function is append_backward:
             order = ("loss", "parameter_list", "no_grad_set")
-            given = dict(zip(order, step.arguments, strict=False)) | step.options
+            given = dict(zip(order, step.arguments, strict=False)) | dict(step.options)
             changed.update(v.name for v in _chosen(computed, listed(given.get("no_grad_set", ()))))
             read.add(str(given.get("loss")))
         else:

@@ -19,6 +19,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.equations import Type
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Applied, Phase
 from onward.core.transform import transform
 from onward.core.words import Kind, Placement, UpdateType
 from onward.define.trace import explaining
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 Pair = tuple[Variable, Variable]
 
 
-@transform
+@transform(phase=Phase.UPDATE)
 def append_update(program: Program, optimizer: Optimizer) -> Program:
     """Add the operators that update the parameters of ``program.gradients``.
 
@@ -57,6 +58,12 @@ def append_update(program: Program, optimizer: Optimizer) -> Program:
     expect_one_device(program, "the update")
     expect_replaced(program)
     return with_update(program, optimizer)
+
+
+def optimizer_of(step: Applied) -> Optimizer:
+    """The optimizer that ``append_update`` was applied with."""
+    found: Optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
+    return found
 
 
 @dataclass(frozen=True)

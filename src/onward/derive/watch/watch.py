@@ -22,6 +22,7 @@ from onward.core.marks import COUNT, WATCH
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Phase
 from onward.core.structure import describe
 from onward.core.transform import transform
 from onward.core.walk import Where
@@ -121,7 +122,7 @@ def watch(
     return watched(program, Watch(entries, found, int(every)), values)
 
 
-@transform
+@transform(phase=Phase.UPDATE)
 def watched(program: Program, how: Watch, values: tuple[str, ...]) -> Program:
     """The Program with the ops that look; ``values`` are the names of what is watched as it is.
 

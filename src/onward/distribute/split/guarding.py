@@ -23,7 +23,7 @@ from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.marks import CHECK, FINITE, SCALE_LOSS
 from onward.core.program import Op, Program, Variable
-from onward.core.transform import Step
+from onward.core.recipe import Applied
 from onward.core.words import Pass, UpdateType
 from onward.derive.check_finite import check_finite, looked_at
 from onward.derive.guard import Guard, guard, is_key, watched_by_update
@@ -54,7 +54,7 @@ class Guarding:
     servers: int
 
     @classmethod
-    def of(cls, steps: Sequence[Step], servers: int) -> Guarding | None:
+    def of(cls, steps: Sequence[Applied], servers: int) -> Guarding | None:
         """That of a recipe; None if it does nothing."""
         made = {step.function: step for step in steps}
         if not any(function in made for function in GUARDS):
@@ -76,7 +76,7 @@ class Guarding:
         return not self.skips
 
 
-def _first(step: Step, name: str, default: str) -> str:
+def _first(step: Applied, name: str, default: str) -> str:
     return str(step.arguments[0] if step.arguments else step.options.get(name, default))
 
 

@@ -28,8 +28,8 @@ from onward.core.errors import ArgumentError, GraphError, UnknownNameError, Unre
 from onward.core.marks import Mark
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, with_steps
 from onward.core.structure import expect_flag
-from onward.core.transform import Recipe, recipe_of
 from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
 from onward.derive.accumulation.accumulate import accumulated, accumulation_of
@@ -40,7 +40,7 @@ from onward.derive.mixed.loss_scale import scale_loss
 from onward.derive.optimizer import Optimizer
 from onward.derive.update.groups import Routing
 from onward.derive.update.precision import is_low
-from onward.derive.update.update import append_update
+from onward.derive.update.update import append_update, optimizer_of
 from onward.derive.watch.watch import watched
 from onward.distribute.merge import is_count
 from onward.distribute.split.guarding import GUARDS, Guarding, looking, scale_of, verdict_of
@@ -381,7 +381,7 @@ def _place_of_update(recipe: Recipe) -> int:
 def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
     """The optimizer that made the update, which only what guards it may follow."""
     places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
-    if recipe.steps_of(watched):
+    if recipe.of(watched):
         raise GraphError(
             f"split: {program.name!r} is watched, and neither a trainer nor a server has all that is to be "
             "looked at: gradients are merged, and parameters kept, in parts. Leave watch out; run.history "
@@ -395,9 +395,7 @@ def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
             f"Program {program.name!r} has {what}; split cuts a Program whose last transform is its update: "
             "optimizer.minimize(loss, ...). Leave out what comes after it."
         )
-    last = recipe.steps[places[0]]
-    found: Optimizer = last.arguments[0] if last.arguments else last.options["optimizer"]
-    return found
+    return optimizer_of(recipe.steps[places[0]])
 
 
 def _cut(
@@ -415,8 +413,11 @@ def _cut(
     base = by_rows(forward, tables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        for step in recipe.steps[: _place_of_update(recipe)]:
-            base = step.function(base, *step.arguments, **step.options)
-        base = base if how is None else accumulated(base, how)
+        before = recipe.steps[: _place_of_update(recipe)]
+        if how is None:
+            base = with_steps(base, before)
+        else:
+            loop = Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True)
+            base = build(replace(recipe, steps=(*before, loop)), data)
         base = looking(base) if looks else base
     return forward, base, tuple(replace(t, parameter=source[t.parameter.name]) for t in tables)

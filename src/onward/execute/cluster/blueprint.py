@@ -11,7 +11,7 @@ import numpy as np
 
 from onward.core.jaxprs.equations import Type
 from onward.core.program import Program
-from onward.core.transform import Recipe, recipe_of
+from onward.core.recipe import Recipe, build, recipe_of
 from onward.derive.optimizer import Optimizer
 from onward.distribute.split.local import split_local
 from onward.distribute.split.split import Split, split
@@ -48,14 +48,14 @@ class Blueprint:
         recipe = recipe_of(program, "in another process", "Build it with optimizer.minimize")
         assert program.signature is not None
         data = tuple(s.unflatten(Type(v.shape, v.dtype) for v in s.variables) for s in program.signature.data)
-        stripped = Recipe(recipe.origin, (), recipe.steps)
+        stripped = Recipe(recipe.origin, steps=recipe.steps)
         return cls(stripped, data, servers, count, tuple(lazy), rows, outer, _has_x64())
 
     def program(self) -> Program:
         """The training Program."""
         if _has_x64() != self.x64:
             jax.config.update("jax_enable_x64", self.x64)
-        return self.recipe.replay(self.data)
+        return build(self.recipe, self.data)
 
     def split(self) -> Split:
         """The cut of the training Program."""

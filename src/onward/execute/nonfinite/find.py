@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.core.marks import KEEP
 from onward.core.program import Program, Variable
-from onward.core.transform import replayed
+from onward.core.recipe import rebuilt
 from onward.derive.check_finite import check_of, may_be_infinite
 from onward.derive.guard import watched_by_update
 from onward.execute.executable import Executable
@@ -111,7 +111,7 @@ class _Run:
             values = list(Executable(program, (), ()).feed(values))
         layout = Layout.of(program)
         shapes = key_of(values) != key_of([layout.whole(v) for v in program.inputs])
-        self.program = replayed(program, feeds.types(values)) if shapes else program
+        self.program = rebuilt(program, feeds.types(values)) if shapes else program
         self.data = values
 
     def flags(self) -> Flags:

@@ -17,9 +17,9 @@ from jax import export
 
 from onward.core.errors import ArgumentError, OnwardError
 from onward.core.program import Program, Variable
+from onward.core.recipe import rebuilt
 from onward.core.source import user_level
 from onward.core.structure import Static
-from onward.core.transform import replayed
 from onward.execute.feeds import data_names
 from onward.serve.export.agreement import expect_same
 from onward.serve.export.executable import exported
@@ -88,7 +88,7 @@ def _free(program: Program, values: Mapping[str, Any], shapes: Shapes, trainable
 
     def replay(lengths: Mapping[Any, Any]) -> Program:
         filled = {name: tuple(lengths.get(n, n) for n in shape) for name, shape in wanted.items()}
-        return _replayed(program, filled)
+        return _rebuilt(program, filled)
 
     lengths = [pair for v in program.inputs for pair in zip(wanted[v.name], v.shape, strict=True)]
     sizes = {n: size for n, size in lengths if isinstance(n, str)}
@@ -112,7 +112,7 @@ def _fixed(program: Program, length: int | None, trainable: bool) -> Writing:
         name: tuple(length if n == BATCH else n for n in shape)
         for name, shape in _wanted(program, {}).items()
     }
-    return _writing(program, _replayed(program, shapes), {}, trainable)
+    return _writing(program, _rebuilt(program, shapes), {}, trainable)
 
 
 def _writing(program: Program, found: Program, sizes: Mapping[str, int], trainable: bool) -> Writing:
@@ -132,13 +132,13 @@ def _expect_no_length(found: Program) -> None:
         )
 
 
-def _replayed(program: Program, shapes: Mapping[str, tuple[Any, ...]]) -> Program:
+def _rebuilt(program: Program, shapes: Mapping[str, tuple[Any, ...]]) -> Program:
     assert program.signature is not None
     types = tuple(
         s.unflatten(jax.ShapeDtypeStruct(shapes[v.name], v.dtype) for v in s.variables)
         for s in program.signature.data
     )
-    return replayed(program, types)
+    return rebuilt(program, types)
 
 
 def _wanted(program: Program, shapes: Shapes) -> dict[str, tuple[int | str, ...]]:

@@ -13,8 +13,8 @@ from typing import Any
 from onward.core.check import check
 from onward.core.errors import ArgumentError, RecipeError
 from onward.core.program import Code, Program
+from onward.core.recipe import Recipe
 from onward.core.structure import Structure
-from onward.core.transform import Recipe
 from onward.serve.export.dimensions import evaluated
 from onward.serve.export.executable import reads_of
 from onward.serve.export.graph import Template
