@@ -5,7 +5,8 @@ program     Variable, Op, Program: frozen data
 jaxprs      the one place that touches JAX's jaxpr types
 source      the user's file and line behind an op
 structure   people's containers and the Variables at their leaves
-transform   what a transform is, and the recipe a Program remembers
+recipe      what a Program is made of, in phases, and how it is built again
+transform   what a transform is
 check       the rules of the graph
 walk        ancestors, liveness, prune, select
 homes       the scope in which people look for an op

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import Builder
 from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs.body import Body, body_of, body_over
 from onward.core.jaxprs.equations import Type
-from onward.core.names import Names
 from onward.core.placement import expect_one_device
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Program, Variable
 from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass, UpdateType
@@ -57,21 +56,20 @@ def clip_by_global_norm(program: Program, max_norm: float) -> Program:
             f"Program {program.name!r} has no gradients that wait for an update. Clip between the passes: "
             "append_backward, clip_by_global_norm, append_update."
         )
-    names = Names(program.variables)
+    builder = Builder(program, program.ops, made_by=Pass.UPDATE)
     gradients = tuple(dict.fromkeys(g for _, g in program.gradients))
     dtype = np.dtype(jnp.result_type(np.float32, *(np.abs(np.empty(0, g.dtype)).dtype for g in gradients)))
-    norm = Variable(names.new("global_norm"), (), dtype)
-    ops = [_op("global_norm", gradients, norm, body_over(partial(_norm, dtype), [*map(_type, gradients)]))]
+    body = body_over(partial(_norm, dtype), [*map(_type, gradients)])
+    (norm,) = builder.add("global_norm", gradients, ["global_norm"], body, UpdateType.ACROSS)
     clipped: dict[Variable, Variable] = {}
     bodies: dict[tuple[Any, ...], Body] = {}
     for g in gradients:
         kind = (g.shape, g.dtype)
         if kind not in bodies:
             bodies[kind] = body_of(lambda x, n: [_clipped(x, n, max_norm)], _type(g), _type(norm))
-        clipped[g] = Variable(names.new(f"clip({g.name})"), g.shape, g.dtype, Kind.GRADIENT)
-        ops.append(_op("clip", (g, norm), clipped[g], bodies[kind]))
-    pairs = tuple((p, clipped[g]) for p, g in program.gradients)
-    return replace(program, ops=(*program.ops, *ops), gradients=pairs)
+        clipped[g] = builder.named(f"clip({g.name})", g, Kind.GRADIENT)
+        builder.add("clip", [g, norm], [clipped[g]], bodies[kind], UpdateType.ACROSS)
+    return builder.program(gradients=tuple((p, clipped[g]) for p, g in program.gradients))
 
 
 def _norm(dtype: Any, gradients: Sequence[Any]) -> list[Any]:
@@ -87,7 +85,3 @@ def _clipped(gradient: Any, norm: Any, max_norm: float) -> Any:
 
 def _type(v: Variable) -> Type:
     return Type(v.shape, v.dtype)
-
-
-def _op(kind: str, inputs: tuple[Variable, ...], output: Variable, body: Body) -> Op:
-    return Op(kind, inputs, (output,), body, Pass.UPDATE, update=UpdateType.ACROSS)

@@ -7,7 +7,7 @@ that keeps its old value where that found NaN or infinity. All of it is part of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from onward.core.builder import Builder
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import Body, body_of, body_over
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import CHECK, COUNT, FINITE, KEEP, SCHEDULE, STOP, UNSCALE, Mark
-from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
 from onward.core.recipe import Phase
@@ -87,7 +87,7 @@ def _stopping(program: Program) -> Program:
     finite = guarded.look(watched, each=True)
     stopped = guarded.number("stopped", (), np.bool_)
     culprits = guarded.number("culprits", (len(watched),), np.bool_)
-    goes_on = Variable(guarded.names.new("goes_on"), (), np.dtype(np.bool_))
+    goes_on = guarded.named("goes_on", stopped)
 
     def stop(stopped: Any, culprits: Any, finite: Any) -> list[Any]:
         now = stopped | ~jnp.all(finite)
@@ -169,19 +169,12 @@ def _expect_unguarded(program: Program) -> None:
         )
 
 
-@dataclass
-class Guard:
-    """The guard as it grows: ops, new state, and what replaces what."""
+class Guard(Builder):
+    """The guard of a Program as it grows."""
 
-    source: Program
-
-    def __post_init__(self) -> None:
-        self.names = Names(self.source.variables)
-        self.ops: list[Op] = []
-        self.state: list[Variable] = []
-        self.initializers: list[Op] = []
+    def __init__(self, source: Program) -> None:
+        super().__init__(source, made_by=Pass.UPDATE)
         self.renamed: dict[Variable, Variable] = {}
-        self.next_state: dict[Variable, Variable] = {}
 
     def look(self, watched: Sequence[Variable], each: bool = False) -> Variable:
         """The op that tells whether all of these, or ``each`` of them, are finite; the same everywhere."""
@@ -196,24 +189,17 @@ class Guard:
 
     def told(self, kind: str, watched: Sequence[Variable], shape: tuple[int, ...], body: Body) -> Variable:
         """What an op says of these; what it says on the device that says no."""
-        finite = Variable(self.names.new(FINITE), shape, np.dtype(np.bool_))
-        self.ops.append(Op(kind, tuple(watched), (finite,), body, Pass.UPDATE, update=UpdateType.ACROSS))
+        (finite,) = self.add(kind, watched, [FINITE], body, UpdateType.ACROSS)
         if equal_variables(self.source).issuperset(watched):
             return finite
         axis = current_axis()
         assert axis is not None, "what differs from device to device runs on several"
-        everywhere = Variable(self.names.new(f"all_min({finite.name})"), shape, finite.dtype)
         least = body_of(lambda x: [lax.pmin(x.astype(jnp.int32), axis.name) > 0], _type(finite))
-        self.ops.append(Op("all_min", (finite,), (everywhere,), least, Pass.COLLECTIVE))
-        return everywhere
+        return self.add("all_min", [finite], [f"all_min({FINITE})"], least, made_by=Pass.COLLECTIVE)[0]
 
     def number(self, name: str, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Variable:
         """A state Variable that begins with this number everywhere."""
-        v = Variable(self.names.new(name), shape, np.dtype(dtype), Kind.STATE)
-        self.state.append(v)
-        body = body_of(lambda: [jnp.full(shape, value, dtype)])
-        self.initializers.append(Op("constant", (), (v,), body, Pass.UPDATE))
-        return v
+        return self.carry(name, lambda: jnp.full(shape, value, dtype))
 
     def count(
         self,
@@ -224,11 +210,10 @@ class Guard:
         others: tuple[Variable, ...] = (),
     ) -> None:
         """An op that gives state Variables their next values, and others after these."""
-        following = tuple(Variable(self.names.new(f"next({v.name})"), v.shape, v.dtype) for v in replaced)
+        outputs: list[str | Variable] = [*(f"next({v.name})" for v in replaced), *others]
         body = body_of(function, *map(_type, inputs))
-        outputs = (*following, *others)
-        self.ops.append(Op(kind, tuple(inputs), outputs, body, Pass.UPDATE, update=UpdateType.BOOKKEEPING))
-        self.next_state.update(zip(replaced, following, strict=True))
+        following = self.add(kind, inputs, outputs, body, UpdateType.BOOKKEEPING)
+        self.follow(dict(zip(replaced, following, strict=False)))
 
     def keep(self, goes_on: Variable, chosen: Callable[[Variable], bool]) -> None:
         """For each state Variable of the Program, the op that keeps its old value unless the step counts."""
@@ -242,10 +227,10 @@ class Guard:
                 inputs = goes_on, self.renamed.get(new, new), old
                 body = _choice(old.shape, old.dtype)
                 how = _type_of_update(made.get(new))
-                self.ops.append(Op(KEEP, inputs, (kept,), body, Pass.UPDATE, update=how))
-                self.next_state[old] = kept
+                self.add(KEEP, inputs, [kept], body, how)
+                self.follow({old: kept})
 
-    def program(self) -> Program:
+    def program(self, **changes: Any) -> Program:
         """The Program with the guard at its end."""
         base = substitute(self.source, self.renamed)
         ops = (replace(op, inputs=tuple(self.renamed.get(v, v) for v in op.inputs)) for op in self.ops)
@@ -255,6 +240,7 @@ class Guard:
             ops=(*base.ops, *ops),
             next_state={**base.next_state, **self.next_state},
             initializers=(*base.initializers, *self.initializers),
+            **changes,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from jax import lax
 
+from onward.core.builder import Builder
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
@@ -27,7 +28,6 @@ from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Momentum
 from onward.derive.update.update import StandIns, with_update
 from onward.distribute.merge import Average, Devices, Merge, expect_way, is_count
-from onward.distribute.weave import Weave
 
 
 class LocalSGD(Merge):
@@ -98,12 +98,12 @@ class LocalSGD(Merge):
 
     def synchronize(self, draft: Program, devices: Devices) -> Program:
         """The Program of a synchronization: its state are the parameters, it is fed each device's own."""
-        weave = Weave(draft)
+        builder = Builder(draft, made_by=Pass.COLLECTIVE)
         following = {}
         for p, own in zip(draft.state, draft.inputs, strict=True):
             body = body_of(lambda x: [devices.mean(x)], Type(p.shape, p.dtype))
-            following[p] = weave.collective("all_mean", [own], [f"all_mean({own.name})"], body)[0]
-        return replace(draft, ops=weave.ops, next_state=following)
+            following[p] = builder.add("all_mean", [own], [f"all_mean({own.name})"], body)[0]
+        return replace(draft, ops=builder.ops, next_state=following)
 
 
 class DiLoCo(LocalSGD):
@@ -144,14 +144,12 @@ class DiLoCo(LocalSGD):
 
     def synchronize(self, draft: Program, devices: Devices) -> Program:
         """The update of the outer optimizer, by the mean way that the devices went."""
-        names = Names(draft.variables)
-        way: dict[Variable, Variable] = {}
-        ops = []
+        builder, way = Builder(draft), {}
         for p, own in zip(draft.state, draft.inputs, strict=True):
-            way[p] = Variable(names.new(f"way({p.name})"), p.shape, p.dtype, Kind.GRADIENT)
             kind = Type(p.shape, p.dtype)
-            ops.append(Op("sub", (p, own), (way[p],), body_of(lambda w, x: [w - x], kind, kind)))
-        known = replace(draft, ops=tuple(ops), gradients=tuple(way.items()))
+            way[p] = builder.named(f"way({p.name})", p, Kind.GRADIENT)
+            builder.add("sub", (p, own), (way[p],), body_of(lambda w, x: [w - x], kind, kind))
+        known = builder.program(gradients=tuple(way.items()))
         merged = self.exchange.apply(known, devices, ())
         return with_update(merged, self.outer)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any, ClassVar, dataclass_transform
@@ -27,15 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from onward.core.builder import Builder
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.program import Program, Variable
 from onward.core.recipe import Applied
 from onward.core.show import nbytes
+from onward.core.words import Pass, Placement
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import append_update
-from onward.distribute.weave import Weave
 
 _MOST = 2**31  # numbers of a vector, whose places are int32
 
@@ -251,7 +251,7 @@ def with_merged_gradients(program: Program, strategy: Merge, devices: Devices) -
 
     Adds ops and what the strategy keeps; ``program.gradients`` holds the merged ones.
     """
-    weave = Weave(program)
+    builder = Builder(program, made_by=Pass.COLLECTIVE)
     position = {v: i for i, op in enumerate(program.ops) for v in op.outputs}
     gradients = sorted(dict.fromkeys(g for _, g in program.gradients), key=lambda g: position.get(g, -1))
     due: dict[int, list[list[Variable]]] = {}
@@ -259,20 +259,22 @@ def with_merged_gradients(program: Program, strategy: Merge, devices: Devices) -
         due.setdefault(max(position.get(g, -1) for g in group), []).append(group)
     merged: dict[Variable, Variable] = {}
     for i, op in enumerate(program.ops):
-        weave.append(op)
+        builder.append(op)
         for group in due.get(i, ()):
-            merged.update(zip(group, _merged(weave, strategy, group, devices), strict=True))
+            merged.update(zip(group, _merged(builder, strategy, group, devices), strict=True))
     pairs = tuple((p, merged.get(g, g)) for p, g in program.gradients)
-    return weave.program(gradients=pairs)
+    return builder.program(gradients=pairs)
 
 
-def _merged(weave: Weave, strategy: Merge, group: Sequence[Variable], devices: Devices) -> list[Variable]:
+def _merged(
+    builder: Builder, strategy: Merge, group: Sequence[Variable], devices: Devices
+) -> Sequence[Variable]:
     """One op that merges a group of gradients as one vector, or one alone as it is."""
     like = _vector_type(group)
     kinds = jax.eval_shape(lambda g: dict(strategy.init(g)), like)
     kept = [
-        weave.keep(f"{group[0].name}/{name}", kind, partial(_first, strategy, name), like)
-        for name, kind in kinds.items()
+        builder.carry(f"{group[0].name}/{name}", _begin(strategy, name, like), "init", Placement.PER_REPLICA)
+        for name in kinds
     ]
     shapes = [g.shape for g in group]
 
@@ -285,8 +287,8 @@ def _merged(weave: Weave, strategy: Merge, group: Sequence[Variable], devices: D
     inputs = [*group, *kept]
     names = [*(f"{strategy.name}({g.name})" for g in group), *(f"next({v.name})" for v in kept)]
     body = body_of(merge, *(Type(v.shape, v.dtype) for v in inputs))
-    outputs = weave.collective(strategy.name, inputs, names, body)
-    weave.next_state.update(zip(kept, outputs[len(group) :], strict=True))
+    outputs = builder.add(strategy.name, inputs, names, body)
+    builder.follow(dict(zip(kept, outputs[len(group) :], strict=True)))
     return outputs[: len(group)]
 
 
@@ -305,9 +307,10 @@ def expect_way(what: str, merge: object) -> None:
         )
 
 
-def _first(strategy: Merge, name: str, zeros: Any) -> Any:
+def _begin(strategy: Merge, name: str, like: Type) -> Body:
     """What a strategy keeps under this name before the first step."""
-    return strategy.init(zeros)[name]
+    begun = body_of(lambda: [strategy.init(jnp.zeros(like.shape, like.dtype))[name]])
+    return begun.restricted([0])[0]
 
 
 def _vector_type(group: Sequence[Variable]) -> Type:

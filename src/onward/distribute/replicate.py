@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import Builder
 from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import body_of
@@ -37,7 +38,6 @@ from onward.derive.batch import WEIGHT, batch_names, data_types
 from onward.derive.update.update import append_update
 from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
 from onward.distribute.share import Share, weighed_by
-from onward.distribute.weave import Weave
 from onward.distribute.whole_batch import of_whole_batch
 
 
@@ -214,47 +214,47 @@ def _with_own_keys(program: Program, devices: Devices) -> Program:
 
     Keys that came with the examples of a device are its own already.
     """
-    weave = Weave(program)
+    builder = Builder(program, made_by=Pass.COLLECTIVE)
     equal = {v for v in equal_variables(program) if _is_key(v)}
 
     def own(op: Op) -> Op:
         if all(map(_is_key, op.outputs)):
             return op
-        keys = {v: weave.once(v, partial(_own_key, weave, v, devices)) for v in op.inputs if v in equal}
+        keys = {v: builder.once(v, partial(_own_key, builder, v, devices)) for v in op.inputs if v in equal}
         return replace(op, inputs=tuple(keys.get(v, v) for v in op.inputs)) if keys else op
 
     for op in program.ops:
-        weave.append(own(op))
-    return replace(program, ops=weave.ops)
+        builder.append(own(op))
+    return replace(program, ops=builder.ops)
 
 
-def _own_key(weave: Weave, key: Variable, devices: Devices) -> Variable:
+def _own_key(builder: Builder, key: Variable, devices: Devices) -> Variable:
     def own(keys: Any) -> list[Any]:
         each = jax.vmap(lambda k: jax.random.fold_in(k, devices.index))(keys.ravel())
         return [each.reshape(keys.shape)]
 
     body = body_of(own, Type(key.shape, key.dtype))
-    return weave.collective("own_key", [key], [f"own({key.name})"], body)[0]
+    return builder.add("own_key", [key], [f"own({key.name})"], body)[0]
 
 
 def _with_merged_state(program: Program, devices: Devices) -> Program:
     """What the network itself carries (running statistics, counters) becomes that of the whole batch."""
     equal = equal_variables(program)
-    weave = Weave.after(program)
+    builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     following = {}
     for old, new in program.next_state.items():
         differs = old.placement is Placement.REPLICATED and new not in equal
-        following[old] = _next(weave, old, new, devices) if differs else new
-    return replace(program, ops=weave.ops, next_state=following)
+        following[old] = _next(builder, old, new, devices) if differs else new
+    return replace(program, ops=builder.ops, next_state=following)
 
 
-def _next(weave: Weave, old: Variable, new: Variable, devices: Devices) -> Variable:
+def _next(builder: Builder, old: Variable, new: Variable, devices: Devices) -> Variable:
     """The mean of a float over the devices; of an integer, which counts, the sum of what each one added."""
     if not jnp.issubdtype(new.dtype, np.integer):
-        return _reduced(weave, new, devices)
+        return _reduced(builder, new, devices)
     types = (Type(v.shape, v.dtype) for v in (old, new))
     body = body_of(lambda was, now: [was + devices.sum(now - was)], *types)
-    return weave.collective(Sum().name, [old, new], [f"{Sum().name}({new.name})"], body)[0]
+    return builder.add(Sum().name, [old, new], [f"{Sum().name}({new.name})"], body)[0]
 
 
 def _with_merged_results(
@@ -262,9 +262,9 @@ def _with_merged_results(
 ) -> Program:
     """What the function returns: numbers of the whole batch; arrays over examples stay with their device."""
     equal = equal_variables(program)
-    weave = Weave.after(program)
+    builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     merged = {
-        v: _reduced(weave, v, devices, merge.is_sum and v is program.loss, share)
+        v: _reduced(builder, v, devices, merge.is_sum and v is program.loss, share)
         for v in program.outputs
         if v not in equal and v.name not in grown
     }
@@ -276,7 +276,7 @@ def _with_merged_results(
     assert signature is not None
     return replace(
         program,
-        ops=weave.ops,
+        ops=builder.ops,
         outputs=tuple(map(new, program.outputs)),
         loss=program.loss and new(program.loss),
         signature=replace(signature, result=signature.result.mapped(new)),
@@ -293,7 +293,7 @@ def _with_joined_results(program: Program, whole: Program) -> Program:
 
 
 def _reduced(
-    weave: Weave, v: Variable, devices: Devices, is_sum: bool = False, share: Share | None = None
+    builder: Builder, v: Variable, devices: Devices, is_sum: bool = False, share: Share | None = None
 ) -> Variable:
     """The mean over the devices of a float, the sum of an integer (it counts) and of what ``is_sum``."""
     how = Average() if jnp.issubdtype(v.dtype, np.inexact) and not is_sum else Sum()
@@ -304,13 +304,13 @@ def _reduced(
         )
     inputs = [v]
     if share is not None and isinstance(how, Average) and share.counts_for(v):
-        inputs.append(share.value(weave))
+        inputs.append(share.value(builder))
 
     def reduce(x: Any, *factor: Any) -> list[Any]:
         return [how.merge(weighed_by(x, *factor) if factor else x, {}, devices)[0]]
 
     body = body_of(reduce, *(Type(x.shape, x.dtype) for x in inputs))
-    return weave.collective(how.name, inputs, [f"{how.name}({v.name})"], body)[0]
+    return builder.add(how.name, inputs, [f"{how.name}({v.name})"], body)[0]
 
 
 def _expect_one_batch(program: Program, split: Sequence[Variable], replicas: Replicas) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax import lax
 
+from onward.core.builder import Builder
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
@@ -17,13 +18,12 @@ from onward.core.marks import PART
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
 from onward.core.recipe import Applied
-from onward.core.words import Placement, UpdateType
+from onward.core.words import Pass, Placement, UpdateType
 from onward.derive.backward import append_backward
 from onward.derive.rule import GradientRule, ParameterRule
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import Pair, StandIns, append_update, optimizer_of, with_update
 from onward.distribute.merge import Average, Devices, Merge
-from onward.distribute.weave import Weave
 
 
 class Sharded(Merge):
@@ -86,15 +86,16 @@ def _looks_further(routing: Routing) -> bool:
 
 def _parts(devices: Devices, program: Program) -> tuple[tuple[Op, ...], dict[Variable, Pair]]:
     """The ops that cut parameters and gradients, and this device's part of each."""
-    weave = Weave(program)
+    builder = Builder(program, made_by=Pass.COLLECTIVE)
     equal = equal_variables(program)
     pairs = {
-        p: (_part(weave, p, devices), _scattered(weave, g, devices, g in equal)) for p, g in program.gradients
+        p: (_part(builder, p, devices), _scattered(builder, g, devices, g in equal))
+        for p, g in program.gradients
     }
-    return weave.ops, pairs
+    return builder.ops, pairs
 
 
-def _part(weave: Weave, p: Variable, devices: Devices) -> Variable:
+def _part(builder: Builder, p: Variable, devices: Devices) -> Variable:
     """This device's part of a parameter."""
     size = _length(p, devices)
 
@@ -102,38 +103,38 @@ def _part(weave: Weave, p: Variable, devices: Devices) -> Variable:
         rows = devices.padded(x).reshape(devices.size, size)  # as a vector its places may not fit an int32
         return [lax.dynamic_index_in_dim(rows, devices.index, keepdims=False)]
 
-    return weave.collective(PART, [p], [f"part({p.name})"], body_of(part, Type(p.shape, p.dtype)))[0]
+    return builder.add(PART, [p], [f"part({p.name})"], body_of(part, Type(p.shape, p.dtype)))[0]
 
 
-def _scattered(weave: Weave, g: Variable, devices: Devices, merged: bool) -> Variable:
+def _scattered(builder: Builder, g: Variable, devices: Devices, merged: bool) -> Variable:
     """This device's part of the mean of a gradient."""
     if merged:
-        return _part(weave, g, devices)
+        return _part(builder, g, devices)
 
     def scatter(x: Any) -> list[Any]:
         return [devices.scatter_mean(devices.padded(x))]
 
     body = body_of(scatter, Type(g.shape, g.dtype))
-    return weave.collective("scatter_mean", [g], [f"scatter_mean({g.name})"], body)[0]
+    return builder.add("scatter_mean", [g], [f"scatter_mean({g.name})"], body)[0]
 
 
 def _gathered(draft: Program, before: Program, devices: Devices) -> Program:
     """The parameters, put together of their updated parts."""
-    weave = Weave.after(draft)
+    builder = Builder(draft, draft.ops, made_by=Pass.COLLECTIVE)
     parts = {op.outputs[0]: op.inputs[0] for op in draft.ops if op.type is PART}
     following = dict(draft.next_state)
     for part, p in parts.items():
         if part in following:
-            following[p] = _whole(weave, following.pop(part), p, devices)
-    return replace(draft, ops=weave.ops, next_state=following, gradients=before.gradients)
+            following[p] = _whole(builder, following.pop(part), p, devices)
+    return replace(draft, ops=builder.ops, next_state=following, gradients=before.gradients)
 
 
-def _whole(weave: Weave, part: Variable, p: Variable, devices: Devices) -> Variable:
+def _whole(builder: Builder, part: Variable, p: Variable, devices: Devices) -> Variable:
     def gather(x: Any) -> list[Any]:
         return [devices.join(x, p.shape)]
 
     body = body_of(gather, Type(part.shape, part.dtype))
-    return weave.collective("all_gather", [part], [f"next({p.name})"], body)[0]
+    return builder.add("all_gather", [part], [f"next({p.name})"], body)[0]
 
 
 def _length(v: Variable, devices: Devices) -> int:

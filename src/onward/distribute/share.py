@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import Builder
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.marks import SCALE, WEIGH
@@ -16,7 +17,6 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import descendants, substitute
 from onward.core.words import Pass
 from onward.distribute.merge import Devices
-from onward.distribute.weave import Weave
 
 
 class Share:
@@ -38,13 +38,13 @@ class Share:
         """Whether the mean of this Variable over the devices is still to be weighted."""
         return v not in self._settled
 
-    def value(self, weave: Weave) -> Variable:
+    def value(self, builder: Builder) -> Variable:
         """The factor; the op that makes it is added when it is first asked for."""
         if self._value is None:
             w = self.weight
             share = partial(_share, dtype=self._dtype, devices=self.devices)
             body = body_of(lambda weights: [share(weights)], Type(w.shape, w.dtype))
-            self._value = weave.collective("share", [w], [f"share({w.name})"], body)[0]
+            self._value = builder.add("share", [w], [f"share({w.name})"], body)[0]
         return self._value
 
     def of_loss(self, program: Program) -> Program:
@@ -53,18 +53,19 @@ class Share:
         if loss is None or not self.counts_for(loss):
             return program
         assert signature is not None
-        weave = Weave.after(program)
-        factor = self.value(weave)
-        weighed = Variable(weave.names.new(f"weighed({loss.name})"), loss.shape, loss.dtype)
+        builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
+        factor = self.value(builder)
         types = (Type(v.shape, v.dtype) for v in (loss, factor))
         times = body_of(lambda x, f: [weighed_by(x, f)], *types)
-        weave.append(Op(WEIGH, (loss, factor), (weighed,), times))
+        (weighed,) = builder.add(
+            WEIGH, [loss, factor], [f"weighed({loss.name})"], times, made_by=Pass.FORWARD
+        )
         self._settled = {*self._settled, weighed}
 
         def new(v: Variable) -> Variable:
             return weighed if v is loss else v
 
-        return weave.program(
+        return builder.program(
             outputs=tuple(map(new, program.outputs)),
             loss=weighed,
             signature=replace(signature, result=signature.result.mapped(new)),
@@ -78,13 +79,13 @@ class Share:
         raw = {g: replace(g, name=f"raw({g.name})") for g in gradients}
         program = substitute(program, raw)
         made = {v: g for g, v in raw.items()}
-        weave = Weave(program)
+        builder = Builder(program, made_by=Pass.COLLECTIVE)
         for op in program.ops:
-            weave.append(op)
+            builder.append(op)
             for v in op.outputs:
                 if v in made:
-                    weave.append(_counted(v, made[v], self._value))
-        return weave.program(gradients=tuple((p, made[v]) for p, v in program.gradients))
+                    builder.append(_counted(v, made[v], self._value))
+        return builder.program(gradients=tuple((p, made[v]) for p, v in program.gradients))
 
 
 def _adds_up(op: Op) -> bool:

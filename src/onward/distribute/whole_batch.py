@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import Builder
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.marks import SCALE
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
+from onward.core.words import Pass
 from onward.derive.over_batch.known import Following, How, Need
 from onward.derive.over_batch.walk import follow
 from onward.distribute.merge import Devices
-from onward.distribute.weave import Weave
 
 
 def of_whole_batch(
@@ -84,31 +85,31 @@ def _with_statistics(local: Program, following: Following, devices: Devices) -> 
     """What ops read that are not linear in a statistic becomes that of the whole batch."""
     if not following.needs and not following.numbers:
         return local
-    weave = Weave(local)
+    builder = Builder(local, made_by=Pass.COLLECTIVE)
     for op in local.ops:
         needs = following.needs.get(op, {})
-        inputs = tuple(_met(weave, v, needs, devices) for v in op.inputs)
-        weave.append(replace(op, inputs=inputs, body=following.numbers.get(op, op.body)))
-    return replace(local, ops=weave.ops)
+        inputs = tuple(_met(builder, v, needs, devices) for v in op.inputs)
+        builder.append(replace(op, inputs=inputs, body=following.numbers.get(op, op.body)))
+    return replace(local, ops=builder.ops)
 
 
-def _met(weave: Weave, v: Variable, needs: Mapping[Variable, Need], devices: Devices) -> Variable:
+def _met(builder: Builder, v: Variable, needs: Mapping[Variable, Need], devices: Devices) -> Variable:
     if v not in needs:
         return v
     need = needs[v]
 
     def make() -> Variable:
         if need.merged is How.MEAN:
-            return _merged(weave, v, need.power, devices)
+            return _merged(builder, v, need.power, devices)
         if need.merged is not How.SAME:
-            return _extreme(weave, v, need.merged, devices)
-        return _times(weave, v, float(devices.size) ** need.power)
+            return _extreme(builder, v, need.merged, devices)
+        return _times(builder, v, float(devices.size) ** need.power)
 
-    met: Variable = weave.once((v, need), make)
+    met: Variable = builder.once((v, need), make)
     return met
 
 
-def _merged(weave: Weave, v: Variable, power: int, devices: Devices) -> Variable:
+def _merged(builder: Builder, v: Variable, power: int, devices: Devices) -> Variable:
     """The mean over the devices, times a power of their number."""
     scale = float(devices.size) ** (power - 1)
 
@@ -120,10 +121,10 @@ def _merged(weave: Weave, v: Variable, power: int, devices: Devices) -> Variable
 
     kind = "all_sum" if power else "all_mean"
     body = body_of(merge, Type(v.shape, v.dtype))
-    return weave.collective(kind, [v], [f"{kind}({v.name})"], body)[0]
+    return builder.add(kind, [v], [f"{kind}({v.name})"], body)[0]
 
 
-def _extreme(weave: Weave, v: Variable, which: How, devices: Devices) -> Variable:
+def _extreme(builder: Builder, v: Variable, which: How, devices: Devices) -> Variable:
     """The largest or the smallest over the devices; its gradient goes to the devices that have it."""
     over_devices = devices.maximum if which is How.MOST else devices.minimum
 
@@ -139,29 +140,27 @@ def _extreme(weave: Weave, v: Variable, which: How, devices: Devices) -> Variabl
 
     kind = "all_max" if which is How.MOST else "all_min"
     body = body_of(lambda x: [extreme(x)], Type(v.shape, v.dtype))
-    return weave.collective(kind, [v], [f"{kind}({v.name})"], body)[0]
+    return builder.add(kind, [v], [f"{kind}({v.name})"], body)[0]
 
 
-def _times(weave: Weave, v: Variable, factor: float) -> Variable:
+def _times(builder: Builder, v: Variable, factor: float) -> Variable:
     body = body_of(lambda x: [(x * factor).astype(x.dtype)], Type(v.shape, v.dtype))
-    scaled = Variable(weave.names.new(f"scaled({v.name})"), v.shape, v.dtype)
-    weave.append(Op(SCALE, (v,), (scaled,), body))
-    return scaled
+    return builder.add(SCALE, [v], [f"scaled({v.name})"], body, made_by=Pass.FORWARD)[0]
 
 
 def _scaled(program: Program, following: Following, devices: Devices, is_sum: bool) -> Program:
     """Sums over examples that are returned or kept, so that their mean over the devices is the whole's."""
-    weave = Weave.after(program)
+    builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
 
     def new(v: Variable) -> Variable:
         how = following.found.get(v)
         if how is not None and how.kind in (How.MOST, How.LEAST):
-            extreme: Variable = weave.once(v, lambda: _extreme(weave, v, how.kind, devices))
+            extreme: Variable = builder.once(v, lambda: _extreme(builder, v, how.kind, devices))
             return extreme
         summed = v is program.loss and is_sum
         if how is None or not how.power or how.kind not in (How.MEAN, How.SAME) or summed or not _is_float(v):
             return v
-        scaled: Variable = weave.once(v, lambda: _times(weave, v, float(devices.size) ** how.power))
+        scaled: Variable = builder.once(v, lambda: _times(builder, v, float(devices.size) ** how.power))
         return scaled
 
     signature = program.signature
@@ -172,7 +171,7 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
         loss=program.loss and new(program.loss),
         next_state={old: new(v) for old, v in program.next_state.items()},
         signature=replace(signature, result=signature.result.mapped(new)),
-        ops=weave.ops,
+        ops=builder.ops,
     )
 
 

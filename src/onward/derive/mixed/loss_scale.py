@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import Builder
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
@@ -24,7 +25,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.walk import ancestors, substitute
-from onward.core.words import Kind, Pass, UpdateType
+from onward.core.words import Pass, UpdateType
 from onward.derive.guard import skipping
 
 _LEAST = 1.0
@@ -39,30 +40,16 @@ def scale_loss(program: Program, scale: float) -> Program:
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
     """
     names = Names(program.variables)
-    loss_scale = Variable(names.new("loss_scale"), (), np.dtype(np.float32), Kind.STATE)
-    seed = _seed(program)
-    ops = tuple(_begun_with(loss_scale, op) if op is seed else op for op in program.ops)
     gradients = dict.fromkeys(g for _, g in program.gradients)
     scaled = {g: replace(g, name=names.new(f"scaled({g.name})")) for g in gradients}
-    base = substitute(replace(program, ops=ops), scaled)
-    unscaled = (
-        Op(
-            UNSCALE,
-            (s, loss_scale),
-            (g,),
-            _quotient(g.shape, g.dtype),
-            Pass.UPDATE,
-            update=UpdateType.ELEMENTWISE,
-        )
-        for g, s in scaled.items()
-    )
-    return replace(
-        base,
-        ops=(*base.ops, *unscaled),
-        state=(*base.state, loss_scale),
-        initializers=(*base.initializers, _initially(loss_scale, scale)),
-        gradients=program.gradients,
-    )
+    base, seed = substitute(program, scaled), _seed(program)
+    builder = Builder(base, made_by=Pass.UPDATE)
+    loss_scale = builder.carry("loss_scale", lambda: jnp.float32(scale))
+    for op in base.ops:
+        builder.append(_begun_with(loss_scale, op) if op.outputs == seed.outputs else op)
+    for g, s in scaled.items():
+        builder.add(UNSCALE, [s, loss_scale], [g], _quotient(g.shape, g.dtype), UpdateType.ELEMENTWISE)
+    return builder.program(gradients=program.gradients)
 
 
 @transform(phase=Phase.UPDATE)
@@ -93,22 +80,14 @@ def _adjusted(
     program: Program, scale: Variable, finite: Variable, growth_every: int, factor: float
 ) -> Program:
     """The Program with the op that adjusts the scale, and the count of good steps in a row."""
-    names = Names(program.variables)
-    good = Variable(names.new("good_steps"), (), np.dtype(np.int32), Kind.STATE)
-    following = tuple(
-        replace(v, name=names.new(f"next({v.name})"), kind=Kind.ACTIVATION) for v in (scale, good)
-    )
-    body = body_of(_adjusting(growth_every, factor), *map(_type, (scale, good, finite)))
-    op = Op(
-        "adjust_scale", (scale, good, finite), following, body, Pass.UPDATE, update=UpdateType.BOOKKEEPING
-    )
-    return replace(
-        program,
-        ops=(*program.ops, op),
-        state=(*program.state, good),
-        initializers=(*program.initializers, _initially(good, 0)),
-        next_state={**program.next_state, **dict(zip((scale, good), following, strict=True))},
-    )
+    builder = Builder(program, program.ops, made_by=Pass.UPDATE)
+    good = builder.carry("good_steps", lambda: jnp.int32(0))
+    reads = scale, good, finite
+    body = body_of(_adjusting(growth_every, factor), *map(_type, reads))
+    names = [f"next({v.name})" for v in (scale, good)]
+    following = builder.add("adjust_scale", reads, names, body, UpdateType.BOOKKEEPING)
+    builder.follow(dict(zip((scale, good), following, strict=True)))
+    return builder.program()
 
 
 def _adjusting(growth_every: int, factor: float) -> Callable[..., list[Any]]:

@@ -145,9 +145,7 @@ def guarded(program: Program, told: Variable, scale: Variable | None, how: Guard
     here = looks.look(watched)
     flag = Type((), np.dtype(np.bool_))
     body = body_of(judge, flag, flag)
-    looks.ops.append(
-        Op("judge", (told, here), (counts, fails), body, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
-    )
+    looks.append(Op("judge", (told, here), (counts, fails), body, Pass.UPDATE, update=UpdateType.BOOKKEEPING))
     skipped = None
     if how.skips and index == 0:
         skipped = looks.number("skipped", (), np.int32)
@@ -174,7 +172,7 @@ def _checked(program: Program, told: Variable) -> Guarded:
         flag,
         flag,
     )
-    looks.ops.append(
+    looks.append(
         Op("judge", (told, here), (counts, fails), ended, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
     )
     looks.keep(counts, lambda v: True)

@@ -1,0 +1,131 @@
+"""A Program as it grows: what adds ops to one makes them, their state and their names here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from onward.core.check import check
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable
+from onward.core.words import Kind, Pass, Placement, UpdateType
+
+
+class Builder:
+    """The ops so far, the state that was added, what replaces state, and names that are free.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+    >>> builder = Builder(program, program.ops)
+    >>> double = body_of(lambda x: [2 * x], jax.ShapeDtypeStruct((), jnp.float32))
+    >>> (twice,) = builder.add("double", [program.loss], ["twice"], double)
+    >>> builder.program(outputs=(twice,)).ops[-1]
+    twice = double(reduce_sum)
+
+    Args:
+        source: the Program that grows.
+        ops: those that stand already; others are woven in one by one, with ``append``.
+        taken: the names that are not free; those of all Variables of the source unless given.
+        made_by: the pass whose ops are added.
+    """
+
+    def __init__(
+        self,
+        source: Program,
+        ops: Iterable[Op] = (),
+        *,
+        taken: Iterable[str] | None = None,
+        made_by: Pass = Pass.FORWARD,
+    ) -> None:
+        self.source = source
+        self.names = Names(source.variables if taken is None else taken)
+        self.state: list[Variable] = []
+        self.initializers: list[Op] = []
+        self.next_state: dict[Variable, Variable] = {}
+        self._ops = list(ops)
+        self._made_by = made_by
+        self._made: dict[Hashable, Any] = {}
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All ops so far."""
+        return tuple(self._ops)
+
+    def append(self, op: Op) -> None:
+        """Add an op that is there already."""
+        self._ops.append(op)
+
+    def add(
+        self,
+        kind: str,
+        inputs: Sequence[Variable],
+        outputs: Sequence[str | Variable],
+        body: Body,
+        update: UpdateType | None = None,
+        **fields: Any,
+    ) -> tuple[Variable, ...]:
+        """Add an op; returns what it computes.
+
+        Args:
+            kind: its type, in a word.
+            inputs: what it reads.
+            outputs: what it computes: Variables, or names for new ones, which get a number if they are taken.
+            body: how.
+            update: how far it looks, if it is one of the update pass.
+            fields: of the ``Op``, such as ``scope``.
+        """
+        types = zip(outputs, body.out_avals, strict=True)
+        made = tuple(self.named(v, t) if isinstance(v, str) else v for v, t in types)
+        told = {"made_by": self._made_by, **fields}
+        self._ops.append(Op(kind, tuple(inputs), made, body, update=update, **told))
+        return made
+
+    def named(self, name: str, like: Any, kind: Kind = Kind.ACTIVATION) -> Variable:
+        """A new Variable of the shape and dtype of another, by this name or the next one that is free."""
+        return Variable(self.names.new(name), tuple(like.shape), like.dtype, kind)
+
+    def carry(
+        self,
+        name: str,
+        first: Callable[[], Any] | Body,
+        kind: str = "constant",
+        placement: Placement = Placement.REPLICATED,
+    ) -> Variable:
+        """Add a state Variable that begins with what ``first`` computes of nothing.
+
+        Args:
+            name: its name, if it is free.
+            first: the first value.
+            kind: the type of the op that makes it.
+            placement: where it lies.
+        """
+        body = first if isinstance(first, Body) else body_of(lambda: [first()])
+        v = replace(self.named(name, body.out_avals[0], Kind.STATE), placement=placement)
+        self.state.append(v)
+        self.initializers.append(Op(kind, (), (v,), body, self._made_by))
+        return v
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned the first time."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def follow(self, pairs: Mapping[Variable, Variable]) -> None:
+        """Let state Variables be replaced by these after a step."""
+        self.next_state.update(pairs)
+
+    def program(self, **changes: Any) -> Program:
+        """The checked Program with these ops and this state."""
+        return check(
+            replace(
+                self.source,
+                ops=self.ops,
+                state=(*self.source.state, *self.state),
+                next_state={**self.source.next_state, **self.next_state},
+                initializers=(*self.source.initializers, *self.initializers),
+                **changes,
+            )
+        )
