@@ -102,7 +102,7 @@ def accumulate(
     if not is_free:
         expect_rows(program, how, count)
     data = data_types(program, how.split, count * how.steps if is_free else how.whole_rows(program))
-    how = _told(recipe, data, how)
+    how = _told(recipe, program, data, how)
     grown = recipe.including(Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True))
     if is_free or grown.phase > Phase.MICRO_BATCHES:
         return build(grown, data)
@@ -124,12 +124,13 @@ def _looped(program: Program, recipe: Recipe, how: Accumulation) -> Program:
     return check(with_loop(program, build(recipe, data_types(program, how.split, rows)), how))
 
 
-def _told(recipe: Recipe, data: tuple[Any, ...], how: Accumulation) -> Accumulation:
+def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumulation) -> Accumulation:
     """What the graph tells: whether the loss is a sum over examples, and which other results are."""
     whole = recipe.origin.trace(data)
     if how.weight is not None or how.steps == 1 or how.rows(whole) == 1:
         return how
-    part = recipe.origin.trace(data_types(whole, how.split, -(-how.rows(whole) // how.steps)))
+    rows = -(-how.rows(whole) // how.steps)
+    part = recipe.origin.trace(data_types(program, how.split, rows))
     following = follow(whole, part, how.steps, how.split, lambda reaches: False)
     if following is None or part.signature is None:
         return how
