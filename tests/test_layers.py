@@ -5,10 +5,17 @@ from functools import cache
 from pathlib import Path
 
 import onward
+from onward.core.primitives.table import ROWS
 
 HOUSE = Path(onward.__file__).parent
 FOLDERS = ["core", "define", "derive", "distribute", "execute", "explain", "serve", "shell"]
 FILES = sorted(p for p in HOUSE.rglob("*.py") if p.parent != HOUSE)
+WORDS_AS_WELL = {"call", "check", "max", "min", "split"}  # in the house mostly no primitives
+PRIMITIVES = {row.name for row in ROWS} - WORDS_AS_WELL
+NAMING_PRIMITIVES = {
+    "core/primitives/table.py",
+    "execute/nonfinite/finding.py",  # the advice, whose keys a test compares with the table
+}
 
 
 @cache
@@ -36,6 +43,28 @@ def imports_inside_functions(source: str) -> list[int]:
     return [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, ast.Import | ast.ImportFrom)]
 
 
+def collections_of_primitives(source: str) -> list[list[str]]:
+    """The names of primitives in each set, list or dict, or text that is split, which holds several."""
+    found = []
+    for node in nodes(source):
+        if isinstance(node, ast.Set | ast.Tuple | ast.List):
+            found.append([e.value for e in node.elts if isinstance(e, ast.Constant)])
+        elif isinstance(node, ast.Dict):
+            found += [
+                [e.value for e in side if isinstance(e, ast.Constant)] for side in (node.keys, node.values)
+            ]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_a_list(node.value):
+            found.append(node.value.split())
+    named = ([name for name in names if name in PRIMITIVES] for names in found)
+    return [names for names in named if len(names) > 1]
+
+
+def is_a_list(text: str) -> bool:
+    """Whether words stand in it, and more of them are primitives than are not."""
+    words = text.split()
+    return 2 * len(PRIMITIVES.intersection(words)) > len(words)
+
+
 def test_imports_point_one_way():
     found = {p: wrong_way(p.relative_to(HOUSE).parts[0], p.read_text()) for p in FILES}
     assert {str(path): folders for path, folders in found.items() if folders} == {}
@@ -54,6 +83,11 @@ def test_only_one_room_touches_jaxpr_types_and_none_the_private_ones():
     assert [name for name, text in texts.items() if "import optax" in text] == []
 
 
+def test_only_the_table_holds_names_of_primitives():
+    found = {str(p.relative_to(HOUSE)): collections_of_primitives(p.read_text()) for p in FILES}
+    assert {path for path, names in found.items() if names} == NAMING_PRIMITIVES
+
+
 def test_folders_stand_in_alphabetical_order():
     assert sorted(FOLDERS) == FOLDERS
     assert {p.relative_to(HOUSE).parts[0] for p in FILES} <= set(FOLDERS)
@@ -63,3 +97,7 @@ def test_the_tests_above_find_what_they_look_for():
     assert wrong_way("core", "from onward.derive.differentiate import Rule") == ["derive"]
     assert wrong_way("derive", "import onward.core.check") == []
     assert imports_inside_functions("def f():\n    import os\n") == [2]
+    assert collections_of_primitives("LOOPS = ('scan', 'while')") == [["scan", "while"]]
+    assert collections_of_primitives("x = {'add': 1, 'mul': 2, 'other': 3}, {1: 'min'}") == [["add", "mul"]]
+    assert collections_of_primitives("set('exp log tanh'.split())") == [["exp", "log", "tanh"]]
+    assert collections_of_primitives("'what to add to a sum'") == []

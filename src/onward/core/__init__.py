@@ -2,6 +2,7 @@
 
 words       the closed sets of words
 program     Variable, Op, Program: frozen data
+primitives  one table of what each primitive of JAX is
 jaxprs      the one place that touches JAX's jaxpr types
 source      the user's file and line behind an op
 structure   people's containers and the Variables at their leaves

@@ -27,10 +27,12 @@ import jax
 
 from onward.core.check import expect_program
 from onward.core.described import DescribedBody
-from onward.core.flops import TRANSCENDENTAL, flops, has_rule
+from onward.core.flops import flops, has_rule
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.signature import Signature
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Moves, Runs, Work
 from onward.core.program import Op, Program
 
 
@@ -133,20 +135,21 @@ def _counted(body: Body) -> Cost:
     calls = list(body.calls)
     parts = list(map(_of_call, calls))
     total = sum(parts, Cost())
-    if len(parts) == 1 or any(call.primitive in _CONTROL for call in calls):
+    if len(parts) == 1 or any(of(call.primitive).runs in _CONTROL for call in calls):
         return total
     return replace(total, read=_bytes(body.in_types), written=_bytes(body.out_types))
 
 
 def _of_call(call: Call) -> Cost:
-    if call.primitive in _CONTROL:
-        return _CONTROL[call.primitive](call)
+    row = of(call.primitive)
+    if row.runs in _CONTROL:
+        return _CONTROL[row.runs](call)
     runs = [] if has_rule(call) else [body for name in _RUN for body in call.inner.get(name, ())]
     within = sum(map(_of_body, runs), Cost())
     own = 0 if runs else flops(call)
-    transcendentals = own if call.primitive in TRANSCENDENTAL else 0
+    transcendentals = own if row.work is Work.ROOT else 0
     read, written = _moved(call)
-    exchanged = _bytes(call.operands) if call.primitive in _EXCHANGES else 0
+    exchanged = _bytes(call.operands) if row.exchanges is not None else 0
     return Cost(
         own + within.flops,
         read,
@@ -196,34 +199,22 @@ def _each_apart(body: Body) -> Cost:
     return sum(map(_of_call, body.calls), Cost())
 
 
-_EXCHANGES = (
-    "psum",
-    "psum_invariant",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "ppermute",
-)
-_CONTROL: Mapping[str, Callable[[Call], Cost]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_linear_solve": _solve,
-    "checkpoint": _call,
-    "remat2": _call,
-    "shard_map": _call,
+_CONTROL: Mapping[Runs | None, Callable[[Call], Cost]] = {
+    Runs.SCAN: _scan,
+    Runs.WHILE: _while,
+    Runs.BRANCH: _cond,
+    Runs.SOLVE: _solve,
+    Runs.AGAIN: _call,
+    Runs.DEVICES: _call,
 }
 
 # What a primitive reads and writes, where that is not all of its operands and results.
 
 
 def _moved(call: Call) -> tuple[int, int]:
-    results, operands = _bytes(call.results), call.operands
-    if call.primitive in ("gather", "dynamic_slice", "slice"):
+    results, operands, row = _bytes(call.results), call.operands, of(call.primitive)
+    if row.moves in (Moves.LOOKS_UP, Moves.CUTS_AT, Moves.CUTS):
         return results + _bytes(operands[1:]), results
-    if call.primitive == "dynamic_update_slice" or call.primitive.startswith("scatter"):
-        update = operands[1] if call.primitive == "dynamic_update_slice" else operands[2]
-        return _bytes(operands[1:]), size(update)
+    if row.update:
+        return _bytes(operands[1:]), size(operands[row.update])
     return _bytes(operands), results

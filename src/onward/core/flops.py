@@ -21,35 +21,20 @@ import numpy as np
 from jax import lax
 
 from onward.core.jaxprs.body import Call
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Work
 
-_ROOTS_AND_EXPONENTIALS = """
-    exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh
-    sqrt rsqrt cbrt pow erf erfc erf_inv lgamma digamma
-"""
-_MOVES = """
-    reshape squeeze expand_dims broadcast_in_dim broadcast transpose copy copy_p slice dynamic_slice
-    dynamic_update_slice concatenate pad rev iota scatter tile split stop_gradient name pvary empty
-    optimization_barrier bitcast_convert_type random_wrap random_unwrap random_seed device_put all_gather
-    ppermute all_to_all axis_index debug_callback debug_print pure_callback io_callback sharding_constraint
-    reduce_precision real imag complex create_token top_k stack unstack
-"""
-TRANSCENDENTAL = frozenset(_ROOTS_AND_EXPONENTIALS.split())
-_FREE = frozenset(_MOVES.split())
-_SCATTERS = ("add", "mul", "sub", "min", "max")
 _THREEFRY = 117  # 20 rounds of an addition, a rotation and an exclusive or; 5 times the key is mixed in
 
 
 def has_rule(call: Call) -> bool:
     """Whether a primitive has a rule of its own, whatever Body it is given to reduce or to combine with."""
-    return call.primitive in _RULES
+    return of(call.primitive).work in RULES
 
 
 def flops(call: Call) -> int:
     """The operations that one equation takes, without those of the Bodies it runs."""
-    if call.primitive in _FREE:
-        return 0
-    rule = _RULES.get(call.primitive)
-    return int(rule(call)) if rule else _results(call)
+    return int(RULES.get(of(call.primitive).work, _results)(call))
 
 
 def _results(call: Call) -> int:
@@ -132,17 +117,17 @@ def _gathered(call: Call) -> int:
     return _results(call) + 3 * prod(call.operands[1].shape) if fills else 0
 
 
-def _scattered(call: Call) -> int:
-    return prod(call.operands[2].shape)
+def _updated(call: Call) -> int:
+    return prod(call.operands[of(call.primitive).update].shape)
 
 
 def _random(call: Call) -> int:
     return _THREEFRY * _results(call)
 
 
-def _square(share: float) -> Callable[[Call], int]:
+def _cube(call: Call) -> int:
     """A share of the cube of the side of square matrices."""
-    return lambda call: int(share * _first(call) * call.operands[0].shape[-1])
+    return int(of(call.primitive).share * _first(call) * call.operands[0].shape[-1])
 
 
 def _triangular(call: Call) -> int:
@@ -154,41 +139,22 @@ def _fourier(call: Call) -> int:
     return 5 * max(_first(call), _results(call)) * ceil(log2(max(length, 2)))
 
 
-_RULES: Mapping[str, Callable[[Call], int]] = {
-    "dot_general": _dot,
-    "ragged_dot_general": lambda call: 2 * _first(call) * call.operands[1].shape[-1],
-    "conv_general_dilated": _convolution,
-    "integer_pow": _power,
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"),
-        _reduction,
-    ),
-    "reduce": _reduction,
-    "argmax": _reduction,
-    "argmin": _reduction,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _results),
-    "reduce_window": _windows,
-    "reduce_window_sum": _windows,
-    "reduce_window_max": _windows,
-    "reduce_window_min": _windows,
-    "select_and_scatter_add": lambda call: 2 * _results(call),
-    "select_and_gather_add": lambda call: 2 * _windows(call),
-    "sort": _sort,
-    "gather": _gathered,
-    **dict.fromkeys((f"scatter{sign}{how}" for sign in "-_" for how in _SCATTERS), _scattered),
-    "psum": _first,
-    "pmax": _first,
-    "pmin": _first,
-    "reduce_scatter": _first,
-    "random_bits": _random,
-    "random_split": _random,
-    "random_fold_in": _random,
-    "threefry2x32": lambda call: _THREEFRY * _results(call),
-    "cholesky": _square(1 / 3),
-    "lu": _square(2 / 3),
-    "qr": _square(4 / 3),
-    "eigh": _square(9),
-    "svd": _square(20),
-    "triangular_solve": _triangular,
-    "fft": _fourier,
-}
+RULES: Mapping[Work, Callable[[Call], int]] = {
+    Work.NOTHING: lambda call: 0,
+    Work.POWER: _power,
+    Work.REDUCTION: _reduction,
+    Work.WINDOW: _windows,
+    Work.WINDOW_SPREAD: lambda call: 2 * _results(call),
+    Work.WINDOW_CHOICE: lambda call: 2 * _windows(call),
+    Work.PRODUCT: _dot,
+    Work.RAGGED_PRODUCT: lambda call: 2 * _first(call) * call.operands[1].shape[-1],
+    Work.CONVOLUTION: _convolution,
+    Work.SORT: _sort,
+    Work.LOOKUP: _gathered,
+    Work.UPDATE: _updated,
+    Work.OPERAND: _first,
+    Work.RANDOM: _random,
+    Work.CUBE: _cube,
+    Work.TRIANGULAR: _triangular,
+    Work.FOURIER: _fourier,
+}  # for each other: one operation for each number of the result

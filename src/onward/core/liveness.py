@@ -29,22 +29,9 @@ from functools import cached_property
 from itertools import accumulate
 
 from onward.core.cost import size
-from onward.core.flops import TRANSCENDENTAL
+from onward.core.primitives.table import of
 from onward.core.program import Program, Variable
 from onward.core.steps import Step, steps
-
-_AS_BEFORE = "name optimization_barrier reshape squeeze expand_dims bitcast_convert_type copy copy_p"
-_NUMBER_BY_NUMBER = """
-    abs add add_any and broadcast_in_dim ceil clamp convert_element_type div eq floor ge gt imag integer_pow
-    iota is_finite le lt max min mul ne neg nextafter not one_minus_square or pad real reduce_precision rem
-    rev round select_n shift_left shift_right_arithmetic shift_right_logical sign slice square sub transpose
-    xor
-"""
-_OF_MANY_ONE = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
-_VIEWS = frozenset(_AS_BEFORE.split())
-_ARITHMETIC = TRANSCENDENTAL | set(_NUMBER_BY_NUMBER.split())
-_REDUCTIONS = frozenset(_OF_MANY_ONE.split())
-_OVER_AN_OPERAND = _ARITHMETIC | {"scan", "while", "cond", "dynamic_update_slice", "scatter", "scatter-add"}
 
 
 @dataclass(eq=False)
@@ -158,7 +145,7 @@ class _Walk:
         outputs = [v for v in step.outputs if v in self.readers or v in self.results]
         if step.outputs and not outputs:
             return
-        if step.kind in _VIEWS:
+        if of(step.kind).is_view:
             for source, v in zip(step.inputs, step.outputs, strict=False):
                 self._view(source, v)
             outputs = [v for v in outputs if v not in self.read]
@@ -183,18 +170,19 @@ class _Walk:
 
     def _is_done_on_the_way(self, step: Step) -> bool:
         """Whether nobody sees the result of this arithmetic but other arithmetic, which can do it itself."""
-        if step.kind not in _ARITHMETIC or len(step.outputs) != 1 or step.outputs[0] in self.results:
+        if not of(step.kind).is_fusible or len(step.outputs) != 1 or step.outputs[0] in self.results:
             return False
         readers = self._behind_views(step.outputs[0])
         if len(readers) > 1 and 2 * sum(map(size, step.inputs)) > size(step.outputs[0]):
             return False
-        return all(reader.kind in _ARITHMETIC or reader.kind in _REDUCTIONS for reader in readers)
+        kinds = [of(reader.kind) for reader in readers]
+        return all(kind.is_fusible or kind.reduces is not None for kind in kinds)
 
     def _behind_views(self, v: Variable) -> list[Step]:
         """Who reads a Variable, be it by another view; a view that is a result counts itself."""
         found = []
         for reader in self.readers.get(v, ()):
-            if reader.kind not in _VIEWS:
+            if not of(reader.kind).is_view:
                 found.append(reader)
             else:
                 for source, view in zip(reader.inputs, reader.outputs, strict=False):
@@ -222,7 +210,7 @@ class _Walk:
                 ending.setdefault((array.end, array.bytes), []).append(array)
         for array in self.arrays:
             before = ending.get((array.begin, array.bytes))
-            if before and self.steps[array.begin].kind in _OVER_AN_OPERAND:
+            if before and of(self.steps[array.begin].kind).may_overwrite:
                 before.pop().end -= 1
 
     def _turn(self, program: Program) -> int:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from onward.core.described import DescribedBody
 from onward.core.jaxprs.body import Body, program_of
+from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 
-_LOOPS = ("scan", "while", "cond")
 _SAME = "copy"
 
 
@@ -87,7 +87,7 @@ class _Opened:
         """The equations of an op of one equation, which may be a call."""
         inner = tuple(op.body.subprograms.values())
         kind = op.type if isinstance(op.body, DescribedBody) else next(op.body.calls).primitive
-        if kind in _LOOPS:
+        if of(kind).is_loop:
             yield Step(number, kind, inputs, outputs, inner)
         elif len(inner) == 1 and _is_called(inner[0], op):
             operands = zip(op.body.operands, inner[0].inputs, strict=True)

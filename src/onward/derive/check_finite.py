@@ -22,13 +22,13 @@ from onward.core.jaxprs.body import Body, body_over, program_of
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.signature import Signature
 from onward.core.marks import CHECK, GO_ON, Mark
+from onward.core.primitives.table import of
 from onward.core.program import Program, Variable
 from onward.core.recipe import Phase
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
 from onward.derive.guard import Guard, all_finite, is_guarded, watched_by_update
 
-_PASSING = {"add", "add_any", "convert_element_type", "mul", "neg", "square", "sub"}
 _FEW = 4096  # numbers that are looked at twice without a thought
 
 
@@ -129,9 +129,9 @@ def _handed_on(body: Body, place: int) -> set[int]:
     part = program_of(body.closed, "update")
     reached = {part.inputs[place]}
     for op in part.ops:
-        read = op.inputs[:1] if op.type == "div" and op.body.operands[0] == 0 else op.inputs
-        passes = op.type in _PASSING or (op.type == "div" and op.body.operands[0] == 0)
-        if passes and not reached.isdisjoint(read):
+        divides = op.type == "div" and op.body.operands[0] == 0
+        read = op.inputs[:1] if divides else op.inputs
+        if (divides or of(op.type).spreads_nonfinite) and not reached.isdisjoint(read):
             reached.update(v for v in op.outputs if _is_float(v))
     return {j for j, v in enumerate(part.outputs) if v in reached}
 

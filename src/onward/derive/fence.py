@@ -24,27 +24,14 @@ from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.patterns import primitives_in
 from onward.core.marks import FENCE, SUM
 from onward.core.names import Names
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import OnCpu
 from onward.core.program import Op, Program, Variable
 from onward.core.structure import is_word
 from onward.core.transform import transform
 from onward.core.words import Pass
 
 _NESTED = 3  # so many values that would be computed again build on each other before one is fenced
-# fmt: off
-_CHEAP = frozenset((
-    "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice", "squeeze",
-    "transpose", "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "copy_p",
-    "eq", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "name", "ne",
-    "neg", "not", "optimization_barrier", "or", "reduce_precision", "round", "select_n", "sign", "square",
-    "stop_gradient", "sub", "xor",
-))  # computed again for every reader
-_COSTLY = frozenset((
-    "acos", "acosh", "argmax", "argmin", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh",
-    "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "pow",
-    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "rem", "rsqrt",
-    "sin", "sinh", "sqrt", "tan", "tanh",
-))  # fused with what they read, but never done twice
-# fmt: on
 
 
 @transform
@@ -183,7 +170,7 @@ def _values(program: Program) -> Mapping[Variable, _Value]:
 def _read(op: Op, read: Sequence[_Value]) -> int:
     """Note that an op reads these values, and return the generation of its results."""
     latest = max((value.generation for value in read), default=0)
-    fused = all(p in _CHEAP or p in _COSTLY for p in primitives_in(op.body))
+    fused = all(of(p).on_cpu is not OnCpu.APART for p in primitives_in(op.body))
     for value in read:
         value.reads += 1
         value.lasting |= not fused or value.generation < latest
@@ -221,4 +208,4 @@ def _can_be_fenced(v: Variable) -> bool:
 
 
 def _is_cheap(body: Body) -> bool:
-    return all(p in _CHEAP for p in primitives_in(body))
+    return all(of(p).on_cpu is OnCpu.AGAIN for p in primitives_in(body))

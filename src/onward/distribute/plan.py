@@ -31,6 +31,8 @@ from onward.core.check import expect_program
 from onward.core.columns import columns
 from onward.core.errors import GraphError
 from onward.core.jaxprs.devices import Collective
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Exchanges
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind, Placement
@@ -166,11 +168,12 @@ def _exchange(op: Op, replicas: Replicas) -> Exchange:
 
 def _sent(collective: Collective, n: int) -> float:
     """The bytes that each device sends on a ring."""
-    if collective.kind == "all_gather":
+    exchange = of(collective.kind).exchanges
+    if exchange is Exchanges.GATHER:
         return (n - 1) * collective.bytes
-    if collective.kind == "ppermute":
+    if exchange is Exchanges.SHIFT:
         return collective.bytes
-    ways = 1 if collective.kind in ("reduce_scatter", "all_to_all") else 2
+    ways = 1 if exchange in (Exchanges.SCATTER, Exchanges.SWAP, Exchanges.COPY) else 2
     return ways * (n - 1) / n * collective.bytes
 
 

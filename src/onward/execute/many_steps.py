@@ -26,6 +26,7 @@ from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, StateError
 from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.joining import as_one_call
+from onward.core.primitives.table import of
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.execute.feeds import Feeds, Key
@@ -236,7 +237,7 @@ def _data_of(feeds: Feeds, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _convolves(program: Program) -> bool:
-    return any("conv_general_dilated" in op.body.primitives for op in program.ops)
+    return any(of(name).is_slow_in_loop for op in program.ops for name in op.body.primitives)
 
 
 def _type(value: Any) -> jax.ShapeDtypeStruct:

@@ -21,10 +21,10 @@ from onward.core.errors import ArgumentError, not_pickled
 from onward.core.jaxprs import devices
 from onward.core.jaxprs.devices import Collective
 from onward.core.jaxprs.equations import (
-    INLINED,
     Type,
     calls_custom_rule,
     close,
+    is_inlined,
     jaxprs_in,
     literal_value,
     names_within,
@@ -36,6 +36,7 @@ from onward.core.jaxprs.reading import Reader, Reading
 from onward.core.jaxprs.signature import Signature, interned, key_of_parts, signature_of
 from onward.core.jaxprs.tracing import traced
 from onward.core.names import Names
+from onward.core.primitives.table import of
 from onward.core.program import Program, Variable
 from onward.core.words import Kind, Pass
 
@@ -176,7 +177,7 @@ class Body:
     @property
     def has_own_mesh(self) -> bool:
         """Whether it says itself over which devices something is laid out."""
-        return not devices.ON_A_MESH.isdisjoint(self.primitives)
+        return any(of(name).on_mesh for name in self.primitives)
 
     @property
     def has_custom_rule(self) -> bool:
@@ -267,7 +268,7 @@ class Body:
     @property
     def attributes(self) -> Mapping[str, str]:
         """The parameters of the primitive in words; empty for a body of several equations."""
-        if len(self.equations) != 1 or self.equations[0].primitive.name in INLINED:
+        if len(self.equations) != 1 or is_inlined(self.equations[0]):
             return {}
         shown = {}
         for key, value in self.equations[0].params.items():

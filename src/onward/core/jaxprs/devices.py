@@ -10,21 +10,18 @@ from typing import Any
 from jax.extend import core as jex
 
 from onward.core.jaxprs.equations import (
-    INLINED,
-    WITH_RULES,
     carry_of_scan,
     close,
     closed_of,
     equations_within,
+    has_rule_of_its_own,
+    is_inlined,
     jaxprs_in,
 )
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 from onward.core.program import Replicas
 from onward.core.words import Placement
-
-ON_A_MESH = frozenset({"shard_map", "sharding_constraint", "reshard", "xla_pmap"})
-_MERGING = ("psum", "psum_invariant", "pmax", "pmin", "all_gather")
-_APART = ("axis_index", "reduce_scatter", "all_to_all", "ppermute")
-_COLLECTIVES = (*_MERGING, "reduce_scatter", "all_to_all", "ppermute")
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,13 @@ class Collective:
 def collectives_within(eqn: Any, always: bool = True, times: int = 1) -> Iterator[Collective]:
     """The exchanges in an equation, however deep; in a loop that runs ``times`` so often."""
     kind = eqn.primitive.name
-    if kind in _COLLECTIVES and _is_between_devices(eqn):
+    row = of(kind)
+    if row.exchanges is not None and _is_between_devices(eqn):
         count = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
         yield Collective(kind, times * int(count), always)
     for e in equations_within(eqn):
-        length = eqn.params["length"] if kind == "scan" else 1
-        yield from collectives_within(e, always and kind != "cond", times * length)
+        length = eqn.params["length"] if row.runs is Runs.SCAN else 1
+        yield from collectives_within(e, always and row.runs is not Runs.BRANCH, times * length)
 
 
 def _is_between_devices(eqn: Any) -> bool:
@@ -67,16 +65,17 @@ def same_everywhere(closed: Any, inputs: Iterable[int]) -> set[int]:
 
 def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
     """The results of an equation that are equal on all devices; ``told``: which operands are."""
-    if eqn.primitive.name in _MERGING and _is_between_devices(eqn):
+    row = of(eqn.primitive.name)
+    if row.equalizes and _is_between_devices(eqn):
         return range(len(eqn.outvars))
-    if eqn.primitive.name == "cond" and told[0]:
+    if row.runs is Runs.BRANCH and told[0]:
         same = (same_everywhere(closed, _true(told[1:])) for closed in jaxprs_in(eqn.params["branches"]))
         return set.intersection(*same)
-    if eqn.primitive.name == "scan" and eqn.params["length"]:
+    if row.runs is Runs.SCAN and eqn.params["length"]:
         return _same_of_scan(eqn, told)
-    if eqn.primitive.name == "while":
+    if row.runs is Runs.WHILE:
         return _same_of_while(eqn, told)
-    if eqn.primitive.name in (*INLINED, *WITH_RULES):
+    if is_inlined(eqn) or has_rule_of_its_own(eqn):
         return same_everywhere(jaxprs_in(tuple(eqn.params.values()))[0], _true(told))
     return range(len(eqn.outvars)) if all(told) and not _tells_devices_apart(eqn) else ()
 
@@ -116,7 +115,7 @@ def _true(flags: Sequence[bool]) -> list[int]:
 
 def _tells_devices_apart(eqn: Any) -> bool:
     """Whether an equation may give another result on each device though its inputs are the same."""
-    return eqn.primitive.name in _APART or any(map(_tells_devices_apart, equations_within(eqn)))
+    return of(eqn.primitive.name).tells_devices_apart or any(map(_tells_devices_apart, equations_within(eqn)))
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,9 @@ def on_devices(closed: Any) -> OnDevices | None:
     inner, outer = (*eqn.invars, *eqn.outvars), (*jaxpr.invars, *jaxpr.outvars)
     if len(inner) != len(outer) or not all(map(is_, inner, outer)):
         return None
-    if eqn.primitive.name in INLINED:
+    if is_inlined(eqn):
         return on_devices(jaxprs_in(tuple(eqn.params.values()))[0])
-    if eqn.primitive.name != "shard_map" or len(eqn.params["mesh"].axis_names) != 1:
+    if of(eqn.primitive.name).runs is not Runs.DEVICES or len(eqn.params["mesh"].axis_names) != 1:
         return None
     mesh = eqn.params["mesh"]
     (name,) = mesh.axis_names

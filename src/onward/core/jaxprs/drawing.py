@@ -9,8 +9,8 @@ from jax.extend import core as jex
 
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.equations import called_by, carry_of_scan, jaxprs_in
-
-_DRAWING = ("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform")
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 
 Deciding = frozenset[Any] | None  # what alone decides a value; None where data or what is replaced does too
 
@@ -22,7 +22,7 @@ def draws(body: Body) -> bool:
     >>> draws(ow.body_of(lambda key: [jax.random.normal(key)], jax.random.key(0)))
     True
     """
-    return not body.primitives.isdisjoint(_DRAWING)
+    return any(of(name).draws for name in body.primitives)
 
 
 class DrawsAlike:
@@ -52,24 +52,24 @@ class DrawsAlike:
         return [*map(read, jaxpr.outvars)]
 
     def _results(self, eqn: Any, given: list[Deciding]) -> Sequence[Deciding]:
-        kind = eqn.primitive.name
-        if kind == "scan":
+        row = of(eqn.primitive.name)
+        if row.runs is Runs.SCAN:
             body = Body(jaxprs_in(eqn.params["jaxpr"])[0])
             return self._loop(body, given, *carry_of_scan(eqn))
-        if kind == "while":
+        if row.runs is Runs.WHILE:
             asked, begin = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             condition, body = (Body(jaxprs_in(eqn.params[name])[0]) for name in ("cond_jaxpr", "body_jaxpr"))
             after = self._loop(body, given[asked:], begin, len(eqn.outvars))
             [turns] = DrawsAlike().run(condition, [*given[:asked], *after])
             return [_both([turns, decided]) for decided in after]
-        if kind == "cond":
+        if row.runs is Runs.BRANCH:
             branches = [self.run(Body(branch), given[1:]) for branch in eqn.params["branches"]]
             return [_both([given[0], *results]) for results in zip(*branches, strict=True)]
         called = called_by(eqn)
         if len(called) == 1 and len(called[0].jaxpr.invars) == len(given):
             return self.run(Body(called[0]), given)
         together = _both(given)
-        if kind in _DRAWING:
+        if row.draws:
             self.decided |= together or set()
         return [together] * len(eqn.outvars)
 

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
+
 Type = jax.ShapeDtypeStruct
 _JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)  # type: ignore[attr-defined, unused-ignore]
-INLINED = ("jit", "pjit", "closed_call", "core_call")
-WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 def close(jaxpr: Any, consts: Sequence[Any]) -> Any:
@@ -35,6 +36,16 @@ def jaxprs_in(value: Any) -> list[Any]:
     """The jaxprs, closed, that a parameter of an equation is or holds."""
     values = value if isinstance(value, tuple | list) else (value,)
     return [closed_of(v) for v in values if is_jaxpr(v)]
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Whether an equation only calls a function, whose equations may stand in its place."""
+    return of(eqn.primitive.name).runs is Runs.CALL
+
+
+def has_rule_of_its_own(eqn: Any) -> bool:
+    """Whether an equation calls a ``custom_jvp`` or ``custom_vjp`` function."""
+    return of(eqn.primitive.name).runs is Runs.RULE
 
 
 def equations_within(eqn: Any) -> Iterator[Any]:
@@ -83,7 +94,7 @@ def names_within(eqn: Any) -> Iterator[str]:
 
 def calls_custom_rule(eqn: Any) -> bool:
     """Whether a ``custom_jvp`` or ``custom_vjp`` function is called in it, however deep."""
-    return eqn.primitive.name in WITH_RULES or any(map(calls_custom_rule, equations_within(eqn)))
+    return has_rule_of_its_own(eqn) or any(map(calls_custom_rule, equations_within(eqn)))
 
 
 def carry_of_scan(eqn: Any) -> tuple[int, int]:

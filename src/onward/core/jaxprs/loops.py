@@ -7,6 +7,8 @@ from typing import Any
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.equations import carry_of_scan, equations_within
 from onward.core.jaxprs.scopes import transforms_around
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 
 
 def carries_of(body: Body) -> list[tuple[int, int]]:
@@ -18,10 +20,11 @@ def carries_of(body: Body) -> list[tuple[int, int]]:
     >>> carries_of(ow.body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
     [(1, 0)]
     """
-    if len(body.equations) != 1 or body.equations[0].primitive.name not in ("scan", "while"):
+    runs = of(body.equations[0].primitive.name).runs if len(body.equations) == 1 else None
+    if runs not in (Runs.SCAN, Runs.WHILE):
         return []
     (eqn,) = body.equations
-    if eqn.primitive.name == "while":
+    if runs is Runs.WHILE:
         begin, count = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.outvars)
     else:
         begin, count = carry_of_scan(eqn)

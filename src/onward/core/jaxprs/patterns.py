@@ -11,9 +11,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.equations import INLINED, WITH_RULES, called_by
-
-_LARGEST = ("reduce_window_max", "select_and_scatter_add")
+from onward.core.jaxprs.equations import called_by, has_rule_of_its_own, is_inlined
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,12 @@ def windows_of(body: Body) -> Windows | None:
     >>> windows_of(ow.body_of(pool, jnp.ones(6)))
     Windows(sizes=(2,), backward=False, gradient=0)
     """
-    if len(body.equations) != 1 or body.equations[0].primitive.name not in _LARGEST:
+    if len(body.equations) != 1:
         return None
     (eqn,) = body.equations
     params, backward = eqn.params, eqn.primitive.name == "select_and_scatter_add"
+    if not backward and eqn.primitive.name != "reduce_window_max":
+        return None
     sizes = tuple(params["window_dimensions"])
     dilations = (*params.get("base_dilation", ()), *params.get("window_dilation", ()))
     touching = (
@@ -104,7 +104,7 @@ def primitives_in(body: Body) -> Iterator[str]:
 def _primitives_of(equations: Iterable[Any]) -> Iterator[str]:
     for eqn in equations:
         name = eqn.primitive.name
-        if name in (*INLINED, *WITH_RULES):
+        if is_inlined(eqn) or has_rule_of_its_own(eqn):
             yield from _primitives_of(e for inner in called_by(eqn) for e in inner.jaxpr.eqns)
         else:
             yield "mul" if name == "div" and isinstance(eqn.invars[1], jex.Literal) else str(name)

@@ -11,7 +11,14 @@ import jax
 from jax.extend import core as jex
 
 from onward.core.errors import TraceError
-from onward.core.jaxprs.equations import INLINED, Type, jaxprs_in, literal_value, shape_of
+from onward.core.jaxprs.equations import (
+    Type,
+    has_rule_of_its_own,
+    is_inlined,
+    jaxprs_in,
+    literal_value,
+    shape_of,
+)
 from onward.core.jaxprs.scopes import entries, transforms_around
 from onward.core.names import Names
 from onward.core.program import Op, Variable
@@ -66,7 +73,7 @@ class Reader:
             here = _below(scope, stack)
             if eqn.primitive is _declare:
                 self.env[eqn.outvars[0]] = self.declarations[eqn.params["name"]]
-            elif eqn.primitive.name in INLINED and not _draws(eqn):
+            elif is_inlined(eqn) and not _draws(eqn):
                 if self.apart and not here and len(jaxpr.eqns) == 1:
                     self.inline(eqn, "", None)
                 else:
@@ -177,9 +184,9 @@ def _draws(eqn: Any) -> bool:
 
 def _kind(eqn: Any) -> str:
     """The type of the op: the primitive's name, or that of the function with a rule of its own."""
-    if eqn.primitive.name in INLINED:
+    if is_inlined(eqn):
         return str(eqn.params["name"]).strip("_")
-    call = eqn.params.get("call_jaxpr") if eqn.primitive.name.startswith("custom_") else None
+    call = eqn.params.get("call_jaxpr") if has_rule_of_its_own(eqn) else None
     name = call.jaxpr.debug_info.func_name if call is not None else ""
     return name if name.isidentifier() else eqn.primitive.name
 

@@ -11,7 +11,15 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from onward.core.jaxprs.equations import WITH_RULES, close, closed_of, is_jaxpr, nothing, nowhere, type_of
+from onward.core.jaxprs.equations import (
+    close,
+    closed_of,
+    has_rule_of_its_own,
+    is_jaxpr,
+    nothing,
+    nowhere,
+    type_of,
+)
 from onward.core.jaxprs.tracing import traced
 from onward.core.keys import Same, key_of
 
@@ -76,7 +84,7 @@ def key_of_parts(constvars: Any, consts: Any, invars: Any, eqns: Any, outvars: A
 
 
 def _params_key(eqn: Any) -> Any:
-    if eqn.primitive.name in WITH_RULES:
+    if has_rule_of_its_own(eqn):
         return _rule_key(eqn)
     return tuple((name, _value_key(value)) for name, value in eqn.params.items())
 

@@ -14,24 +14,13 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.retyped import retyped
 from onward.core.names import Names
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Precision
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, consumers, producers, select
 from onward.core.words import Kind, Pass
 
-_LOW = frozenset({"dot_general", "conv_general_dilated"})
-_LAYOUT = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "name", "reshape", "rev", "slice"}
-    | {"squeeze", "stop_gradient", "transpose"}
-)
-_FOLLOWING = _LAYOUT | {
-    *("abs", "add", "clamp", "concatenate", "div", "dynamic_slice", "dynamic_update_slice", "gather"),
-    *("integer_pow", "logistic", "max", "min", "mul", "neg", "pad", "reduce_max", "reduce_min"),
-    *("reduce_window_max", "select_n", "sign", "split", "square", "sub", "tanh"),
-}
-_OUT_OF_RANGE = frozenset({"div", "integer_pow", "square"})  # of float16, by numbers that are not large
-_ACTIVATIONS = frozenset(
-    {"relu"}
-)  # with a rule of their own, whose results are no larger than what they read
+_ACTIVATIONS = frozenset({"relu"})  # functions with a rule of their own, that make nothing larger
 
 _FULL = np.dtype(np.float32)
 
@@ -66,7 +55,7 @@ class Lowering:
         wide: set[Op] = set()
         for op in reversed(self.source.ops):
             after = [reader for v in op.outputs for reader in readers.get(v, ())]
-            if op.type not in _LOW and all(r in wide or not self.may_be_low(r) for r in after):
+            if not _gains(op) and all(r in wide or not self.may_be_low(r) for r in after):
                 wide.add(op)
         return wide
 
@@ -76,16 +65,16 @@ class Lowering:
             return False
         if op.type in _ACTIVATIONS:
             return op.body.has_custom_rule
-        if op.type in _OUT_OF_RANGE and self.dtype == np.float16:
+        if of(op.type).leaves_float16 and self.dtype == np.float16:
             return False
-        return (op.type in _LOW or op.type in _FOLLOWING) and self.body(op) is not None
+        return of(op.type).precision is not Precision.FULL and self.body(op) is not None
 
     def is_low(self, op: Op) -> bool:
         """Whether an op computes in the low dtype here."""
         if op in self.wide or not self.may_be_low(op):
             return False
         read = [v for v in op.inputs if v.dtype == _FULL]
-        if op.type in _LOW:
+        if _gains(op):
             return bool(read)
         others = [v for v in read if v not in self.computed_low]
         return len(others) < len(read) and all(map(self.is_pliant, others))
@@ -95,7 +84,9 @@ class Lowering:
         op = self.made.get(v)
         if op is None:
             return v.kind is Kind.PARAMETER
-        return op.type in _LAYOUT and self.body(op) is not None and all(map(self.is_pliant, op.inputs))
+        row = of(op.type)
+        is_layout = row.lays_out and row.precision is Precision.FOLLOWS
+        return is_layout and self.body(op) is not None and all(map(self.is_pliant, op.inputs))
 
     def body(self, op: Op) -> Body | None:
         """What an op computes in the low dtype; None if it cannot."""
@@ -184,6 +175,11 @@ def kept_ops(program: Program, keep: Iterable[Where], strict: bool) -> set[Op]:
                 raise
     given = chosen.intersection(program.state)
     return {op for op in program.ops if not chosen.isdisjoint(op.outputs) or not given.isdisjoint(op.inputs)}
+
+
+def _gains(op: Op) -> bool:
+    """Whether it is for such ops that a network trains in a low precision."""
+    return of(op.type).precision is Precision.LOW
 
 
 def _is_real(op: Op) -> bool:

@@ -10,44 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs.body import Call
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Index, Linear
 from onward.core.program import Op, Variable
 from onward.derive.over_batch.known import OWN, SAME, Follows, How, Need
 
 if TYPE_CHECKING:
     from onward.derive.over_batch.walk import Follower
-
-_VALUES = {
-    "neg",
-    "real",
-    "imag",
-    "conj",
-    "copy",
-    "copy_p",
-    "name",
-    "convert_element_type",
-    "reduce_precision",
-}
-_PLACES = {
-    "reshape",
-    "transpose",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "rev",
-    "slice",
-    "dynamic_slice",
-}
-_LINEAR = _VALUES | _PLACES | {"gather", "reduce_sum", "psum", "cumsum"}
-_INDEXING = _PLACES | {"convert_element_type", "add", "select_n", "concatenate"}  # on the way to an index
-_BY_PLACE = {
-    "gather",
-    "scatter",
-    "scatter-add",
-    "scatter_add",
-    "lt",
-}  # what an index is for; whether it is negative
-_PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
-_SUMS = frozenset(["add", "sub", "add_any", "concatenate", "select_n", "pad"])
 
 
 class Operands:
@@ -85,14 +54,15 @@ class Operands:
         self.settle_extremes()
         if any(map(self.walk.axes, self.op.outputs)):  # examples read it, be it alone
             self._merge([i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN])
-        if call.primitive in _LINEAR and _keeps_inexact(call):
+        linear = of(call.primitive).linear
+        if linear is Linear.FIRST and _keeps_inexact(call):
             self.settle(*range(1, len(self.values)))
             return self._kept(self.values[0][0])
-        if call.primitive in _PRODUCTS:
+        if linear is Linear.EACH:
             return self._product()
         if call.primitive == "div":
             return self._quotient()
-        if call.primitive in _SUMS:
+        if linear is Linear.TOGETHER:
             chosen = (0,) if call.primitive == "select_n" else ()
             self.settle(*chosen)
             return self._sum(range(len(chosen), len(self.values)))
@@ -113,10 +83,11 @@ class Operands:
 
     def counts_on(self, call: Call, walk: Follower) -> bool:
         """Whether the result numbers examples as well; noted, unless an index is made of it."""
-        if not any(f.counts for f, _ in self.values) or call.primitive in _BY_PLACE:
+        index = of(call.primitive).index
+        if not any(f.counts for f, _ in self.values) or index is Index.ENDS:
             return False
         fixed = all(f.counts or v is None or call.primitive != "add" for f, v in self.values)
-        if call.primitive in _INDEXING and fixed:
+        if index is Index.STAYS and fixed:
             return True
         walk.note(self.op, "counts the examples from 0")
         return False

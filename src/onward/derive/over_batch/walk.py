@@ -27,17 +27,15 @@ import numpy as np
 
 from onward.core.jaxprs.body import Call
 from onward.core.placement import equal_variables
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Exchanges, Reduces
 from onward.core.program import Op, Program, Variable
 from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, Layout
 from onward.derive.over_batch.operands import Operands
 from onward.derive.over_batch.within import within
 
-_ADDS = ("reduce_sum", "dot_general", "psum")  # psum: what vmap made of one
-_EXTREMES = {"reduce_max": How.MOST, "reduce_min": How.LEAST}
-_OF_TRUTHS = {"reduce_or": How.MOST, "reduce_and": How.LEAST}
-_ALONG = {"sort": "dimension", "rev": "dimensions"} | dict.fromkeys(
-    ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], "axis"
-)
+_EXTREMES = {Reduces.LARGEST: How.MOST, Reduces.SMALLEST: How.LEAST}
+_OF_TRUTHS = {Reduces.ANY: How.MOST, Reduces.ALL: How.LEAST}
 
 
 def follow(
@@ -163,7 +161,7 @@ class Follower:
         if len(calls) != 1:
             return [self.by_shape(v, OWN) for v in op.outputs]
         given = Operands(self, op, other)
-        if calls[0].inner and not calls[0].primitive.startswith("scatter"):
+        if calls[0].inner and not of(calls[0].primitive).update:
             return within(self, op, other, calls[0], given)
         how = given.combined(calls[0])
         return [self._output(op, v, calls[0], given, how) for v in op.outputs]
@@ -171,7 +169,7 @@ class Follower:
     def _power_of_merged(self, op: Op) -> int:
         """A sum over the parts is their number times the mean."""
         power = max((self.result.found[v].power for v in op.inputs), default=0)
-        return power - any(c.kind.startswith("psum") for c in op.body.collectives)
+        return power - any(of(c.kind).exchanges is Exchanges.SUM for c in op.body.collectives)
 
     def by_shape(self, v: Variable, otherwise: Follows) -> Follows:
         """What the lengths of a value alone tell."""
@@ -191,11 +189,12 @@ class Follower:
         if axes:
             counts = given.counts_on(call, self)
             return replace(how, layout=self._layout(op, v, axes[0], call, given), counts=counts)
-        if call.primitive in _ADDS or (call.primitive == "scatter-add" and op.inputs[0] in self.zeros):
+        row = of(call.primitive)
+        if row.sums or (call.primitive == "scatter-add" and op.inputs[0] in self.zeros):
             return Follows(How.MEAN, how.power + 1)
-        extreme = (_OF_TRUTHS if v.dtype == bool else _EXTREMES).get(call.primitive)
-        if extreme is not None:
-            return Follows(extreme)
+        extremes = _OF_TRUTHS if v.dtype == bool else _EXTREMES
+        if row.reduces in extremes:
+            return Follows(extremes[row.reduces])
         self.note(op, "takes some of the examples")
         return OWN
 
@@ -208,8 +207,8 @@ class Follower:
         return OWN if axes is None else how
 
     def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> Layout | None:
-        if call.primitive in _ALONG:
-            along = call.params[_ALONG[call.primitive]]
+        if parameter := of(call.primitive).along:
+            along = call.params[parameter]
             if axis in (along if isinstance(along, tuple) else (along,)):
                 self.note(op, "runs along the examples")
         known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.loops import carry_of, result_of
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program
 from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, Layout
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 _SEE = "computes a statistic of the examples within"
 _ONE_BY_ONE = "goes through the examples one after the other"
-_CALLS = ("custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2", "jit", "pjit", "closed_call")
 
 
 def within(walk: Follower, op: Op, other: Op, call: Call, given: Operands) -> list[Follows]:
@@ -45,13 +46,14 @@ class _Inside:
 
     def found(self, call: Call, given: Operands) -> list[Follows] | None:
         """How the outputs follow the whole's; None if it cannot be told."""
-        if call.primitive == "cond":
+        row = of(call.primitive)
+        if row.runs is Runs.BRANCH:
             given.settle(0)
             return self.cond([f for f, _ in given.values])
         values = [f for f, _ in given.values]
-        if call.primitive == "scan" and len(self.parts) == 1:
+        if row.runs is Runs.SCAN and len(self.parts) == 1:
             return self.scan(given, call)
-        if call.primitive in _CALLS and self.parts and len(self.parts[0].inputs) == len(values):
+        if row.calls_once and self.parts and len(self.parts[0].inputs) == len(values):
             return self.called(self.wholes[0], self.parts[0], values)
         return None
 

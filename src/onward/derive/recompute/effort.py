@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from onward.core.cost import cost
+from onward.core.primitives.table import of
 from onward.core.program import Op
 
 _ELEMENTWISE = 8  # an addition that reads its numbers from memory, in multiply-adds of a matrix product
 _TRANSCENDENTAL = 32  # an exponential, likewise
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def effort(op: Op) -> int:
@@ -21,5 +21,5 @@ def effort(op: Op) -> int:
     if not op.inputs:
         return 1
     counted = cost(op)
-    plain = (counted.flops - counted.transcendentals) * (0.5 if op.type in _PRODUCTS else _ELEMENTWISE)
+    plain = (counted.flops - counted.transcendentals) * (0.5 if of(op.type).is_product else _ELEMENTWISE)
     return int(1 + plain + _TRANSCENDENTAL * counted.transcendentals)

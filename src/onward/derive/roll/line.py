@@ -13,16 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Moves
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers
 from onward.core.words import Pass
 from onward.derive.roll.literals import pattern
 
-_PREPARES = frozenset(
-    {"broadcast_in_dim", "cast", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "iota"}
-    | {"random_fold_in", "random_split", "random_unwrap", "random_wrap", "reshape", "rev", "slice", "squeeze"}
-    | {"transpose"}
-)
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -106,7 +103,9 @@ def _in_order(program: Program, readers: Any, needed: frozenset[Variable]) -> It
 
 def _prepares(op: Op, readers: Any, needed: frozenset[Variable]) -> bool:
     """Whether an op only prepares an input of one other op."""
-    if op.type not in _PREPARES or len(op.outputs) != 1 or op.body.has_effects:
+    row = of(op.type)
+    lays_out = row.lays_out or row.makes_keys or row.moves is Moves.MAKES or op.type == "cast"
+    if not lays_out or len(op.outputs) != 1 or op.body.has_effects:
         return False
     (v,) = op.outputs
     return len(readers.get(v, ())) == 1 and v not in needed

@@ -16,6 +16,8 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs.drawing import Deciding, DrawsAlike
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Moves, Primitive, Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Kind
@@ -60,8 +62,6 @@ _RECIPES = {
     optimizer.minimize(loss, params, x, state=state)
 """,
 }
-_PRODUCTS = {"conv_general_dilated", "dot_general"}
-_BESIDE_A_PRODUCT = {"convert_element_type", "jit", "pjit", "reshape", "transpose"}
 _STATISTICS = {"BatchStat": "flax.nnx", "State": "equinox"}  # classes that hold what is never trained
 
 
@@ -146,8 +146,12 @@ def _ends_of(program: Program, v: Variable, ends: set[Variable]) -> Iterator[Var
 
 def _is_product(op: Op) -> bool:
     """Whether it only multiplies matrices: no next value of either, though a batch may give it the shape."""
-    names = op.body.primitives
-    return not names.isdisjoint(_PRODUCTS) and names <= _PRODUCTS | _BESIDE_A_PRODUCT
+    rows = list(map(of, op.body.primitives))
+    return any(row.is_product for row in rows) and all(map(_stands_beside_a_product, rows))
+
+
+def _stands_beside_a_product(row: Primitive) -> bool:
+    return row.is_product or row.keeps_order or row.moves is Moves.PERMUTES or row.runs is Runs.CALL
 
 
 def _trained_statistics(program: Program) -> list[Variable]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from onward.core.columns import columns
 from onward.core.jaxprs.body import Body
+from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.source import Source
 from onward.core.words import Kind, Pass
@@ -16,9 +17,10 @@ from onward.derive.roll.literals import numbers
 from onward.execute.nonfinite.inside import Inside
 from onward.execute.nonfinite.numbers import Numbers
 
-_ADVICE = {
+ADVICE = {
     "div": "A division by zero, or of two infinities: keep the divisor away from 0, or mask before dividing.",
     "log": "The logarithm of 0 is minus infinity, that of a negative number NaN: add a small number before.",
+    "log2": "The logarithm of 0 is minus infinity, that of a negative number NaN: add a small number before.",
     "log1p": "log1p of -1 is minus infinity, of less NaN: keep what it reads above -1.",
     "sqrt": "The root of a negative number is NaN, and its derivative at 0 infinite: add a small number.",
     "rsqrt": "1 / sqrt(x) is infinite at 0 and NaN below: add a small number before.",
@@ -33,8 +35,6 @@ _ADVICE = {
     "asin": "It is NaN outside of [-1, 1], and its derivative is infinite at the ends: clip what it reads.",
     "convert_element_type": "The number is too large for this dtype: scale it down, or keep it wider.",
 }
-_AT_ZERO = ("div", "log", "sqrt", "rsqrt", "pow", "integer_pow", "atan2")
-"""Those of them that are told only of ops which read 0 or less: others read too much."""
 _ELSEWHERE = {
     Pass.UPDATE: "Look at the hyperparameters: a learning rate, an epsilon of 0, a schedule.",
     Pass.COLLECTIVE: "Each device's part is finite, their sum is not: scale the loss down.",
@@ -113,10 +113,10 @@ class NonFinite:
             return _GIVEN.get(self.variable.kind, _BEFORE)
         if self.is_written:
             return _GIVEN[Kind.CONSTANT]
-        known = (kind for kind in ((self.forward or self.op).type, self.type) if kind in _ADVICE)
-        fitting = (kind for kind in known if kind not in _AT_ZERO or self._reads_zero(kind))
+        known = (kind for kind in ((self.forward or self.op).type, self.type) if kind in ADVICE)
+        fitting = (kind for kind in known if not of(kind).fails_at_zero or self._reads_zero(kind))
         rest = _UNDEFINED if self.numbers.nan and self._reads_finite() else _OVERFLOW
-        return _ADVICE.get(next(fitting, ""), _ELSEWHERE.get(self.op.made_by, rest))
+        return ADVICE.get(next(fitting, ""), _ELSEWHERE.get(self.op.made_by, rest))
 
     @property
     def _innermost(self) -> tuple[Op | None, tuple[Numbers, ...]]:

@@ -17,6 +17,8 @@ from onward.core.described import DescribedBody
 from onward.core.jaxprs.body import Body, program_of
 from onward.core.jaxprs.loops import result_of
 from onward.core.lower import lower
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.derive.roll.literals import numbers
 from onward.execute.nonfinite.flags import Bad, Flags, bad_in, line_of_flags
@@ -63,12 +65,12 @@ def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tup
     operands = _operands(body, values)
     names = [names[x] if isinstance(x, int) else x for x in body.operands]
     wanted = [(result_of(body, j), bad) for j, bad in wanted]
-    kind = next(body.calls).primitive
-    if kind == "scan":
+    runs = of(next(body.calls).primitive).runs
+    if runs is Runs.SCAN:
         return _turns(_scan(body, _Part("", parts["jaxpr"], names), operands), wanted, depth)
-    if kind == "while":
+    if runs is Runs.WHILE:
         return _turns(_while(body, parts, names, operands), wanted, depth)
-    if kind == "cond":
+    if runs is Runs.BRANCH:
         branch = int(operands[0])
         part = _Part(f"branch {branch}", list(parts.values())[branch], names[1:])
         return _straight(part, operands[1:], wanted, depth)

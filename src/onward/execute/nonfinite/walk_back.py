@@ -15,20 +15,12 @@ import numpy as np
 
 from onward.core.described import DescribedBody
 from onward.core.jaxprs.body import Body, program_of
+from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
 from onward.core.words import Kind
 from onward.derive.roll.literals import numbers
 from onward.execute.nonfinite.flags import Bad, Flags, bad_in, is_float
-
-_WORDS = (
-    "add add_any broadcast_in_dim concatenate convert_element_type copy cumlogsumexp cummax cumsum "
-    "dynamic_slice dynamic_update_slice exp exp2 expand_dims expm1 gather log log1p logistic max min name "
-    "optimization_barrier pad psum reduce_max reduce_min reduce_precision reduce_sum reshape rev select_n "
-    "slice sort split squeeze stop_gradient tanh transpose"
-)
-_SAME_SIGN = frozenset(_WORDS.split())
-"""Primitives that make infinity of infinity or of numbers, never of minus infinity, and so on."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,7 @@ def _before(op: Op, flags: Flags, place: Place, devices: int) -> list[Place]:
     ]
     if place.bad is Bad.NAN:
         return [p for p in found if p.bad is Bad.NAN] or found
-    if op.body.primitives <= _SAME_SIGN:
+    if all(of(name).keeps_sign for name in op.body.primitives):
         return [p for p in found if p.bad is place.bad]
     return found
 

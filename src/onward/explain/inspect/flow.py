@@ -8,13 +8,11 @@ import jax
 import numpy as np
 
 from onward.core.jaxprs.loops import carries_of
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Linear, Primitive, Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
 from onward.explain.inspect.parts import Part
-
-_RESHAPING = ("convert_element_type", "copy", "pvary", "reshape", "squeeze")
-_REDUCING = ("reduce_max", "reduce_min", "reduce_prod", "reduce_sum")
-_COUNTING = (*_RESHAPING, "add", "clamp", "cond", "max", "min", "select_n", "sub")
 
 
 class Flow:
@@ -37,13 +35,14 @@ class Flow:
             self._through(op)
 
     def _through(self, op: Op) -> None:
-        is_update = op.made_by in (Pass.UPDATE, Pass.COLLECTIVE) and op.type not in _REDUCING
+        row = of(op.type)
+        is_update = op.made_by in (Pass.UPDATE, Pass.COLLECTIVE) and row.reduces is None
         updated = forward = 0
         for v in op.inputs:
             updated |= self.updated.get(v, 0)
             forward |= self.forward.get(v, 0)
         for v in op.outputs:
-            self.updated[v] = updated if is_update or op.type in _RESHAPING else 0
+            self.updated[v] = updated if is_update or row.keeps_order else 0
             self.forward[v] = forward if op.made_by is Pass.FORWARD else 0
         for old, new in carries_of(op.body) if op.made_by is Pass.BACKWARD else ():
             self.updated[op.outputs[new]] = self.updated.get(op.inputs[old], 0)
@@ -105,14 +104,21 @@ def counted_on(
         is_wide = [v.dtype != np.bool_ and bool(v.shape or v in wide) for v in op.inputs]
         if op.made_by is Pass.BACKWARD or is_marked or any(is_wide):
             wide.update(op.outputs)
-        source = 0
+        source, row = 0, of(op.type)
+        scales = row.linear is Linear.EACH or op.type == "div"
         for i, v in enumerate(op.inputs):
             others = is_wide[:i] + is_wide[i + 1 :]
-            is_scaled = not is_marked and not any(others if op.type in ("mul", "div") else is_wide)
-            source |= counted.get(v, 0) if op.type in _COUNTING or is_scaled else 0
+            is_scaled = not is_marked and not any(others if scales else is_wide)
+            source |= counted.get(v, 0) if _counts_on(row) or is_scaled else 0
         counted.update((v, source) for v in op.outputs if not v.shape and op.made_by is not Pass.BACKWARD)
         counted.update((op.outputs[new], counted.get(op.inputs[old], 0)) for old, new in carries_of(op.body))
     return counted, wide
+
+
+def _counts_on(row: Primitive) -> bool:
+    """Whether a number that it makes is one of those it reads, or a sum of them."""
+    chosen = row.chooses or row.runs is Runs.BRANCH
+    return chosen or row.keeps_order or row.linear is Linear.TOGETHER
 
 
 def _is_key(v: Variable) -> bool:

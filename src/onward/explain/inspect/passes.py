@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from onward.core.jaxprs.loops import transforms_within
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
 
@@ -32,8 +34,9 @@ def with_passes(ops: Sequence[Op], under: Sequence[frozenset[str]]) -> tuple[Op,
 
 def is_mixed(op: Op) -> bool:
     """Whether an op computes a loss and its gradients at once, such as a loop that accumulates gradients."""
-    one_rule = ("remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
-    return "transpose" in transforms_within(op.body) and next(op.body.calls).primitive not in one_rule
+    if "transpose" not in transforms_within(op.body):
+        return False
+    return of(next(op.body.calls).primitive).runs not in (Runs.AGAIN, Runs.RULE)
 
 
 def _marked(op: Op, marks: frozenset[str]) -> Pass | None:

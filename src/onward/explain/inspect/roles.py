@@ -7,19 +7,12 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from onward.core.primitives.table import of
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
 from onward.explain.inspect.passes import is_mixed
 
 Pair = tuple[Variable, Variable]
-
-_TRANSPOSED = {
-    "broadcast_in_dim": "reduce_sum",
-    "dynamic_update_slice": "dynamic_slice",
-    "pad": "slice",
-    "reduce_sum": "broadcast_in_dim",
-    "scatter-add": "gather",
-}  # what a backward op transposes, where that is not what it is itself
 
 
 def facing(ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -75,7 +68,7 @@ def _nearest(op: Op, candidates: Sequence[tuple[int, Op]], last: int) -> tuple[i
     def common(candidate: tuple[int, Op]) -> tuple[int, int, bool, bool, int]:
         i, forward = candidate
         shared = len(reads.intersection((*forward.inputs, *forward.outputs)))
-        transposed = forward.type == _TRANSPOSED.get(op.type, op.type)
+        transposed = forward.type == (of(op.type).transposes or op.type)
         return _same_calls(op, forward), shared, transposed, i <= last, i
 
     return max(candidates, key=common)
