@@ -87,10 +87,10 @@ class Sign(ow.Optimizer):
     def init(self, parameter):
         return {"mean": jnp.zeros_like(parameter)}
 
-    def update(self, parameter, gradient, slots, h):
-        direction = jnp.sign(h.now * slots["mean"] + (1 - h.now) * gradient)
-        mean = h.later * slots["mean"] + (1 - h.later) * gradient
-        return parameter - h.learning_rate * direction, {"mean": mean}
+    def update(self, parameter, gradient, slots):
+        direction = jnp.sign(self.now * slots["mean"] + (1 - self.now) * gradient)
+        mean = self.later * slots["mean"] + (1 - self.later) * gradient
+        return parameter - self.learning_rate * direction, {"mean": mean}
 
 
 mine = Sign(3e-3).minimize(loss, params, *batches[0])

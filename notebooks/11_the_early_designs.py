@@ -170,9 +170,9 @@ class MyAdagrad(Optimizer):
     def init(self, parameter):
         return {"squares": 0 * parameter}
 
-    def update(self, parameter, gradient, slots, h):
+    def update(self, parameter, gradient, slots):
         squares = slots["squares"] + gradient**2
-        return parameter - h.learning_rate * gradient / (squares**0.5 + 1e-7), {"squares": squares}
+        return parameter - self.learning_rate * gradient / (squares**0.5 + 1e-7), {"squares": squares}
 
 
 targets = MyAdagrad(0.1).minimize(forward, parameter_list=[w1, b1]).updates

@@ -138,8 +138,8 @@ def test_optimizer_design_users_can_inherit_the_optimizer(digits):
     class SignOptimizer(ow.Optimizer):
         learning_rate: ow.Hyperparameter = 0.001
 
-        def update(self, parameter, gradient, slots, hyperparameters):
-            return parameter - hyperparameters.learning_rate * jnp.sign(gradient), slots
+        def update(self, parameter, gradient, slots):
+            return parameter - self.learning_rate * jnp.sign(gradient), slots
 
     n = the_network()
     feed = dict(zip(["images", "labels"], digits, strict=True))

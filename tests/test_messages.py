@@ -306,7 +306,7 @@ def test_an_unreached_parameter_is_reported():
 
 def test_an_update_that_changes_the_shape():
     class Wrong(ow.Optimizer):
-        def update(self, parameter, gradient, slots, hyperparameters):
+        def update(self, parameter, gradient, slots):
             return gradient.sum(), slots
 
     with pytest.raises(ow.GraphError, match=r"wrong returned shape \(\) as the next value of 'w1'"):

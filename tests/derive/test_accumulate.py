@@ -500,11 +500,9 @@ class Looking(ow.Optimizer):
     evaluates_loss = True
     learning_rate: ow.Hyperparameter = 0.1
 
-    def update(self, parameter, gradient, slots, hyperparameters, loss):
+    def update(self, parameter, gradient, slots, loss):
         _, slopes = loss.value_and_gradient(*parameter)
-        return tuple(
-            p - hyperparameters.learning_rate * s for p, s in zip(parameter, slopes, strict=True)
-        ), slots
+        return tuple(p - self.learning_rate * s for p, s in zip(parameter, slopes, strict=True)), slots
 
 
 def test_batches_that_do_not_divide():

@@ -168,11 +168,11 @@ def test_a_rule_may_read_a_schedule_and_the_step():
 
         way: ow.Hyperparameter = 0.5
 
-        def update(self, parameter, updated, gradient, slots, h):
+        def update(self, parameter, updated, gradient, slots):
             return updated, slots
 
-        def evaluated(self, parameter, slots, h):
-            return parameter * (1 - h.way) + 0.0 * h.learning_rate
+        def evaluated(self, parameter, slots):
+            return parameter * (1 - self.way) + 0.0 * self.optimizer["learning_rate"]
 
     program = ow.SGD(0.1, rules=[Ahead(lambda step: step / 20)]).minimize(loss, PARAMS, X)
     state, path = steps(program)

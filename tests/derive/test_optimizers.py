@@ -1,6 +1,7 @@
 """What optimizers make of a Program: update ops, hyperparameters, slots. The rules: see ``optimizers``."""
 
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +60,10 @@ def test_a_rule_across_parameters_is_one_op():
         type = ow.UpdateType.ACROSS
         learning_rate: ow.Hyperparameter = 0.1
 
-        def update(self, parameters, gradients, slots, h):
+        def update(self, parameters, gradients, slots):
             norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
             return tuple(
-                p - h.learning_rate * g / norm for p, g in zip(parameters, gradients, strict=True)
+                p - self.learning_rate * g / norm for p, g in zip(parameters, gradients, strict=True)
             ), slots
 
     params, x = data(jnp.float32)
@@ -82,7 +83,7 @@ def test_a_rule_may_evaluate_the_loss_again():
         evaluates_loss = True
         learning_rate: ow.Hyperparameter = 1.0
 
-        def update(self, parameters, gradients, slots, h, loss):
+        def update(self, parameters, gradients, slots, loss):
             here, slope = loss(*parameters), sum(jnp.sum(g**2) for g in gradients)
 
             def moved(rate):
@@ -91,7 +92,7 @@ def test_a_rule_may_evaluate_the_loss_again():
             rate = jax.lax.while_loop(
                 lambda rate: loss(*moved(rate)) > here - 0.5 * rate * slope,
                 lambda rate: rate / 2,
-                h.learning_rate,
+                self.learning_rate,
             )
             return moved(rate), slots
 
@@ -107,6 +108,128 @@ def test_a_rule_may_evaluate_the_loss_again():
         losses.append(float(out.loss))
     assert all(b < a for a, b in pairwise(losses))
     assert losses[-1] < 0.5 * losses[1]
+
+
+def test_in_an_update_hyperparameters_are_arrays_and_other_fields_are_what_they_were():
+    seen, checked = [], []
+
+    class Several(ow.Optimizer):
+        """Moves a few times at once."""
+
+        learning_rate: ow.Hyperparameter = 0.5
+        power: ow.Hyperparameter = 1.0
+        times: int = 1
+
+        def __post_init__(self):
+            super().__post_init__()
+            checked.append(self.power)
+
+        def update(self, parameter, gradient, slots):
+            seen.append([self.learning_rate, self.power, self.step])
+            assert self.times == 3
+            rate = self.learning_rate / (1 + self.step) ** self.power
+            return parameter - self.times * rate * gradient, slots
+
+    optimizer = Several(lambda step: 0.5 - 0.25 * step, times=3, groups=[ow.Group("b", power=0.0)])
+    step = ow.compile(optimizer.minimize(lambda p: p["a"] + p["b"], dict.fromkeys("ab", jnp.float32(0))))
+    assert all(isinstance(x, float) for x in checked)
+    assert all(isinstance(x, jax.core.Tracer) for row in seen for x in row)
+    assert {tuple(str(x.dtype) for x in row) for row in seen} == {("float32", "float32", "int32")}
+    state = step.init(dict.fromkeys("ab", jnp.float32(0)))
+    for _ in range(2):
+        state, _ = step(state)
+    assert state.parameters == {"a": -1.875, "b": -2.25}
+    assert (optimizer.power, optimizer.times) == (1.0, 3)
+
+
+class Trust(ow.Optimizer):
+    type = ow.UpdateType.ACROSS
+    evaluates_loss = True
+    learning_rate: ow.Hyperparameter = 0.1
+
+    def update(self, parameters, gradients, slots, loss):
+        rate = self.learning_rate / (1 + self.step) * loss(*parameters)
+        return tuple(p - rate * g for p, g in zip(parameters, gradients, strict=True)), slots
+
+
+class TrustOfOld(Trust):
+    def update(self, parameters, gradients, slots, hyperparameters, loss):
+        rate = hyperparameters.learning_rate / (1 + hyperparameters.step) * loss(*parameters)
+        return tuple(p - rate * g for p, g in zip(parameters, gradients, strict=True)), slots
+
+
+class Shorter(ow.GradientRule):
+    rate: ow.Hyperparameter = 0.1
+
+    def update(self, parameter, gradient, slots):
+        return gradient * self.rate / (self.optimizer["learning_rate"] + self.step), slots
+
+
+class ShorterOfOld(Shorter):
+    def update(self, parameter, gradient, slots, h):
+        return gradient * h.rate / (h.learning_rate + h.step), slots
+
+
+class Between(ow.ParameterRule):
+    share: ow.Hyperparameter = 0.5
+
+    def init(self, parameter):
+        return {"first": parameter}
+
+    def update(self, parameter, updated, gradient, slots):
+        return parameter + self.share * (updated - parameter), slots
+
+    def evaluated(self, parameter, slots):
+        return self.share * parameter + (1 - self.share) * slots["first"]
+
+
+class BetweenOfOld(Between):
+    def update(self, parameter, updated, gradient, slots, hyperparameters):
+        return super().update(parameter, updated, gradient, slots)
+
+    def evaluated(self, parameter, slots, h):
+        return h.share * parameter + (1 - h.share) * slots["first"]
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        (Trust(0.5), TrustOfOld(0.5)),
+        (ow.SGD(0.5, rules=[Shorter()]), ow.SGD(0.5, rules=[ShorterOfOld()])),
+        (ow.SGD(0.5, rules=[Between()]), ow.SGD(0.5, rules=[BetweenOfOld()])),
+    ],
+    ids=["with the loss", "a gradient rule", "a parameter rule"],
+)
+def test_the_older_form_which_takes_hyperparameters_as_an_argument_computes_the_same(new, old):
+    def bodies(optimizer):
+        program = optimizer.minimize(jnp.sum, jnp.ones(2))
+        ops = (*program.ops, *ow.for_evaluation(program).ops)
+        return [op.body.text for op in ops]
+
+    assert bodies(new) == bodies(old)
+
+
+def test_a_rule_reads_what_is_its_own_and_what_is_the_optimizers_under_one_name():
+    class Beside(ow.GradientRule):
+        learning_rate: ow.Hyperparameter = 0.25
+
+        def update(self, parameter, gradient, slots):
+            return self.learning_rate / self.optimizer["learning_rate"] * gradient, slots
+
+    step = ow.compile(ow.SGD(0.5, rules=[Beside()]).minimize(lambda w: w, jnp.float32(0)))
+    assert float(step(step.init(jnp.float32(0)))[0].parameters) == -0.25
+
+
+def test_what_self_has_in_an_update_alone_is_refused_elsewhere():
+    for read in (lambda: ow.SGD(0.1).step, lambda: ow.EMA().step, lambda: ow.EMA().optimizer):
+        with pytest.raises(AttributeError, match="update and evaluated"):
+            read()
+    with pytest.raises(
+        ow.HyperparameterError, match=r"'optimizer', but in an update self\.optimizer is the hyp"
+    ):
+        type("A", (ow.GradientRule,), {"__annotations__": {"optimizer": int}, "optimizer": 1})
+    around = type("Around", (ow.Optimizer,), {"__annotations__": {"optimizer": Any}, "optimizer": None})
+    assert around(ow.SGD(0.1)).optimizer == ow.SGD(0.1)
 
 
 def test_frozen_parameters_have_no_slots():

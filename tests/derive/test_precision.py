@@ -109,8 +109,9 @@ def test_rules_see_what_is_trained_in_float32(how):
     seen = []
 
     class Watch(ow.ParameterRule):
-        def update(self, parameter, updated, gradient, slots, h):
-            seen.extend([parameter.dtype, updated.dtype, gradient.dtype, h.learning_rate.dtype])
+        def update(self, parameter, updated, gradient, slots):
+            rate = self.optimizer["learning_rate"]
+            seen.extend(x.dtype for x in (parameter, updated, gradient, rate))
             return updated, slots
 
     params = {"w": jnp.ones(3, jnp.bfloat16)}

@@ -189,7 +189,7 @@ def test_a_branch_in_a_schedule_or_a_rule_is_explained():
     class Branching(ow.Optimizer):
         learning_rate: ow.Hyperparameter = 0.1
 
-        def update(self, parameter, gradient, slots, h):
+        def update(self, parameter, gradient, slots):
             return (parameter if gradient.sum() > 0 else -parameter), slots
 
     with pytest.raises(ow.TraceError, match=r"The update of Branching cannot be traced.*in update"):
@@ -409,7 +409,7 @@ class Forgetful(ow.Optimizer):
     def init(self, parameter):
         return {"mean": parameter}
 
-    def update(self, parameter, gradient, slots, hyperparameters):
+    def update(self, parameter, gradient, slots):
         return parameter - gradient, {"average": slots["mean"]}
 
 

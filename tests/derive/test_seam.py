@@ -170,10 +170,10 @@ class LineSearch(ow.Optimizer):
     type = ow.UpdateType.ACROSS
     evaluates_loss = True
 
-    def update(self, parameters, gradients, slots, h, loss):
+    def update(self, parameters, gradients, slots, loss):
         steps = [
             tuple(p - rate * g for p, g in zip(parameters, gradients, strict=True))
-            for rate in (h.learning_rate, 2 * h.learning_rate)
+            for rate in (self.learning_rate, 2 * self.learning_rate)
         ]
         better = loss(*steps[0]) < loss(*steps[1])
         return tuple(jnp.where(better, a, b) for a, b in zip(*steps, strict=True)), slots
@@ -194,9 +194,9 @@ class Clipped(ow.Optimizer):
     learning_rate: ow.Hyperparameter = 0.1
     type = ow.UpdateType.ACROSS
 
-    def update(self, parameters, gradients, slots, h):
+    def update(self, parameters, gradients, slots):
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
-        scale = h.learning_rate / jnp.maximum(norm, 1.0)
+        scale = self.learning_rate / jnp.maximum(norm, 1.0)
         return tuple(p - scale * g for p, g in zip(parameters, gradients, strict=True)), slots
 
 

@@ -333,7 +333,7 @@ class Muon(ow.Optimizer):
     type = ow.UpdateType.PER_MATRIX
     rate: float = 0.1
 
-    def update(self, parameter, gradient, slots, hyperparameters):
+    def update(self, parameter, gradient, slots):
         return parameter - self.rate * gradient / (1e-3 + jnp.linalg.norm(gradient)), slots
 
 
@@ -341,7 +341,7 @@ class Together(ow.Optimizer):
     type = ow.UpdateType.ACROSS
     rate: float = 0.1
 
-    def update(self, parameters, gradients, slots, hyperparameters):
+    def update(self, parameters, gradients, slots):
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
         return tuple(p - self.rate * g / norm for p, g in zip(parameters, gradients, strict=True)), slots
 

@@ -281,9 +281,9 @@ def test_sharded_with_a_slot_that_is_one_number():
         def init(self, parameter):
             return {"count": jnp.zeros((), "int32")}
 
-        def update(self, parameter, gradient, slots, hyperparameters):
+        def update(self, parameter, gradient, slots):
             count = slots["count"] + 1
-            return parameter - hyperparameters.learning_rate * gradient / count, {"count": count}
+            return parameter - self.learning_rate * gradient / count, {"count": count}
 
     step = ow.compile(ow.replicate(program_of(Counted()), DEVICES, ow.Sharded()))
     step(step.init(), *BATCH)

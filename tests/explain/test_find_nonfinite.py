@@ -276,12 +276,12 @@ def written_in_scans(w, x):
 
 
 class Divided(ow.GradientRule):
-    def update(self, parameter, gradient, slots, hyperparameters):
+    def update(self, parameter, gradient, slots):
         return gradient / (gradient - gradient), slots  # here
 
 
 class Logged(ow.Optimizer):
-    def update(self, parameter, gradient, slots, hyperparameters):
+    def update(self, parameter, gradient, slots):
         return parameter - jnp.log(gradient), slots  # here
 
 

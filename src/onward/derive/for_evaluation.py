@@ -17,7 +17,7 @@ from onward.core.transform import transform
 from onward.core.walk import substitute
 from onward.core.words import Pass, Placement
 from onward.derive.for_test import for_test
-from onward.derive.update.act import Slot, numbers_of
+from onward.derive.update.act import Hyperparameters, Slot
 from onward.derive.update.precision import widened
 from onward.derive.update.update import Update, append_update, optimizer_of, updated
 
@@ -78,13 +78,13 @@ class Averages:
 
     Attributes:
         evaluated: parameter by parameter the rule that has another one to evaluate with, its slots, and its
-            hyperparameters by name.
+            hyperparameters.
         state: the state Variables.
         schedules: the ops that compute hyperparameters.
         initializers: the ops that give slots and hyperparameters their first values.
     """
 
-    evaluated: Sequence[tuple[Variable, Any, Mapping[str, Slot], Mapping[str, Variable]]]
+    evaluated: Sequence[tuple[Variable, Any, Mapping[str, Slot], Hyperparameters]]
     state: tuple[Variable, ...]
     schedules: tuple[Op, ...]
     initializers: tuple[Op, ...]
@@ -154,17 +154,17 @@ def _evaluated(
     parameter: Variable,
     value: Variable,
     slots: Mapping[str, Slot],
-    values: Mapping[str, Variable],
+    values: Hyperparameters,
     names: Names,
 ) -> Op:
     """The op that computes what a rule has of a parameter for evaluation."""
     arrays = [v for slot in slots.values() for v in slot.arrays]
-    inputs = tuple(dict.fromkeys((value, *arrays, *values.values())))
+    inputs = tuple(dict.fromkeys((value, *arrays, *values.variables)))
 
     def run(*given: Any) -> list[Any]:
         env = dict(zip(inputs, given, strict=True))
         read = {name: slot.read(env) for name, slot in slots.items()}
-        made = rule.evaluated(widened(env[value]), read, numbers_of(values, env, [parameter]))
+        made = values.seen_by(rule, env, [parameter]).evaluated(widened(env[value]), read)
         return [made.astype(parameter.dtype)]
 
     body, kept = body_of(run, *(Type(v.shape, v.dtype) for v in inputs)).restricted([0])

@@ -6,8 +6,8 @@ Nothing else is needed to write a new one:
 >>> class SignDescent(ow.Optimizer):
 ...     learning_rate: ow.Hyperparameter = 1e-3
 ...
-...     def update(self, parameter, gradient, slots, hyperparameters):
-...         return parameter - hyperparameters.learning_rate * jnp.sign(gradient), slots
+...     def update(self, parameter, gradient, slots):
+...         return parameter - self.learning_rate * jnp.sign(gradient), slots
 >>> program = SignDescent(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
 >>> [target.op.type for target in program.updates]
 ['count', 'sign_descent']
@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from onward.core.check import expect_program
@@ -50,7 +49,8 @@ _ELSEWHERE = {
     "apply_gradients": f"{_UPDATE} {_APPLY}",
     "backward": _BACKWARD,
     "compute_gradients": _BACKWARD,
-    "step": "Here optimizer.minimize(cost) makes a Program that takes the step when it is run.",
+    "step": "Here optimizer.minimize(cost) makes a Program that takes the step when it is run. The "
+    "number of updates made before, self.step, is for update and evaluated alone.",
 }  # what other libraries, and the early designs of Paddle, call its methods
 
 _LOW_PRECISION = ("master", "stochastic", "nearest")
@@ -123,14 +123,11 @@ class Optimizer(Rule):
             advice = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{advice}")
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Any, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Any]:
+    def update(self, parameter: Any, gradient: Any, slots: Any, /) -> tuple[Any, Any]:
         """The next parameter and the next slots.
 
-        ``hyperparameters`` has every hyperparameter by its name, and ``step``: the number of updates
-        made before this one, int32. It stays at 2**31 - 128, so a schedule keeps its last value, and what
-        happens every so many steps no longer does.
+        Every hyperparameter is the array of this step, such as ``self.learning_rate``, and ``self.step`` the
+        number of updates made before it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how to update a parameter")
 

@@ -7,7 +7,7 @@ that, a ``ParameterRule`` changes what the optimizer made of the parameters.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> class Halve(ow.GradientRule):
-...     def update(self, parameter, gradient, slots, hyperparameters):
+...     def update(self, parameter, gradient, slots):
 ...         return gradient / 2, slots
 >>> program = ow.SGD(0.1, rules=[Halve()]).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
 >>> [target.op.type for target in program.updates]
@@ -21,8 +21,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -32,8 +33,14 @@ from onward.core.walk import Where
 from onward.core.words import UpdateType
 
 Schedule = Callable[[jax.Array], jax.Array]
-Hyperparameter = float | Schedule
+Hyperparameter = jax.Array | Any  # the array of this step in ``update``; a number or a Schedule is given
 Slots = Mapping[str, jax.Array]
+R = TypeVar("R", bound="Rule")
+
+_IN_UPDATE = {
+    "step": "the number of updates made before this one",
+    "optimizer": "the hyperparameters of the optimizer by name",
+}  # what self has in an update beside the fields
 
 
 def _op_name(rule: type) -> str:
@@ -42,18 +49,51 @@ def _op_name(rule: type) -> str:
     return "_".join(words).lower() or rule.__name__
 
 
+def _take_from_self(cls: type[Rule], name: str) -> None:
+    """Let a method of the older form, which has the hyperparameters as an argument, find them in ``self``."""
+    forms = [vars(base)[name] for base in cls.__mro__ if name in vars(base)]
+    takes = len(_required(forms[-1])) if name in vars(cls) else 0
+    more = 1 + (cls.evaluates_loss and name == "update")
+    if not takes or len(_required(method := forms[0])) != takes + more:
+        return
+
+    @wraps(method)
+    def from_self(self: Rule, *given: Any) -> Any:
+        known = SimpleNamespace(**{**vars(self).get("optimizer", {}), **vars(self)})
+        return method(self, *given[: takes - 1], known, *given[takes - 1 :])
+
+    setattr(cls, name, from_self)
+
+
+def _required(method: Any) -> list[str]:
+    """The arguments that a method must be given."""
+    parameters = inspect.signature(method).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
+
+
+def _expect_free(cls: type[Rule]) -> None:
+    """Refuse fields whose names ``self`` has in an update for something else."""
+    for name in _IN_UPDATE.keys() & inspect.get_annotations(cls).keys():
+        if any(isinstance(vars(base).get(name), property) for base in cls.__mro__[1:]):
+            raise HyperparameterError(
+                f"{cls.__name__} has a field named {name!r}, but in an update self.{name} is "
+                f"{_IN_UPDATE[name]}. Give the field another name."
+            )
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(field,))
 @dataclass(frozen=True, repr=False)
 class Rule:
     """The base of optimizers, gradient rules and parameter rules.
 
     A subclass is a frozen dataclass without being told so. A field annotated ``Hyperparameter`` becomes a
-    state Variable (float32, or float64 where a parameter is), or follows a schedule; a field of any other
-    type is fixed when the Program is derived; an ``__init__`` of its own is refused. ``type`` says how far
-    the rule looks; with ``ACROSS`` it takes tuples over all parameters in place of single arrays; one that
-    keeps no slots and does not ask which number lies in which array may set ``any_layout``, and is given
-    stacks. A rule that sets ``evaluates_loss`` is given one more argument, a ``Loss``. The hyperparameters
-    named in ``below_one`` must be less than 1. Rules compute in float32, or in what is wider.
+    state Variable (float32, or float64 where a parameter is), or follows a schedule: in ``update`` and
+    ``evaluated`` it holds the array of this step. A field of any other type is fixed when the Program is
+    derived; an ``__init__`` of its own is refused. ``type`` says how far the rule looks; with ``ACROSS`` it
+    takes tuples over all parameters in place of single arrays; one that keeps no slots and does not ask which
+    number lies in which array may set ``any_layout``, and is given stacks. A rule that sets
+    ``evaluates_loss`` is given one more argument, a ``Loss``. The hyperparameters named in ``below_one`` must
+    be less than 1. Rules compute in float32, or in what is wider.
 
     Raises:
         HyperparameterError: a hyperparameter is negative, infinite, not a number, or out of range.
@@ -68,12 +108,10 @@ class Rule:
         super().__init_subclass__()
         if "__init__" in vars(cls):
             raise HyperparameterError(_no_init_of_its_own(cls))
+        _expect_free(cls)
         dataclass(frozen=True, repr=False)(cls)
-        if "step" in cls.__dataclass_fields__:
-            raise HyperparameterError(
-                f"{cls.__name__} has a field named 'step', but hyperparameters.step is the number of updates "
-                "made before this one. Give the field another name."
-            )
+        for name in ("update", "evaluated"):
+            _take_from_self(cls, name)
         if cls.evaluates_loss and cls.type is not UpdateType.ACROSS:
             raise HyperparameterError(
                 f"{cls.__name__} evaluates the loss, which depends on all parameters: set type = "
@@ -105,9 +143,19 @@ class Rule:
         """The slots of one parameter before the first step, by name; none unless overridden."""
         return {}
 
-    def evaluated(self, parameter: Any, slots: Any, hyperparameters: SimpleNamespace) -> Any:
+    def evaluated(self, parameter: Any, slots: Any, /) -> Any:
         """The parameter to evaluate a model with, where it is not the one that is trained."""
         return parameter
+
+    @property
+    def step(self) -> jax.Array:
+        """The number of updates made before this one, int32; only inside of ``update`` and ``evaluated``.
+
+        It stays at 2**31 - 128, so a schedule keeps its last value, and what happens every so many steps no
+        longer does.
+        """
+        found: jax.Array = self._of_this_step("step")
+        return found
 
     def __repr__(self) -> str:
         by_place = [f for f in fields(self) if not f.kw_only]
@@ -130,6 +178,13 @@ class Rule:
         """Whether it has other parameters to evaluate a model with than those it trains."""
         return type(self).evaluated is not Rule.evaluated
 
+    def _of_this_step(self, name: str) -> Any:
+        if name not in vars(self):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is {_IN_UPDATE[name]}, which only update and evaluated read."
+            )
+        return vars(self)[name]
+
     @classmethod
     def check_hyperparameter(cls, name: str, value: Any) -> None:
         """Raise ``HyperparameterError`` unless this is a finite number that is not negative."""
@@ -147,38 +202,62 @@ class Rule:
             raise HyperparameterError(f"{cls.__name__}: {name} is {number}. It must be less than 1.")
 
 
-class GradientRule(Rule):
-    """The base of rules that change gradients before the optimizer sees them.
-
-    ``where`` picks the parameters by name, pattern or predicate whose gradients it changes; all unless given.
-    """
-
-    where: Where | Iterable[Where] | None = field(default=None, kw_only=True)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Any, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Any]:
-        """The gradient as the optimizer shall see it, and the next slots.
-
-        ``hyperparameters`` has the rule's own by their names, and ``step``; unless the rule looks across
-        parameters also those of the optimizer.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not say how to change a gradient")
-
-
-class ParameterRule(Rule):
-    """The base of rules that change what the optimizer made of the parameters.
+class RuleBeside(Rule):
+    """The base of rules that act before or after an optimizer.
 
     ``where`` picks the parameters by name, pattern or predicate; all unless given.
     """
 
     where: Where | Iterable[Where] | None = field(default=None, kw_only=True)
 
-    def update(
-        self, parameter: Any, updated: Any, gradient: Any, slots: Any, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Any]:
+    @property
+    def optimizer(self) -> Mapping[str, jax.Array]:
+        """The hyperparameters of the optimizer of this parameter, by name; only inside of ``update``.
+
+        A rule that looks across parameters has none of these.
+        """
+        found: Mapping[str, jax.Array] = self._of_this_step("optimizer")
+        return found
+
+
+class GradientRule(RuleBeside):
+    """The base of rules that change gradients before the optimizer sees them.
+
+    ``where`` picks the parameters by name, pattern or predicate whose gradients it changes; all unless given.
+    """
+
+    def update(self, parameter: Any, gradient: Any, slots: Any, /) -> tuple[Any, Any]:
+        """The gradient as the optimizer shall see it, and the next slots.
+
+        A hyperparameter of the rule is the array of this step, such as ``self.rate``; ``self.step`` counts
+        the updates before; ``self.optimizer["learning_rate"]`` is the optimizer's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how to change a gradient")
+
+
+class ParameterRule(RuleBeside):
+    """The base of rules that change what the optimizer made of the parameters.
+
+    ``where`` picks the parameters by name, pattern or predicate; all unless given.
+    """
+
+    def update(self, parameter: Any, updated: Any, gradient: Any, slots: Any, /) -> tuple[Any, Any]:
         """The next parameter, from the one before the step and what became of it so far; and the slots."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to change a parameter")
+
+
+def at_step(rule: R, values: Mapping[str, Any]) -> R:
+    """A copy of a rule as ``update`` sees it: in place of its hyperparameters these values of one step.
+
+    ``__init__`` and ``__post_init__`` do not run: they check numbers, and these may be traced.
+
+    >>> from onward.derive.optimizers import SGD
+    >>> at_step(SGD(0.1), {"learning_rate": 0.5, "step": 0}).update(1.0, 0.5, {})
+    (0.75, {})
+    """
+    copy = object.__new__(type(rule))
+    vars(copy).update(vars(rule), **values)
+    return copy
 
 
 def _no_init_of_its_own(cls: type) -> str:
@@ -189,8 +268,8 @@ def _no_init_of_its_own(cls: type) -> str:
     return (
         f"{cls.__name__} has an __init__ of its own, and it is a frozen dataclass: its fields make the "
         "__init__, say when two are equal, and become Variables. Write the fields in the class in place of "
-        f"it{written}. A field that is no Hyperparameter is fixed when the Program is derived; update has "
-        "the others in hyperparameters, by name."
+        f"it{written}. A field that is no Hyperparameter is fixed when the Program is derived; in update "
+        "the others are arrays of self."
     )
 
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.derive.rule import at_step
+
 SHAPES = {"scalar": (), "vector": (5,), "matrix": (3, 4), "kernel": (2, 2, 3, 2)}
 
 
@@ -26,22 +28,22 @@ def given(dtype, steps=100, shapes=SHAPES):
     return _all_as(dtype, parameters), _all_as(dtype, gradients)
 
 
-def numbers(optimizer, step, dtype, **changed):
-    """The hyperparameters as an update op gets them, and the step."""
+def at(optimizer, step, dtype, **changed):
+    """The optimizer as it is in an update op: hyperparameters of that dtype, and the step."""
     real = np.zeros((), dtype).real.dtype
     values = {**optimizer.hyperparameters, **changed}
-    return SimpleNamespace(step=step, **{k: jnp.float32(v).astype(real) for k, v in values.items()})
+    return at_step(optimizer, {k: jnp.float32(v).astype(real) for k, v in values.items()} | {"step": step})
 
 
 def run(optimizer, parameters, gradients, **changed):
     """The parameters after each of these gradients, as one loop."""
 
-    def advance(carry, now):
-        step, gradients = now
+    def advance(carry, found):
+        step, gradients = found
         new = {}
         for name, (w, slots) in carry.items():
-            h = numbers(optimizer, step, w.dtype, **changed)
-            new[name] = optimizer.update(w, gradients[name], slots, h)
+            now = at(optimizer, step, w.dtype, **changed)
+            new[name] = now.update(w, gradients[name], slots)
         return new, {name: w for name, (w, _) in new.items()}
 
     begin = {name: (w, dict(optimizer.init(w))) for name, w in parameters.items()}
@@ -66,11 +68,11 @@ def descended(optimizer, loss, w, steps):
 
     def advance(carry, step):
         w, slots = carry
-        return optimizer.update(w, jax.grad(loss)(w), slots, numbers(optimizer, step, w.dtype)), None
+        return at(optimizer, step, w.dtype).update(w, jax.grad(loss)(w), slots), None
 
     begin = w, dict(optimizer.init(w))
     (end, slots), _ = jax.lax.scan(advance, begin, jnp.arange(steps, dtype=jnp.int32))
-    return loss(optimizer.evaluated(end, slots, numbers(optimizer, steps, w.dtype))) / loss(w)
+    return loss(at(optimizer, steps, w.dtype).evaluated(end, slots)) / loss(w)
 
 
 def parabola(w):

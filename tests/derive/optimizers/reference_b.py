@@ -1,7 +1,6 @@
 """What the tests of several optimizers share: a random tree, its gradients, and ways to run a rule on it."""
 
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import optax
 from tests.compiled import together
 
 import onward as ow
+from onward.derive.rule import at_step
 
 STEPS = 100
 SHAPES = ((), (3,), (4, 3), (2, 2, 3, 2))
@@ -35,22 +35,22 @@ def float32s(*numbers):
     return tuple(float(np.float32(n)) for n in numbers)
 
 
-def hyperparameters(optimizer, step, dtype, changed):
-    """What the framework gives a rule: numbers of the real dtype of the parameters, and the step."""
+def at(optimizer, step, dtype, changed):
+    """The optimizer as it is in an update op: numbers of the real dtype of the parameters, the step."""
 
     def value(name, number):
         number = changed.get(name, number)
         return jnp.asarray(number(step) if callable(number) else number, jnp.float32).astype(dtype)
 
     values = {name: value(name, number) for name, number in optimizer.hyperparameters.items()}
-    return SimpleNamespace(**values, step=step)
+    return at_step(optimizer, values | {"step": step})
 
 
-def update(optimizer, parameters, found, slots, h):
+def update(optimizer, parameters, found, slots):
     """One step of all parameters, together or one by one."""
     if optimizer.type is ow.UpdateType.ACROSS:
-        return optimizer.update(tuple(parameters), tuple(found), tuple(slots), h)
-    pairs = [optimizer.update(p, g, s, h) for p, g, s in zip(parameters, found, slots, strict=True)]
+        return optimizer.update(tuple(parameters), tuple(found), tuple(slots))
+    pairs = [optimizer.update(p, g, s) for p, g, s in zip(parameters, found, slots, strict=True)]
     return tuple(p for p, _ in pairs), tuple(s for _, s in pairs)
 
 
@@ -72,15 +72,15 @@ def trajectory(optimizer, parameters, found, changed=None):
 
     def step(carry, given):
         now, gs = given
-        h = hyperparameters(optimizer, now, dtype, changed or {})
-        new, slots = update(optimizer, *carry[:1], gs, carry[1], h)
+        here = at(optimizer, now, dtype, changed or {})
+        new, slots = update(here, *carry[:1], gs, carry[1])
         slots = [
             {k: jnp.asarray(s[k]).astype(v.dtype) for k, v in old.items()}
             for s, old in zip(slots, carry[1], strict=True)
         ]
         if type(optimizer).evaluated is ow.Optimizer.evaluated:
             return (new, slots), (new, ())
-        best = tuple(optimizer.evaluated(p, s, h) for p, s in zip(new, slots, strict=True))
+        best = tuple(here.evaluated(p, s) for p, s in zip(new, slots, strict=True))
         return (new, slots), (new, best)
 
     start = (tuple(parameters), [dict(optimizer.init(p)) for p in parameters])
@@ -175,12 +175,12 @@ def descended(optimizer, loss, start, steps):
 
     def step(carry, now):
         (w,), slots = carry
-        h = hyperparameters(optimizer, now, jnp.abs(w).dtype, {})
+        here = at(optimizer, now, jnp.abs(w).dtype, {})
         uphill = jnp.conj(jax.grad(loss)(w))
-        new, slots = update(optimizer, (w,), (uphill,), slots, h)
+        new, slots = update(here, (w,), (uphill,), slots)
         return (new, tuple(dict(s) for s in slots)), None
 
     carry = ((start,), (dict(optimizer.init(start)),))
     ((w,), (slots,)), _ = jax.lax.scan(step, carry, jnp.arange(steps, dtype=jnp.int32))
-    h = hyperparameters(optimizer, steps - 1, jnp.abs(start).dtype, {})
-    return loss(start), loss(optimizer.evaluated(w, slots, h))
+    end = at(optimizer, steps - 1, jnp.abs(start).dtype, {})
+    return loss(start), loss(end.evaluated(w, slots))

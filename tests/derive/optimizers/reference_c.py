@@ -7,13 +7,13 @@ the parameter after each.
 
 import string
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import onward as ow
+from onward.derive.rule import at_step
 from onward.derive.update.loss import Loss
 
 jit = partial(jax.jit)
@@ -44,8 +44,7 @@ def trained(optimizer, params, gradients, h):
         step, gradient = at
         old, slots = carry
         new = {
-            k: optimizer.update(p, gradient[k], slots[k], SimpleNamespace(step=step, **h))
-            for k, p in old.items()
+            k: at_step(optimizer, h | {"step": step}).update(p, gradient[k], slots[k]) for k, p in old.items()
         }
         return ({k: p for k, (p, _) in new.items()}, {k: s for k, (_, s) in new.items()}), None
 
@@ -189,11 +188,11 @@ def descended(optimizer, loss, w, steps, **changed):
     def one(carry, step):
         w, slots = carry
         value, (gradient,) = kept.value_and_gradient(w)
-        h = SimpleNamespace(step=step, **numbers(optimizer, real, step, **changed))
+        now = at_step(optimizer, numbers(optimizer, real, step, **changed) | {"step": step})
         if optimizer.type is ow.UpdateType.ACROSS:
-            (w,), (slots,) = optimizer.update((w,), (gradient,), (slots,), h, kept)
+            (w,), (slots,) = now.update((w,), (gradient,), (slots,), kept)
         else:
-            w, slots = optimizer.update(w, gradient, slots, h)
+            w, slots = now.update(w, gradient, slots)
         return (w, slots), value
 
     (w, slots), values = jax.lax.scan(one, (w, optimizer.init(w)), jnp.arange(steps, dtype=jnp.int32))

@@ -1,7 +1,6 @@
 """SM3 and Adafactor against their papers' equations and against optax."""
 
 import itertools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +128,7 @@ def test_the_same_as_optax(name):
 
 def test_sm3_bounds_the_sum_of_squares_from_above():
     optimizer, w = SM3(0.1, momentum=0.0), np.zeros((4, 3), np.float32)
-    update = jax.jit(lambda g, slots: optimizer.update(w, g, slots, SimpleNamespace(learning_rate=0.1))[1])
+    update = jax.jit(lambda g, slots: optimizer.update(w, g, slots)[1])
     slots, total = optimizer.init(w), np.zeros((4, 3))
     for g in np.float32(np.random.default_rng(0).normal(size=(10, 4, 3))):
         slots = update(g, slots)

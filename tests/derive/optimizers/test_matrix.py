@@ -1,7 +1,6 @@
 """Muon, Shampoo, SOAP and PSGD-Kron against NumPy, optax and closed forms."""
 
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from onward.derive.optimizers.kron import PSGDKron, probe
 from onward.derive.optimizers.muon import Muon, newton_schulz
 from onward.derive.optimizers.shampoo import Shampoo
 from onward.derive.optimizers.soap import SOAP
+from onward.derive.rule import at_step
 
 MUON = {"learning_rate": 0.02, "momentum": 0.9}
 SHAMPOO = {"learning_rate": 0.1, "momentum": 0.5, "epsilon": 1e-2, "every": 3}
@@ -171,7 +171,7 @@ def once(optimizer, gradient, **changed):
     def update(gradient):
         w = jnp.zeros_like(gradient)
         h = reference.numbers(optimizer, jnp.abs(gradient).dtype, learning_rate=1.0, **changed)
-        return -optimizer.update(w, gradient, optimizer.init(w), SimpleNamespace(step=jnp.int32(0), **h))[0]
+        return -at_step(optimizer, h | {"step": jnp.int32(0)}).update(w, gradient, optimizer.init(w))[0]
 
     return update(gradient)
 
@@ -228,7 +228,7 @@ def test_psgd_whitens_gradients():
     def fit(slots, at):
         step, g = at
         h = reference.numbers(optimizer, jnp.float32, step)
-        return optimizer.update(jnp.zeros((3, 2)), g, slots, SimpleNamespace(step=step, **h))[1], None
+        return at_step(optimizer, h | {"step": step}).update(jnp.zeros((3, 2)), g, slots)[1], None
 
     slots = reference.jit(lambda *at: jax.lax.scan(fit, optimizer.init(jnp.zeros((3, 2))), at)[0])(
         np.arange(1500), gradients

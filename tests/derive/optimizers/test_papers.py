@@ -226,7 +226,7 @@ def test_asgd_is_evaluated_at_the_mean_of_its_weights(after):
     for _ in range(20):
         state, _ = step(state)
         weights.append(float(state.parameters))
-    average = optimizer.evaluated(state.parameters, {"average": state["w/average"]}, None)
+    average = optimizer.evaluated(state.parameters, {"average": state["w/average"]})
     np.testing.assert_allclose(average, np.mean(weights[after:]), rtol=1e-5)
 
 

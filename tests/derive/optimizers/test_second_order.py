@@ -2,7 +2,6 @@
 
 from functools import cache, partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from onward.derive.optimizers.muon import Muon
 from onward.derive.optimizers.shampoo import Shampoo
 from onward.derive.optimizers.soap import SOAP
 from onward.derive.optimizers.sophia import Sophia, hutchinson
+from onward.derive.rule import at_step
 from onward.derive.update.loss import Loss
 
 SOPHIA = {"beta1": 0.9, "beta2": 0.8, "gamma": 0.05, "epsilon": 1e-8, "weight_decay": 0.1}
@@ -224,20 +224,18 @@ def test_lbfgs_sees_all_parameters_as_one_vector():
 def test_lbfgs_forgets_when_a_step_finds_nothing_better():
     """The slots of a step that is not taken are zeros, which count as no pair."""
     loss = Loss(lambda w: jnp.where(w[0] > 0.99, jnp.sum(w), jnp.nan))
-    optimizer, w = LBFGS(memory=2, evaluations=3), jnp.ones(1)
+    optimizer, w = at_step(LBFGS(memory=2, evaluations=3), {"step": jnp.int32(5)}), jnp.ones(1)
     ones = {name: jnp.ones((2, 1)) for name in ("steps", "changes")}
-    h = SimpleNamespace(learning_rate=jnp.float32(1), step=jnp.int32(5))
-    update = reference.jit(lambda w, g, s: optimizer.update((w,), (g,), (s,), h, loss))
+    update = reference.jit(lambda w, g, s: optimizer.update((w,), (g,), (s,), loss))
     (after,), (slots,) = update(w, jnp.ones(1), ones)
     assert after.tolist() == [1.0]
     assert slots["steps"].tolist() == slots["changes"].tolist() == [[1.0], [0.0]]
 
 
 def test_lbfgs_goes_downhill_where_a_rule_turned_the_gradient_around():
-    optimizer, w = LBFGS(), jnp.ones(2)
-    h = SimpleNamespace(learning_rate=jnp.float32(1), step=jnp.int32(0))
+    optimizer, w = at_step(LBFGS(), {"step": jnp.int32(0)}), jnp.ones(2)
     loss = Loss(lambda w: jnp.sum(w**2))
-    update = reference.jit(lambda w, g, s: optimizer.update((w,), (g,), (s,), h, loss))
+    update = reference.jit(lambda w, g, s: optimizer.update((w,), (g,), (s,), loss))
     (after,), _ = update(w, -w, optimizer.init(w))
     assert float(loss(after)) < 2
 
@@ -367,8 +365,8 @@ def without_slope():
 
     def update(optimizer, params):
         fixed = {"weight_decay": 0.0} if isinstance(optimizer, Sophia) else {}
-        h = SimpleNamespace(step=jnp.int32(0), **reference.numbers(optimizer, jnp.float32, **fixed))
-        return optimizer.update(params, zeros, tuple(map(optimizer.init, params)), h, loss)
+        now = at_step(optimizer, reference.numbers(optimizer, jnp.float32, **fixed) | {"step": jnp.int32(0)})
+        return now.update(params, zeros, tuple(map(optimizer.init, params)), loss)
 
     return together({type(o): (partial(update, o), LEVEL) for o in (Sophia(), LBFGS())})
 

@@ -85,7 +85,7 @@ def test_a_decay_that_follows_the_learning_rate_needs_one():
     class Plain(ow.Optimizer):
         """Steps as long as the gradient."""
 
-        def update(self, parameter, gradient, slots, hyperparameters):
+        def update(self, parameter, gradient, slots):
             return parameter - gradient, slots
 
     w = {"w": jnp.ones(2)}

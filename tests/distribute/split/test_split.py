@@ -137,11 +137,10 @@ class ByMatrix(ow.Optimizer):
     learning_rate: ow.Hyperparameter = 0.1
     decay: ow.Hyperparameter = 0.1
 
-    def update(self, parameter, gradient, slots, hyperparameters):
-        h = hyperparameters
+    def update(self, parameter, gradient, slots):
         if parameter.ndim > 1:
-            gradient = gradient / (1 + jnp.linalg.norm(gradient)) + h.decay * parameter
-        return parameter - h.learning_rate * gradient, slots
+            gradient = gradient / (1 + jnp.linalg.norm(gradient)) + self.decay * parameter
+        return parameter - self.learning_rate * gradient, slots
 
 
 class Scalar(ow.Optimizer):
@@ -152,8 +151,8 @@ class Scalar(ow.Optimizer):
     def init(self, parameter):
         return {"decay": jnp.float32(1)}
 
-    def update(self, parameter, gradient, slots, hyperparameters):
-        new = parameter - hyperparameters.learning_rate * slots["decay"] * gradient
+    def update(self, parameter, gradient, slots):
+        new = parameter - self.learning_rate * slots["decay"] * gradient
         return new, {"decay": slots["decay"] * 0.9}
 
 
@@ -473,9 +472,8 @@ class Together(ow.Optimizer):
     type = ow.UpdateType.ACROSS
     learning_rate: ow.Hyperparameter = 0.1
 
-    def update(self, parameters, gradients, slots, hyperparameters):
-        h = hyperparameters
-        return tuple(p - h.learning_rate * g for p, g in zip(parameters, gradients, strict=True)), slots
+    def update(self, parameters, gradients, slots):
+        return tuple(p - self.learning_rate * g for p, g in zip(parameters, gradients, strict=True)), slots
 
 
 class Evaluating(ow.Optimizer):
@@ -483,7 +481,7 @@ class Evaluating(ow.Optimizer):
     evaluates_loss = True
     learning_rate: ow.Hyperparameter = 0.1
 
-    def update(self, parameters, gradients, slots, hyperparameters, loss):
+    def update(self, parameters, gradients, slots, loss):
         return tuple(p - 0 * loss(*parameters) for p in parameters), slots
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -13,7 +12,43 @@ from onward.derive.optimizers.arithmetic import bias_correction, squarable, squa
 from onward.derive.rule import Hyperparameter, Slots
 
 
-class Adam(Optimizer):
+class Moments(Optimizer):
+    """The base of what keeps running means: ``mean`` of the gradient, ``variance`` of its square."""
+
+    learning_rate: Hyperparameter = 1e-3
+    beta1: Hyperparameter = 0.9
+    beta2: Hyperparameter = 0.999
+    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+
+    def init(self, parameter: Any) -> Slots:
+        return {"mean": jnp.zeros_like(parameter), "variance": jnp.zeros_like(jnp.abs(parameter))}
+
+    def averaged(self, gradient: Any, slots: Slots) -> tuple[Any, Any]:
+        """Both means, one gradient later."""
+        gradient = squarable(gradient)
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * gradient
+        variance = self.beta2 * slots["variance"] + (1 - self.beta2) * squared(gradient)
+        return mean, variance
+
+
+class AdamLike(Moments):
+    """The base of Adam and what is Adam but for a part."""
+
+    epsilon: Hyperparameter = 1e-8
+
+    def corrected(self, mean: Any, variance: Any) -> Any:
+        """One mean over the root of the other, each corrected for its start at zero."""
+        t = self.step + 1
+        scale = jnp.sqrt(variance / bias_correction(self.beta2, t)) + self.epsilon
+        return mean / bias_correction(self.beta1, t) / scale
+
+    def direction(self, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        """The direction of Adam, and the moments it leaves."""
+        mean, variance = self.averaged(gradient, slots)
+        return self.corrected(mean, variance), {"mean": mean, "variance": variance}
+
+
+class Adam(AdamLike):
     """Running means of the gradient and of its square, corrected for their start at zero.
 
     ``m <- beta1 m + (1 - beta1) g``; ``v <- beta2 v + (1 - beta2) g**2``;
@@ -34,23 +69,12 @@ class Adam(Optimizer):
         ['w/mean', 'w/variance']
     """
 
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
-
-    def init(self, parameter: Any) -> Slots:
-        return moments(parameter)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        direction, slots = adam(gradient, slots, hyperparameters)
-        return parameter - hyperparameters.learning_rate * direction, slots
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        direction, slots = self.direction(gradient, slots)
+        return parameter - self.learning_rate * direction, slots
 
 
-class AdamW(Optimizer):
+class AdamW(AdamLike):
     """Adam with weight decay apart from the gradient.
 
     As ``Adam``, and ``w <- w - learning_rate * weight_decay * w`` in the same update.
@@ -66,25 +90,14 @@ class AdamW(Optimizer):
         ['learning_rate', 'beta1', 'beta2', 'epsilon', 'weight_decay']
     """
 
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
     weight_decay: Hyperparameter = 1e-2
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
-    def init(self, parameter: Any) -> Slots:
-        return moments(parameter)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        direction, slots = adam(gradient, slots, h)
-        return parameter - h.learning_rate * (direction + h.weight_decay * parameter), slots
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        direction, slots = self.direction(gradient, slots)
+        return parameter - self.learning_rate * (direction + self.weight_decay * parameter), slots
 
 
-class AMSGrad(Optimizer):
+class AMSGrad(AdamLike):
     """Adam whose step sizes never grow: it divides by the largest variance so far.
 
     As ``Adam``, with ``u <- max(u, v)`` in place of ``v`` in the step.
@@ -100,26 +113,17 @@ class AMSGrad(Optimizer):
         ['w/largest', 'w/mean', 'w/variance']
     """
 
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
-
     def init(self, parameter: Any) -> Slots:
-        return {**moments(parameter), "largest": jnp.zeros_like(jnp.abs(parameter))}
+        return {**super().init(parameter), "largest": jnp.zeros_like(jnp.abs(parameter))}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        mean, variance = averaged(gradient, slots, h)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        mean, variance = self.averaged(gradient, slots)
         largest = jnp.maximum(slots["largest"], variance)
-        new = parameter - h.learning_rate * corrected(mean, largest, h)
+        new = parameter - self.learning_rate * self.corrected(mean, largest)
         return new, {"mean": mean, "variance": variance, "largest": largest}
 
 
-class Adamax(Optimizer):
+class Adamax(AdamLike):
     """Adam with the largest of the remembered gradients in place of their mean square.
 
     ``m <- beta1 m + (1 - beta1) g``; ``u <- max(beta2 u, |g| + epsilon)``;
@@ -136,25 +140,18 @@ class Adamax(Optimizer):
     """
 
     learning_rate: Hyperparameter = 2e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
     def init(self, parameter: Any) -> Slots:
         return {"mean": jnp.zeros_like(parameter), "largest": jnp.zeros_like(jnp.abs(parameter))}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
-        largest = jnp.maximum(h.beta2 * slots["largest"], jnp.abs(gradient) + h.epsilon)
-        rate = h.learning_rate / bias_correction(h.beta1, h.step + 1)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * gradient
+        largest = jnp.maximum(self.beta2 * slots["largest"], jnp.abs(gradient) + self.epsilon)
+        rate = self.learning_rate / bias_correction(self.beta1, self.step + 1)
         return parameter - rate * mean / largest, {"mean": mean, "largest": largest}
 
 
-class LazyAdam(Optimizer):
+class LazyAdam(AdamLike):
     """Adam for embeddings: a row whose gradient is zero keeps its numbers, its mean and its variance.
 
     As ``Adam`` for every row of the first axis that has a gradient other than zero; the t of the corrections
@@ -174,45 +171,9 @@ class LazyAdam(Optimizer):
     """
 
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
-    def init(self, parameter: Any) -> Slots:
-        return moments(parameter)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        direction, new = adam(gradient, slots, hyperparameters)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        direction, new = self.direction(gradient, slots)
         touched = jnp.any(gradient != 0, axis=tuple(range(1, gradient.ndim)), keepdims=True)
-        moved = jnp.where(touched, parameter - hyperparameters.learning_rate * direction, parameter)
+        moved = jnp.where(touched, parameter - self.learning_rate * direction, parameter)
         return moved, {name: jnp.where(touched, new[name], slots[name]) for name in slots}
-
-
-def moments(parameter: Any) -> dict[str, Any]:
-    """Zeros for the running means of the gradient and of its square."""
-    return {"mean": jnp.zeros_like(parameter), "variance": jnp.zeros_like(jnp.abs(parameter))}
-
-
-def averaged(gradient: Any, slots: Slots, h: SimpleNamespace) -> tuple[Any, Any]:
-    """The running means of the gradient and of its square, one gradient later."""
-    gradient = squarable(gradient)
-    mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
-    variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient)
-    return mean, variance
-
-
-def corrected(mean: Any, variance: Any, h: SimpleNamespace) -> Any:
-    """The direction of Adam: one mean over the root of the other, each corrected for its start at zero."""
-    t = h.step + 1
-    scale = jnp.sqrt(variance / bias_correction(h.beta2, t)) + h.epsilon
-    return mean / bias_correction(h.beta1, t) / scale
-
-
-def adam(gradient: Any, slots: Slots, h: SimpleNamespace) -> tuple[Any, Slots]:
-    """The direction of Adam, and the moments it leaves."""
-    mean, variance = averaged(gradient, slots, h)
-    return corrected(mean, variance, h), {"mean": mean, "variance": variance}

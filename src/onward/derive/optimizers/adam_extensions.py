@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from onward.core.words import UpdateType
-from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.adam import adam, averaged, moments
+from onward.derive.optimizers.adam import AdamLike, Moments
 from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
 from onward.derive.optimizers.norms import norm
 from onward.derive.rule import Hyperparameter, Slots
 
 
-class Adan(Optimizer):
+class Adan(Moments):
     """Adam with Nesterov's momentum, from a running mean of the differences of successive gradients.
 
     With ``d = g - previous g``, 0 in the first step: ``m <- beta1 m + (1 - beta1) g``;
@@ -34,7 +32,6 @@ class Adan(Optimizer):
         ['w/difference', 'w/gradient', 'w/mean', 'w/variance']
     """
 
-    learning_rate: Hyperparameter = 1e-3
     beta1: Hyperparameter = 0.98
     beta2: Hyperparameter = 0.92
     beta3: Hyperparameter = 0.99
@@ -44,24 +41,23 @@ class Adan(Optimizer):
 
     def init(self, parameter: Any) -> Slots:
         zeros = jnp.zeros_like(parameter)
-        return {**moments(parameter), "difference": zeros, "gradient": zeros}
+        return {**super().init(parameter), "difference": zeros, "gradient": zeros}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         gradient = squarable(gradient)
-        h, t = hyperparameters, hyperparameters.step + 1
-        change = _change(gradient, slots, h)
-        mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
-        difference = h.beta2 * slots["difference"] + (1 - h.beta2) * change
-        variance = h.beta3 * slots["variance"] + (1 - h.beta3) * squared(gradient + h.beta2 * change)
-        ahead = mean / bias_correction(h.beta1, t) + h.beta2 * difference / bias_correction(h.beta2, t)
-        scale = jnp.sqrt(variance / bias_correction(h.beta3, t)) + h.epsilon
-        new = (parameter - h.learning_rate * ahead / scale) / (1 + h.learning_rate * h.weight_decay)
+        t = self.step + 1
+        change = _change(gradient, slots, self.step)
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * gradient
+        difference = self.beta2 * slots["difference"] + (1 - self.beta2) * change
+        variance = self.beta3 * slots["variance"] + (1 - self.beta3) * squared(gradient + self.beta2 * change)
+        ahead = mean / bias_correction(self.beta1, t)
+        ahead += self.beta2 * difference / bias_correction(self.beta2, t)
+        scale = jnp.sqrt(variance / bias_correction(self.beta3, t)) + self.epsilon
+        new = (parameter - self.learning_rate * ahead / scale) / (1 + self.learning_rate * self.weight_decay)
         return new, {"mean": mean, "variance": variance, "difference": difference, "gradient": gradient}
 
 
-class AdEMAMix(Optimizer):
+class AdEMAMix(Moments):
     """Adam with a second mean of the gradients, which forgets very slowly.
 
     m and v as in ``Adam``; ``s <- b s + (1 - b) g``;
@@ -80,9 +76,6 @@ class AdEMAMix(Optimizer):
         ['w/mean', 'w/slow', 'w/variance']
     """
 
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
     beta3: Hyperparameter = 0.9999
     alpha: Hyperparameter = 5.0
     epsilon: Hyperparameter = 1e-8
@@ -91,23 +84,21 @@ class AdEMAMix(Optimizer):
     below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "beta3")
 
     def init(self, parameter: Any) -> Slots:
-        return {**moments(parameter), "slow": jnp.zeros_like(parameter)}
+        return {**super().init(parameter), "slow": jnp.zeros_like(parameter)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h, t = hyperparameters, hyperparameters.step + 1
-        done = jnp.minimum(t / jnp.maximum(h.warmup, 1), 1)
-        beta3, rest = _between(h.beta1, h.beta3, done)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        t = self.step + 1
+        done = jnp.minimum(t / jnp.maximum(self.warmup, 1), 1)
+        beta3, rest = _between(self.beta1, self.beta3, done)
         slow = beta3 * slots["slow"] + rest * gradient
-        mean, variance = averaged(gradient, slots, h)
-        scale = jnp.sqrt(variance / bias_correction(h.beta2, t)) + h.epsilon
-        direction = (mean / bias_correction(h.beta1, t) + done * h.alpha * slow) / scale
-        new = parameter - h.learning_rate * (direction + h.weight_decay * parameter)
+        mean, variance = self.averaged(gradient, slots)
+        scale = jnp.sqrt(variance / bias_correction(self.beta2, t)) + self.epsilon
+        direction = (mean / bias_correction(self.beta1, t) + done * self.alpha * slow) / scale
+        new = parameter - self.learning_rate * (direction + self.weight_decay * parameter)
         return new, {"mean": mean, "variance": variance, "slow": slow}
 
 
-class MARS(Optimizer):
+class MARS(AdamLike):
     """AdamW on gradients with less variance: each is carried on in the direction in which it changed.
 
     ``c = g + gamma * beta1 / (1 - beta1) * (g - previous g)``, the difference 0 in the first step;
@@ -129,28 +120,23 @@ class MARS(Optimizer):
     learning_rate: Hyperparameter = 3e-3
     beta1: Hyperparameter = 0.95
     beta2: Hyperparameter = 0.99
-    epsilon: Hyperparameter = 1e-8
     gamma: Hyperparameter = 0.025
     weight_decay: Hyperparameter = 0.0
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
     def init(self, parameter: Any) -> Slots:
-        return {**moments(parameter), "gradient": jnp.zeros_like(parameter)}
+        return {**super().init(parameter), "gradient": jnp.zeros_like(parameter)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        reduced = gradient + h.gamma * h.beta1 / (1 - h.beta1) * _change(gradient, slots, h)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        reduced = gradient + self.gamma * self.beta1 / (1 - self.beta1) * _change(gradient, slots, self.step)
         reduced = reduced / jnp.maximum(1, norm(reduced))
-        direction, new = adam(reduced, slots, h)
-        parameter = parameter - h.learning_rate * (direction + h.weight_decay * parameter)
+        direction, new = self.direction(reduced, slots)
+        parameter = parameter - self.learning_rate * (direction + self.weight_decay * parameter)
         return parameter, {**new, "gradient": gradient}
 
 
-def _change(gradient: Any, slots: Slots, h: SimpleNamespace) -> Any:
+def _change(gradient: Any, slots: Slots, step: Any) -> Any:
     """How the gradient differs from the one before; not at all in the first step."""
-    return jnp.where(h.step == 0, 0, gradient - slots["gradient"])
+    return jnp.where(step == 0, 0, gradient - slots["gradient"])
 
 
 def _between(start: Any, end: Any, done: Any) -> tuple[Any, Any]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 
-from onward.derive.optimizer import Optimizer
-from onward.derive.optimizers.adam import averaged, corrected, moments
+from onward.derive.optimizers.adam import AdamLike
 from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
 from onward.derive.rule import Hyperparameter, Slots
 
 
-class NAdam(Optimizer):
+class NAdam(AdamLike):
     """Adam with Nesterov's momentum, which grows while it trains.
 
     ``mu_t = beta1 * (1 - 0.96**(t * momentum_decay) / 2)``, t counted from 1; ``m <- mu_t m + (1 - mu_t) g``;
@@ -34,31 +32,25 @@ class NAdam(Optimizer):
     """
 
     learning_rate: Hyperparameter = 2e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
     momentum_decay: Hyperparameter = 4e-3
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
     def init(self, parameter: Any) -> Slots:
-        return {**moments(parameter), "product": jnp.ones((), jnp.abs(parameter).dtype)}
+        return {**super().init(parameter), "product": jnp.ones((), jnp.abs(parameter).dtype)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         gradient = squarable(gradient)
-        h, t = hyperparameters, hyperparameters.step + 1
-        mu, following = (h.beta1 * (1 - 0.5 * 0.96 ** (n * h.momentum_decay)) for n in (t, t + 1))
+        t = self.step + 1
+        mu, following = (self.beta1 * (1 - 0.5 * 0.96 ** (n * self.momentum_decay)) for n in (t, t + 1))
         product = slots["product"] * mu
         mean = mu * slots["mean"] + (1 - mu) * gradient
-        variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient)
+        variance = self.beta2 * slots["variance"] + (1 - self.beta2) * squared(gradient)
         ahead = following / (1 - product * following) * mean + (1 - mu) / (1 - product) * gradient
-        scale = jnp.sqrt(variance / bias_correction(h.beta2, t)) + h.epsilon
-        new = parameter - h.learning_rate * ahead / scale
+        scale = jnp.sqrt(variance / bias_correction(self.beta2, t)) + self.epsilon
+        new = parameter - self.learning_rate * ahead / scale
         return new, {"mean": mean, "variance": variance, "product": product}
 
 
-class RAdam(Optimizer):
+class RAdam(AdamLike):
     """Adam that waits with its step sizes until enough gradients were seen to trust them.
 
     With ``r = 2 / (1 - beta2) - 1`` and ``r_t = r - 2 t beta2**t / (1 - beta2**t)``, t counted from 1: where
@@ -76,28 +68,18 @@ class RAdam(Optimizer):
         -0.5
     """
 
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
     threshold: Hyperparameter = 5.0
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
-    def init(self, parameter: Any) -> Slots:
-        return moments(parameter)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h, t = hyperparameters, hyperparameters.step + 1
-        mean, variance = averaged(gradient, slots, h)
-        trusted, factor = _rectification(h.beta2, t, h.threshold)
-        plain = mean / bias_correction(h.beta1, t)
-        direction = jnp.where(trusted, factor * corrected(mean, variance, h), plain)
-        return parameter - h.learning_rate * direction, {"mean": mean, "variance": variance}
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        t = self.step + 1
+        mean, variance = self.averaged(gradient, slots)
+        trusted, factor = _rectification(self.beta2, t, self.threshold)
+        plain = mean / bias_correction(self.beta1, t)
+        direction = jnp.where(trusted, factor * self.corrected(mean, variance), plain)
+        return parameter - self.learning_rate * direction, {"mean": mean, "variance": variance}
 
 
-class Yogi(Optimizer):
+class Yogi(AdamLike):
     """Adam whose variance moves by no more than the newest squared gradient weighs.
 
     ``m <- beta1 m + (1 - beta1) g``; ``v <- v - (1 - beta2) * sign(v - g**2) * g**2``;
@@ -115,11 +97,8 @@ class Yogi(Optimizer):
     """
 
     learning_rate: Hyperparameter = 1e-2
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
     epsilon: Hyperparameter = 1e-3
     initial_accumulator: float = 1e-6
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,18 +108,16 @@ class Yogi(Optimizer):
         size = jnp.abs(parameter)
         return {"mean": jnp.zeros_like(parameter), "variance": jnp.full_like(size, self.initial_accumulator)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         gradient = squarable(gradient)
-        h, square = hyperparameters, squared(gradient)
-        mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
-        variance = slots["variance"] + (1 - h.beta2) * jnp.sign(square - slots["variance"]) * square
-        new = parameter - h.learning_rate * mean / (jnp.sqrt(variance) + h.epsilon)
+        square = squared(gradient)
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * gradient
+        variance = slots["variance"] + (1 - self.beta2) * jnp.sign(square - slots["variance"]) * square
+        new = parameter - self.learning_rate * mean / (jnp.sqrt(variance) + self.epsilon)
         return new, {"mean": mean, "variance": variance}
 
 
-class AdaBelief(Optimizer):
+class AdaBelief(AdamLike):
     """Adam that divides by how far gradients are from what their mean led to expect.
 
     As ``Adam``, with ``v <- beta2 v + (1 - beta2) (g - m)**2 + epsilon``, m being the new one.
@@ -155,26 +132,17 @@ class AdaBelief(Optimizer):
         ['w/mean', 'w/variance']
     """
 
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
     epsilon: Hyperparameter = 1e-16
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
-    def init(self, parameter: Any) -> Slots:
-        return moments(parameter)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h, gradient = hyperparameters, squarable(gradient)
-        mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
-        variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient - mean) + h.epsilon
-        new = parameter - h.learning_rate * corrected(mean, variance, h)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * gradient
+        variance = self.beta2 * slots["variance"] + (1 - self.beta2) * squared(gradient - mean) + self.epsilon
+        new = parameter - self.learning_rate * self.corrected(mean, variance)
         return new, {"mean": mean, "variance": variance}
 
 
-class ADOPT(Optimizer):
+class ADOPT(AdamLike):
     """Adam in another order: divided by the variance of earlier gradients first, averaged then.
 
     The first step only sets ``v <- g**2``. From then on, t counted from 1,
@@ -194,28 +162,20 @@ class ADOPT(Optimizer):
         -1.0
     """
 
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
     beta2: Hyperparameter = 0.9999
     epsilon: Hyperparameter = 1e-6
     clip_power: Hyperparameter = 0.25
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
-    def init(self, parameter: Any) -> Slots:
-        return moments(parameter)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         gradient = squarable(gradient)
-        h, t = hyperparameters, hyperparameters.step
+        t = self.step
         first, square = t == 0, squared(gradient)
-        scaled = gradient / jnp.maximum(jnp.sqrt(slots["variance"]), h.epsilon)
-        limit = jnp.maximum(t, 1) ** h.clip_power
+        scaled = gradient / jnp.maximum(jnp.sqrt(slots["variance"]), self.epsilon)
+        limit = jnp.maximum(t, 1) ** self.clip_power
         clipped = scaled * (limit / jnp.maximum(jnp.abs(scaled), limit))
-        mean = jnp.where(first, 0, h.beta1 * slots["mean"] + (1 - h.beta1) * clipped)
-        variance = jnp.where(first, square, h.beta2 * slots["variance"] + (1 - h.beta2) * square)
-        return parameter - h.learning_rate * mean, {"mean": mean, "variance": variance}
+        mean = jnp.where(first, 0, self.beta1 * slots["mean"] + (1 - self.beta1) * clipped)
+        variance = jnp.where(first, square, self.beta2 * slots["variance"] + (1 - self.beta2) * square)
+        return parameter - self.learning_rate * mean, {"mean": mean, "variance": variance}
 
 
 def _rectification(beta2: Any, t: Any, threshold: Any) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -41,16 +40,29 @@ class Adagrad(Optimizer):
     def init(self, parameter: Any) -> Slots:
         return {"sum": jnp.full_like(jnp.abs(parameter), self.initial_accumulator)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         total = slots["sum"] + squared(gradient)
-        step = gradient / (jnp.sqrt(total) + h.epsilon)
-        return parameter - h.learning_rate * step, {"sum": total}
+        step = gradient / (jnp.sqrt(total) + self.epsilon)
+        return parameter - self.learning_rate * step, {"sum": total}
 
 
-class DecayedAdagrad(Optimizer):
+class MeanSquare(Optimizer):
+    """The base of what keeps a running mean of the squared gradients, ``variance``."""
+
+    learning_rate: Hyperparameter = 1e-2
+    decay: Hyperparameter = 0.95
+    epsilon: Hyperparameter = 1e-6
+    below_one: ClassVar[tuple[str, ...]] = ("decay",)
+
+    def init(self, parameter: Any) -> Slots:
+        return {"variance": jnp.zeros_like(jnp.abs(parameter))}
+
+    def averaged(self, gradient: Any, slots: Slots) -> Any:
+        """The mean, one gradient later."""
+        return self.decay * slots["variance"] + (1 - self.decay) * squared(gradient)
+
+
+class DecayedAdagrad(MeanSquare):
     """Adagrad with a running mean of the squared gradients in place of their sum.
 
     ``v <- decay * v + (1 - decay) * g**2``, then ``w <- w - learning_rate * g / (sqrt(v) + epsilon)``.
@@ -66,21 +78,11 @@ class DecayedAdagrad(Optimizer):
         ['w', 'learning_rate', 'decay', 'epsilon', 'step', 'w/variance']
     """
 
-    learning_rate: Hyperparameter = 1e-2
-    decay: Hyperparameter = 0.95
-    epsilon: Hyperparameter = 1e-6
-    below_one: ClassVar[tuple[str, ...]] = ("decay",)
-
-    def init(self, parameter: Any) -> Slots:
-        return {"variance": jnp.zeros_like(jnp.abs(parameter))}
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h, gradient = hyperparameters, squarable(gradient)
-        variance = h.decay * slots["variance"] + (1 - h.decay) * squared(gradient)
-        step = gradient / (jnp.sqrt(variance) + h.epsilon)
-        return parameter - h.learning_rate * step, {"variance": variance}
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
+        variance = self.averaged(gradient, slots)
+        step = gradient / (jnp.sqrt(variance) + self.epsilon)
+        return parameter - self.learning_rate * step, {"variance": variance}
 
 
 class Adadelta(Optimizer):
@@ -109,17 +111,15 @@ class Adadelta(Optimizer):
         zeros = jnp.zeros_like(jnp.abs(parameter))
         return {"variance": zeros, "steps": zeros}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h, gradient = hyperparameters, squarable(gradient)
-        variance = h.rho * slots["variance"] + (1 - h.rho) * squared(gradient)
-        step = gradient * jnp.sqrt(slots["steps"] + h.epsilon) / jnp.sqrt(variance + h.epsilon)
-        steps = h.rho * slots["steps"] + (1 - h.rho) * squared(step)
-        return parameter - h.learning_rate * step, {"variance": variance, "steps": steps}
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
+        variance = self.rho * slots["variance"] + (1 - self.rho) * squared(gradient)
+        step = gradient * jnp.sqrt(slots["steps"] + self.epsilon) / jnp.sqrt(variance + self.epsilon)
+        steps = self.rho * slots["steps"] + (1 - self.rho) * squared(step)
+        return parameter - self.learning_rate * step, {"variance": variance, "steps": steps}
 
 
-class RMSProp(Optimizer):
+class RMSProp(MeanSquare):
     """The gradient divided by the root of a running mean of its square.
 
     ``v <- decay * v + (1 - decay) * g**2``, then ``w <- w - learning_rate * g / sqrt(v + epsilon)``.
@@ -141,35 +141,31 @@ class RMSProp(Optimizer):
         ['w/mean', 'w/variance', 'w/velocity']
     """
 
-    learning_rate: Hyperparameter = 1e-2
     decay: Hyperparameter = 0.9
     epsilon: Hyperparameter = 1e-8
     momentum: Hyperparameter = 0.0
     centered: bool = False
-    below_one: ClassVar[tuple[str, ...]] = ("decay",)
 
     @property
     def hyperparameters(self) -> Mapping[str, Hyperparameter]:
         return {k: v for k, v in super().hyperparameters.items() if k != "momentum" or callable(v) or v != 0}
 
     def init(self, parameter: Any) -> Slots:
-        slots = {"variance": jnp.zeros_like(jnp.abs(parameter))}
+        slots = dict(super().init(parameter))
         if self.centered:
             slots["mean"] = jnp.zeros_like(parameter)
         if "momentum" in self.hyperparameters:
             slots["velocity"] = jnp.zeros_like(parameter)
         return slots
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h, gradient = hyperparameters, squarable(gradient)
-        new = {"variance": h.decay * slots["variance"] + (1 - h.decay) * squared(gradient)}
-        spread = new["variance"]
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
+        spread = self.averaged(gradient, slots)
+        new = {"variance": spread}
         if "mean" in slots:
-            new["mean"] = h.decay * slots["mean"] + (1 - h.decay) * gradient
+            new["mean"] = self.decay * slots["mean"] + (1 - self.decay) * gradient
             spread = jnp.maximum(spread - squared(new["mean"]), 0)
-        step = gradient / jnp.sqrt(spread + h.epsilon)
+        step = gradient / jnp.sqrt(spread + self.epsilon)
         if "velocity" in slots:
-            step = new["velocity"] = h.momentum * slots["velocity"] + step
-        return parameter - h.learning_rate * step, new
+            step = new["velocity"] = self.momentum * slots["velocity"] + step
+        return parameter - self.learning_rate * step, new

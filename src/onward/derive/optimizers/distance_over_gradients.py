@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -15,8 +14,49 @@ from onward.derive.optimizers.checks import check_positive
 from onward.derive.optimizers.norms import quotient
 from onward.derive.rule import Hyperparameter, Slots
 
+Arrays = tuple[Any, ...]
+AllSlots = tuple[Slots, ...]
 
-class DoG(Optimizer):
+
+class OverGradients(Optimizer):
+    """The base of DoG for all parameters and DoG for each: its fields, its slots, and one step."""
+
+    learning_rate: Hyperparameter = 1.0
+    initial_distance: Hyperparameter = 1e-6
+    averaging: float | None = 8.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "initial_distance")
+        if self.averaging is not None:
+            self.check_hyperparameter("averaging", self.averaging)
+
+    def init(self, parameter: Any) -> Slots:
+        zero = jnp.zeros((), jnp.abs(parameter).dtype)  # the squares are the share of this parameter
+        slots = {"first": parameter, "squares": zero, "distance": zero}
+        return slots if self.averaging is None else {**slots, "average": parameter}
+
+    def moved(self, parameters: Arrays, gradients: Arrays, slots: AllSlots) -> tuple[Arrays, AllSlots]:
+        """One step of all parameters whose norms are taken together."""
+        first = [s["first"] for s in slots]
+        away = length([w - w0 for w, w0 in zip(parameters, first, strict=True)]).norm
+        least = self.initial_distance * (1 + length(first).norm)
+        distance = jnp.maximum(jnp.maximum(slots[0]["distance"], away), least)
+        squares = [s["squares"] + jnp.sum(squared(g)) for g, s in zip(gradients, slots, strict=True)]
+        rate = self.learning_rate * quotient(distance, jnp.sqrt(sum(squares)))
+        moved = tuple(w - rate * g for w, g in zip(parameters, gradients, strict=True))
+        new = [{**s, "squares": q, "distance": distance} for s, q in zip(slots, squares, strict=True)]
+        if self.averaging is not None:
+            share = (1 + self.averaging) / (self.step + 1 + self.averaging)
+            for w, s in zip(moved, new, strict=True):
+                s["average"] = s["average"] + share * (w - s["average"])
+        return moved, tuple(new)
+
+    def evaluated(self, parameter: Any, slots: Slots) -> Any:
+        return parameter if self.averaging is None else slots["average"]
+
+
+class DoG(OverGradients):
     """Gradient descent with steps as long as the way so far over the root of the sum of squared gradients.
 
     ``r <- max(r, |w - w0|)`` with the first weights ``w0``, at first ``initial_distance * (1 + |w0|)``;
@@ -40,31 +80,12 @@ class DoG(Optimizer):
     """
 
     type: ClassVar[UpdateType] = UpdateType.ACROSS
-    learning_rate: Hyperparameter = 1.0
-    initial_distance: Hyperparameter = 1e-6
-    averaging: float | None = 8.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self, self.averaging)
-
-    def init(self, parameter: Any) -> Slots:
-        return _start(parameter, self.averaging)
-
-    def update(
-        self,
-        parameters: tuple[Any, ...],
-        gradients: tuple[Any, ...],
-        slots: tuple[Slots, ...],
-        hyperparameters: SimpleNamespace,
-    ) -> tuple[tuple[Any, ...], tuple[Slots, ...]]:
-        return _update(parameters, gradients, slots, hyperparameters, self.averaging)
-
-    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
-        return parameter if self.averaging is None else slots["average"]
+    def update(self, parameters: Arrays, gradients: Arrays, slots: AllSlots) -> tuple[Arrays, AllSlots]:
+        return self.moved(parameters, gradients, slots)
 
 
-class LDoG(Optimizer):
+class LDoG(OverGradients):
     """DoG for each layer by itself: norms are over one parameter, whatever its shape.
 
     The equations of ``DoG``, with ``r``, ``G`` and the first distance of each parameter its own.
@@ -84,62 +105,7 @@ class LDoG(Optimizer):
     """
 
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
-    learning_rate: Hyperparameter = 1.0
-    initial_distance: Hyperparameter = 1e-6
-    averaging: float | None = 8.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self, self.averaging)
-
-    def init(self, parameter: Any) -> Slots:
-        return _start(parameter, self.averaging)
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        moved, new = _update((parameter,), (gradient,), (slots,), hyperparameters, self.averaging)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        moved, new = self.moved((parameter,), (gradient,), (slots,))
         return moved[0], new[0]
-
-    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
-        return parameter if self.averaging is None else slots["average"]
-
-
-def _start(parameter: Any, averaging: float | None) -> Slots:
-    """The slots before the first step; the sum of squares is the share of this parameter."""
-    zero = jnp.zeros((), jnp.abs(parameter).dtype)
-    slots = {"first": parameter, "squares": zero, "distance": zero}
-    return slots if averaging is None else {**slots, "average": parameter}
-
-
-def _update(
-    parameters: tuple[Any, ...],
-    gradients: tuple[Any, ...],
-    slots: tuple[Slots, ...],
-    h: SimpleNamespace,
-    averaging: float | None,
-) -> tuple[tuple[Any, ...], tuple[Slots, ...]]:
-    """One step of all parameters whose norms are taken together."""
-    first = [s["first"] for s in slots]
-    away = _norm([w - w0 for w, w0 in zip(parameters, first, strict=True)])
-    least = h.initial_distance * (1 + _norm(first))
-    distance = jnp.maximum(jnp.maximum(slots[0]["distance"], away), least)
-    squares = [s["squares"] + jnp.sum(squared(g)) for g, s in zip(gradients, slots, strict=True)]
-    rate = h.learning_rate * quotient(distance, jnp.sqrt(sum(squares)))
-    moved = tuple(w - rate * g for w, g in zip(parameters, gradients, strict=True))
-    new = [{**s, "squares": q, "distance": distance} for s, q in zip(slots, squares, strict=True)]
-    if averaging is not None:
-        share = (1 + averaging) / (h.step + 1 + averaging)
-        for w, s in zip(moved, new, strict=True):
-            s["average"] = s["average"] + share * (w - s["average"])
-    return moved, tuple(new)
-
-
-def _norm(arrays: list[Any]) -> Any:
-    return length(arrays).norm
-
-
-def _check(optimizer: Optimizer, averaging: float | None) -> None:
-    check_positive(optimizer, "initial_distance")
-    if averaging is not None:
-        optimizer.check_hyperparameter("averaging", averaging)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import reduce
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -50,9 +49,7 @@ class SM3(Optimizer):
         sums = {f"axis{i}": jnp.zeros(n, real) for i, n in enumerate(parameter.shape or (1,))}
         return {**sums, "velocity": jnp.zeros_like(parameter)} if self.momentum else sums
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         shape = gradient.shape or (1,)
         others = [tuple(a for a in range(len(shape)) if a != axis) for axis in range(len(shape))]
         sums = [jnp.expand_dims(slots[f"axis{i}"], rest) for i, rest in enumerate(others)]
@@ -62,7 +59,7 @@ class SM3(Optimizer):
         if self.momentum:
             direction = self.momentum * slots["velocity"] + (1 - self.momentum) * direction
             new["velocity"] = direction
-        return parameter - hyperparameters.learning_rate * direction, new
+        return parameter - self.learning_rate * direction, new
 
 
 def relative_step(step: jax.Array) -> jax.Array:
@@ -137,24 +134,21 @@ class Adafactor(Optimizer):
             }
         return {**slots, "velocity": jnp.zeros_like(parameter)} if self.momentum else slots
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        direction, new = self._normalised(gradient, slots, h)
-        direction = direction / jnp.maximum(1, root_mean_square(direction) / h.clipping_threshold)
-        scale = jnp.maximum(h.minimum_scale, root_mean_square(parameter)) if self.parameter_scale else 1
-        step = h.learning_rate * scale * direction
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        direction, new = self._normalised(gradient, slots)
+        direction = direction / jnp.maximum(1, root_mean_square(direction) / self.clipping_threshold)
+        scale = jnp.maximum(self.minimum_scale, root_mean_square(parameter)) if self.parameter_scale else 1
+        step = self.learning_rate * scale * direction
         if self.momentum:
             step = self.momentum * slots["velocity"] + (1 - self.momentum) * step
             new["velocity"] = step
         return parameter - step, new
 
-    def _normalised(self, gradient: Any, slots: Slots, h: SimpleNamespace) -> tuple[Any, dict[str, Any]]:
+    def _normalised(self, gradient: Any, slots: Slots) -> tuple[Any, dict[str, Any]]:
         """The gradient over the root of its running second moment, and that moment."""
         gradient = squarable(gradient)
-        beta = 1 - (h.step + 1.0) ** -h.decay_exponent
-        energy = squared(gradient) + h.epsilon
+        beta = 1 - (self.step + 1.0) ** -self.decay_exponent
+        energy = squared(gradient) + self.epsilon
         axes = self._axes(gradient.shape)
         if axes is None:
             variance = beta * slots["variance"] + (1 - beta) * energy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,13 +26,21 @@ class SGD(Optimizer):
 
     learning_rate: Hyperparameter = 1e-2
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        return parameter - hyperparameters.learning_rate * gradient, slots
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        return parameter - self.learning_rate * gradient, slots
 
 
-class Momentum(Optimizer):
+class HeavyBall(Optimizer):
+    """The base of what keeps a ``velocity``, which remembers earlier gradients."""
+
+    learning_rate: Hyperparameter = 1e-2
+    momentum: Hyperparameter = 0.9
+
+    def init(self, parameter: Any) -> Slots:
+        return {"velocity": jnp.zeros_like(parameter)}
+
+
+class Momentum(HeavyBall):
     """Gradient descent with a velocity that remembers earlier gradients.
 
     ``v <- momentum * v + g``, then ``w <- w - learning_rate * v``; with ``nesterov``,
@@ -50,23 +57,15 @@ class Momentum(Optimizer):
         ['w', 'learning_rate', 'momentum', 'step', 'w/velocity']
     """
 
-    learning_rate: Hyperparameter = 1e-2
-    momentum: Hyperparameter = 0.9
     nesterov: bool = False
 
-    def init(self, parameter: Any) -> Slots:
-        return {"velocity": jnp.zeros_like(parameter)}
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        velocity = h.momentum * slots["velocity"] + gradient
-        direction = gradient + h.momentum * velocity if self.nesterov else velocity
-        return parameter - h.learning_rate * direction, {"velocity": velocity}
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        velocity = self.momentum * slots["velocity"] + gradient
+        direction = gradient + self.momentum * velocity if self.nesterov else velocity
+        return parameter - self.learning_rate * direction, {"velocity": velocity}
 
 
-class Nesterov(Optimizer):
+class Nesterov(HeavyBall):
     """Gradient descent with a velocity, whose gradient is taken where the velocity leads.
 
     ``v <- momentum * v + g``, then ``w <- w - learning_rate * (g + momentum * v)``; as
@@ -85,18 +84,9 @@ class Nesterov(Optimizer):
         0.25
     """
 
-    learning_rate: Hyperparameter = 1e-2
-    momentum: Hyperparameter = 0.9
-
-    def init(self, parameter: Any) -> Slots:
-        return {"velocity": jnp.zeros_like(parameter)}
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        velocity = h.momentum * slots["velocity"] + gradient
-        return parameter - h.learning_rate * (gradient + h.momentum * velocity), {"velocity": velocity}
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        velocity = self.momentum * slots["velocity"] + gradient
+        return parameter - self.learning_rate * (gradient + self.momentum * velocity), {"velocity": velocity}
 
 
 class ASGD(Optimizer):
@@ -129,14 +119,11 @@ class ASGD(Optimizer):
     def init(self, parameter: Any) -> Slots:
         return {"average": parameter}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        rate = h.learning_rate / (1 + h.decay * h.learning_rate * h.step) ** h.power
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        rate = self.learning_rate / (1 + self.decay * self.learning_rate * self.step) ** self.power
         parameter = parameter - rate * gradient
-        count = jnp.maximum(1, h.step + 1 - h.average_after)
+        count = jnp.maximum(1, self.step + 1 - self.average_after)
         return parameter, {"average": slots["average"] + (parameter - slots["average"]) / count}
 
-    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
+    def evaluated(self, parameter: Any, slots: Slots) -> Any:
         return slots["average"]

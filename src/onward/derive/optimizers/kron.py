@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +14,7 @@ from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.arithmetic import bias_correction
 from onward.derive.optimizers.checks import check_counts
-from onward.derive.optimizers.matrices import HIGHEST, along, fold, gram, unfold
+from onward.derive.optimizers.matrices import HIGHEST, along, axes_of, fold, gram, unfold
 from onward.derive.optimizers.norms import norm
 from onward.derive.rule import Hyperparameter, Slots
 
@@ -71,39 +70,36 @@ class PSGDKron(Optimizer):
 
     def init(self, parameter: Any) -> Slots:
         factors = {}
-        for axis, length in enumerate(_shape(parameter)):
+        for axis, length in enumerate(axes_of(parameter)):
             if parameter.ndim < 2 or length > self.max_size:
                 factors[f"factor_{axis}"] = jnp.ones(length, jnp.abs(parameter).dtype)
             else:
                 factors[f"factor_{axis}"] = jnp.eye(length, dtype=parameter.dtype)
         return {"mean": jnp.zeros_like(parameter), **factors}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         if parameter.size == 0:
             return parameter, slots
-        mean = h.momentum * slots["mean"] + (1 - h.momentum) * gradient
-        unbiased = (mean / bias_correction(h.momentum, h.step + 1)).reshape(_shape(parameter))
-        factors = self.refitted(unbiased, slots, h)
+        mean = self.momentum * slots["mean"] + (1 - self.momentum) * gradient
+        unbiased = (mean / bias_correction(self.momentum, self.step + 1)).reshape(axes_of(parameter))
+        factors = self.refitted(unbiased, slots)
         direction = unbiased
         for axis, factor in enumerate(factors):
             direction = along(_adjoint(factor), along(factor, direction, axis), axis)
         size = norm(direction) / direction.size**0.5
-        direction = direction * jnp.where(size > h.clip, h.clip / jnp.where(size > 0, size, 1), 1)
+        direction = direction * jnp.where(size > self.clip, self.clip / jnp.where(size > 0, size, 1), 1)
         kept = {f"factor_{axis}": factor for axis, factor in enumerate(factors)}
-        return parameter - h.learning_rate * direction.reshape(parameter.shape), {"mean": mean, **kept}
+        return parameter - self.learning_rate * direction.reshape(parameter.shape), {"mean": mean, **kept}
 
-    def refitted(self, array: Any, slots: Slots, h: SimpleNamespace) -> tuple[Any, ...]:
+    def refitted(self, array: Any, slots: Slots) -> tuple[Any, ...]:
         """The factors, one step closer to whitening the array if a refit is due."""
         factors = tuple(slots[f"factor_{axis}"] for axis in range(array.ndim))
 
         def refit() -> tuple[Any, ...]:
-            v = probe(self.seed, h.step, array.shape, array.dtype)
-            return fitted(factors, array + h.damping * v, v, h.fit_rate)
+            v = probe(self.seed, self.step, array.shape, array.dtype)
+            return fitted(factors, array + self.damping * v, v, self.fit_rate)
 
-        is_due = (h.step < self.warmup) | (h.step % self.every == 0)
+        is_due = (self.step < self.warmup) | (self.step % self.every == 0)
         new: tuple[Any, ...] = lax.cond(is_due, refit, lambda: factors)
         return new
 
@@ -154,8 +150,3 @@ def _largest_eigenvalue(matrix: Any) -> Any:
 
 def _adjoint(factor: Any) -> Any:
     return factor if factor.ndim == 1 else factor.conj().T
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter, a scalar being a vector of one number."""
-    return parameter.shape or (1,)

@@ -6,7 +6,6 @@ number. Biases and the scales of normalisation are layers too; the papers leave 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -14,13 +13,14 @@ import numpy as np
 
 from onward.core.words import UpdateType
 from onward.derive.lengths import length, shortened
-from onward.derive.optimizer import Optimizer
+from onward.derive.optimizers.adam import AdamLike
 from onward.derive.optimizers.arithmetic import bias_correction, squarable, squared
+from onward.derive.optimizers.gradient_descent import HeavyBall
 from onward.derive.optimizers.norms import norm, quotient
 from onward.derive.rule import Hyperparameter, Slots
 
 
-class LARS(Optimizer):
+class LARS(HeavyBall):
     """Momentum with steps in proportion to the norm of each layer's weights.
 
     ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)``, or 1 where ``|w|`` or the denominator
@@ -44,25 +44,18 @@ class LARS(Optimizer):
     own_decay: ClassVar[str] = "in the velocity"
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
     learning_rate: Hyperparameter = 0.1
-    momentum: Hyperparameter = 0.9
     weight_decay: Hyperparameter = 5e-4
     trust_coefficient: Hyperparameter = 1e-3
 
-    def init(self, parameter: Any) -> Slots:
-        return {"velocity": jnp.zeros_like(parameter)}
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         size = norm(parameter)
-        ratio = _ratio(h.trust_coefficient * size, norm(gradient) + h.weight_decay * size)
-        step = h.learning_rate * ratio * (gradient + h.weight_decay * parameter)
-        velocity = h.momentum * slots["velocity"] + step
+        ratio = _ratio(self.trust_coefficient * size, norm(gradient) + self.weight_decay * size)
+        step = self.learning_rate * ratio * (gradient + self.weight_decay * parameter)
+        velocity = self.momentum * slots["velocity"] + step
         return parameter - velocity, {"velocity": velocity}
 
 
-class LAMB(Optimizer):
+class LAMB(AdamLike):
     """AdamW with steps in proportion to the norm of each layer's weights.
 
     ``m <- beta1 m + (1 - beta1) g``; ``v <- beta2 v + (1 - beta2) g**2``;
@@ -84,30 +77,21 @@ class LAMB(Optimizer):
 
     own_decay: ClassVar[str] = "in the trust ratio"
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
-    learning_rate: Hyperparameter = 1e-3
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
     epsilon: Hyperparameter = 1e-6
     weight_decay: Hyperparameter = 1e-2
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
-    def init(self, parameter: Any) -> Slots:
-        return {"mean": jnp.zeros_like(parameter), "variance": jnp.zeros_like(jnp.abs(parameter))}
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         gradient = squarable(gradient)
-        h, t = hyperparameters, hyperparameters.step + 1
-        mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
-        variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient)
-        scale = jnp.sqrt(variance / bias_correction(h.beta2, t)) + h.epsilon
-        direction = mean / bias_correction(h.beta1, t) / scale + h.weight_decay * parameter
-        step = h.learning_rate * _ratio(norm(parameter), norm(direction)) * direction
+        t = self.step + 1
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * gradient
+        variance = self.beta2 * slots["variance"] + (1 - self.beta2) * squared(gradient)
+        scale = jnp.sqrt(variance / bias_correction(self.beta2, t)) + self.epsilon
+        direction = mean / bias_correction(self.beta1, t) / scale + self.weight_decay * parameter
+        step = self.learning_rate * _ratio(norm(parameter), norm(direction)) * direction
         return parameter - step, {"mean": mean, "variance": variance}
 
 
-class NovoGrad(Optimizer):
+class NovoGrad(AdamLike):
     """Momentum of gradients that are divided by the running norm of their layer.
 
     ``v <- beta2 v + (1 - beta2) |g|**2``, at the first step ``|g|**2``;
@@ -130,24 +114,19 @@ class NovoGrad(Optimizer):
     learning_rate: Hyperparameter = 1e-2
     beta1: Hyperparameter = 0.95
     beta2: Hyperparameter = 0.98
-    epsilon: Hyperparameter = 1e-8
     weight_decay: Hyperparameter = 0.0
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
     def init(self, parameter: Any) -> Slots:
         return {"mean": jnp.zeros_like(parameter), "variance": jnp.zeros((), jnp.abs(parameter).dtype)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         gradient = shortened(gradient, length([gradient]), 2.0 ** (np.finfo(gradient.dtype).maxexp // 2 - 2))
         size = jnp.sum(squared(gradient))
-        running = h.beta2 * slots["variance"] + (1 - h.beta2) * size
-        variance = jnp.where(h.step == 0, size, running)
-        direction = gradient / (jnp.sqrt(variance) + h.epsilon) + h.weight_decay * parameter
-        mean = h.beta1 * slots["mean"] + direction
-        return parameter - h.learning_rate * mean, {"mean": mean, "variance": variance}
+        running = self.beta2 * slots["variance"] + (1 - self.beta2) * size
+        variance = jnp.where(self.step == 0, size, running)
+        direction = gradient / (jnp.sqrt(variance) + self.epsilon) + self.weight_decay * parameter
+        mean = self.beta1 * slots["mean"] + direction
+        return parameter - self.learning_rate * mean, {"mean": mean, "variance": variance}
 
 
 def _ratio(size: Any, step: Any) -> Any:

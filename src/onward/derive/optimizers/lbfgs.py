@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -80,12 +79,10 @@ class LBFGS(Optimizer):
         parameters: Arrays,
         gradients: Arrays,
         slots: tuple[Slots, ...],
-        hyperparameters: SimpleNamespace,
         loss: Loss,
     ) -> tuple[Arrays, tuple[Slots, ...]]:
-        h = hyperparameters
         steps, changes = (tuple(s[name] for s in slots) for name in ("steps", "changes"))
-        newest_first = (h.step - 1 - jnp.arange(self.memory)) % self.memory
+        newest_first = (self.step - 1 - jnp.arange(self.memory)) % self.memory
         value, here = loss.value_and_gradient(*parameters)
         direction = two_loop(gradients, steps, changes, newest_first)
         slope = _dot(direction, here)
@@ -99,13 +96,13 @@ class LBFGS(Optimizer):
             value, there = loss.value_and_gradient(*moved(step))
             return Point(step, value.astype(slope.dtype), _dot(direction, there)), there
 
-        first = jnp.asarray(h.learning_rate, slope.dtype)
+        first = jnp.asarray(self.learning_rate, slope.dtype)
         end, there = strong_wolfe(
             evaluate, start, here, first, self.decrease, self.curvature, self.evaluations
         )
         new = moved(end.step)
         pair = self.pair(_map(jnp.subtract, new, parameters), _map(jnp.subtract, there, here))
-        place = h.step % self.memory
+        place = self.step % self.memory
         states = tuple(
             {"steps": s.at[place].set(a), "changes": y.at[place].set(b)}
             for s, y, a, b in zip(steps, changes, *pair, strict=True)

@@ -7,7 +7,6 @@ rate is a factor of their steps: leave it 1, or let a schedule warm it up and le
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -65,20 +64,18 @@ class DAdaptSGD(Optimizer):
             "estimate": zero + self.initial_estimate,
         }
 
-    def update(
-        self, parameters: Arrays, gradients: Arrays, slots: AllSlots, hyperparameters: SimpleNamespace
-    ) -> tuple[Arrays, AllSlots]:
-        h, d = hyperparameters, slots[0]["estimate"]
+    def update(self, parameters: Arrays, gradients: Arrays, slots: AllSlots) -> tuple[Arrays, AllSlots]:
+        d = slots[0]["estimate"]
         began = sum(s["squares"] for s in slots) > 0
         first = [
             jnp.where(began, s["squares"], jnp.sum(squared(g))) for g, s in zip(gradients, slots, strict=True)
         ]
-        rate = h.learning_rate * quotient(d, jnp.sqrt(sum(first)))
+        rate = self.learning_rate * quotient(d, jnp.sqrt(sum(first)))
         product = [s["product"] + rate * inner(g, s["sum"]) for g, s in zip(gradients, slots, strict=True)]
         sums = [s["sum"] + rate * g for g, s in zip(gradients, slots, strict=True)]
         estimate = jnp.maximum(d, quotient(2 * sum(product), length(sums).norm))
         moved = tuple(
-            h.momentum * w + (1 - h.momentum) * (s["first"] - x)
+            self.momentum * w + (1 - self.momentum) * (s["first"] - x)
             for w, s, x in zip(parameters, slots, sums, strict=True)
         )
         return moved, tuple(
@@ -87,7 +84,34 @@ class DAdaptSGD(Optimizer):
         )
 
 
-class DAdaptAdam(Optimizer):
+class AdamOfEstimate(Optimizer):
+    """The base of Adams whose learning rate is an estimate of the distance to go."""
+
+    type: ClassVar[UpdateType] = UpdateType.ACROSS
+    learning_rate: Hyperparameter = 1.0
+    beta1: Hyperparameter = 0.9
+    beta2: Hyperparameter = 0.999
+    epsilon: Hyperparameter = 1e-8
+    initial_estimate: float = 1e-6
+    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "initial_estimate")
+
+    def init(self, parameter: Any) -> Slots:
+        magnitude = jnp.abs(parameter)
+        zero = jnp.zeros((), magnitude.dtype)
+        return {
+            "mean": jnp.zeros_like(parameter),
+            "variance": jnp.zeros_like(magnitude),
+            "sum": jnp.zeros_like(parameter),
+            "product": zero,
+            "estimate": zero + self.initial_estimate,
+        }
+
+
+class DAdaptAdam(AdamOfEstimate):
     """Adam whose learning rate is a growing estimate of the distance to go.
 
     ``m <- beta1 m + (1 - beta1) rate g`` with ``rate = learning_rate * d``;
@@ -109,48 +133,30 @@ class DAdaptAdam(Optimizer):
         ['w/estimate', 'w/mean', 'w/product', 'w/sum', 'w/variance']
     """
 
-    type: ClassVar[UpdateType] = UpdateType.ACROSS
-    learning_rate: Hyperparameter = 1.0
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
-    initial_estimate: float = 1e-6
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "initial_estimate")
-
-    def init(self, parameter: Any) -> Slots:
-        return _moments(parameter, self.initial_estimate)
-
-    def update(
-        self, parameters: Arrays, gradients: Arrays, slots: AllSlots, hyperparameters: SimpleNamespace
-    ) -> tuple[Arrays, AllSlots]:
-        h, d = hyperparameters, slots[0]["estimate"]
-        pairs = [self._gathered(g, s, d, h) for g, s in zip(gradients, slots, strict=True)]
+    def update(self, parameters: Arrays, gradients: Arrays, slots: AllSlots) -> tuple[Arrays, AllSlots]:
+        d = slots[0]["estimate"]
+        pairs = [self._gathered(g, s, d) for g, s in zip(gradients, slots, strict=True)]
         new = [s for s, _ in pairs]
-        length = (1 - jnp.sqrt(h.beta2)) * sum(jnp.sum(jnp.abs(s["sum"])) for s in new)
+        length = (1 - jnp.sqrt(self.beta2)) * sum(jnp.sum(jnp.abs(s["sum"])) for s in new)
         estimate = jnp.maximum(d, quotient(sum(s["product"] for s in new), length))
         moved = tuple(w - s["mean"] / a for w, (s, a) in zip(parameters, pairs, strict=True))
         return moved, tuple({**s, "estimate": estimate} for s in new)
 
-    @staticmethod
-    def _gathered(g: Any, slots: Slots, d: Any, h: SimpleNamespace) -> tuple[dict[str, Any], Any]:
+    def _gathered(self, g: Any, slots: Slots, d: Any) -> tuple[dict[str, Any], Any]:
         """The slots of one parameter with this gradient in them, and the scale of its step."""
-        g, b, rate = squarable(g), jnp.sqrt(h.beta2), h.learning_rate * d
-        variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(g)
-        scale = jnp.sqrt(variance) + h.epsilon
+        g, b, rate = squarable(g), jnp.sqrt(self.beta2), self.learning_rate * d
+        variance = self.beta2 * slots["variance"] + (1 - self.beta2) * squared(g)
+        scale = jnp.sqrt(variance) + self.epsilon
         product = rate * inner(g, slots["sum"] / scale)
         return {
-            "mean": h.beta1 * slots["mean"] + (1 - h.beta1) * rate * g,
+            "mean": self.beta1 * slots["mean"] + (1 - self.beta1) * rate * g,
             "variance": variance,
             "sum": b * slots["sum"] + (1 - b) * rate * g,
             "product": b * slots["product"] + (1 - b) * product,
         }, scale
 
 
-class Prodigy(Optimizer):
+class Prodigy(AdamOfEstimate):
     """Adam whose learning rate is an estimate of the distance to go that grows faster than D-Adaptation's.
 
     ``m <- beta1 m + (1 - beta1) d g``; ``v <- beta2 v + (1 - beta2) d**2 g**2``;
@@ -174,56 +180,28 @@ class Prodigy(Optimizer):
         ['w/estimate', 'w/first', 'w/mean', 'w/product', 'w/sum', 'w/variance']
     """
 
-    type: ClassVar[UpdateType] = UpdateType.ACROSS
-    learning_rate: Hyperparameter = 1.0
-    beta1: Hyperparameter = 0.9
-    beta2: Hyperparameter = 0.999
-    epsilon: Hyperparameter = 1e-8
-    initial_estimate: float = 1e-6
-    below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "initial_estimate")
-
     def init(self, parameter: Any) -> Slots:
-        return {**_moments(parameter, self.initial_estimate), "first": parameter}
+        return {**super().init(parameter), "first": parameter}
 
-    def update(
-        self, parameters: Arrays, gradients: Arrays, slots: AllSlots, hyperparameters: SimpleNamespace
-    ) -> tuple[Arrays, AllSlots]:
-        h, d = hyperparameters, slots[0]["estimate"]
-        new = [self._gathered(w, g, s, d, h) for w, g, s in zip(parameters, gradients, slots, strict=True)]
+    def update(self, parameters: Arrays, gradients: Arrays, slots: AllSlots) -> tuple[Arrays, AllSlots]:
+        d = slots[0]["estimate"]
+        new = [self._gathered(w, g, s, d) for w, g, s in zip(parameters, gradients, slots, strict=True)]
         length = sum(jnp.sum(jnp.abs(s["sum"])) for s in new)
         estimate = jnp.maximum(d, quotient(sum(s["product"] for s in new), length))
         moved = tuple(
-            w - h.learning_rate * d * s["mean"] / (jnp.sqrt(s["variance"]) + d * h.epsilon)
+            w - self.learning_rate * d * s["mean"] / (jnp.sqrt(s["variance"]) + d * self.epsilon)
             for w, s in zip(parameters, new, strict=True)
         )
         return moved, tuple({**s, "estimate": estimate} for s in new)
 
-    @staticmethod
-    def _gathered(w: Any, g: Any, slots: Slots, d: Any, h: SimpleNamespace) -> dict[str, Any]:
+    def _gathered(self, w: Any, g: Any, slots: Slots, d: Any) -> dict[str, Any]:
         """The slots of one parameter with this gradient in them."""
-        g, b = squarable(g), jnp.sqrt(h.beta2)
-        weight = (1 - b) * h.learning_rate * d**2
+        g, b = squarable(g), jnp.sqrt(self.beta2)
+        weight = (1 - b) * self.learning_rate * d**2
         return {
-            "mean": h.beta1 * slots["mean"] + (1 - h.beta1) * d * g,
-            "variance": h.beta2 * slots["variance"] + (1 - h.beta2) * squared(d * g),
+            "mean": self.beta1 * slots["mean"] + (1 - self.beta1) * d * g,
+            "variance": self.beta2 * slots["variance"] + (1 - self.beta2) * squared(d * g),
             "sum": b * slots["sum"] + weight * g,
             "product": b * slots["product"] + weight * inner(g, slots["first"] - w),
             "first": slots["first"],
         }
-
-
-def _moments(parameter: Any, estimate: float) -> dict[str, Any]:
-    """Zeros for what is averaged, and the first estimate."""
-    magnitude = jnp.abs(parameter)
-    zero = jnp.zeros((), magnitude.dtype)
-    return {
-        "mean": jnp.zeros_like(parameter),
-        "variance": jnp.zeros_like(magnitude),
-        "sum": jnp.zeros_like(parameter),
-        "product": zero,
-        "estimate": zero + estimate,
-    }

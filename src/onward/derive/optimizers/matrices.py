@@ -75,6 +75,15 @@ def inverse_root(factor: Any, order: int, floor: Any) -> Any:
     return jnp.matmul(vectors * powers, vectors.conj().T, precision=HIGHEST)
 
 
+def axes_of(array: Any) -> tuple[int, ...]:
+    """The shape of an array, a scalar being a vector of one number.
+
+    >>> axes_of(jnp.ones((2, 3))), axes_of(jnp.float32(1))
+    ((2, 3), (1,))
+    """
+    return array.shape or (1,)
+
+
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     """The matrix that an array stands for: its last axis as columns, everything else as rows.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -86,17 +85,14 @@ class Muon(Optimizer):
     def init(self, parameter: Any) -> Slots:
         return {"momentum": jnp.zeros_like(parameter)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         if parameter.size == 0:
             return parameter, slots
-        buffer = h.momentum * slots["momentum"] + gradient
-        direction = gradient + h.momentum * buffer if self.nesterov else buffer
+        buffer = self.momentum * slots["momentum"] + gradient
+        direction = gradient + self.momentum * buffer if self.nesterov else buffer
         matrix = direction.reshape(rows_and_columns(parameter.shape))
         step = self.factor(matrix.shape) * newton_schulz(matrix, self.steps)
-        return parameter - h.learning_rate * step.reshape(parameter.shape), {"momentum": buffer}
+        return parameter - self.learning_rate * step.reshape(parameter.shape), {"momentum": buffer}
 
     def factor(self, shape: tuple[int, ...]) -> float:
         """What the orthogonal matrix is multiplied with, by its numbers of rows and columns."""

@@ -6,7 +6,6 @@ the absolute value is shrunk and the angle kept.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,12 +38,9 @@ class ProximalGD(Optimizer):
     l1: Hyperparameter = 0.0
     l2: Hyperparameter = 0.0
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        moved = parameter - h.learning_rate * gradient
-        return _shrunk(moved, h.learning_rate * h.l1) / (1 + h.learning_rate * h.l2), slots
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        moved = parameter - self.learning_rate * gradient
+        return _shrunk(moved, self.learning_rate * self.l1) / (1 + self.learning_rate * self.l2), slots
 
 
 class ProximalAdagrad(Optimizer):
@@ -81,15 +77,12 @@ class ProximalAdagrad(Optimizer):
     def init(self, parameter: Any) -> Slots:
         return {"sum": jnp.full_like(jnp.abs(parameter), self.initial_accumulator)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         total = slots["sum"] + squared(gradient)
-        scaled = quotient(h.learning_rate, jnp.sqrt(total))
-        rate = scaled if self.scaled_penalty else h.learning_rate
+        scaled = quotient(self.learning_rate, jnp.sqrt(total))
+        rate = scaled if self.scaled_penalty else self.learning_rate
         moved = parameter - scaled * gradient
-        return _shrunk(moved, rate * h.l1) / (1 + rate * h.l2), {"sum": total}
+        return _shrunk(moved, rate * self.l1) / (1 + rate * self.l2), {"sum": total}
 
 
 class FTRL(Optimizer):
@@ -130,17 +123,14 @@ class FTRL(Optimizer):
         total = jnp.full_like(jnp.abs(parameter), self.initial_accumulator)
         return {"linear": jnp.zeros_like(parameter), "sum": total, "rate": jnp.zeros((), total.dtype)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         total = slots["sum"] + squared(gradient)
         before = quotient(self.beta + jnp.sqrt(slots["sum"]), slots["rate"])
-        now = quotient(self.beta + jnp.sqrt(total), h.learning_rate)
+        now = quotient(self.beta + jnp.sqrt(total), self.learning_rate)
         linear = slots["linear"] + gradient - (now - before) * parameter
-        leader = jnp.where(now + h.l2 > 0, quotient(_shrunk(-linear, h.l1), now + h.l2), parameter)
-        new = {"linear": linear, "sum": total, "rate": h.learning_rate}
-        moves = h.learning_rate > 0
+        leader = jnp.where(now + self.l2 > 0, quotient(_shrunk(-linear, self.l1), now + self.l2), parameter)
+        new = {"linear": linear, "sum": total, "rate": self.learning_rate}
+        moves = self.learning_rate > 0
         kept = {name: jnp.where(moves, value, slots[name]) for name, value in new.items()}
         return jnp.where(moves, leader, parameter), kept
 

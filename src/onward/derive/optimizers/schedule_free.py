@@ -10,7 +10,6 @@ A learning rate that warms up is a schedule like any other: small first rates we
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -22,7 +21,46 @@ from onward.derive.optimizers.norms import quotient
 from onward.derive.rule import Hyperparameter, Slots
 
 
-class ScheduleFreeSGD(Optimizer):
+class ScheduleFree(Optimizer):
+    """The base of what keeps ``z``, called base, and the sum of the weights, and is evaluated at the average.
+
+    ``share_field`` names the field that is beta: the share of the average in y.
+    """
+
+    share_field: ClassVar[str] = "beta"
+    learning_rate: Hyperparameter = 1.0
+
+    @property
+    def share(self) -> float:
+        """The share of the average in the point where gradients are taken."""
+        return float(getattr(self, self.share_field))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name, value = self.share_field, getattr(self, self.share_field)
+        self.check_hyperparameter(name, value)
+        if not 0 < value <= 1:
+            raise HyperparameterError(
+                f"{type(self).__name__}: {name} is {value}. It must be greater than 0 and at most 1: it is "
+                "the share of the average in the point where gradients are taken."
+            )
+
+    def init(self, parameter: Any) -> Slots:
+        return {"base": parameter, "weights": jnp.zeros((), jnp.abs(parameter).dtype)}
+
+    def evaluated(self, parameter: Any, slots: Slots) -> Any:
+        return (parameter - (1 - self.share) * slots["base"]) / self.share
+
+    def averaged(self, y: Any, direction: Any, slots: Slots) -> tuple[Any, dict[str, Any]]:
+        """The next y, after a step of z and a share of it in the average."""
+        z = slots["base"] - self.learning_rate * direction
+        weights = slots["weights"] + self.learning_rate**2
+        x = self.evaluated(y, slots)
+        x = x + quotient(self.learning_rate**2, weights) * (z - x)
+        return (1 - self.share) * z + self.share * x, {"base": z, "weights": weights}
+
+
+class ScheduleFreeSGD(ScheduleFree):
     """Gradient descent, evaluated at an average that needs no schedule.
 
     ``z' = z - learning_rate * g(y)``; ``x' = (1 - c) x + c z'`` with
@@ -42,26 +80,13 @@ class ScheduleFreeSGD(Optimizer):
         ['w/base', 'w/weights']
     """
 
-    learning_rate: Hyperparameter = 1.0
     beta: float = 0.9
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_share(self, "beta", self.beta)
-
-    def init(self, parameter: Any) -> Slots:
-        return {"base": parameter, "weights": jnp.zeros((), jnp.abs(parameter).dtype)}
-
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        return _averaged(parameter, gradient, slots, hyperparameters.learning_rate, self.beta)
-
-    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
-        return _average(parameter, slots["base"], self.beta)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        return self.averaged(parameter, gradient, slots)
 
 
-class ScheduleFreeAdamW(Optimizer):
+class ScheduleFreeAdamW(ScheduleFree):
     """AdamW whose momentum is an average of the weights, and that needs no schedule.
 
     ``v <- beta2 v + (1 - beta2) g**2``, ``g`` taken at y;
@@ -83,6 +108,7 @@ class ScheduleFreeAdamW(Optimizer):
         ['w/base', 'w/variance', 'w/weights']
     """
 
+    share_field: ClassVar[str] = "beta1"
     learning_rate: Hyperparameter = 2.5e-3
     beta1: float = 0.9
     beta2: Hyperparameter = 0.999
@@ -90,50 +116,13 @@ class ScheduleFreeAdamW(Optimizer):
     weight_decay: Hyperparameter = 0.0
     below_one: ClassVar[tuple[str, ...]] = ("beta2",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_share(self, "beta1", self.beta1)
-
     def init(self, parameter: Any) -> Slots:
-        magnitude = jnp.abs(parameter)
-        return {
-            "base": parameter,
-            "weights": jnp.zeros((), magnitude.dtype),
-            "variance": jnp.zeros_like(magnitude),
-        }
+        return {**super().init(parameter), "variance": jnp.zeros_like(jnp.abs(parameter))}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h, gradient = hyperparameters, squarable(gradient)
-        variance = h.beta2 * slots["variance"] + (1 - h.beta2) * squared(gradient)
-        scale = jnp.sqrt(variance / bias_correction(h.beta2, h.step + 1)) + h.epsilon
-        direction = gradient / scale + h.weight_decay * parameter
-        parameter, new = _averaged(parameter, direction, slots, h.learning_rate, self.beta1)
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        gradient = squarable(gradient)
+        variance = self.beta2 * slots["variance"] + (1 - self.beta2) * squared(gradient)
+        scale = jnp.sqrt(variance / bias_correction(self.beta2, self.step + 1)) + self.epsilon
+        direction = gradient / scale + self.weight_decay * parameter
+        parameter, new = self.averaged(parameter, direction, slots)
         return parameter, {**new, "variance": variance}
-
-    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
-        return _average(parameter, slots["base"], self.beta1)
-
-
-def _average(y: Any, z: Any, beta: float) -> Any:
-    """The average x that y lies this share of the way to, from z."""
-    return (y - (1 - beta) * z) / beta
-
-
-def _averaged(y: Any, direction: Any, slots: Slots, rate: Any, beta: float) -> tuple[Any, dict[str, Any]]:
-    """The next y, after a step of z and a share of it in the average."""
-    z = slots["base"] - rate * direction
-    weights = slots["weights"] + rate**2
-    x = _average(y, slots["base"], beta)
-    x = x + quotient(rate**2, weights) * (z - x)
-    return (1 - beta) * z + beta * x, {"base": z, "weights": weights}
-
-
-def _check_share(optimizer: Optimizer, name: str, value: float) -> None:
-    optimizer.check_hyperparameter(name, value)
-    if not 0 < value <= 1:
-        raise HyperparameterError(
-            f"{type(optimizer).__name__}: {name} is {value}. It must be greater than 0 and at most 1: it is "
-            "the share of the average in the point where gradients are taken."
-        )

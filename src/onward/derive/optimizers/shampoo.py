@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from onward.core.words import UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers.arithmetic import squared
 from onward.derive.optimizers.checks import check_choice, check_counts
-from onward.derive.optimizers.matrices import along, gram, inverse_root
+from onward.derive.optimizers.matrices import along, axes_of, gram, inverse_root
 from onward.derive.optimizers.norms import norm
 from onward.derive.rule import Hyperparameter, Slots
 
@@ -69,7 +68,7 @@ class Shampoo(Optimizer):
 
     def init(self, parameter: Any) -> Slots:
         factors = {}
-        for axis, length in enumerate(_shape(parameter)):
+        for axis, length in enumerate(axes_of(parameter)):
             one = jnp.eye(length, dtype=parameter.dtype)
             if length > self.max_size:
                 one = jnp.ones(length, jnp.abs(parameter).dtype)
@@ -78,50 +77,40 @@ class Shampoo(Optimizer):
         squares = {"squares": jnp.zeros_like(jnp.abs(parameter))} if self.grafting == "adagrad" else {}
         return {"velocity": jnp.zeros_like(parameter), **squares, **factors}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         if parameter.size == 0:
             return parameter, slots
-        array = gradient.reshape(_shape(parameter))
-        statistics, roots = self.factors(array, slots, h)
+        array = gradient.reshape(axes_of(parameter))
+        statistics, roots = self.factors(array, slots)
         direction = array
         for axis, root in enumerate(roots):
             direction = along(root, direction, axis)
-        direction, squares = self.grafted(direction.reshape(parameter.shape), gradient, slots, h)
-        velocity = h.momentum * slots["velocity"] + direction
+        direction, squares = self.grafted(direction.reshape(parameter.shape), gradient, slots)
+        velocity = self.momentum * slots["velocity"] + direction
         kept = {f"statistics_{i}": s for i, s in enumerate(statistics)}
         kept |= {f"root_{i}": r for i, r in enumerate(roots)}
-        return parameter - h.learning_rate * velocity, {"velocity": velocity, **squares, **kept}
+        return parameter - self.learning_rate * velocity, {"velocity": velocity, **squares, **kept}
 
-    def factors(
-        self, array: Any, slots: Slots, h: SimpleNamespace
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def factors(self, array: Any, slots: Slots) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The statistics of every axis with this gradient, and their roots, new or as they were."""
         axes = range(array.ndim)
-        share = jnp.where(h.decay < 1, 1 - h.decay, 1)
+        share = jnp.where(self.decay < 1, 1 - self.decay, 1)
         old = [slots[f"statistics_{axis}"] for axis in axes]
-        new = tuple(h.decay * s + share * gram(array, i, s.ndim == 1) for i, s in enumerate(old))
+        new = tuple(self.decay * s + share * gram(array, i, s.ndim == 1) for i, s in enumerate(old))
         roots = lax.cond(
-            h.step % self.every == 0,
-            lambda: tuple(inverse_root(s, 2 * array.ndim, h.epsilon) for s in new),
+            self.step % self.every == 0,
+            lambda: tuple(inverse_root(s, 2 * array.ndim, self.epsilon) for s in new),
             lambda: tuple(slots[f"root_{axis}"] for axis in axes),
         )
         return new, roots
 
-    def grafted(self, direction: Any, gradient: Any, slots: Slots, h: SimpleNamespace) -> tuple[Any, Slots]:
+    def grafted(self, direction: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The direction with the length that ``grafting`` asks for, and the slots that took."""
         if self.grafting == "none":
             return direction, {}
         kept, like = {}, gradient
         if self.grafting == "adagrad":
             kept = {"squares": slots["squares"] + squared(gradient)}
-            like = gradient / jnp.sqrt(kept["squares"] + h.epsilon)
+            like = gradient / jnp.sqrt(kept["squares"] + self.epsilon)
         length = norm(direction)
         return direction * (norm(like) / jnp.where(length > 0, length, 1)), kept
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter, a scalar being a vector of one number."""
-    return parameter.shape or (1,)

@@ -5,7 +5,6 @@ A complex number has no sign: these rules take real parameters only.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -39,10 +38,8 @@ class SignSGD(Optimizer):
         expect_real(self, parameter, "SGD")
         return {}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        return parameter - hyperparameters.learning_rate * jnp.sign(gradient), slots
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        return parameter - self.learning_rate * jnp.sign(gradient), slots
 
 
 class Signum(Optimizer):
@@ -71,12 +68,9 @@ class Signum(Optimizer):
         expect_real(self, parameter, "Momentum")
         return {"mean": jnp.zeros_like(parameter)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        mean = h.beta * slots["mean"] + (1 - h.beta) * gradient
-        return parameter - h.learning_rate * jnp.sign(mean), {"mean": mean}
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        mean = self.beta * slots["mean"] + (1 - self.beta) * gradient
+        return parameter - self.learning_rate * jnp.sign(mean), {"mean": mean}
 
 
 class Lion(Optimizer):
@@ -110,13 +104,11 @@ class Lion(Optimizer):
         expect_real(self, parameter, "AdamW")
         return {"mean": jnp.zeros_like(parameter)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h, mean = hyperparameters, slots["mean"]
-        direction = jnp.sign(h.beta1 * mean + (1 - h.beta1) * gradient)
-        new = parameter - h.learning_rate * (direction + h.weight_decay * parameter)
-        return new, {"mean": h.beta2 * mean + (1 - h.beta2) * gradient}
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        mean = slots["mean"]
+        direction = jnp.sign(self.beta1 * mean + (1 - self.beta1) * gradient)
+        new = parameter - self.learning_rate * (direction + self.weight_decay * parameter)
+        return new, {"mean": self.beta2 * mean + (1 - self.beta2) * gradient}
 
 
 class Rprop(Optimizer):
@@ -160,13 +152,12 @@ class Rprop(Optimizer):
         expect_real(self, parameter, "Adam")
         return {"gradient": jnp.zeros_like(parameter), "size": jnp.zeros_like(parameter)}
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
-        size = jnp.where(slots["size"] == 0, h.learning_rate, slots["size"])
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
+        size = jnp.where(slots["size"] == 0, self.learning_rate, slots["size"])
         sameness = jnp.sign(gradient) * jnp.sign(slots["gradient"])
-        changed = jnp.clip(size * jnp.where(sameness > 0, h.eta_plus, h.eta_minus), h.smallest, h.largest)
+        changed = jnp.clip(
+            size * jnp.where(sameness > 0, self.eta_plus, self.eta_minus), self.smallest, self.largest
+        )
         size = jnp.where(sameness == 0, size, changed)
         gradient = jnp.where(sameness < 0, 0, gradient)
         return parameter - size * jnp.sign(gradient), {"gradient": gradient, "size": size}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -74,41 +73,35 @@ class SOAP(Optimizer):
             return []
         return [axis for axis, length in enumerate(parameter.shape) if length <= self.max_size]
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
-        h = hyperparameters
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         bases = {axis: slots[f"basis_{axis}"] for axis in self.rotating(parameter)}
-        direction, moments = self.adam(gradient, slots, bases, h)
-        is_first = h.step == 0
+        direction, moments = self.adam(gradient, slots, bases)
+        is_first = self.step == 0
         moments = {name: jnp.where(is_first, slots[name], value) for name, value in moments.items()}
-        moved = jnp.where(is_first, parameter, parameter - h.learning_rate * direction)
-        return moved, {**moments, **self.factors(gradient, slots, bases, h)}
+        moved = jnp.where(is_first, parameter, parameter - self.learning_rate * direction)
+        return moved, {**moments, **self.factors(gradient, slots, bases)}
 
-    def adam(
-        self, gradient: Any, slots: Slots, bases: dict[int, Any], h: SimpleNamespace
-    ) -> tuple[Any, dict[str, Any]]:
+    def adam(self, gradient: Any, slots: Slots, bases: dict[int, Any]) -> tuple[Any, dict[str, Any]]:
         """The direction of Adam, found in the bases and rotated back, and the moments it leaves."""
         gradient = squarable(gradient)
-        mean = h.beta1 * slots["mean"] + (1 - h.beta1) * gradient
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * gradient
         square = squared(squarable(_rotated(gradient, bases)))
-        variance = h.beta2 * slots["variance"] + (1 - h.beta2) * square
-        t = jnp.maximum(h.step, 1)
-        scale = jnp.sqrt(variance / bias_correction(h.beta2, t)) + h.epsilon
-        direction = _rotated(mean, bases) / bias_correction(h.beta1, t) / scale
+        variance = self.beta2 * slots["variance"] + (1 - self.beta2) * square
+        t = jnp.maximum(self.step, 1)
+        scale = jnp.sqrt(variance / bias_correction(self.beta2, t)) + self.epsilon
+        direction = _rotated(mean, bases) / bias_correction(self.beta1, t) / scale
         for axis, basis in bases.items():
             direction = along(basis, direction, axis)
         return direction, {"mean": mean, "variance": variance}
 
-    def factors(
-        self, gradient: Any, slots: Slots, bases: dict[int, Any], h: SimpleNamespace
-    ) -> dict[str, Any]:
+    def factors(self, gradient: Any, slots: Slots, bases: dict[int, Any]) -> dict[str, Any]:
         """The statistics with this gradient, and the bases for the next."""
         statistics = {
-            axis: h.shampoo_beta * slots[f"statistics_{axis}"] + (1 - h.shampoo_beta) * gram(gradient, axis)
+            axis: self.shampoo_beta * slots[f"statistics_{axis}"]
+            + (1 - self.shampoo_beta) * gram(gradient, axis)
             for axis in bases
         }
-        when = jnp.where(h.step == 0, 2, jnp.where(h.step % self.every == 0, 1, 0))
+        when = jnp.where(self.step == 0, 2, jnp.where(self.step % self.every == 0, 1, 0))
         new = lax.switch(when, (lambda *_: bases, _turned, _eigenvectors), statistics, bases)
         kept = {f"statistics_{axis}": matrix for axis, matrix in statistics.items()}
         return kept | {f"basis_{axis}": basis for axis, basis in new.items()}

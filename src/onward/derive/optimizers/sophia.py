@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -66,24 +65,22 @@ class Sophia(Optimizer):
         parameters: tuple[Any, ...],
         gradients: tuple[Any, ...],
         slots: tuple[Slots, ...],
-        hyperparameters: SimpleNamespace,
         loss: Loss,
     ) -> tuple[tuple[Any, ...], tuple[Slots, ...]]:
-        h = hyperparameters
         old = tuple(s["curvature"] for s in slots)
         curvatures = lax.cond(
-            h.step % self.every == 0,
+            self.step % self.every == 0,
             lambda: tuple(
-                h.beta2 * kept + (1 - h.beta2) * seen
-                for kept, seen in zip(old, hutchinson(loss, parameters, self.seed, h.step), strict=True)
+                self.beta2 * kept + (1 - self.beta2) * seen
+                for kept, seen in zip(old, hutchinson(loss, parameters, self.seed, self.step), strict=True)
             ),
             lambda: old,
         )
         moved, states = [], []
         for p, g, s, curvature in zip(parameters, gradients, slots, curvatures, strict=True):
-            mean = h.beta1 * s["mean"] + (1 - h.beta1) * g
-            step = jnp.clip(mean / jnp.maximum(h.gamma * curvature, h.epsilon), -1, 1)
-            moved.append(p - h.learning_rate * h.weight_decay * p - h.learning_rate * step)
+            mean = self.beta1 * s["mean"] + (1 - self.beta1) * g
+            step = jnp.clip(mean / jnp.maximum(self.gamma * curvature, self.epsilon), -1, 1)
+            moved.append(p - self.learning_rate * self.weight_decay * p - self.learning_rate * step)
             states.append({"mean": mean, "curvature": curvature})
         return tuple(moved), tuple(states)
 

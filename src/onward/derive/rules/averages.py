@@ -13,7 +13,6 @@ same state, so that nobody has to remember to swap parameters.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -22,7 +21,19 @@ from onward.core.errors import HyperparameterError
 from onward.derive.rule import Hyperparameter, ParameterRule, Slots
 
 
-class EMA(ParameterRule):
+class RunningAverage(ParameterRule):
+    """The base of what keeps an ``average`` of a parameter, which begins with its first value."""
+
+    def init(self, parameter: Any) -> Slots:
+        """The average so far: the parameter."""
+        return {"average": parameter}
+
+    def evaluated(self, parameter: Any, slots: Slots) -> Any:
+        """The average."""
+        return slots["average"]
+
+
+class EMA(RunningAverage):
     """An exponential moving average of the parameters, which begins with their first value.
 
     ``average <- decay average + (1 - decay) w``; with ``ramp`` the decay of step t is at most
@@ -42,25 +53,14 @@ class EMA(ParameterRule):
     ramp: bool = False
     below_one: ClassVar[tuple[str, ...]] = ("decay",)
 
-    def init(self, parameter: Any) -> Slots:
-        """The average so far: the parameter."""
-        return {"average": parameter}
-
-    def update(
-        self, parameter: Any, updated: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, updated: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The parameter as it is, and the next average."""
-        h = hyperparameters
-        step = h.step.astype(h.decay.dtype)
-        decay = jnp.minimum(h.decay, (1 + step) / (10 + step)) if self.ramp else h.decay
+        step = self.step.astype(self.decay.dtype)
+        decay = jnp.minimum(self.decay, (1 + step) / (10 + step)) if self.ramp else self.decay
         return updated, {"average": slots["average"] + (1 - decay) * (updated - slots["average"])}
 
-    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
-        """The average."""
-        return slots["average"]
 
-
-class PolyakAverage(ParameterRule):
+class PolyakAverage(RunningAverage):
     """The plain mean of the parameters over the steps from ``begin`` on; before that the parameters.
 
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992, section 2.
@@ -82,24 +82,14 @@ class PolyakAverage(ParameterRule):
         super().__post_init__()
         _expect_count(self, "begin", self.begin, 0)
 
-    def init(self, parameter: Any) -> Slots:
-        """The mean so far: the parameter."""
-        return {"average": parameter}
-
-    def update(
-        self, parameter: Any, updated: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, updated: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The parameter as it is, and the next mean."""
-        count = jnp.maximum(hyperparameters.step - self.begin + 1, 1)
+        count = jnp.maximum(self.step - self.begin + 1, 1)
         share = 1 / count.astype(jnp.abs(updated).dtype)
         return updated, {"average": slots["average"] + share * (updated - slots["average"])}
 
-    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
-        """The mean."""
-        return slots["average"]
 
-
-class SWA(ParameterRule):
+class SWA(RunningAverage):
     """Stochastic weight averaging: the mean of the parameters at every ``every``-th step from ``begin`` on.
 
     Before ``begin``, the average is what the parameters are. Let the learning rate be high from ``begin`` on,
@@ -128,23 +118,13 @@ class SWA(ParameterRule):
         _expect_count(self, "begin", self.begin, 0)
         _expect_count(self, "every", self.every, 1)
 
-    def init(self, parameter: Any) -> Slots:
-        """The average so far: the parameter."""
-        return {"average": parameter}
-
-    def update(
-        self, parameter: Any, updated: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, updated: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The parameter as it is, and the next average."""
-        done = hyperparameters.step + 1 - self.begin
+        done = self.step + 1 - self.begin
         count = jnp.maximum(done // self.every, 1).astype(jnp.abs(updated).dtype)
         met = (done <= 0) | (done % self.every == 0)
         average = jnp.where(met, slots["average"] + (updated - slots["average"]) / count, slots["average"])
         return updated, {"average": average}
-
-    def evaluated(self, parameter: Any, slots: Slots, hyperparameters: SimpleNamespace) -> Any:
-        """The average."""
-        return slots["average"]
 
 
 def _expect_count(rule: Any, name: str, value: Any, least: int) -> None:

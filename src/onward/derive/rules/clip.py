@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -30,11 +29,9 @@ class ClipByValue(GradientRule):
 
     max_value: Hyperparameter = 1.0
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The gradient with its numbers in range."""
-        top = hyperparameters.max_value
+        top = self.max_value
         if jnp.iscomplexobj(gradient):
             return gradient * _shortening(jnp.abs(gradient), top), slots
         return jnp.clip(gradient, -top, top), slots
@@ -60,11 +57,9 @@ class ClipByNorm(GradientRule):
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
     max_norm: Hyperparameter = 1.0
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The gradient, no longer than allowed."""
-        return shortened(gradient, length([gradient]), hyperparameters.max_norm), slots
+        return shortened(gradient, length([gradient]), self.max_norm), slots
 
 
 class ClipByGlobalNorm(GradientRule):
@@ -90,15 +85,11 @@ class ClipByGlobalNorm(GradientRule):
     max_norm: Hyperparameter = 1.0
 
     def update(
-        self,
-        parameter: Sequence[Any],
-        gradient: Sequence[Any],
-        slots: Sequence[Slots],
-        hyperparameters: SimpleNamespace,
+        self, parameter: Sequence[Any], gradient: Sequence[Any], slots: Sequence[Slots]
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """The gradients, together no longer than allowed."""
         together = length(gradient)
-        return tuple(shortened(g, together, hyperparameters.max_norm) for g in gradient), slots
+        return tuple(shortened(g, together, self.max_norm) for g in gradient), slots
 
 
 class AdaptiveClip(GradientRule):
@@ -125,12 +116,9 @@ class AdaptiveClip(GradientRule):
     ratio: Hyperparameter = 0.01
     epsilon: Hyperparameter = 1e-3
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The gradient, unit by unit no longer than allowed."""
-        h = hyperparameters
-        longest = h.ratio * jnp.maximum(_unit_lengths(parameter).norm, h.epsilon)
+        longest = self.ratio * jnp.maximum(_unit_lengths(parameter).norm, self.epsilon)
         return shortened(gradient, _unit_lengths(gradient), longest), slots
 
 

@@ -9,7 +9,6 @@ The three modes differ in what the decay is multiplied with:
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,11 +38,9 @@ class L2(GradientRule):
 
     rate: Hyperparameter = 1e-4
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The gradient of the loss with the penalty."""
-        return gradient + hyperparameters.rate * parameter, slots
+        return gradient + self.rate * parameter, slots
 
 
 class L1(GradientRule):
@@ -63,11 +60,9 @@ class L1(GradientRule):
 
     rate: Hyperparameter = 1e-4
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The gradient of the loss with the penalty."""
-        return gradient + hyperparameters.rate * jnp.sign(parameter), slots
+        return gradient + self.rate * jnp.sign(parameter), slots
 
 
 class WeightDecay(ParameterRule):
@@ -116,16 +111,13 @@ class WeightDecay(ParameterRule):
                 "'independent' or 'l2'."
             )
 
-    def update(
-        self, parameter: Any, updated: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, updated: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The parameter, drawn towards zero."""
-        h = hyperparameters
         if self.mode == "independent":
-            return updated - h.rate * parameter, slots
-        if not hasattr(h, "learning_rate"):
+            return updated - self.rate * parameter, slots
+        if "learning_rate" not in self.optimizer:
             raise HyperparameterError(
                 "WeightDecay is decoupled and multiplied with the learning rate, and the optimizer has none. "
                 "Write WeightDecay(rate, 'independent')."
             )
-        return updated - h.learning_rate * h.rate * parameter, slots
+        return updated - self.optimizer["learning_rate"] * self.rate * parameter, slots

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -34,9 +33,7 @@ class Centralize(GradientRule):
 
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
 
-    def update(
-        self, parameter: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The gradient without the means of its units."""
         if gradient.ndim < 2 or not gradient.size:
             return gradient, slots
@@ -67,16 +64,11 @@ class Noise(GradientRule):
     seed: int = 0
 
     def update(
-        self,
-        parameter: Sequence[Any],
-        gradient: Sequence[Any],
-        slots: Sequence[Slots],
-        hyperparameters: SimpleNamespace,
+        self, parameter: Sequence[Any], gradient: Sequence[Any], slots: Sequence[Slots]
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """The gradients with noise."""
-        h = hyperparameters
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(self.seed), h.step), len(gradient))
-        deviation = jnp.sqrt(h.variance / (1 + h.step) ** h.decay)
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(self.seed), self.step), len(gradient))
+        deviation = jnp.sqrt(self.variance / (1 + self.step) ** self.decay)
         return tuple(
             g + deviation.astype(jnp.abs(g).dtype) * jax.random.normal(key, g.shape, g.dtype)
             for key, g in zip(keys, gradient, strict=True)

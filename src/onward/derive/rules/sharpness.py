@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -43,14 +42,13 @@ class SAM(GradientRule):
         parameter: Sequence[Any],
         gradient: Sequence[Any],
         slots: Sequence[Slots],
-        hyperparameters: SimpleNamespace,
         loss: Loss,
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """The gradients of the same batch at the perturbed parameters."""
         scales = [jnp.abs(p) if self.adaptive else jnp.ones_like(jnp.abs(p)) for p in parameter]
         steep = [s * g for s, g in zip(scales, gradient, strict=True)]
         its = length(steep)
-        factor = hyperparameters.radius / jnp.maximum(its.scaled, np.finfo(its.scaled.dtype).tiny)
+        factor = self.radius / jnp.maximum(its.scaled, np.finfo(its.scaled.dtype).tiny)
         way = [g * its.down.astype(s.dtype) for s, g in zip(scales, steep, strict=True)]
         top = [p + (factor.astype(s.dtype) * s) * g for p, s, g in zip(parameter, scales, way, strict=True)]
         return loss.value_and_gradient(*top)[1], slots

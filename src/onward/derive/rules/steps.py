@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -46,13 +45,11 @@ class Lookahead(ParameterRule):
         """Where the parameter was when it last went back."""
         return {"slow": parameter}
 
-    def update(
-        self, parameter: Any, updated: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, updated: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The parameter, gone back if it is time."""
-        h, slow = hyperparameters, slots["slow"]
-        now = (h.step + 1) % self.every == 0
-        met = slow + h.share * (updated - slow)
+        slow = slots["slow"]
+        now = (self.step + 1) % self.every == 0
+        met = slow + self.share * (updated - slow)
         return jnp.where(now, met, updated), {"slow": jnp.where(now, met, slow)}
 
 
@@ -75,11 +72,9 @@ class Cautious(ParameterRule):
     type: ClassVar[UpdateType] = UpdateType.PER_MATRIX
     epsilon: Hyperparameter = 1e-3
 
-    def update(
-        self, parameter: Any, updated: Any, gradient: Any, slots: Slots, hyperparameters: SimpleNamespace
-    ) -> tuple[Any, Slots]:
+    def update(self, parameter: Any, updated: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The parameter, moved where the gradient agrees."""
         way = updated - parameter
         agrees = jnp.real(jnp.conj(gradient) * way) < 0
         share = jnp.mean(agrees, dtype=jnp.abs(way).dtype) if way.size else jnp.ones((), jnp.abs(way).dtype)
-        return parameter + jnp.where(agrees, way, 0) / jnp.maximum(share, hyperparameters.epsilon), slots
+        return parameter + jnp.where(agrees, way, 0) / jnp.maximum(share, self.epsilon), slots

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.words import UpdateType
-from onward.derive.rule import GradientRule
+from onward.derive.rule import GradientRule, R, RuleBeside, at_step
 from onward.derive.update.loss import LossFunction
 from onward.derive.update.precision import Kept, real_of, widened
 
@@ -34,6 +33,31 @@ class Slot:
         return self.how.read([env[v] for v in self.arrays])
 
 
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a rule reads beside its slots: its own, ``step`` among them, and those of the optimizer."""
+
+    own: Mapping[str, Variable]
+    optimizer: Mapping[str, Variable]
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """All of them, in the order of the inputs; one may occur twice."""
+        return (*{**self.optimizer, **self.own}.values(), *self.optimizer.values())
+
+    def seen_by(self, rule: R, env: Mapping[Variable, Any], parameters: Sequence[Variable]) -> R:
+        """The rule with their values: as precise as the parameters, the step an integer."""
+        real = real_of(parameters)
+        cast = {
+            v: x.astype(real) if jnp.issubdtype(x.dtype, np.floating) else x
+            for v, x in ((v, env[v]) for v in dict.fromkeys(self.variables))
+        }
+        given: dict[str, Any] = {name: cast[v] for name, v in self.own.items()}
+        if isinstance(rule, RuleBeside):
+            given["optimizer"] = {k: cast[v] for k, v in self.optimizer.items() if k != "step"}
+        return at_step(rule, given)
+
+
 @dataclass(frozen=True, eq=False)
 class Act:
     """A rule at work on one parameter, or on several at once.
@@ -42,7 +66,7 @@ class Act:
         rule: the optimizer, gradient rule or parameter rule.
         columns: what it takes, by the names of its arguments, parameter for parameter.
         slots: for each parameter its slots by name.
-        values: the hyperparameters by name, ``step`` among them.
+        values: the hyperparameters that it reads.
         results: what it makes of each parameter, by name and type.
         loss: for a rule that evaluates the loss again.
     """
@@ -50,7 +74,7 @@ class Act:
     rule: Any
     columns: Mapping[str, Sequence[Variable]]
     slots: Sequence[Mapping[str, Slot]]
-    values: Mapping[str, Variable]
+    values: Hyperparameters
     results: Sequence[Variable]
     loss: LossFunction | None
 
@@ -60,7 +84,7 @@ class Act:
         given = [v for column in self.columns.values() for v in column]
         given += [v for slots in self.slots for slot in slots.values() for v in slot.arrays]
         again = self.loss.reads if self.loss else ()
-        return tuple(dict.fromkeys((*given, *self.values.values(), *again)))
+        return tuple(dict.fromkeys((*given, *self.values.variables, *again)))
 
     @cached_property
     def key(self) -> Any:
@@ -72,7 +96,7 @@ class Act:
             for slots in self.slots
             for name, slot in slots.items()
         )
-        values = tuple((name, at[v]) for name, v in self.values.items())
+        values = (*self.values.own, *self.values.optimizer, *(at[v] for v in self.values.variables))
         types = tuple((v.shape, v.dtype) for v in (*self.inputs, *self.results))
         again = tuple(at[v] for v in self.loss.reads) if self.loss else ()
         return id(self.rule), columns, slots, values, types, again
@@ -101,13 +125,13 @@ class Act:
         env = dict(zip(self.inputs, inputs, strict=True))
         columns = [self._column(name, column, env) for name, column in self.columns.items()]
         slots = [{name: slot.read(env) for name, slot in own.items()} for own in self.slots]
-        numbers = numbers_of(self.values, env, self.columns["parameter"])
+        rule = self.values.seen_by(self.rule, env, self.columns["parameter"])
         extra = (self.loss.at(env),) if self.loss else ()
         if self.rule.type is UpdateType.ACROSS:
-            found = self.rule.update(*map(tuple, columns), tuple(slots), numbers, *extra)
+            found = rule.update(*map(tuple, columns), tuple(slots), *extra)
             made, following = _pair(self.rule, found, len(slots))
         else:
-            found = self.rule.update(*(column[0] for column in columns), slots[0], numbers)
+            found = rule.update(*(column[0] for column in columns), slots[0])
             one, kept = _pair(self.rule, found)
             made, following = (one,), (kept,)
         for own, new in zip(self.slots, following, strict=True):
@@ -118,7 +142,7 @@ class Act:
             array
             for own, new in zip(self.slots, following, strict=True)
             for name, slot in own.items()
-            for array in slot.how.write(self._fitting(new[name], slot), env[self.values["step"]])
+            for array in slot.how.write(self._fitting(new[name], slot), env[self.values.own["step"]])
         ]
 
     def _column(self, name: str, column: Sequence[Variable], env: Mapping[Variable, Any]) -> list[Any]:
@@ -136,17 +160,6 @@ class Act:
     def _fitting(self, value: Any, slot: Slot) -> Any:
         _expect_shape(self.rule, value, slot.how.used.shape, f"the next value of {slot.arrays[0].name!r}")
         return jnp.asarray(value, slot.how.used.dtype)
-
-
-def numbers_of(
-    values: Mapping[str, Variable], env: Mapping[Variable, Any], parameters: Sequence[Variable]
-) -> SimpleNamespace:
-    """The hyperparameters, as precise as the parameters; the step stays an integer."""
-    real = real_of(parameters)
-    given = {name: env[v] for name, v in values.items()}
-    return SimpleNamespace(
-        **{k: x.astype(real) if jnp.issubdtype(x.dtype, np.floating) else x for k, x in given.items()}
-    )
 
 
 def _pair(rule: Any, found: Any, parameters: int | None = None) -> tuple[Any, Any]:

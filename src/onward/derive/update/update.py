@@ -24,8 +24,8 @@ from onward.core.transform import transform
 from onward.core.words import Kind, Placement, UpdateType
 from onward.define.trace import explaining
 from onward.derive.accumulation.accumulate import accumulation_of
-from onward.derive.rule import GradientRule, ParameterRule, Rule
-from onward.derive.update.act import Act, Slot
+from onward.derive.rule import GradientRule, ParameterRule, Rule, RuleBeside
+from onward.derive.update.act import Act, Hyperparameters, Slot
 from onward.derive.update.draft import Draft, Place, update_op
 from onward.derive.update.groups import Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
@@ -161,7 +161,7 @@ class Update:
         self.trained = [Trained(p, p, p, g, p) for p, g in program.gradients if not routing[p].frozen]
         self.rules: list[Rule] = [*routing.rules(GradientRule), *routing.rules(ParameterRule)]
         self.values = hyperparameters(self.draft, routing, self.rules)
-        self.evaluated: list[tuple[Trained, Any, dict[str, Slot], Mapping[str, Variable]]] = []
+        self.evaluated: list[tuple[Trained, Any, dict[str, Slot], Hyperparameters]] = []
 
     # What is done with each parameter, in this order.
 
@@ -324,7 +324,7 @@ class Update:
                 f"{low[0].name!r} is {low[0].type}, which cannot tell the two apart. Keep it float32, and "
                 "compute in a low dtype: mixed_precision(program)."
             )
-        values = self.values[number] if isinstance(number, Route) else self.values_for(number, rule, members)
+        values = self.values_for(number, rule, members)
         slots = [self.slots(number, rule, t) for t in members]
         if rule.has_evaluated:
             self.evaluated += [(t, rule, own, values) for t, own in zip(members, slots, strict=True)]
@@ -345,11 +345,11 @@ class Update:
         """The number of a rule."""
         return next(i for i, other in enumerate(self.rules) if other == rule)
 
-    def values_for(self, number: int, rule: Rule, members: Sequence[Trained]) -> Mapping[str, Variable]:
+    def values_for(self, number: Any, rule: Rule, members: Sequence[Trained]) -> Hyperparameters:
         """The hyperparameters that a rule sees: its own; unless it looks across, the optimizer's too."""
-        if rule.type is UpdateType.ACROSS:
-            return self.values[number]
-        return {**self.values[self.routing[members[0].parameter]], **self.values[number]}
+        has_optimizer = isinstance(rule, RuleBeside) and rule.type is not UpdateType.ACROSS
+        beside = self.values[self.routing[members[0].parameter]] if has_optimizer else {}
+        return Hyperparameters(self.values[number], beside)
 
     def slots(self, number: Any, rule: Any, t: Trained) -> dict[str, Slot]:
         """What a rule keeps for a parameter, by name."""
