@@ -213,7 +213,7 @@ def _devices(sheet: Sheet) -> None:
     count = jax.device_count()
     params, data = network_of(4 * count)
     expected, program = descended(network, params, data), _minimized(network, params, data)
-    merges = {"average": ow.Average(), "bucketed": ow.Bucketed(), "sharded": ow.Sharded()}
+    merges = {"average": ow.Average(), "bucketed": ow.merge.Bucketed(), "sharded": ow.Sharded()}
     ways = {(merge, by): merges[merge] for merge in merges for by in ("shard_map", "pmap")}
     for (name, by), merge in list(ways.items())[: 1 if sheet.rounds <= 2 else None]:
 

@@ -95,7 +95,7 @@ class AMSGrad(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.AMSGrad(1e-3).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.AMSGrad(1e-3).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/largest', 'w/mean', 'w/variance']
     """
@@ -130,7 +130,7 @@ class Adamax(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.Adamax().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.Adamax().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/largest', 'w/mean']
     """
@@ -167,7 +167,7 @@ class LazyAdam(Optimizer):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> table, words = jnp.ones((3, 2)), jnp.array([0, 2])
-        >>> step = ow.compile(ow.LazyAdam(0.5).minimize(lambda t, w: t[w].sum(), table, words))
+        >>> step = ow.compile(ow.optimizer.LazyAdam(0.5).minimize(lambda t, w: t[w].sum(), table, words))
         >>> state, out = step(step.init(table), words)
         >>> state.parameters.round(3).tolist()
         [[0.5, 0.5], [1.0, 1.0], [0.5, 0.5]]
