@@ -67,11 +67,11 @@ _MODELS: dict[str, Callable[[int, bool], Model]] = {
 }
 MERGES: dict[str, ow.Merge] = {
     "average": ow.Average(),
-    "bucketed": ow.Bucketed(),
+    "bucketed": ow.merge.Bucketed(),
     "sharded": ow.Sharded(),
-    "low_precision": ow.LowPrecision(),
-    "top_k": ow.TopK(),
-    "power_sgd": ow.PowerSGD(1),
+    "low_precision": ow.merge.LowPrecision(),
+    "top_k": ow.merge.TopK(),
+    "power_sgd": ow.merge.PowerSGD(1),
 }
 EXACT = ("average", "bucketed", "sharded")
 _HEAD = [

@@ -110,22 +110,22 @@ def shampoo(run: Tuned) -> ow.Optimizer:
 
 def psgd(run: Tuned) -> ow.Optimizer:
     """Factors that are fitted at every step."""
-    return ow.PSGDKron(run.falling(), warmup=run.steps, groups=aside(run))
+    return ow.optimizer.PSGDKron(run.falling(), warmup=run.steps, groups=aside(run))
 
 
 def schedule_free(run: Tuned) -> ow.Optimizer:
     """The rate of the matrices does not fall; the loss is that of the average."""
-    return ow.ScheduleFreeAdamW(run.staying(), beta2=0.95, groups=aside(run))
+    return ow.optimizer.ScheduleFreeAdamW(run.staying(), beta2=0.95, groups=aside(run))
 
 
 def prodigy(run: Tuned) -> ow.Optimizer:
     """The rate is a factor of the one that it finds itself."""
-    return ow.Prodigy(run.falling(), beta2=0.95, groups=aside(run))
+    return ow.optimizer.Prodigy(run.falling(), beta2=0.95, groups=aside(run))
 
 
 def sophia(run: Tuned) -> ow.Optimizer:
     """A look at the Hessian at every tenth step costs two more gradients there."""
-    return ow.Sophia(run.falling(), groups=aside(run))
+    return ow.optimizer.Sophia(run.falling(), groups=aside(run))
 
 
 def published_adam(run: Tuned) -> ow.Optimizer:

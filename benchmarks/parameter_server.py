@@ -498,7 +498,7 @@ def _recommend(engine: Engine, count: int, d: int, batch: int, folder: Path, ste
     )
 
 
-def _planned(cut: ow.Split, read: Mapping[str, np.ndarray]) -> tuple[int, int]:
+def _planned(cut: ow.typing.Split, read: Mapping[str, np.ndarray]) -> tuple[int, int]:
     """The bytes that a step sends to all servers and gets, which reads these rows of tables."""
     plan, up, down = ow.plan(cut), 0, 0
     for server, one in enumerate(plan.servers):

@@ -90,7 +90,7 @@ def _onward(case: Case, gradients: list[Any]) -> Side:
     def loss(params: list[Any]) -> Any:
         return sum(jnp.sum(p) for p in params)
 
-    update = ow.update_pass(case.ours.minimize(loss, case.params))
+    update = ow.graph.update_pass(case.ours.minimize(loss, case.params))
     step = ow.compile(update)
     named = {v.name: p for v, p in zip(update.parameters, case.params, strict=True)}
     by_name = {g.name: x for (_, g), x in zip(update.gradients, gradients, strict=True)}

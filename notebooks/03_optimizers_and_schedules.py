@@ -134,8 +134,8 @@ ways = {
     "RMSProp": (ow.RMSProp(0.01), 400),
     "Adam": (ow.Adam(0.03), 400),
     "Lion": (ow.Lion(0.01), 400),
-    "AdaBelief": (ow.AdaBelief(0.03), 400),
-    "Adan": (ow.Adan(0.03), 400),
+    "AdaBelief": (ow.optimizer.AdaBelief(0.03), 400),
+    "Adan": (ow.optimizer.Adan(0.03), 400),
     "Shampoo": (ow.Shampoo(0.03), 400),
     "L-BFGS": (ow.LBFGS(), 40),
 }

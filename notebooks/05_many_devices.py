@@ -102,19 +102,19 @@ print(ow.plan(ow.replicate(alone, 8, ow.Sharded())))
 # %% [markdown]
 # ## Other ways to merge
 #
-# A strategy is a small class. Some send less and are not exact; what they leave out is kept and sent later
-# (`TopK`, `LowPrecision`, `PowerSGD`), or the devices train for themselves and meet now and then (`LocalSGD`,
-# `DiLoCo`).
+# A strategy is a small class of `ow.merge`. Some send less and are not exact; what they leave out is kept and
+# sent later (`TopK`, `LowPrecision`, `PowerSGD`), or the devices train for themselves and meet now and then
+# (`LocalSGD`, `DiLoCo`).
 
 # %%
 strategies = {
     "Average()": ow.Average(),
     "Sharded()": ow.Sharded(),
-    "LowPrecision()": ow.LowPrecision(),
-    "TopK(0.05)": ow.TopK(0.05),
-    "PowerSGD(2)": ow.PowerSGD(2),
-    "LocalSGD(8)": ow.LocalSGD(8),
-    "DiLoCo(8)": ow.DiLoCo(8, outer=ow.Momentum(0.7, 0.5, nesterov=True)),
+    "LowPrecision()": ow.merge.LowPrecision(),
+    "TopK(0.05)": ow.merge.TopK(0.05),
+    "PowerSGD(2)": ow.merge.PowerSGD(2),
+    "LocalSGD(8)": ow.merge.LocalSGD(8),
+    "DiLoCo(8)": ow.merge.DiLoCo(8, outer=ow.Momentum(0.7, 0.5, nesterov=True)),
 }
 sent, losses = {}, {}
 for name, merge in strategies.items():

@@ -37,8 +37,11 @@ if FOLDER in os.environ:
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Imported whole before its files are collected: pytest would make a package whose folder comes first a second
-# time, without its modules.
-import onward  # noqa: E402, F401
+# time, without its modules. A name is loaded when it is first asked for, so each of them is.
+import onward  # noqa: E402
+
+for name in onward.__all__:
+    getattr(onward, name)
 
 # A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP; tests are about these two.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

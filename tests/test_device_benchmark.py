@@ -154,7 +154,7 @@ def test_a_gradient_that_is_wrong_is_unequal(monkeypatch):
 def test_every_optimizer_is_there():
     names = set(right.optimizers())
     assert {"SGD", "Adam", "Muon", "SOAP", "Prodigy", "PSGDKron"} <= names
-    assert all(issubclass(getattr(ow, name), ow.Optimizer) for name in names)
+    assert all(issubclass(getattr(ow.optimizer, name), ow.Optimizer) for name in names)
 
 
 def test_bounds_follow_from_the_precision_of_products(monkeypatch):

@@ -358,7 +358,7 @@ def test_the_optimizers_of_the_designs_are_those_that_there_are():
         "SGD": ow.SGD,
         "Adam": ow.Adam,
         "Momentum": ow.Momentum,
-        "Ftrl": ow.FTRL,
+        "Ftrl": ow.optimizer.FTRL,
     }
     assert "AdagradOptimizer" not in dir(ow)
     assert not hasattr(ow, "Adagradoptimizer")
@@ -426,8 +426,8 @@ def test_an_initialization_operator_runs_once_however_often_the_program_does(dig
 
 def on_the_path(program):
     """The forward ops between a parameter and the loss: those that a gradient op is made for."""
-    after = ow.descendants(program, program.parameters)
-    before = ow.ancestors(program, [program.loss])
+    after = ow.graph.descendants(program, program.parameters)
+    before = ow.graph.ancestors(program, [program.loss])
     forward = [op for op in program.ops if op.made_by is Pass.FORWARD]
     return [op for op in forward if set(op.outputs) & after & before]
 
@@ -450,7 +450,7 @@ def test_rule_2_it_reads_inputs_outputs_and_output_gradients(graph):
 
 def test_rules_3_and_4_it_makes_a_gradient_of_each_input_that_has_one(graph):
     operator = {op.outputs[0]: op for op in graph.backward.ops}
-    have_one = {*graph.backward.parameters, *ow.descendants(graph.backward, graph.backward.parameters)}
+    have_one = {*graph.backward.parameters, *ow.graph.descendants(graph.backward, graph.backward.parameters)}
     for g in (op for op in graph.backward.ops if op.of is not None):
         expected = [f"grad({v.name})" for v in operator[g.of].inputs if v in have_one]
         assert [v.name for v in g.outputs] == expected

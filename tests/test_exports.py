@@ -1,30 +1,135 @@
 """Public names: listed once, documented, with an example where there is something to show."""
 
 import inspect
+import json
+import pickle
+import subprocess
+import sys
+from operator import attrgetter
+from types import ModuleType
+
+import pytest
 
 import onward as ow
+from onward.core.whereabouts import public_paths
 
-NAMES = [n for n in ow.__all__ if inspect.isfunction(getattr(ow, n)) or inspect.isclass(getattr(ow, n))]
-FUNCTIONS = [n for n in NAMES if inspect.isfunction(getattr(ow, n))]
+VALUES = {path: attrgetter(path)(ow) for path in public_paths(ow)}
+NAMES = [path for path, v in VALUES.items() if inspect.isfunction(v) or inspect.isclass(v)]
+FUNCTIONS = [path for path in NAMES if inspect.isfunction(VALUES[path])]
 OPTIMIZERS = [
-    n for n in NAMES if inspect.isclass(getattr(ow, n)) and issubclass(getattr(ow, n), ow.Optimizer)
+    path for path in NAMES if inspect.isclass(VALUES[path]) and issubclass(VALUES[path], ow.Optimizer)
 ]
+ROOMS = ("core", "define", "derive", "distribute", "execute", "explain", "serve", "shell")
+
+# A process that has read the top of the house, and then does what a script does.
+FIRST_USE = """
+import json, sys
+import jax, jax.numpy as jnp
+told = {}
+def tell(what):
+    told[what] = sorted(name for name in sys.modules if name.startswith("onward."))
+import onward as ow
+tell("import")
+assert set(ow.__all__) <= set(dir(ow))
+tell("dir")
+def network():
+    return ow.layer.mse(ow.layer.fc(ow.data("x", (2, 3)), 1), ow.data("y", (2, 1)))
+program = ow.Adam(0.1).minimize(network, batch_size=2)
+step = ow.compile(program)
+tell("compile")
+def inside(x):
+    for path in ow.__all__:
+        getattr(ow, path)
+    return x + 1
+jax.make_jaxpr(inside)(1.0)
+rooms = [module for name, module in sys.modules.items() if name.startswith("onward.")]
+told["tracers"] = [n for m in rooms for n, v in vars(m).items() if isinstance(v, jax.core.Tracer)]
+from onward import *
+told["star"] = sorted(set(ow.__all__) - set(globals()))
+print(json.dumps(told))
+"""
 
 
-def test_all_is_complete():
-    submodules = {"core", "define", "derive", "distribute", "execute", "explain", "serve", "shell"}
-    public = {n for n in vars(ow) if not n.startswith("_")} - submodules
-    assert len(set(ow.__all__)) == len(ow.__all__)
-    assert public - {"version", "TYPE_CHECKING"} == set(ow.__all__)
+@pytest.fixture(scope="module")
+def first_use():
+    done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def in_rooms(modules, *rooms):
+    return [name for name in modules if name.split(".")[1] in rooms and name.count(".") > 1]
+
+
+def test_an_import_loads_nothing_of_the_house(first_use):
+    assert len(first_use["import"]) <= 5
+    assert in_rooms(first_use["import"], *ROOMS[1:]) == []
+    assert first_use["dir"] == first_use["import"]
+
+
+def test_a_script_loads_the_rooms_that_it_enters(first_use):
+    loaded = first_use["compile"]
+    assert len(loaded) <= 250
+    assert in_rooms(loaded, "explain", "serve", "shell") == []
+    assert [name for name in loaded if name.startswith("onward.execute.cluster")] == []
+
+
+def test_names_may_be_loaded_first_inside_of_a_trace(first_use):
+    assert first_use["tracers"] == []
+    assert first_use["star"] == []
+
+
+def test_names_are_what_type_checkers_see():
+    assert len(set(ow.__all__)) == len(ow.__all__) <= 150
+    public = {n for n in vars(ow) if not n.startswith("_")} - {*ROOMS, "Any", "from_stub", "version"}
+    assert public <= set(ow.__all__) <= set(dir(ow))
+    assert dict(inspect.getmembers(ow)).keys() >= set(ow.__all__)  # so does help(ow)
+
+
+def test_a_type_is_pickled_by_where_it_is_defined():
+    types = [v for v in VALUES.values() if inspect.isclass(v) and v.__module__.startswith("onward.")]
+    assert pickle.loads(pickle.dumps(types)) == types
+
+
+POINTERS = {
+    "ADOPT": "It is ow.optimizer.ADOPT.",
+    "TopK": "It is ow.merge.TopK.",
+    "Linear": "It is ow.layer.fc.",
+    "adam": "It is ow.Adam.",
+    "crossentropy": "It is ow.layer.cross_entropy.",
+    "minimize": "It is ow.Optimizer.minimize.",
+    "replicated": "The nearest names are ow.replicate.",
+    "zzz": "dir(ow) lists the names that there are.",
+}
+
+
+@pytest.mark.parametrize(("name", "pointer"), POINTERS.items())
+def test_a_name_that_is_not_there_says_where_it_is(name, pointer):
+    with pytest.raises(AttributeError) as raised:
+        getattr(ow, name)
+    assert str(raised.value) == f"module 'onward' has no attribute {name!r}. {pointer}"
+
+
+def test_what_other_libraries_call_it_is_there():
+    from onward.core import whereabouts  # noqa: PLC0415
+
+    assert [p for p in whereabouts._ELSEWHERE.values() if attrgetter(p)(ow) is None] == []
+
+
+def test_a_name_of_a_module_is_the_one_at_the_top():
+    modules = [v for v in VALUES.values() if isinstance(v, ModuleType)]
+    optimizers = [n for n in ow.__all__ if n in OPTIMIZERS and n != "Optimizer"]
+    assert len(modules) == 9
+    assert [n for n in optimizers if getattr(ow.optimizer, n) is not getattr(ow, n)] == []
 
 
 def test_every_public_name_has_a_docstring():
-    first = {name: (inspect.getdoc(getattr(ow, name)) or "\n").strip().partition("\n")[0] for name in NAMES}
+    first = {name: (inspect.getdoc(VALUES[name]) or "\n").strip().partition("\n")[0] for name in NAMES}
     assert {name: line for name, line in first.items() if not line.endswith((".", ":"))} == {}
 
 
 def test_every_optimizer_names_its_source():
-    texts = {name: inspect.getdoc(getattr(ow, name)) for name in OPTIMIZERS if name != "Optimizer"}
+    texts = {name: inspect.getdoc(VALUES[name]) for name in OPTIMIZERS if name != "Optimizer"}
     lacking = {
         name: [word for word in ("Source:", ">>>") if word not in text] for name, text in texts.items()
     }
@@ -32,11 +137,13 @@ def test_every_optimizer_names_its_source():
 
 
 def test_most_public_functions_show_an_example():
-    plain = {"ancestors", "consumers", "descendants", "liveness", "producers"}
-    assert {n for n in FUNCTIONS if ">>>" not in inspect.getdoc(getattr(ow, n))} <= plain
+    walks = {f"graph.{name}" for name in ("consumers", "descendants", "liveness", "producers")}
+    shown = [n for n in FUNCTIONS if "." not in n or n.startswith("graph.")]
+    found = {n for n in shown if ">>>" not in inspect.getdoc(VALUES[n])}
+    assert found <= walks
 
 
 def test_every_error_is_an_onward_error_and_a_builtin_one():
-    errors = [getattr(ow, n) for n in NAMES if n.endswith("Error")]
+    errors = [VALUES[n] for n in NAMES if n.endswith("Error")]
     assert all(issubclass(e, ow.OnwardError) for e in errors)
     assert all(len(e.__mro__) > 4 for e in errors if e is not ow.OnwardError)

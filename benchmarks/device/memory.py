@@ -54,8 +54,8 @@ def _taken(work: Work, side: str, sheet: Sheet) -> None:
 
 def _as_compiled(side: Side, program: ow.Program) -> ow.Program:
     """The Program as compile made it, with its loops; over Variables, not over buffers."""
-    loops = ow.rolls_of(side.step.plan().compiled)
-    return ow.roll(program) if loops and not ow.rolls_of(program) else program
+    loops = ow.graph.rolls_of(side.step.plan().compiled)
+    return ow.roll(program) if loops and not ow.graph.rolls_of(program) else program
 
 
 def _of_compiled(side: Side) -> int:

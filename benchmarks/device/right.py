@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -213,7 +212,7 @@ def _devices(sheet: Sheet) -> None:
     count = jax.device_count()
     params, data = network_of(4 * count)
     expected, program = descended(network, params, data), _minimized(network, params, data)
-    merges = {"average": ow.Average(), "bucketed": ow.Bucketed(), "sharded": ow.Sharded()}
+    merges = {"average": ow.Average(), "bucketed": ow.merge.Bucketed(), "sharded": ow.Sharded()}
     ways = {(merge, by): merges[merge] for merge in merges for by in ("shard_map", "pmap")}
     for (name, by), merge in list(ways.items())[: 1 if sheet.rounds <= 2 else None]:
 
@@ -230,9 +229,7 @@ def _devices(sheet: Sheet) -> None:
 
 def optimizers() -> dict[str, type[ow.Optimizer]]:
     """Every optimizer that Onward has, by name."""
-    found = {name: getattr(ow, name) for name in ow.__all__}
-    kinds = {n: k for n, k in found.items() if inspect.isclass(k) and issubclass(k, ow.Optimizer)}
-    return {name: kind for name, kind in kinds.items() if kind is not ow.Optimizer}
+    return {name: getattr(ow.optimizer, name) for name in ow.optimizer.__all__}
 
 
 _DRAWING = {"PSGDKron": "it draws at random, and draws other numbers in float64"}

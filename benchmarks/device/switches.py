@@ -34,7 +34,7 @@ class Switches:
     def __call__(self, program: ow.Program, fetch: Sequence[str] = ()) -> Tuned:
         if self.roll is not False:
             program = ow.roll(program) if self.roll else roll_where_worth(program)[0]
-        if self.lean and ow.rolls_of(program):
+        if self.lean and ow.graph.rolls_of(program):
             program = lean(program)
         if self.rewrite:
             program = rewrite(program, "cpu")
@@ -56,7 +56,7 @@ def flipped(program: ow.Program, name: str) -> tuple[str, Step | None]:
         return "onward, tune=False", ow.compile(program, tune=False)
     usual = default()
     before = usual(program).program
-    is_on = bool(ow.rolls_of(before)) if name == "roll" else getattr(usual, name)
+    is_on = bool(ow.graph.rolls_of(before)) if name == "roll" else getattr(usual, name)
     label, changed = f"onward, {name} {'off' if is_on else 'on'}", replace(usual, **{name: not is_on})
     try:
         after = changed(program).program

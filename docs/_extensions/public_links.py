@@ -5,6 +5,7 @@ It also prepares docstrings for Sphinx: what is indented without being a section
 
 import re
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 from docutils import nodes
@@ -13,11 +14,12 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 import onward
+from onward.core.whereabouts import public_paths
 
 NAME = re.compile(r"(ow\.|onward\.)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*\))?$", re.DOTALL)
 SECTION = re.compile(r"(Args|Returns|Raises|Yields|Example|Examples|Attributes|Note|Notes):$")
 STAR = re.compile(r"(?<![\w*`])\*(?=\w)(?=(?:[^`]*``[^`]*``)*[^`]*$)")  # (*data), outside of inline code
-MODULES = {"cluster", "initializer", "layer", "schedule"}
+PATHS = {path.rpartition(".")[2]: path for path in reversed(public_paths(onward))}  # by the last word
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -45,10 +47,12 @@ class LinkNames(SphinxTransform):
 def target_of(text: str, bare: bool) -> str | None:
     """The path of the public name that a piece of inline code is, if it is one."""
     found = NAME.match(text)
-    if not found or found[2].split(".")[0] not in onward.__all__:
-        return None
-    if found[1] or (bare and (found[2][0].isupper() or found[2].split(".")[0] in MODULES)):
+    first, _, rest = found[2].partition(".") if found else ("", "", "")
+    is_module = isinstance(getattr(onward, first), ModuleType) if first in onward.__all__ else False
+    if found and found[1] and first in onward.__all__:
         return f"onward.{found[2]}"
+    if bare and ((is_module and rest) or (first[:1].isupper() and first in PATHS)):
+        return ".".join(["onward", PATHS[first], *([rest] if rest else [])])
     return None
 
 
@@ -78,10 +82,10 @@ def reference(target: str, shown: nodes.Node, docname: str) -> addnodes.pending_
 def resolve_by_last_word(app: Sphinx, env: Any, node: Any, shown: nodes.Element) -> nodes.Node | None:
     """A type in a signature is that of the module that defines it; its page has the public name."""
     name = node.get("reftarget", "").rsplit(".", 1)[-1]
-    if node.get("refdomain") != "py" or name not in onward.__all__:
+    if node.get("refdomain") != "py" or name not in PATHS:
         return None
     domain = env.get_domain("py")
-    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", f"onward.{name}", node, shown)
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", f"onward.{PATHS[name]}", node, shown)
 
 
 def show_indented_text(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:

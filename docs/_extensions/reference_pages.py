@@ -1,6 +1,7 @@
 """The reference: one page for each topic of each folder of the house, written from ``onward.__all__``.
 
-A name belongs to the first topic that its module path begins with. A name without a topic ends the build.
+A name, or one that a module holds, such as ``layer.fc``, belongs to the first topic that fits where it is
+defined. A name without a topic ends the build.
 """
 
 import inspect
@@ -8,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.inspect import stringify_signature
 
 import onward
+from onward.core.whereabouts import public_paths
 from onward.derive.rule import Rule
 
 FOLDERS = {
@@ -42,8 +45,11 @@ TOPICS = {
     "core-program": Topic(
         "Programs", ("core.program", "core.jaxprs", "core.words", "core.check", "core.transform")
     ),
-    "core-walk": Topic("Walking, showing, counting", ("core.walk", "core.show", "core.cost", "core.homes")),
+    "core-walk": Topic(
+        "Walking, showing, counting", ("core.walk", "core.show", "core.cost", "core.homes", "derive.graph")
+    ),
     "core-errors": Topic("Errors", ("core.errors",)),
+    "core-types": Topic("Types to annotate with", ("typing",)),
     "define-trace": Topic(
         "Trace and declare", ("define.trace", "define.declare", "define.lazy", "define.deferred")
     ),
@@ -59,7 +65,13 @@ TOPICS = {
     "distribute-replicate": Topic("Many devices", ("distribute.replicate", "distribute.plan")),
     "distribute-merge": Topic(
         "Merge strategies",
-        ("distribute.merge", "distribute.sharded", "distribute.compressed", "distribute.local"),
+        (
+            "distribute.merge",
+            "distribute.merges",
+            "distribute.sharded",
+            "distribute.compressed",
+            "distribute.local",
+        ),
     ),
     "distribute-split": Topic("Parameter servers", ("distribute.split",)),
     "execute-compile": Topic(
@@ -99,8 +111,12 @@ TOPICS = {
 # What has no docstring of its own, and does not say where it was defined: where, its type, and what it is.
 VALUES = {
     "Hyperparameter": ("derive.rule", "float | Schedule", "A number that becomes a Variable, or a schedule."),
-    "Schedule": ("derive.rule", "Callable[[Array], Array]", "A pure function of the step, counted from 0."),
-    "Slots": ("derive.rule", "Mapping[str, Array]", "What a rule keeps for a parameter, by name."),
+    "typing.Schedule": (
+        "derive.rule",
+        "Callable[[Array], Array]",
+        "A pure function of the step, counted from 0.",
+    ),
+    "typing.Slots": ("derive.rule", "Mapping[str, Array]", "What a rule keeps for a parameter, by name."),
     "__version__": ("core.program", "str", "The version of Onward, such as ``0.1.0``."),
 }
 
@@ -136,7 +152,7 @@ def write(app: Sphinx) -> None:
 def names_by_topic() -> dict[str, list[str]]:
     """Each public name once, under its topic; topics in the order of the house."""
     found: dict[str, list[str]] = {topic: [] for topic in TOPICS}
-    for name in onward.__all__:
+    for name in public_paths(onward):
         found[topic_of(name)].append(name)
     return {topic: sorted(names, key=str.lower) for topic, names in found.items() if names}
 
@@ -156,7 +172,7 @@ def path_of(name: str) -> str:
     """Where a name is defined, such as ``core.program``."""
     if name in VALUES:
         return VALUES[name][0]
-    value = getattr(onward, name)
+    value = attrgetter(name)(onward)
     module = value.__name__ if isinstance(value, ModuleType) else value.__module__
     return str(module).removeprefix("onward.")
 
@@ -168,22 +184,17 @@ def index(names: dict[str, list[str]]) -> str:
         topics = [topic for topic in names if topic.startswith(f"{folder}-")]
         if topics:
             lines += [f"## {folder}", "", f"{meaning}.", ""]
-            lines += [f"* [{TOPICS[t].title}]({t}): {listed(names[t])}" for t in topics]
+            lines += [
+                f"* [{TOPICS[t].title}]({t}): {', '.join(f'`ow.{n}`' for n in names[t])}" for t in topics
+            ]
             lines += ["", "```{toctree}", ":hidden:", "", *topics, "```", ""]
     return "\n".join(lines)
 
 
-def listed(names: list[str]) -> str:
-    """These names as links, each module followed by what it holds."""
-    values = {name: getattr(onward, name) for name in names}
-    held = (f"{n}.{m}" for n, v in values.items() if isinstance(v, ModuleType) for m in sorted(public(v)))
-    return ", ".join(f"`ow.{name}`" for name in (*names, *held))
-
-
 def page(title: str, names: list[str]) -> str:
-    """A page that shows these names; what a module holds stands below its own name."""
+    """A page that shows these names."""
     note = COMMON_NOTE if "Optimizer" in names else ""
-    directives = [line for name in names for line in directive(f"onward.{name}", getattr(onward, name))]
+    directives = [line for name in names for line in directive(f"onward.{name}", attrgetter(name)(onward))]
     return "\n".join([f"# {title}", "", note, "```{eval-rst}", *directives, "```", ""])
 
 
@@ -191,16 +202,21 @@ def directive(path: str, value: Any) -> Iterator[str]:
     """What autodoc is told about one name."""
     if isinstance(value, ModuleType):
         yield from (f".. automodule:: {path}", "   :no-members:", "")
-        for name in sorted(public(value), key=str.lower):
-            yield from directive(f"{path}.{name}", getattr(value, name))
     elif isinstance(value, type):
         yield from (f".. autoclass:: {path}", *members(value), "")
     elif callable(value) and hasattr(value, "__code__"):
         yield from (f".. autofunction:: {path}", "")
     else:
-        name = path.removeprefix("onward.")
-        _, form, text = VALUES[name]
-        yield from (f".. py:data:: {name}", "   :module: onward", f"   :type: {form}", "", f"   {text}", "")
+        _, form, text = VALUES[path.removeprefix("onward.")]
+        module, _, name = path.rpartition(".")
+        yield from (
+            f".. py:data:: {name}",
+            f"   :module: {module}",
+            f"   :type: {form}",
+            "",
+            f"   {text}",
+            "",
+        )
 
 
 def members(value: type) -> Iterator[str]:
@@ -211,11 +227,6 @@ def members(value: type) -> Iterator[str]:
         yield from ("   :members:", "   :inherited-members: object,Sequence,Mapping")
     if value.__bases__ != (object,):
         yield "   :show-inheritance:"
-
-
-def public(module: ModuleType) -> list[str]:
-    """The names that a module lists."""
-    return list(module.__all__)
 
 
 def signature_of_rule(

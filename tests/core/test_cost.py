@@ -151,9 +151,9 @@ def test_what_devices_exchange():
 
 
 def test_costs_add_and_multiply():
-    one = ow.Cost(1, 2, 3, 4, 1)
-    assert one + one == one * 2 == ow.Cost(2, 4, 6, 8, 2)
-    assert (one + ow.Cost(endless=True)).endless
+    one = ow.typing.Cost(1, 2, 3, 4, 1)
+    assert one + one == one * 2 == ow.typing.Cost(2, 4, 6, 8, 2)
+    assert (one + ow.typing.Cost(endless=True)).endless
     assert one.bytes == 5
 
 
@@ -266,6 +266,6 @@ def test_factorizations_by_their_leading_terms():
 
 @pytest.mark.parametrize("wrong", [3, jnp.sum, None])
 def test_no_program_and_no_op(wrong):
-    for function in (ow.cost, ow.homes, ow.draw):
+    for function in (ow.cost, ow.graph.homes, ow.draw):
         with pytest.raises(ow.ArgumentError, match="expected a Program"):
             function(wrong)

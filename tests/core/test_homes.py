@@ -28,7 +28,7 @@ def test_scopes_of_rules_and_collectives():
 
 def test_gradient_ops_belong_to_what_they_differentiate():
     program = ow.Adam(0.1).minimize(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), jnp.eye(3), jnp.ones((2, 3)))
-    found = ow.homes(program)
+    found = ow.graph.homes(program)
     for op in program.ops:
         if op.of is not None:
             assert op.of in found[op].outputs
@@ -40,7 +40,7 @@ def test_gradient_ops_belong_to_what_they_differentiate():
 
 def test_what_updates_several_parameters_belongs_to_none():
     program = ow.LBFGS().minimize(lambda p: jnp.sum(jnp.sin(p[0])) + jnp.sum(p[1] ** 2), [jnp.ones(3)] * 2)
-    found = ow.homes(program)
+    found = ow.graph.homes(program)
     across = [op for op in program.ops if op.update is ow.UpdateType.ACROSS and len(op.outputs) > 4]
     assert across
     assert all(found[op] is None for op in across)

@@ -123,7 +123,7 @@ def test_a_program_without_ops_holds_what_it_is_given():
 def test_what_walk_calls_alive_is_alive_here():
     """Every array of this walk is a Variable that the plain walk holds to be alive as well."""
     program = ow.append_backward(ow.trace(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), M, M))
-    alive = ow.liveness(program)
+    alive = ow.graph.liveness(program)
     lives = lifetimes(program)
     known = set(program.variables.values())
     for array in lives.arrays:

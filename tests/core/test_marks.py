@@ -55,7 +55,7 @@ def test_a_rule_of_ones_own_may_bear_any_name(name):
     rule = type(class_name(name), (ow.SGD,), {})
     program = rule(0.1).minimize(loss, W, X)
     assert name in [op.type for op in program.ops if not isinstance(op.type, Mark)]
-    assert ow.fences(program) == ()
+    assert ow.graph.fences(program) == ()
     expect_alike(program, ow.SGD(0.1).minimize(loss, W, X))
 
 

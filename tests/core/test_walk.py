@@ -54,21 +54,21 @@ DESCENDANTS = {
 
 @pytest.mark.parametrize("target", ANCESTORS)
 def test_ancestors(target):
-    assert names(ow.ancestors(PROGRAM, [PROGRAM[target]])) == ANCESTORS[target]
+    assert names(ow.graph.ancestors(PROGRAM, [PROGRAM[target]])) == ANCESTORS[target]
 
 
 @pytest.mark.parametrize("source", DESCENDANTS)
 def test_descendants(source):
-    assert names(ow.descendants(PROGRAM, [PROGRAM[source]])) == DESCENDANTS[source]
+    assert names(ow.graph.descendants(PROGRAM, [PROGRAM[source]])) == DESCENDANTS[source]
 
 
 def test_ancestors_of_several_are_those_of_each():
-    both = ow.ancestors(PROGRAM, [PROGRAM["sin"], PROGRAM["b"]])
+    both = ow.graph.ancestors(PROGRAM, [PROGRAM["sin"], PROGRAM["b"]])
     assert names(both) == ANCESTORS["sin"] | {"b"}
 
 
 def test_producers_and_consumers():
-    made, read = ow.producers(PROGRAM), ow.consumers(PROGRAM)
+    made, read = ow.graph.producers(PROGRAM), ow.graph.consumers(PROGRAM)
     assert {v.name: op.type for v, op in made.items()}["add_1"] == "add"
     assert PROGRAM["w"] not in made
     assert [op.type for op in read[PROGRAM["mul"]]] == ["sin", "cos"]
@@ -77,7 +77,7 @@ def test_producers_and_consumers():
 
 
 def test_liveness_by_hand():
-    assert [names(alive) for alive in ow.liveness(PROGRAM)] == [
+    assert [names(alive) for alive in ow.graph.liveness(PROGRAM)] == [
         {"mul"},
         {"mul", "sin"},
         {"sin", "cos"},
@@ -89,7 +89,7 @@ def test_liveness_by_hand():
 
 def test_what_an_op_writes_and_nobody_reads_is_alive_once():
     program = ow.trace(lambda w: (jnp.sin(w), jnp.sum(jnp.exp(w)))[0], V)
-    assert [names(alive) for alive in ow.liveness(program)] == [
+    assert [names(alive) for alive in ow.graph.liveness(program)] == [
         {"sin"},
         {"sin", "exp"},
         {"sin", "reduce_sum"},
@@ -97,7 +97,7 @@ def test_what_an_op_writes_and_nobody_reads_is_alive_once():
 
 
 def test_the_next_state_stays_alive_to_the_end():
-    last = ow.liveness(TRAINED)[-1]
+    last = ow.graph.liveness(TRAINED)[-1]
     assert set(TRAINED.next_state.values()) <= last
     assert TRAINED.loss in last
     assert not any(v.name.startswith("grad(w)") for v in last)

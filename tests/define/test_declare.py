@@ -602,7 +602,7 @@ def test_a_variable_with_a_shape_needs_no_layer():
 def test_a_program_to_come_says_so():
     cost, *_ = early()
     later = ow.SGD(0.1).minimize(cost)
-    assert isinstance(later, ow.Deferred)
+    assert isinstance(later, ow.typing.Deferred)
     assert str(later).startswith(
         "A Program to come: its first feed will show the shape of 'images', 'labels'."
     )
@@ -671,7 +671,7 @@ def test_a_failing_trace_leaves_no_context_behind():
     for _ in range(2):
         with pytest.raises(ow.TraceError, match="Failure: on the way"):
             ow.trace(network)
-        assert isinstance(ow.data("x", (None, 3)), ow.Lazy)
+        assert isinstance(ow.data("x", (None, 3)), ow.typing.Lazy)
         with pytest.raises(ow.ArgumentError, match="outside of a traced function"):
             ow.assign("w", 1.0)
     assert names(ow.trace(declared).parameters) == ["w", "b"]

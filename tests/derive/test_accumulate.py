@@ -371,9 +371,9 @@ def test_prints_come_once_for_each_micro_batch_in_order(capsys):
 
 MERGES = {
     "average": (ow.Average(), 2),
-    "bucketed": (ow.Bucketed(16), 4),
+    "bucketed": (ow.merge.Bucketed(16), 4),
     "sharded": (ow.Sharded(), 4),
-    "local sgd": (ow.LocalSGD(2), 2),
+    "local sgd": (ow.merge.LocalSGD(2), 2),
 }
 
 
@@ -461,7 +461,7 @@ def test_the_way_back():
     assert str(unaccumulated(program)) == str(line())
     assert str(unaccumulated(ow.replicate(program, 2))) == str(ow.replicate(line(), 2))
     assert str(ow.for_test(program)) == str(ow.for_test(line()))
-    assert str(ow.update_pass(program)) == str(ow.update_pass(line()))
+    assert str(ow.graph.update_pass(program)) == str(ow.graph.update_pass(line()))
 
 
 def temporary(program):

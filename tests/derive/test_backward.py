@@ -217,7 +217,7 @@ def test_every_op_on_the_path_has_one_gradient_op():
     gradient_ops = [op for op in of_pass(program, Pass.BACKWARD) if op.of is not None]
     assert len({op.of for op in gradient_ops}) == len(gradient_ops)
     assert all(op.type == f"{forward[op.of].type}_grad" for op in gradient_ops)
-    reached = ow.descendants(program, program.parameters)
+    reached = ow.graph.descendants(program, program.parameters)
     assert {op.of for op in gradient_ops} == {v for v in forward if v in reached}
     assert [op.type for op in of_pass(program, Pass.BACKWARD) if op.of is None] == ["ones"]
 

@@ -25,7 +25,7 @@ TRANSFORMS = {
     "stop": lambda p: ow.guard(p, "stop"),
     "average": lambda p: ow.replicate(p, 2),
     "sharded": lambda p: ow.replicate(p, 2, ow.Sharded()),
-    "local": lambda p: ow.replicate(p, 2, ow.LocalSGD(2)),
+    "local": lambda p: ow.replicate(p, 2, ow.merge.LocalSGD(2)),
 }
 
 

@@ -42,7 +42,7 @@ def moving(path, decay, first=PARAMS):
 
 CASES = {
     "EMA": (ow.SGD(0.1, rules=[ow.EMA(0.75)]), lambda path: moving(path, 0.75)),
-    "PolyakAverage": (ow.Adam(0.1, rules=[ow.PolyakAverage(begin=4)]), lambda path: mean(path[4:])),
+    "PolyakAverage": (ow.Adam(0.1, rules=[ow.rule.PolyakAverage(begin=4)]), lambda path: mean(path[4:])),
     "SWA": (ow.Momentum(0.1, rules=[ow.SWA(begin=3, every=3)]), lambda path: mean(path[5::3])),
     "SWA, not yet": (ow.Momentum(0.1, rules=[ow.SWA(begin=30)]), lambda path: path[-1]),
     "one parameter": (
@@ -55,11 +55,12 @@ CASES = {
     ),
     "with rules that keep nothing for it": (
         ow.SGD(
-            0.1, rules=[ow.ClipByGlobalNorm(0.5), ow.Lookahead(every=2), ow.EMA(0.75), ow.WeightDecay(0.1)]
+            0.1,
+            rules=[ow.ClipByGlobalNorm(0.5), ow.rule.Lookahead(every=2), ow.EMA(0.75), ow.WeightDecay(0.1)],
         ),
         None,
     ),
-    "the last of two": (ow.SGD(0.1, rules=[ow.EMA(0.75), ow.PolyakAverage()]), mean),
+    "the last of two": (ow.SGD(0.1, rules=[ow.EMA(0.75), ow.rule.PolyakAverage()]), mean),
 }
 
 
@@ -126,7 +127,9 @@ def test_of_a_replicated_training(averaged):
     )
 
 
-@pytest.mark.parametrize(("merge", "word"), [(ow.Sharded(), "sharded"), (ow.LocalSGD(2), "per replica")])
+@pytest.mark.parametrize(
+    ("merge", "word"), [(ow.Sharded(), "sharded"), (ow.merge.LocalSGD(2), "per replica")]
+)
 def test_what_devices_keep_in_parts_is_refused(averaged, merge, word):
     with pytest.raises(ow.GraphError, match=f"'./average' of EMA {word}.*Average"):
         ow.for_evaluation(ow.replicate(averaged[0], 2, merge))

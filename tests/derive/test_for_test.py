@@ -92,7 +92,7 @@ def test_a_function_may_ask_whether_it_is_trained():
         return jnp.sum(y * 2 if ow.is_training() else y)
 
     program = ow.SGD(0.1).minimize(network, np.ones(3, "float32"), X)
-    assert len(ow.forward_pass(program).ops) - len(ow.for_test(program).ops) == 1
+    assert len(ow.graph.forward_pass(program).ops) - len(ow.for_test(program).ops) == 1
 
 
 def test_a_network_without_anything_to_leave_out_stays_as_it_is():

@@ -266,9 +266,17 @@ WRONG = {
         ow.HyperparameterError,
         ["'rat'", "'rate'"],
     ),
-    "half a step": (lambda: ow.Lookahead(every=0.5), ow.HyperparameterError, ["every is 0.5", "at least 1"]),
+    "half a step": (
+        lambda: ow.rule.Lookahead(every=0.5),
+        ow.HyperparameterError,
+        ["every is 0.5", "at least 1"],
+    ),
     "no step": (lambda: ow.SWA(every=0), ow.HyperparameterError, ["every is 0"]),
-    "a begin before the first": (lambda: ow.PolyakAverage(begin=-1), ow.HyperparameterError, ["begin is -1"]),
+    "a begin before the first": (
+        lambda: ow.rule.PolyakAverage(begin=-1),
+        ow.HyperparameterError,
+        ["begin is -1"],
+    ),
     "a schedule of rows": (
         lambda: ow.SGD(0.1, rules=[ow.L2(lambda step: jnp.ones(2) * step)]),
         ow.HyperparameterError,

@@ -148,7 +148,7 @@ def test_what_is_infinite_in_the_loss_is_named_as_well():
     assert stop_of(guard(ow.SGD(0.1).minimize(loss, PARAMS, BATCHES[0]))) is None
 
 
-MERGES = {"average": None, "buckets": ow.Bucketed(64), "sharded": ow.Sharded()}
+MERGES = {"average": None, "buckets": ow.merge.Bucketed(64), "sharded": ow.Sharded()}
 COUNTED = {"skip": GOOD, "stop": GOOD[: BAD[0]]}
 MOMENTUM = ow.Momentum(0.1, 0.9).minimize(loss, PARAMS, BATCHES[0])
 

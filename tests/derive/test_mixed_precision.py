@@ -367,7 +367,11 @@ REFUSED = {
         "'bfloat16' or 'float16'",
     ),
     "twice": (lambda: mixed_precision(mixed_precision(a_program())), ow.GraphError, "already"),
-    "no recipe": (lambda: mixed_precision(ow.update_pass(a_program())), ow.RecipeError, "not made by trace"),
+    "no recipe": (
+        lambda: mixed_precision(ow.graph.update_pass(a_program())),
+        ow.RecipeError,
+        "not made by trace",
+    ),
     "nothing to keep": (lambda: mixed_precision(a_program(), keep="head/*"), ow.UnknownNameError, "keep"),
     "float16, not minimized": (
         lambda: mixed_precision(ow.trace(simple, WEIGHTS, X, LABELS), "float16"),

@@ -271,7 +271,7 @@ def test_more_values_than_hyperparameters_are_counted():
 
 def test_the_step_counter_stays_where_an_int32_would_wrap():
     w = jnp.ones(3)
-    optimizer = ow.NAdam(ow.schedule.cosine(0.1, steps=100, end=0.01))
+    optimizer = ow.optimizer.NAdam(ow.schedule.cosine(0.1, steps=100, end=0.01))
     step = ow.compile(optimizer.minimize(lambda w: jnp.sum(w**2), w), fetch=["learning_rate"])
     state = step.init(w).replace({"step": np.int32(2**31 - 130)})
     seen = []

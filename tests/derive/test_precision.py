@@ -80,8 +80,8 @@ RULES = [
     ow.L2(0.1),
     ow.WeightDecay(0.1),
     ow.EMA(0.9),
-    ow.Cautious(),
-    ow.Lookahead(every=2),
+    ow.rule.Cautious(),
+    ow.rule.Lookahead(every=2),
 ]
 
 

@@ -64,7 +64,7 @@ CUT = [*((name, "arguments") for name in OPTIMIZERS), ("SGD", "declarations"), (
 
 
 def before_updates(program):
-    carried = ow.forward_pass(program).next_state.values()
+    carried = ow.graph.forward_pass(program).next_state.values()
     return ow.prune(program, [program.loss, *(g for _, g in program.gradients), *carried])
 
 
@@ -85,7 +85,7 @@ def gradient_step(make):
 def test_gradients_and_then_updates_are_the_fused_step_to_the_bit(optimizer, make):
     minimize, arguments = NETWORKS[make]
     program = minimize(OPTIMIZERS[optimizer])
-    fused, second = (compiled(p, make) for p in (program, ow.update_pass(program)))
+    fused, second = (compiled(p, make) for p in (program, ow.graph.update_pass(program)))
     first, text = gradient_step(make)
     assert str(before_updates(program)) == text
     one = two = fused.init(*arguments)
@@ -100,7 +100,7 @@ def test_gradients_and_then_updates_are_the_fused_step_to_the_bit(optimizer, mak
 @pytest.mark.parametrize("make", NETWORKS)
 def test_every_op_lies_on_one_side_of_the_seam(make):
     program = NETWORKS[make][0](ow.Adam(0.1))
-    forward, update = ow.forward_pass(program), ow.update_pass(program)
+    forward, update = ow.graph.forward_pass(program), ow.graph.update_pass(program)
     passes = [op.made_by for op in program.ops]
     assert len(forward.ops) == passes.count(ow.Pass.FORWARD)
     assert len(update.ops) == passes.count(ow.Pass.UPDATE) == 1 + len(program.parameters)
@@ -115,15 +115,15 @@ def test_every_op_lies_on_one_side_of_the_seam(make):
 
 def test_the_forward_pass_is_the_program_before_minimize():
     forward = ow.trace(network)
-    cut = ow.forward_pass(ow.Adam(0.1).minimize(forward))
+    cut = ow.graph.forward_pass(ow.Adam(0.1).minimize(forward))
     assert str(cut) == str(forward)
-    assert ow.forward_pass(forward).ops is forward.ops
+    assert ow.graph.forward_pass(forward).ops is forward.ops
     assert names(cut.parameters) == names(forward.parameters)
     assert cut.loss.name == forward.loss.name
 
 
 def test_the_forward_pass_can_be_minimized_again_and_fed_other_batches():
-    cut = ow.forward_pass(ow.Adam(0.1).minimize(ow.trace(network)))
+    cut = ow.graph.forward_pass(ow.Adam(0.1).minimize(ow.trace(network)))
     program = ow.SGD(0.1).minimize(cut)
     step = ow.compile(program)
     state, _ = step(step.init(), X[:3], Y[:3])
@@ -132,7 +132,7 @@ def test_the_forward_pass_can_be_minimized_again_and_fed_other_batches():
 
 def test_the_update_pass_alone_is_sgd_by_hand():
     program = ow.SGD(0.5).minimize(loss, PARAMS, X, Y)
-    step = ow.compile(ow.update_pass(program))
+    step = ow.compile(ow.graph.update_pass(program))
     state = step.init(PARAMS)
     assert names(step.layout.variables) == ["a", "b", "step", "learning_rate"]
     gradient = {name: np.full_like(p, 2.0) for name, p in PARAMS.items()}
@@ -147,20 +147,20 @@ def test_the_update_pass_alone_is_sgd_by_hand():
 
 
 def test_slots_of_an_update_pass_begin_by_themselves():
-    step = ow.compile(ow.update_pass(ow.Adam(0.1).minimize(loss, PARAMS, X, Y)))
+    step = ow.compile(ow.graph.update_pass(ow.Adam(0.1).minimize(loss, PARAMS, X, Y)))
     state = step.init(PARAMS)
     assert state["a/mean"].shape == (3, 4)
     assert float(state["learning_rate"]) == np.float32(0.1)
-    declared = ow.update_pass(ow.Adam(0.1).minimize(ow.trace(network)))
+    declared = ow.graph.update_pass(ow.Adam(0.1).minimize(ow.trace(network)))
     assert ow.compile(declared).init().parameters["fc_0/w"].shape == (3, 1)
 
 
 def test_a_frozen_parameter_is_on_the_forward_side_only():
     program = ow.SGD(0.1).minimize(loss, PARAMS, X, Y, parameter_list=["b"])
-    update = ow.update_pass(program)
+    update = ow.graph.update_pass(program)
     assert names(update.parameters) == ["b"]
     assert names(update.inputs) == ["grad(b)"]
-    assert names(ow.forward_pass(program).parameters) == ["a", "b"]
+    assert names(ow.graph.forward_pass(program).parameters) == ["a", "b"]
 
 
 class LineSearch(ow.Optimizer):
@@ -184,8 +184,8 @@ def test_an_optimizer_that_evaluates_the_loss_is_refused_by_name():
     with pytest.raises(
         ow.GraphError, match=r"update line_search of Program 'loss' reads 'x'.*evaluates the loss"
     ):
-        ow.update_pass(program)
-    assert len(ow.forward_pass(program).ops) == len(ow.trace(loss, PARAMS, X, Y).ops)
+        ow.graph.update_pass(program)
+    assert len(ow.graph.forward_pass(program).ops) == len(ow.trace(loss, PARAMS, X, Y).ops)
 
 
 class Clipped(ow.Optimizer):
@@ -202,7 +202,7 @@ class Clipped(ow.Optimizer):
 
 def test_a_rule_across_parameters_is_one_op_of_the_update_pass():
     program = Clipped(0.1).minimize(loss, PARAMS, X, Y)
-    update = ow.update_pass(program)
+    update = ow.graph.update_pass(program)
     assert [op.type for op in update.ops] == ["count", "clipped"]
     step = ow.compile(update)
     gradient = {name: np.full_like(p, 3.0) for name, p in PARAMS.items()}
@@ -213,5 +213,5 @@ def test_a_rule_across_parameters_is_one_op_of_the_update_pass():
 
 def test_a_program_without_updates_has_an_empty_update_pass():
     program = ow.append_backward(ow.trace(loss, PARAMS, X, Y))
-    assert ow.update_pass(program).ops == ()
-    assert len(ow.forward_pass(program).ops) < len(program.ops)
+    assert ow.graph.update_pass(program).ops == ()
+    assert len(ow.graph.forward_pass(program).ops) < len(program.ops)

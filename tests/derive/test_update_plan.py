@@ -116,8 +116,8 @@ def test_the_route_of_each_parameter_is_shown():
 
 
 def test_names_and_slots_of_one_name():
-    plan = ow.SGD(0.1, rules=[ow.EMA(0.9), ow.PolyakAverage()]).plan(ow.trace(loss, PARAMS, 1.0))
-    program = ow.SGD(0.1, rules=[ow.EMA(0.9), ow.PolyakAverage()]).minimize(ow.trace(loss, PARAMS, 1.0))
+    plan = ow.SGD(0.1, rules=[ow.EMA(0.9), ow.rule.PolyakAverage()]).plan(ow.trace(loss, PARAMS, 1.0))
+    program = ow.SGD(0.1, rules=[ow.EMA(0.9), ow.rule.PolyakAverage()]).minimize(ow.trace(loss, PARAMS, 1.0))
     names = {v.name for v in program.state}
     assert len(plan["head"].slots) == 2
     assert names.issuperset(plan["head"].slots)

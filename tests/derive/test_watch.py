@@ -229,7 +229,7 @@ def test_the_training_is_the_same(reference):
 PLACES = {
     "replicated": lambda p: ow.replicate(p, 8),
     "sharded": lambda p: ow.replicate(p, 4, ow.Sharded()),
-    "bucketed": lambda p: ow.replicate(p, 2, ow.Bucketed(64)),
+    "bucketed": lambda p: ow.replicate(p, 2, ow.merge.Bucketed(64)),
     "accumulated": lambda p: ow.accumulate(p, 4),
     "both": lambda p: ow.replicate(ow.accumulate(p, 2), 4),
     "guarded": guard,
@@ -404,8 +404,10 @@ def test_another_batch_and_the_parts_of_a_program():
     step = step_of_some()
     _, out = step(step.init(PARAMS), BATCHES[0][:5])
     assert out.watched["tanh"]["norm"] > 0
-    assert not watching_of(ow.forward_pass(WATCHED))
-    assert [op.type for op in ow.update_pass(WATCHED).ops] == [op.type for op in ow.update_pass(BASE).ops]
+    assert not watching_of(ow.graph.forward_pass(WATCHED))
+    assert [op.type for op in ow.graph.update_pass(WATCHED).ops] == [
+        op.type for op in ow.graph.update_pass(BASE).ops
+    ]
     assert ow.for_test(WATCHED).outputs
 
 

@@ -54,9 +54,9 @@ def by_hand(rows, weight=WEIGHT, total=False, w=W):
 MERGES = {
     "average": ow.Average(),
     "sum": ow.Sum(),
-    "bucketed": ow.Bucketed(8),
+    "bucketed": ow.merge.Bucketed(8),
     "sharded": ow.Sharded(),
-    "local sgd": ow.LocalSGD(1),
+    "local sgd": ow.merge.LocalSGD(1),
 }
 
 

@@ -90,7 +90,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_separate_runs_that_are_averaged(case):
     optimizer, max_norm, every = CASES[case]
-    many, outs = trained(optimizer, ow.LocalSGD(every), max_norm)
+    many, outs = trained(optimizer, ow.merge.LocalSGD(every), max_norm)
     met = FIRST
     for number, (states, mean) in enumerate(apart(optimizer, every, max_norm), 1):
         if number % every == 0:
@@ -106,7 +106,7 @@ def test_equal_to_separate_runs_that_are_averaged(case):
 
 def test_each_device_clips_its_own_gradient_by_its_own_norm():
     names = ("global_norm", "grad(a)", "grad(b)", "clip(grad(a))")
-    _, outs = trained(ow.SGD(0.1), ow.LocalSGD(2), 0.2, names)
+    _, outs = trained(ow.SGD(0.1), ow.merge.LocalSGD(2), 0.2, names)
     for out in outs:
         squares = [(out[f"grad({name})"] ** 2).reshape(DEVICES, -1).sum(1) for name in FIRST]
         norms = np.sqrt(sum(squares))
@@ -118,14 +118,14 @@ def test_each_device_clips_its_own_gradient_by_its_own_norm():
 
 def test_to_meet_at_every_step_of_sgd_is_to_average_gradients():
     for local, average in zip(
-        *(trained(ow.SGD(0.1), m)[0] for m in (ow.LocalSGD(1), ow.Average())), strict=True
+        *(trained(ow.SGD(0.1), m)[0] for m in (ow.merge.LocalSGD(1), ow.Average())), strict=True
     ):
         for name in FIRST:
             equal(local[name], average[name])
 
 
 def test_parameters_are_those_of_the_last_meeting():
-    states, _ = trained(ow.Adam(0.01), ow.LocalSGD(3))
+    states, _ = trained(ow.Adam(0.01), ow.merge.LocalSGD(3))
     changed = [
         number for number in range(1, STEPS + 1) if (states[number]["a"] != states[number - 1]["a"]).any()
     ]
@@ -136,7 +136,7 @@ def test_parameters_are_those_of_the_last_meeting():
 
 
 def test_parameters_of_a_state_come_in_the_containers_that_were_traced():
-    step = ow.compile(ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.LocalSGD(2)))
+    step = ow.compile(ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.merge.LocalSGD(2)))
     state = step.init(FIRST)
     assert {name: x.shape for name, x in state.parameters.items()} == {"a": (3, 4), "b": (4, 2)}
     assert state.parameters["a"].is_fully_replicated
@@ -146,13 +146,13 @@ def test_parameters_of_a_state_come_in_the_containers_that_were_traced():
 def test_what_is_not_trained_has_no_local_one():
     types = [jax.ShapeDtypeStruct((ROWS, n), "float64") for n in (3, 2)]
     program = ow.Adam(0.01).minimize(loss, FIRST, *types, parameter_list=["b"])
-    program = ow.replicate(program, DEVICES, ow.LocalSGD(2))
+    program = ow.replicate(program, DEVICES, ow.merge.LocalSGD(2))
     assert [v.name for v in program.state if v.name.endswith("/local")] == ["b/local"]
 
 
 def test_under_jit_and_scan_and_at_another_batch_size():
-    step = ow.compile(ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.LocalSGD(3)), donate=False)
-    expected, _ = trained(ow.SGD(0.1), ow.LocalSGD(3))
+    step = ow.compile(ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.merge.LocalSGD(3)), donate=False)
+    expected, _ = trained(ow.SGD(0.1), ow.merge.LocalSGD(3))
     x, y = (np.stack(values) for values in zip(*BATCHES, strict=True))
     state, _ = jax.lax.scan(lambda s, batch: step(s, *batch), step.init(FIRST), (x, y))
     for name in (*FIRST, "a/local", "b/local"):
@@ -170,7 +170,7 @@ def test_what_the_network_carries_itself_is_that_of_the_whole_batch():
         return ow.layer.mse(ow.layer.fc(h, 2), y)
 
     program = ow.SGD(0.1).minimize(ow.trace(network, batch_size=ROWS))
-    step = ow.compile(ow.replicate(program, DEVICES, ow.LocalSGD(2)))
+    step = ow.compile(ow.replicate(program, DEVICES, ow.merge.LocalSGD(2)))
     state = step.init()
     for batch in BATCHES[:3]:
         state, _ = step(state, *batch)
@@ -189,7 +189,7 @@ def test_a_function_of_the_user_that_is_called_count():
     count.defjvp(lambda at, way: (jnp.sin(*at), jnp.cos(*at) * way[0]))
     program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(count(x @ w)), np.ones(3), BATCHES[0][0])
     losses = []
-    for merge in (ow.Average(), ow.LocalSGD(1)):
+    for merge in (ow.Average(), ow.merge.LocalSGD(1)):
         step = ow.compile(ow.replicate(program, DEVICES, merge))
         state, _ = step(step.init(np.ones(3)), BATCHES[0][0])
         losses.append(state.parameters)
@@ -200,7 +200,7 @@ def test_a_function_of_the_user_that_is_called_count():
 
 
 def test_a_meeting_without_the_mean_is_caught():
-    class Forgetful(ow.LocalSGD):
+    class Forgetful(ow.merge.LocalSGD):
         def synchronize(self, draft, devices):
             return replace(draft, next_state=dict(zip(draft.state, draft.inputs, strict=True)))
 
@@ -210,7 +210,7 @@ def test_a_meeting_without_the_mean_is_caught():
 
 
 def test_a_meeting_of_a_few_devices_is_caught():
-    class Partial(ow.LocalSGD):
+    class Partial(ow.merge.LocalSGD):
         def synchronize(self, draft, devices):
             met = super().synchronize(draft, devices)
             first = draft.state[0]
@@ -221,7 +221,7 @@ def test_a_meeting_of_a_few_devices_is_caught():
 
 
 def test_an_update_of_the_shared_parameter_by_the_local_one_is_caught():
-    program = ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.LocalSGD(2))
+    program = ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.merge.LocalSGD(2))
     mutant = replace(program, next_state={**program.next_state, program["a"]: program["updated(a/local)"]})
     with pytest.raises(ow.GraphError, match=r"'a' is placed replicated, but 'updated\(a/local\)'"):
         ow.check(mutant)
@@ -233,7 +233,7 @@ def test_outer_slots_that_differ_are_caught():
             return gradient, kept
 
     with pytest.raises(ow.GraphError, match=r"is placed replicated, but .* differs from device to device"):
-        ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.DiLoCo(2, exchange=Alone()))
+        ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.merge.DiLoCo(2, exchange=Alone()))
 
 
 # ---------------------------------------------------------------- DiLoCo
@@ -292,7 +292,7 @@ def diloco(every, rate, momentum):
 
 def test_equal_to_the_algorithm_of_the_paper():
     outer = ow.Momentum(0.75, 0.5, nesterov=True)
-    states, _ = trained(ow.AdamW(**ADAM), ow.DiLoCo(3, outer))
+    states, _ = trained(ow.AdamW(**ADAM), ow.merge.DiLoCo(3, outer))
     hyperparameters = {*ADAM, "outer/learning_rate", "outer/momentum"}
     for found, expected in zip(states[1:], diloco(3, 0.75, 0.5), strict=True):
         assert found.keys() == expected.keys() | hyperparameters
@@ -301,14 +301,14 @@ def test_equal_to_the_algorithm_of_the_paper():
 
 
 def test_the_outer_optimizer_is_that_of_the_paper_unless_given():
-    assert ow.DiLoCo().outer == ow.Momentum(0.7, 0.9, nesterov=True)
-    assert (ow.DiLoCo().every, ow.LocalSGD().every) == (100, 16)
+    assert ow.merge.DiLoCo().outer == ow.Momentum(0.7, 0.9, nesterov=True)
+    assert (ow.merge.DiLoCo().every, ow.merge.LocalSGD().every) == (100, 16)
 
 
 def test_with_an_outer_rate_of_one_it_is_local_sgd():
     pairs = zip(
-        trained(ow.Adam(0.01), ow.DiLoCo(3, ow.SGD(1.0)))[0],
-        trained(ow.Adam(0.01), ow.LocalSGD(3))[0],
+        trained(ow.Adam(0.01), ow.merge.DiLoCo(3, ow.SGD(1.0)))[0],
+        trained(ow.Adam(0.01), ow.merge.LocalSGD(3))[0],
         strict=True,
     )
     for diloco_, local in pairs:
@@ -317,12 +317,14 @@ def test_with_an_outer_rate_of_one_it_is_local_sgd():
 
 
 @pytest.mark.parametrize(
-    "exchange", [ow.LowPrecision(), ow.TopK(0.25), ow.Bucketed(8, ow.TopK(0.5))], ids=str
+    "exchange",
+    [ow.merge.LowPrecision(), ow.merge.TopK(0.25), ow.merge.Bucketed(8, ow.merge.TopK(0.5))],
+    ids=str,
 )
 def test_what_an_exchange_leaves_out_is_kept_until_the_next_meeting(exchange):
     """At a meeting the mean of way + kept before is merged + the mean of kept now; else nothing changes."""
     states, outs = trained(
-        ow.Momentum(0.05), ow.DiLoCo(3, ow.SGD(1.0), exchange), fetch=("updated(a/local)",)
+        ow.Momentum(0.05), ow.merge.DiLoCo(3, ow.SGD(1.0), exchange), fetch=("updated(a/local)",)
     )
     kept = "outer/way(a)/error"
     assert not states[2][kept].any()
@@ -339,7 +341,7 @@ def test_what_an_exchange_leaves_out_is_kept_until_the_next_meeting(exchange):
 
 
 def test_outer_hyperparameters_are_changed_without_compiling_again():
-    step = ow.compile(ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.DiLoCo(1, ow.SGD(0.5))))
+    step = ow.compile(ow.replicate(program_of(ow.SGD(0.1)), DEVICES, ow.merge.DiLoCo(1, ow.SGD(0.5))))
     state = step.init(FIRST)
     assert set(state.hyperparameters) == {"learning_rate", "outer/learning_rate"}
     state, _ = step(state.replace({"outer/learning_rate": 0.0}), *BATCHES[0])
@@ -354,7 +356,7 @@ def test_outer_hyperparameters_are_changed_without_compiling_again():
 
 def test_an_outer_schedule_counts_meetings():
     outer = ow.SGD(lambda n: jnp.where(n == 0, 1.0, jnp.where(n == 1, 0.5, 0.0)))
-    states, outs = trained(ow.SGD(0.1), ow.DiLoCo(2, outer), fetch=("updated(a/local)",))
+    states, outs = trained(ow.SGD(0.1), ow.merge.DiLoCo(2, outer), fetch=("updated(a/local)",))
     for number, rate in ((2, 1.0), (4, 0.5), (6, 0.0)):
         before = states[number - 1]["a"]
         mean = outs[number - 1]["updated(a/local)"].mean(0)
@@ -363,7 +365,9 @@ def test_an_outer_schedule_counts_meetings():
 
 
 def test_its_names_are_there_to_be_read():
-    text = str(ow.replicate(program_of(ow.Adam(0.01)), DEVICES, ow.DiLoCo(3, exchange=ow.TopK(0.5))))
+    text = str(
+        ow.replicate(program_of(ow.Adam(0.01)), DEVICES, ow.merge.DiLoCo(3, exchange=ow.merge.TopK(0.5)))
+    )
     for line in (
         "f64[3,4] a",
         "f64[3,4] a/local (each device its own)",
@@ -382,7 +386,7 @@ def test_its_names_are_there_to_be_read():
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.0, "two", None])
-@pytest.mark.parametrize("strategy", [ow.LocalSGD, ow.DiLoCo])
+@pytest.mark.parametrize("strategy", [ow.merge.LocalSGD, ow.merge.DiLoCo])
 def test_a_number_of_steps_that_is_none(strategy, every):
     message = rf"{strategy.__name__}: every is {every!r}; expected a number of steps, at least 1"
     with pytest.raises(ow.ArgumentError, match=message):
@@ -394,17 +398,17 @@ def test_an_outer_optimizer_that_is_none(outer):
     with pytest.raises(
         ow.ArgumentError, match=r"DiLoCo: outer is .*; expected an optimizer, such as Momentum"
     ):
-        ow.DiLoCo(2, outer)
+        ow.merge.DiLoCo(2, outer)
 
 
 @pytest.mark.parametrize(
-    "exchange", [ow.Sharded(), ow.LocalSGD(), ow.DiLoCo(), ow.Average, "average"], ids=str
+    "exchange", [ow.Sharded(), ow.merge.LocalSGD(), ow.merge.DiLoCo(), ow.Average, "average"], ids=str
 )
-@pytest.mark.parametrize("strategy", [ow.DiLoCo, ow.Bucketed])
+@pytest.mark.parametrize("strategy", [ow.merge.DiLoCo, ow.merge.Bucketed])
 def test_a_way_to_exchange_that_is_none(strategy, exchange):
     words = (
         rf"{strategy.__name__} was given .*, which does not say how a single array is merged; expected Aver"
     )
-    option = {"exchange": exchange} if strategy is ow.DiLoCo else {"inner": exchange}
+    option = {"exchange": exchange} if strategy is ow.merge.DiLoCo else {"inner": exchange}
     with pytest.raises(ow.ArgumentError, match=words):
         strategy(**option)

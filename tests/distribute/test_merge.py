@@ -42,11 +42,11 @@ def sent_and_kept(merge, gradients, steps=3):
 @pytest.mark.parametrize(
     ("merge", "shape", "end"),
     [
-        (ow.LowPrecision(), (5, 3), 1000),
-        (ow.LowPrecision("float16"), (7,), 5000),
-        (ow.TopK(0.2), (5, 3), 100),
-        (ow.TopK(0.01), (7,), 100),
-        (ow.TopK(1.0), (5, 3), 100),
+        (ow.merge.LowPrecision(), (5, 3), 1000),
+        (ow.merge.LowPrecision("float16"), (7,), 5000),
+        (ow.merge.TopK(0.2), (5, 3), 100),
+        (ow.merge.TopK(0.01), (7,), 100),
+        (ow.merge.TopK(1.0), (5, 3), 100),
     ],
 )
 def test_sent_and_kept_are_the_gradient(merge, shape, end):
@@ -63,7 +63,7 @@ def test_sent_and_kept_are_the_gradient(merge, shape, end):
 def test_what_is_sent_of_the_largest():
     gradients = [whole_numbers((5, 3), 100) for _ in range(2)]
     before = np.zeros_like(gradients[0])
-    for gradient, _, kept in sent_and_kept(ow.TopK(0.2), gradients, 2):
+    for gradient, _, kept in sent_and_kept(ow.merge.TopK(0.2), gradients, 2):
         whole = (gradient + before).reshape(DEVICES, -1)
         sent = whole - kept.reshape(DEVICES, -1)
         for mine, all_mine in zip(sent, whole, strict=True):
@@ -75,28 +75,31 @@ def test_what_is_sent_of_the_largest():
 def test_rounding_is_lost_without_feedback():
     program = ow.SGD(0.0).minimize(linear, jnp.zeros(7), whole_numbers((7,), 1000))
     assert not [
-        v for v in ow.replicate(program, DEVICES, ow.LowPrecision(feedback=False)).state if "error" in v.name
+        v
+        for v in ow.replicate(program, DEVICES, ow.merge.LowPrecision(feedback=False)).state
+        if "error" in v.name
     ]
     x = np.full((DEVICES, 7), 257, "float32")  # between two bfloat16 numbers
     step = ow.compile(
-        ow.replicate(program, DEVICES, ow.LowPrecision(feedback=False)), fetch=["low_precision(grad(w))"]
+        ow.replicate(program, DEVICES, ow.merge.LowPrecision(feedback=False)),
+        fetch=["low_precision(grad(w))"],
     )
     _, out = step(step.init(jnp.zeros(7)), x)
     np.testing.assert_array_equal(out["low_precision(grad(w))"], np.full(7, 256))
-    _, merged, kept = sent_and_kept(ow.LowPrecision(), [x], 1)[0]
+    _, merged, kept = sent_and_kept(ow.merge.LowPrecision(), [x], 1)[0]
     np.testing.assert_array_equal(merged + kept.mean(0), np.full(7, 257))
 
 
 def test_each_device_keeps_the_rest_of_its_own():
     gradients = [whole_numbers((5, 3), 100)]
-    _, _, kept = sent_and_kept(ow.TopK(0.2), gradients, 1)[0]
+    _, _, kept = sent_and_kept(ow.merge.TopK(0.2), gradients, 1)[0]
     assert len({k.tobytes() for k in kept}) == DEVICES
 
 
 def test_power_iteration_keeps_what_two_thin_matrices_cannot_say():
     gradients = [whole_numbers((8, 6), 9) for _ in range(3)]
     before = np.zeros_like(gradients[0])
-    for gradient, merged, kept in sent_and_kept(ow.PowerSGD(1), gradients):
+    for gradient, merged, kept in sent_and_kept(ow.merge.PowerSGD(1), gradients):
         np.testing.assert_allclose(kept, gradient + before - merged, 1e-5, 1e-4)
         assert np.linalg.matrix_rank(merged, tol=1e-3) == 1
         before = kept
@@ -105,14 +108,14 @@ def test_power_iteration_keeps_what_two_thin_matrices_cannot_say():
 def test_power_iteration_is_exact_for_a_matrix_of_its_rank():
     """One power iteration finds all of a matrix whose rank it has."""
     column, row = whole_numbers((8, 1), 3), np.arange(1, 7, dtype="float32")
-    gradient, merged, kept = sent_and_kept(ow.PowerSGD(1), [column * row], 1)[0]
+    gradient, merged, kept = sent_and_kept(ow.merge.PowerSGD(1), [column * row], 1)[0]
     np.testing.assert_allclose(merged, gradient.mean(0), 1e-4, 1e-4)
     np.testing.assert_allclose(kept.mean(0), np.zeros((8, 6)), atol=1e-4)
 
 
 def test_power_iteration_leaves_alone_what_it_cannot_shorten():
     program = ow.SGD(0.1).minimize(linear, jnp.zeros((2, 2)), whole_numbers((2, 2), 3))
-    replicated = ow.replicate(program, DEVICES, ow.PowerSGD(2))
+    replicated = ow.replicate(program, DEVICES, ow.merge.PowerSGD(2))
     assert [v.name for v in replicated.state] == [v.name for v in program.state]
 
 
@@ -166,7 +169,13 @@ def final_loss(network, merge, steps=200):
 def test_what_is_left_out_costs_at_most_two_percent(network):
     exact = final_loss(network, None)
     assert exact > 0.05
-    for merge in (ow.LowPrecision(), ow.TopK(0.25), ow.PowerSGD(1), ow.LocalSGD(4), ow.DiLoCo(4)):
+    for merge in (
+        ow.merge.LowPrecision(),
+        ow.merge.TopK(0.25),
+        ow.merge.PowerSGD(1),
+        ow.merge.LocalSGD(4),
+        ow.merge.DiLoCo(4),
+    ):
         assert final_loss(network, merge) <= 1.02 * exact, merge
 
 
@@ -204,10 +213,10 @@ def test_a_strategy_in_ten_lines():
 
 
 def test_strategies_are_compared_by_what_they_are():
-    assert ow.Bucketed(8) == ow.Bucketed(8) != ow.Bucketed(9)
-    assert ow.TopK(0.5) != ow.LowPrecision()
+    assert ow.merge.Bucketed(8) == ow.merge.Bucketed(8) != ow.merge.Bucketed(9)
+    assert ow.merge.TopK(0.5) != ow.merge.LowPrecision()
     with pytest.raises(ow.ArgumentError, match="TopK: ratio is 2; expected a share"):
-        ow.TopK(2)
+        ow.merge.TopK(2)
 
 
 # ---------------------------------------------------------------- buckets
@@ -230,12 +239,14 @@ def buckets(program, kind="bucketed"):
 
 def test_buckets_hold_the_gradients_in_the_order_in_which_they_are_made():
     program = ow.SGD(0.1).minimize(ow.trace(deep, batch_size=ROWS))
-    found = buckets(ow.replicate(program, DEVICES, ow.Bucketed(200)))
+    found = buckets(ow.replicate(program, DEVICES, ow.merge.Bucketed(200)))
     assert found == [[f"grad(layer_{i}/{p})" for i in pair for p in ("b", "w")] for pair in ((3, 2), (1, 0))]
 
 
 def test_a_bucket_is_sent_as_soon_as_it_is_full():
-    program = ow.replicate(ow.SGD(0.1).minimize(ow.trace(deep, batch_size=ROWS)), DEVICES, ow.Bucketed(200))
+    program = ow.replicate(
+        ow.SGD(0.1).minimize(ow.trace(deep, batch_size=ROWS)), DEVICES, ow.merge.Bucketed(200)
+    )
     order = [op.type if op.type == "bucketed" else str(op.made_by) for op in program.ops]
     first = order.index("bucketed")
     assert "backward" in order[first:]
@@ -244,7 +255,7 @@ def test_a_bucket_is_sent_as_soon_as_it_is_full():
 
 def test_buckets_are_the_same_for_every_batch_size_and_every_trace():
     programs = [ow.SGD(0.1).minimize(ow.trace(deep, batch_size=rows)) for rows in (ROWS, ROWS, 2 * ROWS)]
-    merge = ow.Bucketed(200, ow.LowPrecision())
+    merge = ow.merge.Bucketed(200, ow.merge.LowPrecision())
     replicated = [ow.replicate(p, DEVICES, merge) for p in programs]
     assert len({str(buckets(p)) for p in replicated}) == 1
     kept = [[(v.name, v.shape) for v in p.state if "error" in v.name] for p in replicated]
@@ -253,7 +264,7 @@ def test_buckets_are_the_same_for_every_batch_size_and_every_trace():
 
 def test_what_a_bucket_keeps_stays_when_the_batch_size_changes():
     program = ow.SGD(0.1).minimize(ow.trace(lambda: deep(1), batch_size=ROWS))
-    step = ow.compile(ow.replicate(program, DEVICES, ow.Bucketed(200, ow.TopK(0.1))))
+    step = ow.compile(ow.replicate(program, DEVICES, ow.merge.Bucketed(200, ow.merge.TopK(0.1))))
     state, _ = step(step.init(), *deep_data(ROWS))
     kept = np.asarray(state["grad(layer_0/b)/error"])
     assert kept.any()
@@ -268,7 +279,7 @@ def test_gradients_of_two_dtypes_are_never_in_one_bucket():
 
     w = {"a": jnp.ones(3), "b": jnp.ones(1, "bfloat16"), "c": jnp.ones(2 * ROWS // DEVICES)[:1]}
     program = ow.SGD(0.1).minimize(loss, w, jnp.ones((ROWS, 3)))
-    replicated = ow.replicate(program, DEVICES, ow.Bucketed())
+    replicated = ow.replicate(program, DEVICES, ow.merge.Bucketed())
     dtypes = [{replicated[name].dtype for name in bucket} for bucket in buckets(replicated)]
     assert sum(map(len, buckets(replicated))) == 3
     assert all(len(d) == 1 for d in dtypes)
@@ -353,19 +364,22 @@ def test_rules_that_look_further_are_refused_by_name(optimizer, words):
     message = rf"{name} looks at them {words}. Merge with Average\(\) or Bucketed\(\)"
     with pytest.raises(ow.GraphError, match=message):
         ow.replicate(program, DEVICES, ow.Sharded())
-    ow.replicate(program, DEVICES, ow.Bucketed())
+    ow.replicate(program, DEVICES, ow.merge.Bucketed())
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ow.PowerSGD(1.5), r"PowerSGD: rank is 1\.5; expected a whole number"),
-        (lambda: ow.PowerSGD(0), r"PowerSGD: rank is 0"),
-        (lambda: ow.LowPrecision("int7"), r"LowPrecision: dtype is 'int7'; expected a dtype of real numbers"),
-        (lambda: ow.LowPrecision("int8"), r"LowPrecision: dtype is 'int8'"),
-        (lambda: ow.LowPrecision(feedback="no"), r"LowPrecision: feedback is 'no'"),
-        (lambda: ow.TopK("0.1"), r"TopK: ratio is '0\.1'; expected a share"),
-        (lambda: ow.TopK(float("nan")), r"TopK: ratio is nan"),
+        (lambda: ow.merge.PowerSGD(1.5), r"PowerSGD: rank is 1\.5; expected a whole number"),
+        (lambda: ow.merge.PowerSGD(0), r"PowerSGD: rank is 0"),
+        (
+            lambda: ow.merge.LowPrecision("int7"),
+            r"LowPrecision: dtype is 'int7'; expected a dtype of real numbers",
+        ),
+        (lambda: ow.merge.LowPrecision("int8"), r"LowPrecision: dtype is 'int8'"),
+        (lambda: ow.merge.LowPrecision(feedback="no"), r"LowPrecision: feedback is 'no'"),
+        (lambda: ow.merge.TopK("0.1"), r"TopK: ratio is '0\.1'; expected a share"),
+        (lambda: ow.merge.TopK(float("nan")), r"TopK: ratio is nan"),
     ],
 )
 def test_a_strategy_refuses_what_it_cannot_be(make, words):
@@ -396,13 +410,13 @@ def test_a_part_of_more_numbers_than_an_int32_counts_is_cut_by_rows():
 def test_places_that_an_int32_cannot_count_are_not_sent():
     program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(w) * jnp.mean(x), HUGE, np.ones(8, "f4"))
     with pytest.raises(ow.GraphError, match=r"TopK sends places as int32.*8589934592 numbers"):
-        ow.replicate(program, 8, ow.TopK())
+        ow.replicate(program, 8, ow.merge.TopK())
 
 
 def test_a_bucket_ends_before_its_places_overflow():
     three = [ow.Variable(name, (2**30,), np.dtype("f4")) for name in "abc"]
-    assert [len(bucket) for bucket in ow.Bucketed(2**40).groups(three)] == [1, 1, 1]
-    assert [len(bucket) for bucket in ow.Bucketed(2**40).groups([*three[:1], *small(3)])] == [4]
+    assert [len(bucket) for bucket in ow.merge.Bucketed(2**40).groups(three)] == [1, 1, 1]
+    assert [len(bucket) for bucket in ow.merge.Bucketed(2**40).groups([*three[:1], *small(3)])] == [4]
 
 
 def small(count):

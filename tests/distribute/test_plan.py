@@ -45,17 +45,17 @@ class Pieces(ow.Merge):
 MERGES = [
     ow.Average(),
     ow.Sum(),
-    ow.Bucketed(64),
-    ow.Bucketed(),
+    ow.merge.Bucketed(64),
+    ow.merge.Bucketed(),
     ow.Sharded(),
-    ow.LowPrecision(),
-    ow.LowPrecision("float16", feedback=False),
-    ow.TopK(0.2),
-    ow.PowerSGD(1),
-    ow.LocalSGD(EVERY),
-    ow.DiLoCo(EVERY),
-    ow.DiLoCo(EVERY, exchange=ow.LowPrecision()),
-    ow.DiLoCo(EVERY, exchange=ow.Bucketed(64, ow.TopK(0.2))),
+    ow.merge.LowPrecision(),
+    ow.merge.LowPrecision("float16", feedback=False),
+    ow.merge.TopK(0.2),
+    ow.merge.PowerSGD(1),
+    ow.merge.LocalSGD(EVERY),
+    ow.merge.DiLoCo(EVERY),
+    ow.merge.DiLoCo(EVERY, exchange=ow.merge.LowPrecision()),
+    ow.merge.DiLoCo(EVERY, exchange=ow.merge.Bucketed(64, ow.merge.TopK(0.2))),
 ]
 
 
@@ -70,17 +70,17 @@ def sent(merge, n):
     """The bytes of all gradients or parameters that each device sends on a ring, as the papers have it."""
     reduced = 2 * (n - 1) / n
     match merge:
-        case ow.DiLoCo():
+        case ow.merge.DiLoCo():
             return sent(merge.exchange, n) / EVERY
-        case ow.LocalSGD():
+        case ow.merge.LocalSGD():
             return reduced * ALL / EVERY
         case ow.Sharded():
             return reduced * 4 * sum(padded(n).values())
-        case ow.LowPrecision():
+        case ow.merge.LowPrecision():
             return reduced * 2 * sum(padded(n).values())
-        case ow.TopK():
+        case ow.merge.TopK():
             return sum((n - 1) * 8 * max(1, int(merge.ratio * size)) for size in SIZES.values())
-        case ow.PowerSGD():
+        case ow.merge.PowerSGD():
             factors = sum(sum(W[name].shape) for name in ("a", "c"))
             return reduced * 4 * (merge.rank * factors + SIZES["b"])
     return reduced * ALL
@@ -88,7 +88,7 @@ def sent(merge, n):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize(
-    "merge", [m for m in MERGES if "TopK" not in repr(m) or isinstance(m, ow.TopK)], ids=repr
+    "merge", [m for m in MERGES if "TopK" not in repr(m) or isinstance(m, ow.merge.TopK)], ids=repr
 )
 def test_bytes_of_every_strategy(merge, devices):
     plan = ow.plan(replicated(merge, devices))
@@ -120,9 +120,9 @@ def test_every_exchange_is_named_by_what_it_makes():
         ("all_mean(grad(a))", ("psum",), 1.5 * 120, 1),
         ("all_mean(add_1)", ("psum",), 6, 1),
     ]
-    [together, loss_] = ow.plan(replicated(ow.Bucketed())).exchanges
+    [together, loss_] = ow.plan(replicated(ow.merge.Bucketed())).exchanges
     assert (together.name, loss_.name) == ("bucketed: bucketed(grad(c)) and 2 more", "all_mean(add_1)")
-    [meeting, loss_] = ow.plan(replicated(ow.LocalSGD(EVERY))).exchanges
+    [meeting, loss_] = ow.plan(replicated(ow.merge.LocalSGD(EVERY))).exchanges
     assert (meeting.every, loss_.every) == (EVERY, 1)
 
 
@@ -213,12 +213,12 @@ def test_what_each_device_keeps():
         ("state", "sharded"): 2 * parts,
         ("state", "replicated"): SCALARS,
     }
-    assert kept(ow.LocalSGD(EVERY)) == {
+    assert kept(ow.merge.LocalSGD(EVERY)) == {
         **parameters,
         ("state", "per_replica"): 3 * ALL,
         ("state", "replicated"): SCALARS,
     }
-    assert kept(ow.TopK(0.2), ow.SGD(0.1)) == {
+    assert kept(ow.merge.TopK(0.2), ow.SGD(0.1)) == {
         **parameters,
         ("state", "per_replica"): ALL,
         ("state", "replicated"): 2 * 4,
@@ -226,7 +226,7 @@ def test_what_each_device_keeps():
 
 
 @pytest.mark.parametrize(
-    "merge", [ow.Average(), ow.Sharded(), ow.DiLoCo(EVERY, exchange=ow.TopK(0.2))], ids=repr
+    "merge", [ow.Average(), ow.Sharded(), ow.merge.DiLoCo(EVERY, exchange=ow.merge.TopK(0.2))], ids=repr
 )
 def test_what_is_kept_takes_that_memory(merge):
     program = replicated(merge, optimizer=ow.Adam(0.1))
@@ -271,7 +271,7 @@ state                                as all       12 B"""
 def test_the_text():
     w, x = np.ones((64, 32), "float32"), np.ones((8, 64), "float32")
     program = ow.Momentum(0.1).minimize(lambda w, x: jnp.mean((x @ w) ** 2), w, x)
-    assert str(ow.plan(ow.replicate(program, 4, ow.LocalSGD(8)))) == TEXT
+    assert str(ow.plan(ow.replicate(program, 4, ow.merge.LocalSGD(8)))) == TEXT
 
 
 def test_a_test_program_has_no_gradients_to_compare_with():
@@ -297,7 +297,9 @@ def test_sums_over_examples_that_layers_make_are_in_it():
 
 
 @pytest.mark.parametrize(
-    "derive", [ow.for_test, ow.forward_pass, ow.update_pass, lambda p: p], ids=lambda f: f.__name__
+    "derive",
+    [ow.for_test, ow.graph.forward_pass, ow.graph.update_pass, lambda p: p],
+    ids=lambda f: f.__name__,
 )
 def test_a_program_that_is_not_replicated(derive):
     with pytest.raises(ow.GraphError, match=r"runs on one device.*plan\(replicate\(program, devices\)\)"):

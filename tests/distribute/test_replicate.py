@@ -73,7 +73,7 @@ OPTIMIZERS = {
 MERGES = {
     "average": ow.Average(),
     "sum": ow.Sum(),
-    "bucketed": ow.Bucketed(64),
+    "bucketed": ow.merge.Bucketed(64),
     "sharded": ow.Sharded(),
 }
 
@@ -249,7 +249,9 @@ def run(step, state, data, steps):
     return bits(state), np.asarray(out.loss)
 
 
-@pytest.mark.parametrize("merge", [ow.Bucketed(64), ow.Sharded(), ow.PowerSGD(1)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "merge", [ow.merge.Bucketed(64), ow.Sharded(), ow.merge.PowerSGD(1)], ids=lambda m: m.name
+)
 def test_two_runs_are_equal_bit_by_bit(merge):
     program, data = program_of("line", ow.Momentum(0.01)), data_of("line")
     step = ow.compile(ow.replicate(program, 8, merge))
@@ -332,7 +334,7 @@ def test_a_loss_that_is_a_sum_is_reported_as_the_sum():
 
     x, w = data_of("mlp")[0], jnp.ones(6)
     program = ow.SGD(0.1).minimize(loss, w, x)
-    for merge in (ow.Sum(), ow.Bucketed(64, ow.Sum())):
+    for merge in (ow.Sum(), ow.merge.Bucketed(64, ow.Sum())):
         step = ow.compile(ow.replicate(program, 8, merge))
         _, out = step(step.init(w), x)
         np.testing.assert_allclose(out.loss, loss(w, x), 1e-6)
@@ -462,7 +464,7 @@ def rewired(program, update, inputs):
     return replace(program, ops=tuple(changed if op is update else op for op in program.ops))
 
 
-@pytest.mark.parametrize("merge", [ow.Average(), ow.Sum(), ow.Bucketed(64)], ids=lambda m: m.name)
+@pytest.mark.parametrize("merge", [ow.Average(), ow.Sum(), ow.merge.Bucketed(64)], ids=lambda m: m.name)
 def test_an_update_that_reads_the_unmerged_gradient_is_caught(merge):
     program = ow.replicate(program_of("mlp", ow.SGD(0.1)), 4, merge)
     raw = {merged: program[f"grad({p.name})"] for p, merged in program.gradients}
@@ -501,7 +503,9 @@ class Local(ow.Merge):
         return devices.mean(gradient) + kept["error"], {"error": gradient}
 
 
-@pytest.mark.parametrize("merge", [Forgetful(), Partial(), Numbered(), Local(), ow.Bucketed(9, Forgetful())])
+@pytest.mark.parametrize(
+    "merge", [Forgetful(), Partial(), Numbered(), Local(), ow.merge.Bucketed(9, Forgetful())]
+)
 def test_a_merge_whose_result_differs_is_caught(merge):
     with pytest.raises(ow.GraphError) as error:
         ow.replicate(program_of("mlp", ow.SGD(0.1)), 2, merge)
@@ -565,7 +569,7 @@ def test_buckets_send_the_same_bytes_in_fewer_messages():
     program = program_of("mlp", ow.SGD(0.1))
     bytes_of_all = sum(v.dtype.itemsize * np.prod(v.shape, dtype=int) for v in program.parameters)
     sent = {}
-    for merge in (ow.Average(), ow.Bucketed(64), ow.Bucketed()):
+    for merge in (ow.Average(), ow.merge.Bucketed(64), ow.merge.Bucketed()):
         collectives = in_graph(ow.replicate(program, 8, merge))
         assert [(c.kind, c.bytes) for c in collectives[-2:]] == [
             ("psum", 4),
@@ -630,7 +634,7 @@ def test_parameters_and_slots_have_no_axis_of_devices():
         assert state[v.name].is_fully_replicated
 
 
-@pytest.mark.parametrize("merge", [ow.Average(), ow.Sharded(), ow.TopK(0.5), ow.DiLoCo(2)])
+@pytest.mark.parametrize("merge", [ow.Average(), ow.Sharded(), ow.merge.TopK(0.5), ow.merge.DiLoCo(2)])
 def test_a_checkpoint_by_name(merge, tmp_path):
     program, data = program_of("line", ow.Adam(0.01)), data_of("line")
     step = ow.compile(ow.replicate(program, 4, merge))

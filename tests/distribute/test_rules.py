@@ -16,15 +16,15 @@ RULES = {
     "ClipByValue": ow.ClipByValue(0.02),
     "ClipByNorm": ow.ClipByNorm(0.1),
     "ClipByGlobalNorm": ow.ClipByGlobalNorm(0.1),
-    "AdaptiveClip": ow.AdaptiveClip(0.1),
+    "AdaptiveClip": ow.rule.AdaptiveClip(0.1),
     "L2": ow.L2(0.1),
-    "Centralize": ow.Centralize(),
-    "Noise": ow.Noise(0.01),
+    "Centralize": ow.rule.Centralize(),
+    "Noise": ow.rule.Noise(0.01),
     "SAM": ow.SAM(0.1),
     "WeightDecay": ow.WeightDecay(0.1, where=["w"]),
     "EMA": ow.EMA(0.5),
-    "Lookahead": ow.Lookahead(0.5, every=2),
-    "Cautious": ow.Cautious(),
+    "Lookahead": ow.rule.Lookahead(0.5, every=2),
+    "Cautious": ow.rule.Cautious(),
 }
 WHOLE = {"Cautious"}  # after the update, and further than number by number
 
@@ -84,10 +84,10 @@ def test_two_devices_that_update_a_half_each_are_as_one(name):
 @pytest.mark.parametrize("name", RULES)
 def test_local_updates_follow_the_rules_on_each_device(name):
     """Of two devices with the same half of a batch, each one's own way is that of one device with both."""
-    program = ow.replicate(program_of(name), 2, ow.LocalSGD(every=3)) if name != "SAM" else None
+    program = ow.replicate(program_of(name), 2, ow.merge.LocalSGD(every=3)) if name != "SAM" else None
     if program is None:
         with pytest.raises(ow.GraphError, match=r"SAM evaluates the loss .*every device trains parameters"):
-            ow.replicate(program_of(name), 2, ow.LocalSGD(every=3))
+            ow.replicate(program_of(name), 2, ow.merge.LocalSGD(every=3))
         return
     equal(trained(program, HALF), going_on(step_of(name), HALF))
 

@@ -54,14 +54,14 @@ def close(found, expected, rtol=1e-5, atol=1e-6):
 MERGES = [
     ow.Average(),
     ow.Sum(),
-    ow.Bucketed(16),
-    ow.Bucketed(16, ow.TopK(0.5)),
+    ow.merge.Bucketed(16),
+    ow.merge.Bucketed(16, ow.merge.TopK(0.5)),
     ow.Sharded(),
-    ow.LowPrecision(),
-    ow.TopK(0.3),
-    ow.PowerSGD(1),
-    ow.LocalSGD(2),
-    ow.DiLoCo(2, exchange=ow.LowPrecision()),
+    ow.merge.LowPrecision(),
+    ow.merge.TopK(0.3),
+    ow.merge.PowerSGD(1),
+    ow.merge.LocalSGD(2),
+    ow.merge.DiLoCo(2, exchange=ow.merge.LowPrecision()),
 ]
 
 
@@ -82,7 +82,10 @@ def noisy_program():
     return ow.append_update(ow.clip_by_global_norm(program, 0.5), ow.Momentum(0.01))
 
 
-NOISY = [ow.Average(), ow.DiLoCo(2, exchange=ow.LowPrecision())]  # updates together, and each device its own
+NOISY = [
+    ow.Average(),
+    ow.merge.DiLoCo(2, exchange=ow.merge.LowPrecision()),
+]  # updates together, and each device its own
 
 
 def quiet():
@@ -204,7 +207,7 @@ def clipped(merge, fetch=(), steps=4):
     return bits(state), outs
 
 
-EXACT = [ow.Average(), ow.Sum(), ow.Bucketed(16), ow.Sharded()]
+EXACT = [ow.Average(), ow.Sum(), ow.merge.Bucketed(16), ow.Sharded()]
 
 
 @pytest.mark.parametrize("merge", EXACT, ids=repr)
@@ -220,11 +223,16 @@ def test_exact_merges_clip_as_one_device_does(merge):
 
 
 def test_a_bucket_is_as_exact_as_what_is_in_it():
-    assert ow.Bucketed(16).exact
-    assert not ow.Bucketed(16, ow.TopK(0.5)).exact
+    assert ow.merge.Bucketed(16).exact
+    assert not ow.merge.Bucketed(16, ow.merge.TopK(0.5)).exact
 
 
-INEXACT = [ow.LowPrecision(), ow.TopK(0.3), ow.PowerSGD(1), ow.Bucketed(16, ow.TopK(0.3))]
+INEXACT = [
+    ow.merge.LowPrecision(),
+    ow.merge.TopK(0.3),
+    ow.merge.PowerSGD(1),
+    ow.merge.Bucketed(16, ow.merge.TopK(0.3)),
+]
 
 
 @pytest.mark.parametrize("merge", INEXACT, ids=repr)
@@ -339,7 +347,7 @@ def test_an_early_stop_comes_when_it_comes_on_one_device():
 
 
 def test_the_model_is_read_as_on_one_device():
-    for merge in (ow.Average(), ow.Sharded(), ow.LocalSGD(2)):
+    for merge in (ow.Average(), ow.Sharded(), ow.merge.LocalSGD(2)):
         trainer = trainer_of(merge)
         trainer.train(reader(), epochs=2)
         out = ow.Evaluator(trainer.model).forward(x=X[:5], y=Y[:5])
@@ -358,7 +366,7 @@ def test_train_in_one_line():
         trainer = ow.train(cost, reader(), optimizer=ow.Momentum(0.1), epochs=2, devices=devices, seed=2)
         histories.append(trainer.history["loss"])
     close(*histories)
-    trainer = ow.train(network, reader(), devices=2, merge=ow.LocalSGD(2))
+    trainer = ow.train(network, reader(), devices=2, merge=ow.merge.LocalSGD(2))
     assert trainer.program.replicas.count == 2
     assert trainer["fc_0/w/local"].shape == (2, 3, 2)
 
@@ -366,7 +374,7 @@ def test_train_in_one_line():
 def test_all_devices():
     assert trainer_of(devices=None).program.replicas.count == jax.device_count()
     assert trainer_of(devices=1).program.replicas is None
-    assert trainer_of(ow.TopK(0.5), devices=1).program.replicas.count == 1
+    assert trainer_of(ow.merge.TopK(0.5), devices=1).program.replicas.count == 1
 
 
 def test_a_program_that_is_replicated_already():
@@ -418,7 +426,7 @@ def test_several_threads_are_refused():
 
 
 def test_values_given_to_the_model_count_at_once():
-    trainer = trainer_of(ow.LocalSGD(2), optimizer=ow.SGD(0.0))
+    trainer = trainer_of(ow.merge.LocalSGD(2), optimizer=ow.SGD(0.0))
     trainer.model.replace({"fc_0/w": np.zeros((3, 2), "float32")})
     trainer.train(reader(), epochs=1)  # to the first meeting
     assert not np.asarray(trainer.model["fc_0/w"]).any()
@@ -437,7 +445,7 @@ def until(step):
 
 @pytest.mark.parametrize(
     "merge",
-    [ow.Average(), ow.Sharded(), ow.TopK(0.5), ow.DiLoCo(3, exchange=ow.TopK(0.5))],
+    [ow.Average(), ow.Sharded(), ow.merge.TopK(0.5), ow.merge.DiLoCo(3, exchange=ow.merge.TopK(0.5))],
     ids=repr,
 )
 def test_resumed_bit_for_bit(merge, tmp_path):
@@ -494,7 +502,7 @@ def test_parameters_and_slots_go_from_one_number_of_devices_to_another(before, a
         assert not found.ravel()[count:].any()
 
 
-@pytest.mark.parametrize("before", [(ow.TopK(0.5), 4), (ow.LocalSGD(3), 4)], ids=str)
+@pytest.mark.parametrize("before", [(ow.merge.TopK(0.5), 4), (ow.merge.LocalSGD(3), 4)], ids=str)
 def test_what_each_device_has_for_itself_becomes_the_mean_for_other_numbers(before, tmp_path):
     values = saved(*before, tmp_path)
     trainer, report = restored(before[0], 2, tmp_path)
@@ -505,7 +513,7 @@ def test_what_each_device_has_for_itself_becomes_the_mean_for_other_numbers(befo
         close(trainer[name], [values[name].mean(0)] * 2)
 
 
-@pytest.mark.parametrize("merge", [ow.LocalSGD(3), ow.DiLoCo(3)], ids=repr)
+@pytest.mark.parametrize("merge", [ow.merge.LocalSGD(3), ow.merge.DiLoCo(3)], ids=repr)
 def test_local_parameters_begin_with_those_of_the_checkpoint(merge, tmp_path):
     values = saved(None, 1, tmp_path)
     trainer = trainer_of(merge, seed=9)
@@ -524,7 +532,7 @@ def test_local_parameters_begin_with_those_of_the_checkpoint(merge, tmp_path):
     ids=repr,
 )
 def test_slots_of_local_sgd_become_their_mean(merge, tmp_path):
-    values = saved(ow.LocalSGD(3), 4, tmp_path)
+    values = saved(ow.merge.LocalSGD(3), 4, tmp_path)
     trainer, _ = restored(merge, 4, tmp_path)
     found = np.asarray(trainer["fc_0/w/velocity"]).ravel()[:6]
     close(found, values["fc_0/w/velocity"].mean(0).ravel())
@@ -533,7 +541,7 @@ def test_slots_of_local_sgd_become_their_mean(merge, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*begun anew:UserWarning", "ignore:.*not needed here:UserWarning")
 def test_parts_of_slots_go_to_local_sgd(tmp_path):
     values = saved(ow.Sharded(), 4, tmp_path)
-    trainer, _ = restored(ow.LocalSGD(3), 4, tmp_path)
+    trainer, _ = restored(ow.merge.LocalSGD(3), 4, tmp_path)
     same(np.asarray(trainer["fc_0/w/velocity"])[1].ravel(), values["fc_0/w/velocity"][:6])
 
 
@@ -564,13 +572,13 @@ def losses_of(merge):
     ("merge", "target"),
     [
         (ow.Average(), "updates"),
-        (ow.TopK(0.5), "program"),
+        (ow.merge.TopK(0.5), "program"),
         (ow.Sharded(), "program"),
-        (ow.DiLoCo(2), "program"),
-        (ow.TopK(0.5), "updates"),
+        (ow.merge.DiLoCo(2), "program"),
+        (ow.merge.TopK(0.5), "updates"),
         (ow.Sharded(), "updates"),
-        (ow.LocalSGD(2), "updates"),
-        (ow.DiLoCo(2), "updates"),
+        (ow.merge.LocalSGD(2), "updates"),
+        (ow.merge.DiLoCo(2), "updates"),
     ],
     ids=str,
 )
@@ -650,7 +658,7 @@ def many():
         (lambda p: ow.SGD(0.1).minimize(p), "the backward pass"),
         (ow.SGD(0.1).create_backward_pass, "the backward pass"),
         (ow.SGD(0.1).create_optimization_pass, "the update"),
-        (ow.update_pass, "a cut along the gradients"),
+        (ow.graph.update_pass, "a cut along the gradients"),
         (lambda p: ow.gradients(p, "loss", ["x"])[0], "a gradient"),
     ],
 )
@@ -668,12 +676,12 @@ def results(program, *data, fetch=()):
 
 
 def test_parts_of_a_replicated_program():
-    for derive in (ow.forward_pass, lambda p: ow.prune(p, [p.loss])):
+    for derive in (ow.graph.forward_pass, lambda p: ow.prune(p, [p.loss])):
         part = derive(many())
         assert {str(op.made_by) for op in part.ops} == {"forward", "collective"}
         assert part.replicas == many().replicas
-        close(results(part, *BATCH), results(ow.forward_pass(program_of()), *BATCH))
-        close(results(part, X[:16], Y[:16]), results(ow.forward_pass(program_of()), X[:16], Y[:16]))
+        close(results(part, *BATCH), results(ow.graph.forward_pass(program_of()), *BATCH))
+        close(results(part, X[:16], Y[:16]), results(ow.graph.forward_pass(program_of()), X[:16], Y[:16]))
     part = ow.prune(many(), ["fc_0"])
     close(results(part, BATCH[0])[0], results(ow.prune(program_of(), ["fc_0"]), BATCH[0])[0])
 

@@ -44,7 +44,7 @@ def programs():
     yield ow.guard(adam.create_optimization_pass(ow.clip_by_global_norm(plain, 1.0)))
     yield ow.mixed_precision(momentum.minimize(loss, *arguments()), "bfloat16")
     yield ow.accumulate(ow.Muon(1e-3).minimize(loss, *arguments()), 2)
-    yield ow.replicate(momentum.minimize(loss, *arguments()), devices=2, merge=ow.Bucketed())
+    yield ow.replicate(momentum.minimize(loss, *arguments()), devices=2, merge=ow.merge.Bucketed())
     yield ow.Momentum(0.1).minimize(declared)
 
 

@@ -145,7 +145,7 @@ def test_a_training_keeps_the_steps_that_were_watched(history):
 
 
 def test_the_numbers_are_those_of_a_step_made_by_hand(history):
-    model = ow.Model(ow.forward_pass(PROGRAM), seed=0)
+    model = ow.Model(ow.graph.forward_pass(PROGRAM), seed=0)
     step = ow.compile(BASE, fetch=["grad(fc_0/w)"])
     _, out = step(step.init(model.parameters), X[:8], Y[:8])
     norm = history.watched[0].seen["grad(fc_0/w)"]["norm"]

@@ -157,7 +157,7 @@ def test_what_cannot_be_says_so_when_it_is_called(whole, tmp_path):
         (lambda: ow.replicate(trained, devices=2), r"step\.model and holds its update"),
         (lambda: ow.recompute(trained, budget=0.5), "loaded from"),
         (lambda: ow.mixed_precision(whole, "bfloat16"), r"loss\.model, in which every op has its dtype"),
-        (lambda: ow.update_pass(trained), "cannot be fed"),
+        (lambda: ow.graph.update_pass(trained), "cannot be fed"),
         (lambda: ow.check_finite(trained), "loaded from a file"),
         (lambda: ow.for_test(trained), "Save the Model as well"),
         (lambda: ow.roll(trained), "roll"),

@@ -129,18 +129,25 @@ def calls() -> Iterator[Call]:
     yield Call("append_update", ow.append_update, (ow.append_backward(program), sgd))
     yield Call("gradients", ow.gradients, (program, "tanh", "w"))
     yield Call("compile", ow.compile, (whole,))
-    explaining = (ow.plan, ow.cost, ow.summary, ow.summary_by_pass, ow.memory, ow.draw, ow.homes)
+    explaining = (ow.plan, ow.cost, ow.summary, ow.summary_by_pass, ow.memory, ow.draw, ow.graph.homes)
     for function in (*explaining, ow.check):
         yield Call(function.__name__, function, (whole,))
-    for function in (ow.liveness, ow.producers, ow.consumers, ow.forward_pass, ow.update_pass, ow.fences):
+    for function in (
+        ow.graph.liveness,
+        ow.graph.producers,
+        ow.graph.consumers,
+        ow.graph.forward_pass,
+        ow.graph.update_pass,
+        ow.graph.fences,
+    ):
         yield Call(function.__name__, function, (whole,))
     for function in (ow.for_test, ow.for_evaluation, ow.guard, ow.check_finite, ow.fence, ow.rewrite):
         yield Call(function.__name__, function, (whole,))
     yield Call("mixed_precision", ow.mixed_precision, (whole,))
-    for function in (ow.worth_fencing, ow.rolls_of, ow.worth_rolling):
+    for function in (ow.graph.worth_fencing, ow.graph.rolls_of, ow.graph.worth_rolling):
         yield Call(function.__name__, function, (whole,))
-    yield Call("ancestors", ow.ancestors, (whole, "loss"))
-    yield Call("descendants", ow.descendants, (whole, "w"))
+    yield Call("ancestors", ow.graph.ancestors, (whole, "loss"))
+    yield Call("descendants", ow.graph.descendants, (whole, "w"))
     yield Call("prune", ow.prune, (whole, "tanh"))
     yield Call("error_clip", ow.error_clip, (program, "tanh", 0.1))
     yield Call("watch", ow.watch, (whole, "grad(w)"))
@@ -149,7 +156,7 @@ def calls() -> Iterator[Call]:
     yield Call("split", ow.split, (whole, 2))
     yield Call("diff", ow.diff, (program, whole))
     yield Call("inspect", ow.inspect, (lambda p, x: {k: v - 0.1 for k, v in p.items()}, PARAMS, X))
-    yield Call("body_of", partial(ow.body_of, lambda x: [x + 1]), (X,))
+    yield Call("body_of", partial(ow.graph.body_of, lambda x: [x + 1]), (X,))
     yield Call("step", step(), (step().init(PARAMS), X, Y))
     yield Call("init", step().init, (PARAMS,))
     yield Call("fetch", step().init(PARAMS).__getitem__, ("w",))
@@ -157,7 +164,7 @@ def calls() -> Iterator[Call]:
     yield Call("Model", ow.Model, (loss, PARAMS, X, Y))
     for kind in (ow.Momentum, ow.Adam, ow.AdamW, ow.Adagrad, ow.LAMB, ow.Muon):
         yield Call(f"optimizer {kind.__name__}", kind)
-    for kind in (ow.SAM, ow.Lookahead):
+    for kind in (ow.SAM, ow.rule.Lookahead):
         yield Call(f"rule {kind.__name__}", kind)
     for kind in (ow.ClipByValue, ow.ClipByNorm, ow.ClipByGlobalNorm, ow.WeightDecay, ow.L1, ow.L2, ow.EMA):
         yield Call(f"rule {kind.__name__}", kind, (0.1,))

@@ -47,7 +47,7 @@ def ancestors(program: Program, targets: Where | Iterable[Where]) -> set[Variabl
 
     >>> import jax.numpy as jnp, onward as ow
     >>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
-    >>> sorted(v.name for v in ow.ancestors(program, "mul"))
+    >>> sorted(v.name for v in ow.graph.ancestors(program, "mul"))
     ['mul', 'w', 'x']
     """
     needed = _found(program, targets, "ancestors")

@@ -84,7 +84,7 @@ def fences(program: Program) -> tuple[Variable, ...]:
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> ow.fences(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3)))
+        >>> ow.graph.fences(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3)))
         ()
     """
     expect_program(program, "fences")

@@ -24,7 +24,7 @@ def forward_pass(program: Program) -> Program:
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
-        >>> [op.type for op in ow.forward_pass(program).ops]
+        >>> [op.type for op in ow.graph.forward_pass(program).ops]
         ['mul', 'reduce_sum']
     """
     expect_program(program, "forward_pass")
@@ -50,7 +50,7 @@ def update_pass(program: Program) -> Program:
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
-        >>> part = ow.update_pass(program)
+        >>> part = ow.graph.update_pass(program)
         >>> part.inputs, [op.type for op in part.ops]
         ((Variable('grad(w)', float32[3], gradient),), ['count', 'sgd'])
     """

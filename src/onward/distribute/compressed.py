@@ -2,7 +2,7 @@
 
 >>> import jax.numpy as jnp, onward as ow
 >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(100), jnp.ones((8, 100)))
->>> program = ow.replicate(program, devices=2, merge=ow.TopK(0.05))
+>>> program = ow.replicate(program, devices=2, merge=ow.merge.TopK(0.05))
 >>> program["grad(w)/error"], program["grad(w)/error"].placement
 (Variable('grad(w)/error', float32[100], state), <Placement.PER_REPLICA: 'per_replica'>)
 """

@@ -43,7 +43,7 @@ class LocalSGD(Merge):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
-        >>> program = ow.replicate(program, devices=2, merge=ow.LocalSGD(every=4))
+        >>> program = ow.replicate(program, devices=2, merge=ow.merge.LocalSGD(every=4))
         >>> [op.type for op in program.ops if op.made_by == "collective"]
         ['local_sgd', 'all_mean']
     """
@@ -119,7 +119,7 @@ class DiLoCo(LocalSGD):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> program = ow.AdamW(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
-        >>> program = ow.replicate(program, devices=2, merge=ow.DiLoCo(every=100))
+        >>> program = ow.replicate(program, devices=2, merge=ow.merge.DiLoCo(every=100))
         >>> [v.name for v in program.state if v.name.startswith("outer/")]
         ['outer/learning_rate', 'outer/momentum', 'outer/step', 'outer/w/velocity']
     """

@@ -228,16 +228,23 @@ RUNNING = (
     *(
         ow.Adam,
         ow.AdamW,
-        ow.AMSGrad,
-        ow.NAdam,
-        ow.RAdam,
-        ow.Yogi,
-        ow.AdaBelief,
-        ow.ADOPT,
+        ow.optimizer.AMSGrad,
+        ow.optimizer.NAdam,
+        ow.optimizer.RAdam,
+        ow.optimizer.Yogi,
+        ow.optimizer.AdaBelief,
+        ow.optimizer.ADOPT,
         ow.LAMB,
-        ow.NovoGrad,
+        ow.optimizer.NovoGrad,
     ),
-    *(ow.RMSProp, ow.Adadelta, ow.DecayedAdagrad, ow.Adafactor, ow.ScheduleFreeAdamW, ow.Adan),
+    *(
+        ow.RMSProp,
+        ow.optimizer.Adadelta,
+        ow.optimizer.DecayedAdagrad,
+        ow.Adafactor,
+        ow.optimizer.ScheduleFreeAdamW,
+        ow.optimizer.Adan,
+    ),
 )
 
 

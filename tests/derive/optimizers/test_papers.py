@@ -20,29 +20,29 @@ CASES = {
     "Momentum": (ow.Momentum(0.1), papers.momentum),
     "Momentum, nesterov": (ow.Momentum(0.1, nesterov=True), papers.nesterov),
     "Nesterov": (ow.Nesterov(0.1, 0.8), papers.nesterov),
-    "ASGD": (ow.ASGD(0.1, decay=0.5), papers.asgd),
-    "SignSGD": (ow.SignSGD(0.1), papers.sign_sgd),
-    "Signum": (ow.Signum(0.1), papers.signum),
+    "ASGD": (ow.optimizer.ASGD(0.1, decay=0.5), papers.asgd),
+    "SignSGD": (ow.optimizer.SignSGD(0.1), papers.sign_sgd),
+    "Signum": (ow.optimizer.Signum(0.1), papers.signum),
     "Lion": (ow.Lion(0.1, weight_decay=0.2), papers.lion),
-    "Rprop": (ow.Rprop(0.1, largest=0.2), papers.rprop),
+    "Rprop": (ow.optimizer.Rprop(0.1, largest=0.2), papers.rprop),
     "Adagrad": (ow.Adagrad(0.1, 1e-6, initial_accumulator=0.5), papers.adagrad),
-    "DecayedAdagrad": (ow.DecayedAdagrad(0.1), papers.decayed_adagrad),
-    "Adadelta": (ow.Adadelta(), papers.adadelta),
+    "DecayedAdagrad": (ow.optimizer.DecayedAdagrad(0.1), papers.decayed_adagrad),
+    "Adadelta": (ow.optimizer.Adadelta(), papers.adadelta),
     "RMSProp": (ow.RMSProp(0.1), papers.rmsprop),
     "RMSProp, centered, momentum": (ow.RMSProp(0.1, momentum=0.8, centered=True), papers.graves),
     "Adam": (ow.Adam(0.1, 0.9, 0.99, 1e-6), papers.adam),
     "AdamW": (ow.AdamW(0.1, weight_decay=0.2), papers.adamw),
-    "LazyAdam": (ow.LazyAdam(0.1), papers.lazy_adam),
-    "AMSGrad": (ow.AMSGrad(0.1, beta2=0.9), papers.amsgrad),
-    "Adamax": (ow.Adamax(0.1), papers.adamax),
-    "NAdam": (ow.NAdam(0.1, momentum_decay=0.1), papers.nadam),
-    "RAdam": (ow.RAdam(0.1), papers.radam),
-    "Yogi": (ow.Yogi(0.1), papers.yogi),
-    "AdaBelief": (ow.AdaBelief(0.1), papers.adabelief),
-    "ADOPT": (ow.ADOPT(0.1), papers.adopt),
-    "Adan": (ow.Adan(0.1, weight_decay=0.2), papers.adan),
-    "AdEMAMix": (ow.AdEMAMix(0.1, weight_decay=0.2, warmup=60), papers.ademamix),
-    "MARS": (ow.MARS(0.1, weight_decay=0.2, gamma=0.1), papers.mars),
+    "LazyAdam": (ow.optimizer.LazyAdam(0.1), papers.lazy_adam),
+    "AMSGrad": (ow.optimizer.AMSGrad(0.1, beta2=0.9), papers.amsgrad),
+    "Adamax": (ow.optimizer.Adamax(0.1), papers.adamax),
+    "NAdam": (ow.optimizer.NAdam(0.1, momentum_decay=0.1), papers.nadam),
+    "RAdam": (ow.optimizer.RAdam(0.1), papers.radam),
+    "Yogi": (ow.optimizer.Yogi(0.1), papers.yogi),
+    "AdaBelief": (ow.optimizer.AdaBelief(0.1), papers.adabelief),
+    "ADOPT": (ow.optimizer.ADOPT(0.1), papers.adopt),
+    "Adan": (ow.optimizer.Adan(0.1, weight_decay=0.2), papers.adan),
+    "AdEMAMix": (ow.optimizer.AdEMAMix(0.1, weight_decay=0.2, warmup=60), papers.ademamix),
+    "MARS": (ow.optimizer.MARS(0.1, weight_decay=0.2, gamma=0.1), papers.mars),
 }
 SIGNS = {"SignSGD": "SGD", "Signum": "Momentum", "Lion": "AdamW", "Rprop": "Adam"}
 PEERS = {
@@ -189,7 +189,7 @@ def test_complex_parameters_have_no_sign(name):
 
 
 def test_gradients_of_complex_parameters_point_uphill():
-    step = ow.compile(ow.NAdam(0.1).minimize(lambda z: jnp.abs(z - 1j) ** 2, jnp.complex64(1)))
+    step = ow.compile(ow.optimizer.NAdam(0.1).minimize(lambda z: jnp.abs(z - 1j) ** 2, jnp.complex64(1)))
     state = step.init(jnp.complex64(1))
     for _ in range(60):
         state, _ = step(state)
@@ -215,12 +215,12 @@ def test_negative_hyperparameters_are_refused(name):
 
 def test_steps_of_rprop_that_never_grow_are_refused():
     with pytest.raises(ow.HyperparameterError, match=r"Rprop: eta_plus is 0.9. It must be at least 1"):
-        ow.Rprop(eta_plus=0.9)
+        ow.optimizer.Rprop(eta_plus=0.9)
 
 
 @pytest.mark.parametrize("after", [0, 7])
 def test_asgd_is_evaluated_at_the_mean_of_its_weights(after):
-    optimizer = ow.ASGD(0.1, average_after=after)
+    optimizer = ow.optimizer.ASGD(0.1, average_after=after)
     step = ow.compile(optimizer.minimize(lambda w: (w - 1) ** 2, jnp.float32(3.0)))
     state, weights = step.init(jnp.float32(3.0)), []
     for _ in range(20):
@@ -231,7 +231,7 @@ def test_asgd_is_evaluated_at_the_mean_of_its_weights(after):
 
 
 def test_lazy_adam_leaves_the_slots_of_untouched_rows():
-    optimizer, table = ow.LazyAdam(0.1), jnp.ones((3, 2))
+    optimizer, table = ow.optimizer.LazyAdam(0.1), jnp.ones((3, 2))
     step = ow.compile(optimizer.minimize(lambda t, rows: jnp.sum(t[rows] ** 2), table, jnp.array([0])))
     state, _ = step(step.init(table), jnp.array([1]))
     before = {n: np.asarray(state[n]) for n in ("t", "t/mean", "t/variance")}
@@ -252,7 +252,7 @@ def test_a_momentum_of_zero_keeps_no_velocity_that_could_be_turned_on():
 
 def test_ademamix_without_warmup_is_that_after_the_warmup():
     tree = given("float32", steps=6, shapes={"vector": (5,)})
-    optimizers = [*(ow.AdEMAMix(0.1, beta3=0.99, warmup=w) for w in (0, 1, 1e4)), ow.Adam(0.1)]
+    optimizers = [*(ow.optimizer.AdEMAMix(0.1, beta3=0.99, warmup=w) for w in (0, 1, 1e4)), ow.Adam(0.1)]
     found = together({i: (partial(run, optimizer), *tree) for i, optimizer in enumerate(optimizers)})
     never, done, long, adam = (path["vector"] for path in found.values())
     np.testing.assert_array_equal(never, done)
@@ -261,7 +261,12 @@ def test_ademamix_without_warmup_is_that_after_the_warmup():
 
 
 def test_the_names_of_update_ops():
-    names = {ow.AMSGrad: "ams_grad", ow.ADOPT: "adopt", ow.RMSProp: "rms_prop", ow.SignSGD: "sign_sgd"}
+    names = {
+        ow.optimizer.AMSGrad: "ams_grad",
+        ow.optimizer.ADOPT: "adopt",
+        ow.RMSProp: "rms_prop",
+        ow.optimizer.SignSGD: "sign_sgd",
+    }
     assert {kind: kind().name for kind in names} == names
 
 

@@ -16,7 +16,7 @@ from onward.derive.rule import GradientRule
 PEERS = {
     "ClipByValue": (ow.ClipByValue(0.5), optax.clip(0.5)),
     "ClipByGlobalNorm": (ow.ClipByGlobalNorm(1.5), optax.clip_by_global_norm(1.5)),
-    "AdaptiveClip": (ow.AdaptiveClip(0.5, 0.25), optax.adaptive_grad_clip(0.5, 0.25)),
+    "AdaptiveClip": (ow.rule.AdaptiveClip(0.5, 0.25), optax.adaptive_grad_clip(0.5, 0.25)),
     "L2": (ow.L2(0.1), optax.add_decayed_weights(0.1)),
     "WeightDecay": (ow.WeightDecay(0.5), optax.add_decayed_weights(0.5)),
 }
@@ -55,7 +55,7 @@ def test_lookahead_is_that_of_optax():
     def theirs(pair, gradients):
         return jax.lax.scan(advance, (pair, peer.init(pair)), gradients)[1]
 
-    ours = case(ow.SGD(0.1, rules=[ow.Lookahead(0.3, 6)]), params, gradients)
+    ours = case(ow.SGD(0.1, rules=[ow.rule.Lookahead(0.3, 6)]), params, gradients)
     actual, expected = together({"ours": ours, "theirs": (theirs, pair, gradients)}).values()
     assert_close(actual, expected, 1e-5)
 
@@ -68,7 +68,7 @@ def test_centralize_is_that_of_optax_whose_outputs_are_first():
         {k: last_first(x, 0) for k, x in params.items()},
         {k: last_first(x, 1) for k, x in gradients.items()},
     )
-    ours = case(ow.SGD(0.1, rules=[ow.Centralize()]), params, gradients)
+    ours = case(ow.SGD(0.1, rules=[ow.rule.Centralize()]), params, gradients)
     actual, theirs = together({"ours": ours, "theirs": (partial(steps_of, peer), *turned)}).values()
     expected = {k: np.moveaxis(x, 1, -1) if x.ndim > 2 else x for k, x in theirs.items()}
     assert_close(actual, expected, 1e-5)

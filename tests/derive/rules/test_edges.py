@@ -14,18 +14,18 @@ RULES = {
     "ClipByValue": ow.ClipByValue(0.5),
     "ClipByNorm": ow.ClipByNorm(0.5),
     "ClipByGlobalNorm": ow.ClipByGlobalNorm(0.5),
-    "AdaptiveClip": ow.AdaptiveClip(0.5),
+    "AdaptiveClip": ow.rule.AdaptiveClip(0.5),
     "L1": ow.L1(0.0),
     "L2": ow.L2(0.0),
-    "Centralize": ow.Centralize(),
-    "Noise": ow.Noise(0.0),
+    "Centralize": ow.rule.Centralize(),
+    "Noise": ow.rule.Noise(0.0),
     "SAM": ow.SAM(0.5),
     "WeightDecay": ow.WeightDecay(0.0),
     "EMA": ow.EMA(0.5),
-    "PolyakAverage": ow.PolyakAverage(),
+    "PolyakAverage": ow.rule.PolyakAverage(),
     "SWA": ow.SWA(every=2),
-    "Lookahead": ow.Lookahead(0.5, every=2),
-    "Cautious": ow.Cautious(),
+    "Lookahead": ow.rule.Lookahead(0.5, every=2),
+    "Cautious": ow.rule.Cautious(),
 }
 PARAMS = {
     "empty": np.ones((0, 3), np.float32),
@@ -65,7 +65,7 @@ def test_gradients_of_zero_move_nothing_whatever_the_shape(name):
 
 
 def test_limits_of_zero_let_nothing_through():
-    rules = (ow.ClipByValue(0.0), ow.ClipByNorm(0.0), ow.ClipByGlobalNorm(0.0), ow.AdaptiveClip(0.0))
+    rules = (ow.ClipByValue(0.0), ow.ClipByNorm(0.0), ow.ClipByGlobalNorm(0.0), ow.rule.AdaptiveClip(0.0))
     twice = {k: np.stack([p, p]) for k, p in PARAMS.items()}
     programs = {rule.name: ow.SGD(1.0, rules=[rule]).minimize(dot, PARAMS, PARAMS) for rule in rules}
     found = together({name: training(program, PARAMS, twice) for name, program in programs.items()})
@@ -112,7 +112,7 @@ def test_names_of_ops_and_hyperparameters():
 
 
 @pytest.mark.parametrize("size", [1.0, 1e25, 3e38])
-@pytest.mark.parametrize("rule", [ow.ClipByGlobalNorm(1.0), ow.ClipByNorm(1.0), ow.AdaptiveClip(1.0)])
+@pytest.mark.parametrize("rule", [ow.ClipByGlobalNorm(1.0), ow.ClipByNorm(1.0), ow.rule.AdaptiveClip(1.0)])
 def test_a_gradient_whose_square_overflows_is_shortened_not_lost(rule, size):
     step = ow.compile(ow.SGD(1.0, rules=[rule]).minimize(lambda w, x: jnp.sum(w * x), *[jnp.ones(2)] * 2))
     begin = np.array([0.6, 0.8], np.float32)

@@ -14,8 +14,8 @@ CASES = {
     "L2": (ow.L2(0.5), by_rule.l2(0.5)),
     "WeightDecay": (ow.WeightDecay(0.1), by_rule.decay(0.1)),
     "EMA": (ow.EMA(0.9), by_rule.ema(0.9)),
-    "Cautious": (ow.Cautious(0.25), by_rule.cautious(0.25)),
-    "Lookahead": (ow.Lookahead(0.3, every=6), by_rule.lookahead(0.3, 6)),
+    "Cautious": (ow.rule.Cautious(0.25), by_rule.cautious(0.25)),
+    "Lookahead": (ow.rule.Lookahead(0.3, every=6), by_rule.lookahead(0.3, 6)),
 }
 ORDERS = {
     "clip, then penalty": ["ClipByNorm", "L2"],
@@ -45,7 +45,7 @@ def test_rules_act_in_the_order_in_which_they_are_listed(in_order):
 
 
 def test_the_order_is_printed():
-    rules = [ow.EMA(0.9), ow.L2(0.1), ow.Cautious(), ow.ClipByNorm(1.0)]
+    rules = [ow.EMA(0.9), ow.L2(0.1), ow.rule.Cautious(), ow.ClipByNorm(1.0)]
     program = ow.SGD(0.1, rules=rules).minimize(lambda w: jnp.sum(w**2), jnp.ones(2))
     expected = ["count", "l2", "clip_by_norm", "sgd", "ema", "cautious"]
     assert [t.op.type for t in program.updates] == expected

@@ -101,7 +101,7 @@ def drawn():
         "b": np.zeros(20_000, np.float32),
         "z": np.zeros(20_000, np.complex64),
     }
-    return noise(ow.Noise(0.04, decay=0.5), params, 10)
+    return noise(ow.rule.Noise(0.04, decay=0.5), params, 10)
 
 
 def test_the_variance_of_noise_falls_with_the_steps(drawn):
@@ -123,6 +123,6 @@ def test_noise_differs_from_step_to_step_and_from_parameter_to_parameter(drawn):
 
 def test_noise_is_what_seed_and_step_say(drawn):
     params = {"a": np.zeros(100, np.float32)}
-    first, again, other = (noise(ow.Noise(0.04, seed=seed), params, 3)["a"] for seed in (0, 0, 1))
+    first, again, other = (noise(ow.rule.Noise(0.04, seed=seed), params, 3)["a"] for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert np.abs(np.corrcoef(first[0], other[0])[0, 1]) < 0.4

@@ -69,7 +69,7 @@ AT_ONCE = {
         "cluster: epochs is True; expected how many, at least 1.",
     ),
     "merge": (
-        {"merge": ow.TopK(0.1)},
+        {"merge": ow.merge.TopK(0.1)},
         ow.ArgumentError,
         "cluster: merge is a TopK; servers know Average() and Sum().",
     ),

@@ -83,7 +83,7 @@ def test_any_outer_rule_is_what_devices_compute(outer):
     program = program_of(inner)
     run = trained(program, batches, parameters=FIRST, trainers=trainers, servers=2, mode=mode)
     devices = ow.replicate(
-        program_of(inner, EACH * trainers), trainers, merge=ow.DiLoCo(every=EVERY, outer=outer)
+        program_of(inner, EACH * trainers), trainers, merge=ow.merge.DiLoCo(every=EVERY, outer=outer)
     )
     expected, _ = alone(devices, together(batches, trainers), FIRST)
     close(run.model, expected, FIRST, 1e-9)

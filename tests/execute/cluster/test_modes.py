@@ -353,7 +353,7 @@ def normalized():
 def test_statistics_and_random_numbers_of_layers():
     batches = [dict(zip("xy", batch, strict=True)) for batch in batches_of(4, 4)]
     program = ow.SGD(0.05).minimize(ow.trace(normalized, batch_size=4))  # the bias before it has no gradient
-    names = [v.name for v in ow.forward_pass(program).state if "key" not in str(v.dtype)]
+    names = [v.name for v in ow.graph.forward_pass(program).state if "key" not in str(v.dtype)]
     assert any("mean" in name for name in names)
     one = trained(program, batches, trainers=1, servers=2, seed=5)
     expected, _ = alone(program, batches, seed=5)

@@ -115,7 +115,7 @@ def test_compiled_size_follows_the_groups_not_the_parameters() -> None:
         program = ow.Adam(0.1).minimize(
             lambda ps: sum(jnp.sum(ps[n] ** 2) for n in names), {n: jnp.ones(SIZE) for n in names}
         )
-        update = ow.update_pass(program)
+        update = ow.graph.update_pass(program)
         return len(packed(update, storage_of(update), update.outputs).ops)
 
     assert lines(100) == lines(30)

@@ -377,7 +377,7 @@ def body_of(function: Callable[..., Any], *types: Any) -> Body:
 
     Example:
         >>> import jax, jax.numpy as jnp, onward as ow
-        >>> body = ow.body_of(lambda x: [jnp.round(x)], jax.ShapeDtypeStruct((3,), jnp.float32))
+        >>> body = ow.graph.body_of(lambda x: [jnp.round(x)], jax.ShapeDtypeStruct((3,), jnp.float32))
         >>> [(t.shape, str(t.dtype)) for t in body.out_types]
         [((3,), 'float32')]
     """

@@ -19,7 +19,7 @@ def draws(body: Body) -> bool:
     """Whether random numbers are drawn in it, however deep.
 
     >>> import jax, jax.numpy as jnp, onward as ow
-    >>> draws(ow.body_of(lambda key: [jax.random.normal(key)], jax.random.key(0)))
+    >>> draws(ow.graph.body_of(lambda key: [jax.random.normal(key)], jax.random.key(0)))
     True
     """
     return any(of(name).draws for name in body.primitives)
@@ -29,7 +29,8 @@ class DrawsAlike:
     """One walk over bodies that follows what alone decides each value, and notes what decides a draw.
 
     >>> import jax, jax.numpy as jnp, onward as ow
-    >>> body = ow.body_of(lambda key, x: [x * jax.random.normal(key)], jax.random.key(0), jnp.float32(1.0))
+    >>> key, x = jax.random.key(0), jnp.float32(1.0)
+    >>> body = ow.graph.body_of(lambda key, x: [x * jax.random.normal(key)], key, x)
     >>> walk = DrawsAlike()
     >>> walk.run(body, [frozenset({"key"}), None]), walk.decided
     ([None], {'key'})

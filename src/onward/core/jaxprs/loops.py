@@ -17,7 +17,7 @@ def carries_of(body: Body) -> list[tuple[int, int]]:
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> def loop(a, x):
     ...     return jax.lax.scan(lambda x, _: (a * x, x), x, length=3)
-    >>> carries_of(ow.body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
+    >>> carries_of(ow.graph.body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
     [(1, 0)]
     """
     runs = of(body.equations[0].primitive.name).runs if len(body.equations) == 1 else None
@@ -39,7 +39,7 @@ def carry_of(body: Body) -> tuple[int, int]:
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> def loop(a, x):
     ...     return jax.lax.scan(lambda x, _: (a * x, x), x, length=3)
-    >>> carry_of(ow.body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
+    >>> carry_of(ow.graph.body_of(loop, jnp.float32(1.0), jnp.float32(2.0)))
     (1, 1)
     """
     (eqn,) = body.equations
@@ -50,7 +50,8 @@ def result_of(body: Body, output: int) -> int:
     """Which result of its one equation an output of a Body is.
 
     >>> import jax, jax.numpy as jnp, onward as ow
-    >>> swapped = ow.body_of(lambda x: jax.lax.scan(lambda c, _: (c + x, c), x, None, 2)[::-1], jnp.ones(3))
+    >>> function = lambda x: jax.lax.scan(lambda c, _: (c + x, c), x, None, 2)[::-1]
+    >>> swapped = ow.graph.body_of(function, jnp.ones(3))
     >>> result_of(swapped, 0), result_of(swapped, 1)
     (1, 0)
     """
@@ -64,7 +65,7 @@ def transforms_within(body: Body) -> frozenset[str]:
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> def twice(x):
     ...     return [jax.lax.fori_loop(0, 2, lambda i, x: jax.grad(lambda x: x**3)(x), x)]
-    >>> sorted(transforms_within(ow.body_of(twice, jnp.float32(1.0))))
+    >>> sorted(transforms_within(ow.graph.body_of(twice, jnp.float32(1.0))))
     ['jvp', 'transpose']
     """
     inner = (e for eqn in body.equations for e in equations_within(eqn))

@@ -67,7 +67,7 @@ def windows_of(body: Body) -> Windows | None:
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> def pool(x):
     ...     return [jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (2,), "VALID")]
-    >>> windows_of(ow.body_of(pool, jnp.ones(6)))
+    >>> windows_of(ow.graph.body_of(pool, jnp.ones(6)))
     Windows(sizes=(2,), backward=False, gradient=0)
     """
     if len(body.equations) != 1:
@@ -95,7 +95,7 @@ def primitives_in(body: Body) -> Iterator[str]:
     A division by a number that the jaxpr holds counts as ``mul``, which compilers make of it.
 
     >>> import jax, jax.numpy as jnp, onward as ow
-    >>> list(primitives_in(ow.body_of(lambda x: [jax.nn.relu(x) / 2], jnp.ones(3))))
+    >>> list(primitives_in(ow.graph.body_of(lambda x: [jax.nn.relu(x) / 2], jnp.ones(3))))
     ['max', 'mul']
     """
     return _primitives_of(body.equations)

@@ -108,7 +108,7 @@ class AMSGrad(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.AMSGrad(1e-3).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.AMSGrad(1e-3).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/largest', 'w/mean', 'w/variance']
     """
@@ -134,7 +134,7 @@ class Adamax(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.Adamax().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.Adamax().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/largest', 'w/mean']
     """
@@ -164,7 +164,7 @@ class LazyAdam(AdamLike):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> table, words = jnp.ones((3, 2)), jnp.array([0, 2])
-        >>> step = ow.compile(ow.LazyAdam(0.5).minimize(lambda t, w: t[w].sum(), table, words))
+        >>> step = ow.compile(ow.optimizer.LazyAdam(0.5).minimize(lambda t, w: t[w].sum(), table, words))
         >>> state, out = step(step.init(table), words)
         >>> state.parameters.round(3).tolist()
         [[0.5, 0.5], [1.0, 1.0], [0.5, 0.5]]

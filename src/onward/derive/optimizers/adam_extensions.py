@@ -27,7 +27,7 @@ class Adan(Moments):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.Adan().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.Adan().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/difference', 'w/gradient', 'w/mean', 'w/variance']
     """
@@ -71,7 +71,7 @@ class AdEMAMix(Moments):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.AdEMAMix(warmup=1000).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.AdEMAMix(warmup=1000).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/mean', 'w/slow', 'w/variance']
     """
@@ -111,7 +111,7 @@ class MARS(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.MARS().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.MARS().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/gradient', 'w/mean', 'w/variance']
     """

@@ -26,7 +26,7 @@ class NAdam(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.NAdam().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.NAdam().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/mean', 'w/product', 'w/variance']
     """
@@ -62,7 +62,7 @@ class RAdam(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> step = ow.compile(ow.RAdam(0.5, beta1=0.0).minimize(lambda w: w, jnp.float32(0.0)))
+        >>> step = ow.compile(ow.optimizer.RAdam(0.5, beta1=0.0).minimize(lambda w: w, jnp.float32(0.0)))
         >>> state, out = step(step.init(jnp.float32(0.0)))
         >>> float(state.parameters)
         -0.5
@@ -91,7 +91,7 @@ class Yogi(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> step = ow.compile(ow.Yogi().minimize(lambda w: w, jnp.float32(0.0)))
+        >>> step = ow.compile(ow.optimizer.Yogi().minimize(lambda w: w, jnp.float32(0.0)))
         >>> round(float(step.init(jnp.float32(0.0))["w/variance"]), 9)
         1e-06
     """
@@ -127,7 +127,7 @@ class AdaBelief(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.AdaBelief().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.AdaBelief().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/mean', 'w/variance']
     """
@@ -154,7 +154,7 @@ class ADOPT(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> step = ow.compile(ow.ADOPT(0.5, beta1=0.0).minimize(lambda w: w, jnp.float32(0.0)))
+        >>> step = ow.compile(ow.optimizer.ADOPT(0.5, beta1=0.0).minimize(lambda w: w, jnp.float32(0.0)))
         >>> state = step.init(jnp.float32(0.0))
         >>> for _ in range(3):
         ...     state, out = step(state)

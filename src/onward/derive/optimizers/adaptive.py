@@ -73,7 +73,7 @@ class DecayedAdagrad(MeanSquare):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.DecayedAdagrad(0.1).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.DecayedAdagrad(0.1).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state]
         ['w', 'learning_rate', 'decay', 'epsilon', 'step', 'w/variance']
     """
@@ -97,7 +97,7 @@ class Adadelta(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.Adadelta().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.Adadelta().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/steps', 'w/variance']
     """

@@ -74,7 +74,7 @@ class DoG(OverGradients):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.DoG().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.DoG().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/average', 'w/distance', 'w/first', 'w/squares']
     """
@@ -99,7 +99,7 @@ class LDoG(OverGradients):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.LDoG(averaging=None).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.LDoG(averaging=None).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/distance', 'w/first', 'w/squares']
     """

@@ -31,7 +31,7 @@ class SM3(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.SM3(0.1, momentum=0.0).minimize(lambda w: jnp.sum(w**2), jnp.ones((3, 2)))
+        >>> program = ow.optimizer.SM3(0.1, momentum=0.0).minimize(lambda w: jnp.sum(w**2), jnp.ones((3, 2)))
         >>> [(v.name, v.shape) for v in program.state if "/" in v.name]
         [('w/axis0', (3,)), ('w/axis1', (2,))]
     """

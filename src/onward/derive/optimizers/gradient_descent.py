@@ -103,7 +103,7 @@ class ASGD(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> step = ow.compile(ow.ASGD(0.5, decay=0.0).minimize(lambda w: w, jnp.float32(0.0)))
+        >>> step = ow.compile(ow.optimizer.ASGD(0.5, decay=0.0).minimize(lambda w: w, jnp.float32(0.0)))
         >>> state = step.init(jnp.float32(0.0))
         >>> for _ in range(3):
         ...     state, out = step(state)

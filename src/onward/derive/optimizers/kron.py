@@ -45,7 +45,7 @@ class PSGDKron(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.PSGDKron(1e-3).minimize(lambda w: jnp.sum(w**2), jnp.ones((2, 3)))
+        >>> program = ow.optimizer.PSGDKron(1e-3).minimize(lambda w: jnp.sum(w**2), jnp.ones((2, 3)))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/factor_0', 'w/factor_1', 'w/mean']
     """

@@ -34,7 +34,8 @@ class LARS(HeavyBall):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> w = jnp.array([3.0, 4.0])
-        >>> program = ow.LARS(1.0, trust_coefficient=0.1, weight_decay=0.0).minimize(lambda w: w @ w, w)
+        >>> optimizer = ow.optimizer.LARS(1.0, trust_coefficient=0.1, weight_decay=0.0)
+        >>> program = optimizer.minimize(lambda w: w @ w, w)
         >>> step = ow.compile(program)
         >>> state, out = step(step.init(w))
         >>> [round(x, 5) for x in state.parameters.tolist()]
@@ -104,7 +105,7 @@ class NovoGrad(AdamLike):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.NovoGrad(0.1).minimize(lambda w: w @ w, jnp.ones(3))
+        >>> program = ow.optimizer.NovoGrad(0.1).minimize(lambda w: w @ w, jnp.ones(3))
         >>> [(v.name, v.shape) for v in program.state if "/" in v.name]
         [('w/mean', (3,)), ('w/variance', ())]
     """

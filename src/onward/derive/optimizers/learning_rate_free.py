@@ -39,7 +39,7 @@ class DAdaptSGD(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.DAdaptSGD().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.DAdaptSGD().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/estimate', 'w/first', 'w/product', 'w/squares', 'w/sum']
     """
@@ -128,7 +128,7 @@ class DAdaptAdam(AdamOfEstimate):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.DAdaptAdam().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.DAdaptAdam().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/estimate', 'w/mean', 'w/product', 'w/sum', 'w/variance']
     """
@@ -175,7 +175,7 @@ class Prodigy(AdamOfEstimate):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.Prodigy().minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.Prodigy().minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/estimate', 'w/first', 'w/mean', 'w/product', 'w/sum', 'w/variance']
     """

@@ -28,7 +28,7 @@ class ProximalGD(Optimizer):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> w = jnp.array([0.25, -1.0])
-        >>> step = ow.compile(ow.ProximalGD(0.5, l1=1.0).minimize(lambda w: jnp.sum(0 * w), w))
+        >>> step = ow.compile(ow.optimizer.ProximalGD(0.5, l1=1.0).minimize(lambda w: jnp.sum(0 * w), w))
         >>> state, out = step(step.init(w))
         >>> state.parameters.tolist()
         [0.0, -0.5]
@@ -58,7 +58,7 @@ class ProximalAdagrad(Optimizer):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> w = jnp.array([0.125, 1.0])
-        >>> step = ow.compile(ow.ProximalAdagrad(0.25, l1=1.0).minimize(lambda w: w[1], w))
+        >>> step = ow.compile(ow.optimizer.ProximalAdagrad(0.25, l1=1.0).minimize(lambda w: w[1], w))
         >>> state, out = step(step.init(w))
         >>> state.parameters.tolist()
         [0.0, 0.5]
@@ -102,7 +102,7 @@ class FTRL(Optimizer):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> w, g = jnp.array([0.0, 0.0]), jnp.array([0.5, -2.0])
-        >>> step = ow.compile(ow.FTRL(0.5, beta=0.0, l1=1.0).minimize(lambda w: w @ g, w))
+        >>> step = ow.compile(ow.optimizer.FTRL(0.5, beta=0.0, l1=1.0).minimize(lambda w: w @ g, w))
         >>> state, out = step(step.init(w))
         >>> state.parameters.tolist()
         [0.0, 0.25]

@@ -75,7 +75,7 @@ class ScheduleFreeSGD(ScheduleFree):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.ScheduleFreeSGD(0.1).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.ScheduleFreeSGD(0.1).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/base', 'w/weights']
     """
@@ -103,7 +103,7 @@ class ScheduleFreeAdamW(ScheduleFree):
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> warm = lambda step: 1e-2 * jnp.minimum(1, (step + 1) / 100)
-        >>> program = ow.ScheduleFreeAdamW(warm).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.ScheduleFreeAdamW(warm).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state if "/" in v.name]
         ['w/base', 'w/variance', 'w/weights']
     """

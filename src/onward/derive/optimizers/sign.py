@@ -26,7 +26,7 @@ class SignSGD(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> step = ow.compile(ow.SignSGD(0.25).minimize(lambda w: w**2, jnp.float32(1.0)))
+        >>> step = ow.compile(ow.optimizer.SignSGD(0.25).minimize(lambda w: w**2, jnp.float32(1.0)))
         >>> state, out = step(step.init(jnp.float32(1.0)))
         >>> float(state.parameters)
         0.75
@@ -55,7 +55,7 @@ class Signum(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.Signum(0.25).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.Signum(0.25).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> [v.name for v in program.state]
         ['w', 'learning_rate', 'beta', 'step', 'w/mean']
     """
@@ -128,7 +128,7 @@ class Rprop(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> step = ow.compile(ow.Rprop(0.5, eta_plus=2.0).minimize(lambda w: w, jnp.float32(0.0)))
+        >>> step = ow.compile(ow.optimizer.Rprop(0.5, eta_plus=2.0).minimize(lambda w: w, jnp.float32(0.0)))
         >>> state = step.init(jnp.float32(0.0))
         >>> for _ in range(3):
         ...     state, out = step(state)

@@ -33,7 +33,7 @@ class Sophia(Optimizer):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.Sophia(0.1, weight_decay=0.0).minimize(lambda w: w**2, jnp.float32(1.0))
+        >>> program = ow.optimizer.Sophia(0.1, weight_decay=0.0).minimize(lambda w: w**2, jnp.float32(1.0))
         >>> step = ow.compile(program)
         >>> state, out = step(step.init(jnp.float32(1.0)))
         >>> round(float(state.parameters), 6)

@@ -139,7 +139,7 @@ def rolls_of(program: Program) -> tuple[Rolled, ...]:
         ...         x = x + jnp.tanh(x @ w)
         ...     return jnp.mean(x**2)
         >>> program = ow.trace(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
-        >>> ow.rolls_of(ow.roll(program))[0].times
+        >>> ow.graph.rolls_of(ow.roll(program))[0].times
         6
     """
     expect_program(program, "rolls_of")

@@ -67,7 +67,7 @@ class PolyakAverage(RunningAverage):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> optimizer = ow.SGD(0.5, rules=[ow.PolyakAverage()])
+        >>> optimizer = ow.SGD(0.5, rules=[ow.rule.PolyakAverage()])
         >>> step = ow.compile(optimizer.minimize(lambda w: jnp.sum(w**2) / 2, jnp.ones(1)))
         >>> state = step.init(jnp.ones(1))
         >>> for _ in range(2):

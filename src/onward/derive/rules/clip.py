@@ -105,7 +105,7 @@ class AdaptiveClip(GradientRule):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> optimizer = ow.SGD(1.0, rules=[ow.AdaptiveClip(0.1)])
+        >>> optimizer = ow.SGD(1.0, rules=[ow.rule.AdaptiveClip(0.1)])
         >>> step = ow.compile(optimizer.minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2)))
         >>> state, out = step(step.init(jnp.array([3.0, 4.0])), jnp.array([10.0, 0.0]))
         >>> [round(x, 3) for x in state.parameters.tolist()]

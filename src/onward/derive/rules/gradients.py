@@ -23,7 +23,7 @@ class Centralize(GradientRule):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> optimizer = ow.SGD(1.0, rules=[ow.Centralize()])
+        >>> optimizer = ow.SGD(1.0, rules=[ow.rule.Centralize()])
         >>> w, x = jnp.zeros((2, 1)), jnp.array([[1.0], [3.0]])
         >>> step = ow.compile(optimizer.minimize(lambda w, x: jnp.sum(w * x), w, x))
         >>> state, out = step(step.init(w), x)
@@ -51,7 +51,7 @@ class Noise(GradientRule):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> optimizer = ow.SGD(1.0, rules=[ow.Noise(0.01)])
+        >>> optimizer = ow.SGD(1.0, rules=[ow.rule.Noise(0.01)])
         >>> step = ow.compile(optimizer.minimize(lambda w, x: jnp.sum(w * x), jnp.ones(1000), jnp.ones(1000)))
         >>> state, out = step(step.init(jnp.zeros(1000)), jnp.zeros(1000))
         >>> round(float(jnp.std(state.parameters)), 2)

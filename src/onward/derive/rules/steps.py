@@ -20,7 +20,7 @@ class Lookahead(ParameterRule):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> optimizer = ow.SGD(1.0, rules=[ow.Lookahead(0.5, every=2)])
+        >>> optimizer = ow.SGD(1.0, rules=[ow.rule.Lookahead(0.5, every=2)])
         >>> step = ow.compile(optimizer.minimize(lambda w: -w, jnp.float32(0)))
         >>> state = step.init(jnp.float32(0))
         >>> ways = []
@@ -64,7 +64,8 @@ class Cautious(ParameterRule):
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.AdamW(1e-3, rules=[ow.Cautious()]).minimize(lambda w: jnp.sum(w**2), jnp.ones(2))
+        >>> optimizer = ow.AdamW(1e-3, rules=[ow.rule.Cautious()])
+        >>> program = optimizer.minimize(lambda w: jnp.sum(w**2), jnp.ones(2))
         >>> [target.op.type for target in program.updates]
         ['count', 'adam_w', 'cautious']
     """

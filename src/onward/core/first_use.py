@@ -1,0 +1,71 @@
+"""Names that a module imports when they are first asked for.
+
+They stand once, in the stub beside the module: the ``.pyi`` that type checkers and editors read in its place
+holds ordinary imports. So a program loads the rooms that it enters and no others.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from onward.core.whereabouts import whereabouts
+
+
+class Names(NamedTuple):
+    """A module's ``__getattr__``, ``__dir__`` and ``__all__``."""
+
+    get: Callable[[str], Any]
+    listed: Callable[[], list[str]]
+    public: list[str]
+
+
+def from_stub(module: str, known_as: str) -> Names:
+    """The names that the stub of a module imports; each is kept in the module once it is loaded.
+
+    Args:
+        module: the name of the module, which is being imported.
+        known_as: what people call it, such as ``ow``, for the error that says where a name is.
+    """
+    own = sys.modules[module]
+    sources = sources_in(Path(str(own.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
+
+    def get(name: str) -> Any:
+        if name in sources:
+            vars(own)[name] = _imported(*sources[name])
+            return vars(own)[name]
+        told = (
+            "" if name.startswith("_") else f" {whereabouts(name, own, known_as)}"
+        )  # tools ask for many _names
+        raise AttributeError(f"module {module!r} has no attribute {name!r}.{told}", name=name)
+
+    return Names(get, lambda: sorted({*vars(own), *sources}), sorted(sources))
+
+
+def sources_in(stub: str) -> Mapping[str, tuple[str, str]]:
+    """The public names of a stub, each with its module and what it is called there.
+
+    >>> sources_in("from math import pi as pi; from os import path as _path; route = _path")
+    {'pi': ('math', 'pi'), 'route': ('os', 'path')}
+    """
+    nodes = ast.parse(stub).body
+    sources = dict(pair for node in nodes if isinstance(node, ast.ImportFrom) for pair in _pairs(node))
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=other)):
+                sources[name] = sources[other]
+    return {name: source for name, source in sources.items() if not name.startswith("_")}
+
+
+def _pairs(node: ast.ImportFrom) -> Iterator[tuple[str, tuple[str, str]]]:
+    return ((alias.asname or alias.name, (str(node.module), alias.name)) for alias in node.names)
+
+
+def _imported(module: str, name: str) -> Any:
+    """What ``from module import name`` gives, without asking for the module's own ``__getattr__``."""
+    held = vars(import_module(module))
+    return held[name] if name in held else import_module(f"{module}.{name}")
