@@ -3,6 +3,9 @@
 Whatever opens safetensors reads the parameters. What else a model is, the graph and the executables, are
 arrays of bytes in the same file; what is said about it stands in the header, as JSON. Nothing in it is code
 of Python, and no name in it is a path.
+
+Those arrays of bytes are named with a SHA-256 each: JAX reads an executable with a flipped bit as another one,
+crashes, or never comes back. So whoever changes a file and seals it again is refused before JAX sees it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from onward.execute.checkpoint.durable import make_folder, sync
 
 _SEAL = "sha256"
 _ABOUT = "onward"
+_SECTIONS = "sections"  # the SHA-256 of each array that is no parameter; older files have none
+OURS = "onward:"
+"""How the names of arrays begin that are no parameters."""
 _UNSEALED = "0" * 64
 _LARGEST_HEADER = 64 * 2**20
 _DTYPES = {
@@ -67,6 +73,7 @@ def write(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
         what = "a folder" if path.is_dir() else "no file but a device or a pipe"
         raise ModelFileError(f"{path} is {what}; expected the name of a file, such as trained.model.")
     metadata = {_ABOUT: json.dumps(about, allow_nan=False), _SEAL: _UNSEALED}
+    metadata[_SECTIONS] = json.dumps(_digests(arrays))
     try:
         make_folder(path.parent)
         with _appearing(path) as part:
@@ -88,10 +95,13 @@ def read(path: Path) -> Contents:
     data = _bytes(path)
     try:
         header = _header(data)
-        seal, about = _said(header)
+        seal, about, digests = _said(header)
         if _digest(data, header, seal) != seal:
             raise ValueError("its SHA-256 is not that of what was written: it is damaged, or cut off")
-        return Contents(about, dict(_arrays(data)), seal)
+        arrays = dict(_arrays(data))
+        if digests is not None:
+            _expect(digests, arrays)
+        return Contents(about, arrays, seal)
     except (*_UNREADABLE, safetensors.SafetensorError) as error:
         raise ModelFileError(f"{path} is no whole model file: {_short(error)}. {EXPECTED}") from error
 
@@ -170,13 +180,28 @@ def _header(data: bytes) -> bytes:
     return data[8 : 8 + length]
 
 
-def _said(header: bytes) -> tuple[str, dict[str, Any]]:
-    """The seal, and what is said about the file."""
+def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    ours = (name for name in arrays if name.startswith(OURS))
+    return {name: hashlib.sha256(np.ascontiguousarray(arrays[name])).hexdigest() for name in ours}
+
+
+def _expect(digests: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise ``ValueError`` unless the arrays that are no parameters are as they were written."""
+    found = _digests(arrays)
+    for name in sorted(found.keys() | digests.keys()):
+        if found.get(name) != digests.get(name):
+            raise ValueError(f"its section {name[:60]!r} is not as it was written, whatever the seal says")
+
+
+def _said(header: bytes) -> tuple[str, dict[str, Any], dict[str, str] | None]:
+    """The seal, what is said about the file, and the SHA-256 of its sections if it names them."""
     metadata = json.loads(header, object_pairs_hook=_once)["__metadata__"]
     seal, about = metadata[_SEAL], json.loads(metadata[_ABOUT], parse_constant=_refuse)
-    if not isinstance(about, dict) or not isinstance(seal, str) or len(seal) != 64:
+    digests = json.loads(metadata[_SECTIONS]) if _SECTIONS in metadata else None
+    is_ours = isinstance(about, dict) and (digests is None or isinstance(digests, dict))
+    if not is_ours or not isinstance(seal, str) or len(seal) != 64:
         raise ValueError("its header is not one that Onward writes")
-    return seal, about
+    return seal, about, digests
 
 
 def _arrays(data: bytes) -> Iterator[tuple[str, np.ndarray]]:

@@ -183,7 +183,7 @@ def _license(word: str | None) -> str | None:
 
 def _expect_free(names: Iterable[str]) -> None:
     """Raise ``ArgumentError`` for a name that something else in the file has."""
-    if taken := [name for name in names if name.startswith("onward:") or name == "__metadata__"]:
+    if taken := [name for name in names if name.startswith(container.OURS) or name == "__metadata__"]:
         raise ArgumentError(f"A file cannot hold a Variable named {taken[0]!r}: rename it.")
 
 

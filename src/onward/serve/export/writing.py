@@ -11,10 +11,11 @@ import numpy as np
 
 from onward.core.program import Program
 from onward.execute.checkpoint.encoding import encode
+from onward.serve.export.container import OURS
 from onward.serve.export.executable import Written
 from onward.serve.export.graph import described
 
-GRAPH, EXECUTABLE, CONSTANT = "onward:graph:", "onward:executable:", "onward:constant:"
+GRAPH, EXECUTABLE, CONSTANT = f"{OURS}graph:", f"{OURS}executable:", f"{OURS}constant:"
 
 
 @dataclass(frozen=True, eq=False)
