@@ -12,7 +12,7 @@ servers leave out the same updates, without asking each other. A server looks, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.marks import CHECK, FINITE, SCALE_LOSS
+from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.transform import Step
 from onward.core.words import Pass, UpdateType
@@ -134,20 +135,15 @@ def guarded(program: Program, told: Variable, scale: Variable | None, how: Guard
         return _checked(program, told)
     looks = Guard(program)
     watched = watched_by_update(program)
-    names = "counts", "fails"
-    counts, fails = (Variable(looks.names.new(n), (), np.dtype(np.bool_)) for n in names)
     alone = how.servers == 1
 
     def judge(told: jnp.ndarray, here: jnp.ndarray) -> list[jnp.ndarray]:
         bad = told & ~here if how.skips else ~(told & here)
         return [told & here, bad & (not (how.skips and alone))]
 
-    here = looks.look(watched)
-    flag = Type((), np.dtype(np.bool_))
-    body = body_of(judge, flag, flag)
-    looks.ops.append(
-        Op("judge", (told, here), (counts, fails), body, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
-    )
+    op = _judging(looks.names, (told, looks.look(watched)), ("counts", "fails"), judge)
+    looks.ops.append(op)
+    counts, fails = op.outputs
     skipped = None
     if how.skips and index == 0:
         skipped = looks.number("skipped", (), np.int32)
@@ -165,19 +161,17 @@ def _checked(program: Program, told: Variable) -> Guarded:
     """The Program that looks at what the update made as well."""
     looks = Guard(program)
     watched, shape, body = looked_at(program)
-    here = looks.told(CHECK, watched, shape, body)
-    counts, fails = (Variable(looks.names.new(n), (), np.dtype(np.bool_)) for n in ("checked", "fails"))
-    flag = Type((), np.dtype(np.bool_))
     skips = any(op.type is FINITE for op in program.ops)
-    ended = body_of(
-        lambda told, here: [(told | skips) & here, ~((told | skips) & here)],
-        flag,
-        flag,
-    )
-    looks.ops.append(
-        Op("judge", (told, here), (counts, fails), ended, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
-    )
-    looks.keep(counts, lambda v: True)
+
+    def judge(told: jnp.ndarray, here: jnp.ndarray) -> list[jnp.ndarray]:
+        good = (told | skips) & here
+        return [good, ~good]
+
+    here = looks.told(CHECK, watched, shape, body)
+    op = _judging(looks.names, (told, here), ("checked", "fails"), judge)
+    looks.ops.append(op)
+    checked, fails = op.outputs
+    looks.keep(checked, lambda v: True)
     return Guarded(looks.program(), fails, None, tuple(looks.renamed.get(v, v) for v in watched))
 
 
@@ -185,12 +179,18 @@ def _both(
     checked: Guarded, fails: Variable, skipped: Variable | None, watched: tuple[Variable, ...]
 ) -> Guarded:
     """A Program that is guarded and checked: it fails where one of the two says so."""
-    either = Variable("fails either way", (), np.dtype(np.bool_))
-    flag = Type((), np.dtype(np.bool_))
-    body = body_of(lambda a, b: [a | b], flag, flag)
-    inputs = (fails, checked.fails)
-    op = Op("judge", inputs, (either,), body, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
+    names = Names(checked.program.variables)
+    op = _judging(names, (fails, checked.fails), ("fails either way",), lambda a, b: [a | b])
     program = replace(checked.program, ops=(*checked.program.ops, op))
     known = set(program.variables.values())
     shown = dict.fromkeys(v for v in (*watched, *checked.watched) if v in known)
-    return Guarded(program, either, skipped, tuple(shown))
+    return Guarded(program, op.outputs[0], skipped, tuple(shown))
+
+
+def _judging(
+    names: Names, told: tuple[Variable, ...], verdicts: Sequence[str], judge: Callable[..., list[jnp.ndarray]]
+) -> Op:
+    """The op that says of what it is told, each a bool, what becomes of the update."""
+    made = tuple(Variable(names.new(name), (), np.dtype(np.bool_)) for name in verdicts)
+    body = body_of(judge, *(Type((), v.dtype) for v in told))
+    return Op("judge", told, made, body, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
