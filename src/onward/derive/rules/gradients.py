@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from onward.core.words import UpdateType
-from onward.derive.rule import GradientRule, Hyperparameter, Slots
+from onward.derive.rule import GradientRule, Hyperparameter, Piece, Share, Slots
 
 
 class Centralize(GradientRule):
@@ -74,10 +74,28 @@ class Noise(GradientRule):
         hyperparameters: SimpleNamespace,
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """The gradients with noise."""
+        pieces = [
+            Piece(n, len(gradient), g.shape, 0, len(g) if g.ndim else 1) for n, g in enumerate(gradient)
+        ]
+        return self.update_share(parameter, gradient, slots, hyperparameters, Share(pieces, ()))
+
+    def update_share(
+        self,
+        parameter: Sequence[Any],
+        gradient: Sequence[Any],
+        slots: Sequence[Slots],
+        hyperparameters: SimpleNamespace,
+        share: Share,
+    ) -> tuple[Sequence[Any], Sequence[Slots]]:
+        """Some of the gradients with the noise that all would have; of some rows what all rows would draw."""
         h = hyperparameters
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(self.seed), h.step), len(gradient))
+        keys = jax.random.split(
+            jax.random.fold_in(jax.random.key(self.seed), h.step), share.pieces[0].parameters
+        )
         deviation = jnp.sqrt(h.variance / (1 + h.step) ** h.decay)
         return tuple(
-            g + deviation.astype(jnp.abs(g).dtype) * jax.random.normal(key, g.shape, g.dtype)
-            for key, g in zip(keys, gradient, strict=True)
+            g
+            + deviation.astype(jnp.abs(g).dtype)
+            * piece.of(jax.random.normal(keys[piece.number], piece.shape, g.dtype))
+            for piece, g in zip(share.pieces, gradient, strict=True)
         ), slots

@@ -17,7 +17,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.words import UpdateType
-from onward.derive.rule import GradientRule
+from onward.derive.rule import GradientRule, Piece, Share
 from onward.derive.update.loss import LossFunction
 from onward.derive.update.precision import Kept, real_of, widened
 
@@ -34,6 +34,19 @@ class Slot:
         return self.how.read([env[v] for v in self.arrays])
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What a rule across parameters is told of those that are elsewhere.
+
+    Attributes:
+        pieces: for each array that it is given, what it is.
+        sums: what is added up over all pieces.
+    """
+
+    pieces: tuple[Piece, ...]
+    sums: tuple[Variable, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Act:
     """A rule at work on one parameter, or on several at once.
@@ -45,6 +58,7 @@ class Act:
         values: the hyperparameters by name, ``step`` among them.
         results: what it makes of each parameter, by name and type.
         loss: for a rule that evaluates the loss again.
+        shared: for a rule that is given pieces of some of the parameters; None: it has all.
     """
 
     rule: Any
@@ -53,6 +67,7 @@ class Act:
     values: Mapping[str, Variable]
     results: Sequence[Variable]
     loss: LossFunction | None
+    shared: Shared | None = None
 
     @cached_property
     def inputs(self) -> tuple[Variable, ...]:
@@ -60,7 +75,8 @@ class Act:
         given = [v for column in self.columns.values() for v in column]
         given += [v for slots in self.slots for slot in slots.values() for v in slot.arrays]
         again = self.loss.reads if self.loss else ()
-        return tuple(dict.fromkeys((*given, *self.values.values(), *again)))
+        sums = self.shared.sums if self.shared else ()
+        return tuple(dict.fromkeys((*given, *self.values.values(), *again, *sums)))
 
     @cached_property
     def key(self) -> Any:
@@ -75,7 +91,8 @@ class Act:
         values = tuple((name, at[v]) for name, v in self.values.items())
         types = tuple((v.shape, v.dtype) for v in (*self.inputs, *self.results))
         again = tuple(at[v] for v in self.loss.reads) if self.loss else ()
-        return id(self.rule), columns, slots, values, types, again
+        shared = (self.shared.pieces, tuple(at[v] for v in self.shared.sums)) if self.shared else None
+        return id(self.rule), columns, slots, values, types, again, shared
 
     def body(self) -> Body:
         """The rule as a function of the inputs: the results, then what the slots become."""
@@ -86,7 +103,11 @@ class Act:
         body = self.body()
         body, taken = body.restricted(range(len(body.out_avals)))
         gradients = tuple(self.columns.get("gradient", ()))
-        if self.rule.any_layout and tuple(self.inputs[i] for i in taken)[: len(gradients)] == gradients:
+        if (
+            self.shared is None
+            and self.rule.any_layout
+            and tuple(self.inputs[i] for i in taken)[: len(gradients)] == gradients
+        ):
             body.collected = Collected(len(gradients), self._of_other_arrays)
         return body, taken
 
@@ -104,7 +125,12 @@ class Act:
         numbers = numbers_of(self.values, env, self.columns["parameter"])
         extra = (self.loss.at(env),) if self.loss else ()
         if self.rule.type is UpdateType.ACROSS:
-            found = self.rule.update(*map(tuple, columns), tuple(slots), numbers, *extra)
+            given = (*map(tuple, columns), tuple(slots), numbers)
+            if self.shared is None:
+                found = self.rule.update(*given, *extra)
+            else:
+                sums = tuple(env[v] for v in self.shared.sums)
+                found = self.rule.update_share(*given, Share(self.shared.pieces, sums))
             made, following = _pair(self.rule, found, len(slots))
         else:
             found = self.rule.update(*(column[0] for column in columns), slots[0], numbers)
