@@ -86,7 +86,7 @@ def check_of(program: Program) -> Check | None:
     return Check(finite, following, made[CHECK].inputs)
 
 
-def looked_at(program: Program) -> tuple[tuple[Variable, ...], tuple[int, ...], Any]:
+def looked_at(program: Program) -> tuple[tuple[Variable, ...], Body]:
     """What is looked at, and how: all numbers, but for those that may have been infinite before."""
     following = {new: old for old, new in program.next_state.items() if _is_float(new) and new is not old}
     lenient = [(new, old) for new, old in following.items() if may_be_infinite(old)]
@@ -105,7 +105,7 @@ def looked_at(program: Program) -> tuple[tuple[Variable, ...], tuple[int, ...], 
         found += [all_finite(new) | ~all_finite(old) for old, new in before_and_after]
         return [jnp.all(jnp.stack([jnp.bool_(True), *found]))]
 
-    return (*strict, *pairs), (), body_over(finite, *_types(strict, pairs))
+    return (*strict, *pairs), body_over(finite, *_types(strict, pairs))
 
 
 def _shown(program: Program, strict: Set[Variable]) -> set[Variable]:

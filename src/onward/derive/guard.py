@@ -185,9 +185,9 @@ class Guard(Builder):
 
         types = list(map(_type, watched))
         body = body_of(lambda *xs: finite_of(xs), *types) if each else body_over(finite_of, types)
-        return self.told(FINITE, watched, (len(watched),) if each else (), body)
+        return self.told(FINITE, watched, body)
 
-    def told(self, kind: str, watched: Sequence[Variable], shape: tuple[int, ...], body: Body) -> Variable:
+    def told(self, kind: str, watched: Sequence[Variable], body: Body) -> Variable:
         """What an op says of these; what it says on the device that says no."""
         (finite,) = self.add(kind, watched, [FINITE], body, UpdateType.ACROSS)
         if equal_variables(self.source).issuperset(watched):

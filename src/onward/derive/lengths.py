@@ -36,15 +36,35 @@ class Length(NamedTuple):
 
 def length(arrays: Sequence[Any], axes: tuple[int, ...] | None = None, keepdims: bool = False) -> Length:
     """The norm of all numbers of these arrays together, along some axes or all."""
+    return rooted(*squares(arrays, axes, keepdims))
+
+
+def squares(
+    arrays: Sequence[Any], axes: tuple[int, ...] | None = None, keepdims: bool = False
+) -> tuple[Any, Any]:
+    """The sum of all squares, as they are and of the numbers times a power of two.
+
+    Of arrays that lie in several places these sums may be added up.
+    """
     sizes = [jnp.abs(x) for x in arrays]
     dtype = jnp.result_type(*sizes)
     sizes = [x.astype(dtype) for x in sizes]
-    # Behind a barrier: XLA makes ``x**2 * small**2`` of the square of a product with a constant, inf times 0.
-    small = lax.optimization_barrier(jnp.asarray(2.0 ** -(5 * np.finfo(dtype).maxexp // 8), dtype))
+    small = _small(dtype)
     plain = _added([jnp.sum(jnp.square(x), axes, keepdims=keepdims) for x in sizes])
     scaled = _added([jnp.sum(jnp.square(x * small), axes, keepdims=keepdims) for x in sizes])
+    return plain, scaled
+
+
+def rooted(plain: Any, scaled: Any) -> Length:
+    """The norm of the numbers that these are the ``squares`` of."""
     fits = jnp.isfinite(plain)
-    return Length(jnp.sqrt(jnp.where(fits, plain, scaled)), jnp.where(fits, 1, small).astype(plain.dtype))
+    down = jnp.where(fits, 1, _small(plain.dtype)).astype(plain.dtype)
+    return Length(jnp.sqrt(jnp.where(fits, plain, scaled)), down)
+
+
+def _small(dtype: Any) -> Any:
+    # Behind a barrier: XLA makes ``x**2 * small**2`` of the square of a product with a constant, inf times 0.
+    return lax.optimization_barrier(jnp.asarray(2.0 ** -(5 * np.finfo(dtype).maxexp // 8), dtype))
 
 
 def shortened(gradient: Any, its: Length, longest: Any) -> Any:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -202,6 +202,36 @@ class Rule:
             raise HyperparameterError(f"{cls.__name__}: {name} is {number}. It must be less than 1.")
 
 
+class Piece(NamedTuple):
+    """Rows of one of the parameters that a rule looks across.
+
+    ``number`` counts that parameter among the ``parameters`` that there are, ``shape`` is that of all its
+    rows, of which these are ``begin`` to ``end``.
+    """
+
+    number: int
+    parameters: int
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def of(self, whole: Any) -> Any:
+        """These rows of an array that has all."""
+        return whole[self.begin : self.end] if self.shape else whole
+
+
+class Pieces(NamedTuple):
+    """What a rule across parameters knows of the others where it is given pieces of some.
+
+    Attributes:
+        pieces: for each array that it is given, what it is.
+        sums: what ``sums`` returned of all pieces, wherever they are, added up.
+    """
+
+    pieces: Sequence[Piece]
+    sums: Sequence[Any]
+
+
 class RuleBeside(Rule):
     """The base of rules that act before or after an optimizer.
 
@@ -224,6 +254,24 @@ class GradientRule(RuleBeside):
     """The base of rules that change gradients before the optimizer sees them.
 
     ``where`` picks the parameters by name, pattern or predicate whose gradients it changes; all unless given.
+    One that looks across parameters works on several parameter servers if it can do with numbers that are
+    added up over all of them: ``sums`` makes these of some gradients, and ``update_share`` stands for
+    ``update`` where it is given their sums over all, and pieces of the parameters.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> class Mean(ow.GradientRule):
+    ...     type = ow.UpdateType.ACROSS
+    ...     def sums(self, gradient):
+    ...         return sum(jnp.sum(g) for g in gradient), sum(jnp.float32(g.size) for g in gradient)
+    ...     def update(self, parameter, gradient, slots):
+    ...         return self.without(gradient, self.sums(gradient)), slots
+    ...     def update_share(self, parameter, gradient, slots, share):
+    ...         return self.without(gradient, share.sums), slots
+    ...     def without(self, gradient, sums):
+    ...         return tuple(g - sums[0] / sums[1] for g in gradient)
+    >>> program = ow.SGD(1.0, rules=[Mean()]).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
+    >>> [op.type for op in ow.split(program, servers=2, trainers=2).servers[0].ops]
+    ['recv', 'count', 'sums', 'add', 'mean', 'sgd', 'send']
     """
 
     def update(self, parameter: Any, gradient: Any, slots: Any, /) -> tuple[Any, Any]:
@@ -233,6 +281,25 @@ class GradientRule(RuleBeside):
         the updates before; ``self.optimizer["learning_rate"]`` is the optimizer's.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how to change a gradient")
+
+    def sums(self, gradient: Sequence[Any], /) -> Sequence[Any]:
+        """The numbers that are added up over all gradients; none unless overridden."""
+        return ()
+
+    def update_share(self, parameter: Any, gradient: Any, slots: Any, share: Pieces, /) -> tuple[Any, Any]:
+        """As ``update``, of pieces of some of the parameters."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to change a part of the gradients")
+
+    @property
+    def shares(self) -> bool:
+        """Whether it can be given pieces of some parameters; a later ``update`` takes that away."""
+        whole, part = (_owner(type(self), name) for name in ("update", "update_share"))
+        return part is not GradientRule and issubclass(part, whole)
+
+
+def _owner(rule: type, name: str) -> type:
+    """The class that a method comes from."""
+    return next(c for c in rule.__mro__ if name in vars(c))
 
 
 class ParameterRule(RuleBeside):

@@ -82,7 +82,8 @@ class ByHand:
         self.up, self.down, self.asked, self.touched = ([[None] * servers for _ in batches] for _ in range(4))
         shared = self.shared()
         found = [None if b is None else self.trained(t, b, shared) for t, b in enumerate(batches)]
-        self.states = [self.updated(i, found, shares, shared) for i in range(servers)]
+        fed = [self.fed(i, found, shares, shared) for i in range(servers)]
+        self.states = self.updated(fed)
         return [None if f is None else f[0] for f in found]
 
     def shared(self):
@@ -145,8 +146,21 @@ class ByHand:
                     self.asked[t][i] += size([numbers])
         return rows
 
-    def updated(self, i, found, shares, shared):
-        """One server's next state."""
+    def updated(self, fed):
+        """The next state of all servers; the first is told what the others add to sums, and tells these."""
+        first, *others = self.parts
+        told = iter(first.told)
+        for i, part in enumerate(others, 1):
+            if part.measuring is not None:
+                found, _ = self.run(part.measuring, self.states[i], fed[i])
+                fed[0] |= named(next(told), found.values())
+        states = [self.run(first.program, self.states[0], fed[0])[1]]
+        whole = {v.name: np.asarray(states[0][v.name]) for v in first.whole}
+        pairs = enumerate(others, 1)
+        return states + [self.run(p.program, self.states[i], fed[i] | whole)[1] for i, p in pairs]
+
+    def fed(self, i, found, shares, shared):
+        """What one server is sent."""
         part, fed = self.parts[i], dict(shared)
         if part.shares is not None:
             fed[part.shares.name] = shares.astype(part.shares.dtype)
@@ -158,7 +172,7 @@ class ByHand:
             shards = {str(s): s for s in self.cut.shards[i]}
             for v, pair in zip(part.tables, part.rows[t], strict=True):
                 fed |= named(pair, self.pushed(i, t, shards[v.name], pair, rows))
-        return self.run(part.program, self.states[i], fed)[1]
+        return fed
 
     def pushed(self, i, t, shard, pair, rows):
         """Row numbers from a shard's first row on, and gradients; filled up with rows that are dropped."""

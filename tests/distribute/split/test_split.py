@@ -582,9 +582,9 @@ REFUSED = {
         "split: lazy updates of 'table' touch the rows that were sent, and what leaves an update out",
     ),
     "watched": (
-        lambda: ow.split(ow.watch(PLAIN, gradients=True), 2),
+        lambda: ow.split(ow.watch(PLAIN, gradients="v"), 2, 2),
         ow.GraphError,
-        "is watched, and neither a trainer nor a server has all that is to be looked at",
+        "split: 'grad(v)' is watched, and the gradients of 2 trainers are merged on the servers",
     ),
     "lazy matrix": (
         lambda: ow.split(embedding(ByMatrix()), 2, lazy=["table"]),

@@ -52,6 +52,20 @@ def test_fifty_rounds_equal_fifty_steps_of_one_device():
     assert gone({s.pid for s in run.servers}, 2)
 
 
+def test_the_norm_of_two_servers_and_what_is_watched_equal_one_device():
+    rules = [ow.ClipByGlobalNorm(0.05)]
+    types = [[jax.ShapeDtypeStruct((k * ROWS, n), np.float64) for n in (5, 2)] for k in (1, 2)]
+    half, whole = (ow.Adam(0.01, rules=rules).minimize(loss, FIRST, *t) for t in types)
+    looking = ow.watch(half, parameters="w", statistics="norm", every=2)
+    run = ow.cluster.start(looking, BATCHES[:12], parameters=FIRST, trainers=2, servers=2).wait(WAIT)
+    expected, _ = alone(whole, together(BATCHES[:12], 2), FIRST)
+    close(run.model, expected, FIRST, 1e-12, 1e-14)
+    steps, norms = run.history.watched.of("w", "norm")
+    assert steps.tolist() == [1, 3, 5]
+    np.testing.assert_allclose(norms[0], np.linalg.norm(FIRST["w"]), 1e-12)
+    np.testing.assert_array_equal(run.watched[1].of("w", "norm")[1], norms)
+
+
 def gone(pids, count):
     """Whether so many processes were there, and are no longer."""
     end = time.monotonic() + 20.0

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.words import UpdateType
-from onward.derive.lengths import Length, length, shortened
-from onward.derive.rule import GradientRule, Hyperparameter, Slots
+from onward.derive.lengths import Length, length, rooted, shortened, squares
+from onward.derive.rule import GradientRule, Hyperparameter, Pieces, Slots
 
 
 class ClipByValue(GradientRule):
@@ -65,8 +65,9 @@ class ClipByNorm(GradientRule):
 class ClipByGlobalNorm(GradientRule):
     """All gradients are shortened by one factor, so that their norm together is at most ``max_norm``.
 
-    ``g <- g min(1, max_norm / norm)``, where ``norm`` is the root of the sum of the squares of all. It looks
-    across parameters: of what several parameter servers own, no one knows the norm.
+    ``g <- g min(1, max_norm / norm)``, where ``norm`` is the root of the sum of the squares of all. On
+    several parameter servers it is that of the merged gradients of all of them; where each trainer's gradient
+    is an update of its own (asynchronous modes), that of this one gradient, which its trainer sends along.
 
     Source: Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
     algorithm 1.
@@ -88,8 +89,17 @@ class ClipByGlobalNorm(GradientRule):
         self, parameter: Sequence[Any], gradient: Sequence[Any], slots: Sequence[Slots]
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """The gradients, together no longer than allowed."""
-        together = length(gradient)
-        return tuple(shortened(g, together, self.max_norm) for g in gradient), slots
+        return _all_shortened(gradient, length(gradient), self.max_norm), slots
+
+    def sums(self, gradient: Sequence[Any]) -> Sequence[Any]:
+        """The squares of all numbers, as they are and scaled down."""
+        return squares(gradient)
+
+    def update_share(
+        self, parameter: Sequence[Any], gradient: Sequence[Any], slots: Sequence[Slots], share: Pieces
+    ) -> tuple[Sequence[Any], Sequence[Slots]]:
+        """Some of the gradients, all together no longer than allowed."""
+        return _all_shortened(gradient, rooted(*share.sums), self.max_norm), slots
 
 
 class AdaptiveClip(GradientRule):
@@ -120,6 +130,10 @@ class AdaptiveClip(GradientRule):
         """The gradient, unit by unit no longer than allowed."""
         longest = self.ratio * jnp.maximum(_unit_lengths(parameter).norm, self.epsilon)
         return shortened(gradient, _unit_lengths(gradient), longest), slots
+
+
+def _all_shortened(gradients: Sequence[Any], together: Length, longest: Any) -> tuple[Any, ...]:
+    return tuple(shortened(g, together, longest) for g in gradients)
 
 
 def _unit_lengths(x: Any) -> Length:

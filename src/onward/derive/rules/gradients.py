@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from onward.core.words import UpdateType
-from onward.derive.rule import GradientRule, Hyperparameter, Slots
+from onward.derive.rule import GradientRule, Hyperparameter, Piece, Pieces, Slots
 
 
 class Centralize(GradientRule):
@@ -67,9 +67,21 @@ class Noise(GradientRule):
         self, parameter: Sequence[Any], gradient: Sequence[Any], slots: Sequence[Slots]
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """The gradients with noise."""
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(self.seed), self.step), len(gradient))
+        pieces = [
+            Piece(n, len(gradient), g.shape, 0, len(g) if g.ndim else 1) for n, g in enumerate(gradient)
+        ]
+        return self.update_share(parameter, gradient, slots, Pieces(pieces, ()))
+
+    def update_share(
+        self, parameter: Sequence[Any], gradient: Sequence[Any], slots: Sequence[Slots], share: Pieces
+    ) -> tuple[Sequence[Any], Sequence[Slots]]:
+        """Some of the gradients with the noise that all would have; of some rows what all rows would draw."""
+        key = jax.random.fold_in(jax.random.key(self.seed), self.step)
+        keys = jax.random.split(key, share.pieces[0].parameters)
         deviation = jnp.sqrt(self.variance / (1 + self.step) ** self.decay)
         return tuple(
-            g + deviation.astype(jnp.abs(g).dtype) * jax.random.normal(key, g.shape, g.dtype)
-            for key, g in zip(keys, gradient, strict=True)
+            g
+            + deviation.astype(jnp.abs(g).dtype)
+            * piece.of(jax.random.normal(keys[piece.number], piece.shape, g.dtype))
+            for piece, g in zip(share.pieces, gradient, strict=True)
         ), slots

@@ -16,7 +16,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.words import UpdateType
-from onward.derive.rule import GradientRule, R, RuleBeside, at_step
+from onward.derive.rule import GradientRule, Piece, Pieces, R, RuleBeside, at_step
 from onward.derive.update.loss import LossFunction
 from onward.derive.update.precision import Kept, real_of, widened
 
@@ -58,6 +58,19 @@ class Hyperparameters:
         return at_step(rule, given)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What a rule across parameters is told of those that are elsewhere.
+
+    Attributes:
+        pieces: for each array that it is given, what it is.
+        sums: what is added up over all pieces.
+    """
+
+    pieces: tuple[Piece, ...]
+    sums: tuple[Variable, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Act:
     """A rule at work on one parameter, or on several at once.
@@ -69,6 +82,7 @@ class Act:
         values: the hyperparameters that it reads.
         results: what it makes of each parameter, by name and type.
         loss: for a rule that evaluates the loss again.
+        shared: for a rule that is given pieces of some of the parameters; None: it has all.
     """
 
     rule: Any
@@ -77,6 +91,7 @@ class Act:
     values: Hyperparameters
     results: Sequence[Variable]
     loss: LossFunction | None
+    shared: Shared | None = None
 
     @cached_property
     def inputs(self) -> tuple[Variable, ...]:
@@ -84,7 +99,8 @@ class Act:
         given = [v for column in self.columns.values() for v in column]
         given += [v for slots in self.slots for slot in slots.values() for v in slot.arrays]
         again = self.loss.reads if self.loss else ()
-        return tuple(dict.fromkeys((*given, *self.values.variables, *again)))
+        sums = self.shared.sums if self.shared else ()
+        return tuple(dict.fromkeys((*given, *self.values.variables, *again, *sums)))
 
     @cached_property
     def key(self) -> Any:
@@ -99,7 +115,8 @@ class Act:
         values = (*self.values.own, *self.values.optimizer, *(at[v] for v in self.values.variables))
         types = tuple((v.shape, v.dtype) for v in (*self.inputs, *self.results))
         again = tuple(at[v] for v in self.loss.reads) if self.loss else ()
-        return id(self.rule), columns, slots, values, types, again
+        shared = (self.shared.pieces, tuple(at[v] for v in self.shared.sums)) if self.shared else None
+        return id(self.rule), columns, slots, values, types, again, shared
 
     def body(self) -> Body:
         """The rule as a function of the inputs: the results, then what the slots become."""
@@ -110,7 +127,11 @@ class Act:
         body = self.body()
         body, taken = body.restricted(range(len(body.out_avals)))
         gradients = tuple(self.columns.get("gradient", ()))
-        if self.rule.any_layout and tuple(self.inputs[i] for i in taken)[: len(gradients)] == gradients:
+        if (
+            self.shared is None
+            and self.rule.any_layout
+            and tuple(self.inputs[i] for i in taken)[: len(gradients)] == gradients
+        ):
             body.collected = Collected(len(gradients), self._of_other_arrays)
         return body, taken
 
@@ -128,7 +149,12 @@ class Act:
         rule = self.values.seen_by(self.rule, env, self.columns["parameter"])
         extra = (self.loss.at(env),) if self.loss else ()
         if self.rule.type is UpdateType.ACROSS:
-            found = rule.update(*map(tuple, columns), tuple(slots), *extra)
+            given = (*map(tuple, columns), tuple(slots))
+            if self.shared is None:
+                found = rule.update(*given, *extra)
+            else:
+                sums = tuple(env[v] for v in self.shared.sums)
+                found = rule.update_share(*given, Pieces(self.shared.pieces, sums))
             made, following = _pair(self.rule, found, len(slots))
         else:
             found = rule.update(*(column[0] for column in columns), slots[0])

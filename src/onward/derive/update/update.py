@@ -25,7 +25,7 @@ from onward.core.words import Kind, Placement, UpdateType
 from onward.define.trace import explaining
 from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule, RuleBeside
-from onward.derive.update.act import Act, Hyperparameters, Slot
+from onward.derive.update.act import Act, Hyperparameters, Shared, Slot
 from onward.derive.update.draft import Draft, Place, update_op
 from onward.derive.update.groups import Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
@@ -84,8 +84,17 @@ class StandIns:
     last: bool = False
 
 
+Sharing = Callable[[Draft, Rule, Sequence[Variable], Sequence[Variable]], Shared]
+"""What a rule across parameters is told of those elsewhere: from the update so far, the rule, and the
+parameters and gradients that are here."""
+
+
 def with_update(
-    program: Program, optimizer: Optimizer, routing: Routing | None = None, stand_ins: StandIns | None = None
+    program: Program,
+    optimizer: Optimizer,
+    routing: Routing | None = None,
+    stand_ins: StandIns | None = None,
+    sharing: Sharing | None = None,
 ) -> Program:
     """The Program with the update pass, neither checked nor remembered; see ``append_update``.
 
@@ -94,12 +103,17 @@ def with_update(
         optimizer: what updates.
         routing: which optimizer updates which parameter, where that is known already.
         stand_ins: what the update works on in place of the parameters; what replaces it is in ``next_state``.
+        sharing: where the Program has a part of the parameters, what rules across all of them are told.
     """
-    return updated(program, optimizer, routing, stand_ins).draft.program()
+    return updated(program, optimizer, routing, stand_ins, sharing).draft.program()
 
 
 def updated(
-    program: Program, optimizer: Optimizer, routing: Routing | None = None, stand_ins: StandIns | None = None
+    program: Program,
+    optimizer: Optimizer,
+    routing: Routing | None = None,
+    stand_ins: StandIns | None = None,
+    sharing: Sharing | None = None,
 ) -> Update:
     """The whole update pass, with what is known about it; see ``with_update``."""
     if not program.gradients:
@@ -109,7 +123,7 @@ def updated(
         )
     if any(p in program.next_state for p, _ in program.gradients):
         raise GraphError(f"Program {program.name!r} updates its parameters already; minimize it only once.")
-    update = Update(program, optimizer, routing or Routing.of(optimizer, program.parameters))
+    update = Update(program, optimizer, routing or Routing.of(optimizer, program.parameters), sharing)
     if accumulation_of(program) is not None:
         _expect_gradients_only(update.routing.all_rules())
     if stand_ins and not stand_ins.last:
@@ -153,8 +167,10 @@ class Trained:
 class Update:
     """The update pass as it grows: ops, new state, and what replaces what."""
 
-    def __init__(self, program: Program, optimizer: Optimizer, routing: Routing) -> None:
-        self.source, self.optimizer, self.routing = program, optimizer, routing
+    def __init__(
+        self, program: Program, optimizer: Optimizer, routing: Routing, sharing: Sharing | None = None
+    ) -> None:
+        self.source, self.optimizer, self.routing, self.sharing = program, optimizer, routing, sharing
         self.draft = Draft(program)
         self.placement, self.parts = Placement.REPLICATED, 1
         self.forms: dict[Any, dict[str, Kept]] = {}
@@ -329,7 +345,10 @@ class Update:
         if rule.has_evaluated:
             self.evaluated += [(t, rule, own, values) for t, own in zip(members, slots, strict=True)]
         loss = LossFunction(self.source, [t.parameter for t in members]) if rule.evaluates_loss else None
-        act = Act(rule, columns, slots, values, results, loss)
+        shared = None
+        if rule.type is UpdateType.ACROSS and self.sharing is not None:
+            shared = self.sharing(self.draft, rule, [t.parameter for t in members], columns["gradient"])
+        act = Act(rule, columns, slots, values, results, loss, shared)
         if act.key not in self.draft.bodies:
             self.draft.bodies[act.key] = explaining(f"The update of {type(rule).__name__}", act.tight)
         body, taken = self.draft.bodies[act.key]

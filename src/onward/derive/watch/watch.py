@@ -65,7 +65,7 @@ def watch(
     device's own loss. What is watched stays in memory until it is looked at: the forward pass at its end,
     the rest when the parameters are updated; activations of micro-batches are joined for that. Watch after
     ``minimize``; transforms such as ``replicate``, ``accumulate``, ``guard``, ``roll`` may follow or come
-    before. ``split`` takes no watched Program.
+    before. Cut by ``split``, each trainer looks at what it computes itself.
 
     Args:
         program: a training Program, or one without an update and ``every=1``.
@@ -128,12 +128,17 @@ def watched(program: Program, how: Watch, values: tuple[str, ...]) -> Program:
 
     A test Program, which lacks some of what is trained, watches what it has.
     """
-    step = _counter(program)
+    step = counter_of(program)
     if step is None and how.every > 1:
         raise GraphError(
             f"Program {program.name!r} has no step counter, so watch cannot tell every {how.every}th step. "
             "Minimize first: watch(optimizer.minimize(loss, ...)); or watch each step: every=1."
         )
+    return with_looks(program, how, step)
+
+
+def with_looks(program: Program, how: Watch, step: Variable | None) -> Program:
+    """The Program with the ops that look, every so many steps by this counter; see ``watched``."""
     early = {v for op in program.ops if op.made_by is Pass.FORWARD for v in op.outputs}
     early |= {*program.inputs, *program.state, *program.constants}
     looks: dict[bool, list[Look]] = {True: [], False: []}
@@ -207,7 +212,7 @@ def _inserted(ops: Sequence[Op], more: Iterable[Op]) -> tuple[Op, ...]:
     return tuple(longer)
 
 
-def _counter(program: Program) -> Variable | None:
+def counter_of(program: Program) -> Variable | None:
     """The state Variable that counts the updates."""
     counts = (op for op in program.ops if op.type is COUNT and op.made_by is Pass.UPDATE)
     return next((op.inputs[0] for op in counts), None)

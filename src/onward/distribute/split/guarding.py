@@ -12,17 +12,18 @@ servers leave out the same updates, without asking each other. A server looks, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import Builder
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.marks import CHECK, FINITE, SCALE_LOSS
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Program, Variable
 from onward.core.recipe import Applied
 from onward.core.words import Pass, UpdateType
 from onward.derive.check_finite import check_finite, looked_at
@@ -134,18 +135,14 @@ def guarded(program: Program, told: Variable, scale: Variable | None, how: Guard
         return _checked(program, told)
     looks = Guard(program)
     watched = watched_by_update(program)
-    names = "counts", "fails"
-    counts, fails = (Variable(looks.names.new(n), (), np.dtype(np.bool_)) for n in names)
     alone = how.servers == 1
 
     def judge(told: jnp.ndarray, here: jnp.ndarray) -> list[jnp.ndarray]:
         bad = told & ~here if how.skips else ~(told & here)
         return [told & here, bad & (not (how.skips and alone))]
 
-    here = looks.look(watched)
-    flag = Type((), np.dtype(np.bool_))
-    body = body_of(judge, flag, flag)
-    looks.append(Op("judge", (told, here), (counts, fails), body, Pass.UPDATE, update=UpdateType.BOOKKEEPING))
+    reads = told, looks.look(watched)
+    counts, fails = _judge(looks, reads, ["counts", "fails"], judge)
     skipped = None
     if how.skips and index == 0:
         skipped = looks.number("skipped", (), np.int32)
@@ -162,20 +159,16 @@ def guarded(program: Program, told: Variable, scale: Variable | None, how: Guard
 def _checked(program: Program, told: Variable) -> Guarded:
     """The Program that looks at what the update made as well."""
     looks = Guard(program)
-    watched, shape, body = looked_at(program)
-    here = looks.told(CHECK, watched, shape, body)
-    counts, fails = (Variable(looks.names.new(n), (), np.dtype(np.bool_)) for n in ("checked", "fails"))
-    flag = Type((), np.dtype(np.bool_))
+    watched, body = looked_at(program)
     skips = any(op.type is FINITE for op in program.ops)
-    ended = body_of(
-        lambda told, here: [(told | skips) & here, ~((told | skips) & here)],
-        flag,
-        flag,
-    )
-    looks.append(
-        Op("judge", (told, here), (counts, fails), ended, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
-    )
-    looks.keep(counts, lambda v: True)
+
+    def judge(told: jnp.ndarray, here: jnp.ndarray) -> list[jnp.ndarray]:
+        good = (told | skips) & here
+        return [good, ~good]
+
+    reads = told, looks.told(CHECK, watched, body)
+    checked, fails = _judge(looks, reads, ["checked", "fails"], judge)
+    looks.keep(checked, lambda v: True)
     return Guarded(looks.program(), fails, None, tuple(looks.renamed.get(v, v) for v in watched))
 
 
@@ -183,12 +176,20 @@ def _both(
     checked: Guarded, fails: Variable, skipped: Variable | None, watched: tuple[Variable, ...]
 ) -> Guarded:
     """A Program that is guarded and checked: it fails where one of the two says so."""
-    either = Variable("fails either way", (), np.dtype(np.bool_))
-    flag = Type((), np.dtype(np.bool_))
-    body = body_of(lambda a, b: [a | b], flag, flag)
-    inputs = (fails, checked.fails)
-    op = Op("judge", inputs, (either,), body, Pass.UPDATE, update=UpdateType.BOOKKEEPING)
-    program = replace(checked.program, ops=(*checked.program.ops, op))
+    builder = Builder(checked.program, checked.program.ops, made_by=Pass.UPDATE)
+    (either,) = _judge(builder, (fails, checked.fails), ["fails either way"], lambda a, b: [a | b])
+    program = builder.program()
     known = set(program.variables.values())
     shown = dict.fromkeys(v for v in (*watched, *checked.watched) if v in known)
     return Guarded(program, either, skipped, tuple(shown))
+
+
+def _judge(
+    builder: Builder,
+    told: Sequence[Variable],
+    verdicts: Sequence[str],
+    judge: Callable[..., list[jnp.ndarray]],
+) -> tuple[Variable, ...]:
+    """The op that says of what it is told, each a bool, what becomes of the update."""
+    body = body_of(judge, *(Type((), v.dtype) for v in told))
+    return builder.add("judge", told, verdicts, body, UpdateType.BOOKKEEPING)

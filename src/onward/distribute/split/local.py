@@ -22,7 +22,7 @@ from onward.derive.optimizer import Optimizer
 from onward.derive.seam import forward_pass
 from onward.derive.update.groups import Routing
 from onward.distribute.split.shards import balanced
-from onward.distribute.split.split import Split, check_landing
+from onward.distribute.split.split import Split, check_landing, check_rules
 
 
 def split_local(program: Program, servers: int, trainers: int, outer: Optimizer) -> Split:
@@ -33,16 +33,21 @@ def split_local(program: Program, servers: int, trainers: int, outer: Optimizer)
         servers: how many.
         trainers: how many.
         outer: what servers update with.
+
+    Raises:
+        GraphError: the outer optimizer looks across parameters, or evaluates the loss.
     """
     base, local = _differences(program)
     trained = [p for p, _ in base.gradients]
+    routing = Routing.of(outer, trained)
+    check_rules(routing, servers)
     return check_landing(
         Split(
             source=base,
             forward=base,
             base=base,
             optimizer=outer,
-            shards=balanced(trained, Routing.of(outer, trained), servers),
+            shards=balanced(trained, routing, servers),
             tables=(),
             lazy=frozenset(),
             count=trainers,

@@ -17,8 +17,13 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import prune, substitute
 from onward.core.words import Kind, Pass, UpdateType
+from onward.derive.rule import Rule
+from onward.derive.update.act import Shared
+from onward.derive.update.draft import Draft
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import with_update
+from onward.derive.watch.watch import counter_of
+from onward.distribute.split.across import Across, added, summed, zero
 from onward.distribute.split.guarding import Guarding, guarded
 from onward.distribute.split.lazy import with_lazy
 from onward.distribute.split.shards import Shard
@@ -39,6 +44,11 @@ class ServerPart:
         given: the state that trainers get: the parameters, and what the forward pass carries.
         tables: the shards of tables, which trainers get by rows.
         shared: what this server computes for all: step, schedules and hyperparameters; fed on the others.
+        measuring: on all but the first server, what it adds to the sums of rules that look across parameters,
+            from the same feeds; None where no sum goes over several servers, or trainers send it.
+        told: the feeds of such sums: on the first server what each of the others adds, in their order, on
+            these the whole.
+        whole: on the first server, the state that keeps the sums of the last update.
         unguarded: the Program without what ``guard`` and ``check_finite`` add; None where they add nothing.
         fails: whether an update is one that it can neither make nor leave out; None where nothing looks.
         skipped: the state that counts what was left out; on the first server.
@@ -52,6 +62,9 @@ class ServerPart:
     given: tuple[Variable, ...]
     tables: tuple[Variable, ...]
     shared: tuple[Variable, ...]
+    measuring: Program | None = None
+    told: tuple[tuple[Variable, ...], ...] = ()
+    whole: tuple[Variable, ...] = ()
     unguarded: Program | None = None
     fails: Variable | None = None
     skipped: Variable | None = None
@@ -75,6 +88,8 @@ class Duties:
         lazy: the names of tables whose other rows an update leaves alone.
         guarding: what is done about a step that is not finite; None: nothing.
         scale: the loss scale; the first server keeps it.
+        across: the rules that look across parameters of several servers.
+        tells_step: whether trainers are told the step; by the first server.
     """
 
     index: int
@@ -84,6 +99,8 @@ class Duties:
     lazy: frozenset[str] = frozenset()
     guarding: Guarding | None = None
     scale: Variable | None = None
+    across: tuple[Across, ...] = ()
+    tells_step: bool = False
 
 
 def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) -> ServerPart:
@@ -92,19 +109,23 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
     Step, schedules and hyperparameters are named as on one device, whatever parameters this server has.
     """
     draft = _Draft(duties, trainers)
-    reserved = _reserved(base, draft.program(f"{base.name}_server_{duties.index}"))
-    own = routing.standing_for({str(s): s.parameter.name for s in (*duties.shards, *duties.tables)})
-    updated = replace(with_update(reserved, routing.optimizer, own), constants={})
+    whose = {str(s): s.parameter.name for s in (*duties.shards, *duties.tables)}
+    reserved = _reserved(base, _in_order(draft.program(f"{base.name}_server_{duties.index}"), base, whose))
+    own = routing.standing_for(whose)
+    sharing = draft.sharing if duties.across else None
+    updated = replace(with_update(reserved, routing.optimizer, own, sharing=sharing), constants={})
     updated = draft.made_lazy(updated, own)
     shared = _read(updated, _shared(updated))
     if duties.index:
         updated, shared = _fed_shared(updated, shared)
+    measuring, updated = draft.measured(updated)
     how, looks = duties.guarding, None
     if how is not None and draft.finite is not None:
         looks = guarded(updated, draft.finite, duties.scale, how, duties.index)
     last = updated if looks is None else looks.program
     scale = () if duties.scale is None else (duties.scale,)
-    sending = _Sending(last, (*draft.parameters, *draft.carried, *scale))
+    step = counter_of(last) if duties.tells_step else None
+    sending = _Sending(last, (*draft.parameters, *draft.carried, *scale, *([] if step is None else [step])))
     sent = (sending.op,) if sending.given else ()
     whole = check(replace(last, ops=(*last.ops, *sent), outputs=sending.op.outputs))
     return ServerPart(
@@ -115,6 +136,9 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
         given=sending.given,
         tables=draft.tables,
         shared=tuple(shared),
+        measuring=measuring,
+        told=draft.told,
+        whole=tuple(draft.kept.values()),
         unguarded=None if looks is None else updated,
         fails=None if looks is None else looks.fails,
         skipped=None if looks is None else looks.skipped,
@@ -135,6 +159,9 @@ class _Draft:
         self.parameters = tuple(_parameter(s) for s in duties.shards)
         self.tables = tuple(_parameter(s) for s in duties.tables)
         self.carried = tuple(replace(v, kind=Kind.STATE) for v in duties.carried)
+        self.sent_sums = tuple(
+            v for a in duties.across if a.by_trainer and duties.index in a.owners for v in a.sums
+        )
         self.fed = tuple(map(self._feeds, range(trainers)))
         self.rows = tuple(map(self._row_feeds, range(trainers)))
         dtypes = [v.dtype for v in (*self.parameters, *self.tables)]
@@ -148,13 +175,69 @@ class _Draft:
         self.finite = (
             None if duties.guarding is None else Variable("all trainers are finite", (), np.dtype(np.bool_))
         )
+        between = [a for a in duties.across if a.exchanged]
+        self.between = between if duties.index == 0 else [a for a in between if duties.index in a.owners]
+        kept = () if duties.index else (v for a in self.between for v in a.sums)
+        self.kept = {v: replace(v, kind=Kind.STATE) for v in kept}
+        self.fed_sums = {a: self._fed_sums(a) for a in self.between}
+        self.parts: list[Variable] = []
+
+    def _fed_sums(self, a: Across) -> dict[int, tuple[Variable, ...]]:
+        """By server, the feeds of what it adds to the sums of a rule; the first one tells the whole."""
+        if self.duties.index:
+            return {0: tuple(replace(v, kind=Kind.DATA) for v in a.sums)}
+        return {
+            i: tuple(replace(v, name=f"from_server_{i}/{v.name}", kind=Kind.DATA) for v in a.sums)
+            for i in a.owners
+            if i
+        }
+
+    @property
+    def told(self) -> tuple[tuple[Variable, ...], ...]:
+        """The feeds of sums, by the server that they come from; without those that tell nothing."""
+        servers = sorted({i for fed in self.fed_sums.values() for i in fed})
+        return tuple(tuple(v for fed in self.fed_sums.values() for v in fed.get(i, ())) for i in servers)
+
+    def sharing(
+        self, draft: Draft, rule: Rule, parameters: Sequence[Variable], gradients: Sequence[Variable]
+    ) -> Shared:
+        """What a rule across parameters is told, with the ops that make it."""
+        a = next(a for a in self.duties.across if a.rule == rule)
+        pieces = tuple(a.pieces[p.name] for p in parameters)
+        if not a.sums or a.by_trainer:
+            return Shared(pieces, a.sums)
+        part = summed(a, gradients, draft.names)
+        draft.ops.append(part)
+        if a not in self.fed_sums:
+            return Shared(pieces, part.outputs)
+        if self.duties.index:
+            self.parts += part.outputs
+            return Shared(pieces, self.fed_sums[a][0])
+        return Shared(pieces, self._added(draft, a, part.outputs))
+
+    def _added(self, draft: Draft, a: Across, here: Sequence[Variable]) -> tuple[Variable, ...]:
+        """On the first server, the sums over all servers, which it keeps until the next update."""
+        following = tuple(Variable(draft.names.new(f"next({v.name})"), v.shape, v.dtype) for v in a.sums)
+        draft.ops.append(added([here, *self.fed_sums[a].values()], following))
+        draft.next_state.update(zip(map(self.kept.__getitem__, a.sums), following, strict=True))
+        return following
+
+    def measured(self, program: Program) -> tuple[Program | None, Program]:
+        """What makes this server's part of the sums, and the Program that is fed the whole of them."""
+        if not self.parts:
+            return None, program
+        parts = set(self.parts)
+        ops = tuple(op for op in program.ops if parts.isdisjoint(op.outputs))
+        measuring = prune(program, list(self.parts))
+        return check(replace(measuring, name=f"{program.name}_measuring")), replace(program, ops=ops)
 
     def _feeds(self, t: int) -> tuple[Variable, ...]:
         head = f"from_trainer_{t}"
         gradients = (Variable(f"{head}/grad({p.name})", p.shape, p.dtype, Kind.DATA) for p in self.parameters)
         states = (travelling(v, f"{head}/next({v.name})", Kind.DATA) for v in self.carried)
+        sums = (replace(v, name=f"{head}/{v.name}", kind=Kind.DATA) for v in self.sent_sums)
         spoilt = Variable(f"{head}/{SPOILT}", (), np.dtype(np.bool_), Kind.DATA)
-        return (*gradients, *states, *(() if self.duties.guarding is None else (spoilt,)))
+        return (*gradients, *states, *sums, *(() if self.duties.guarding is None else (spoilt,)))
 
     def _row_feeds(self, t: int) -> tuple[tuple[Variable, Variable], ...]:
         head = f"from_trainer_{t}"
@@ -171,19 +254,26 @@ class _Draft:
         inputs = [v for feeds in self.fed for v in feeds]
         inputs += [v for tables in self.rows for pair in tables for v in pair]
         inputs += [self.shares] if self.shares else []
+        received = tuple(inputs)
         owned = (*self.parameters, *self.tables)
         gradients = tuple(Variable(f"grad({p.name})", p.shape, p.dtype, Kind.GRADIENT) for p in owned)
         following = tuple(Variable(f"next({v.name})", v.shape, v.dtype) for v in self.carried)
-        body = body_of(self._merged, *map(_type, inputs))
+        body = body_of(self._merged, *map(_type, received))
         finite = () if self.finite is None else (self.finite,)
-        recv = Op("recv", tuple(inputs), (*gradients, *following, *finite), body, Pass.COLLECTIVE)
+        made = (*gradients, *following, *self.sent_sums, *finite)
+        recv = Op("recv", received, made, body, Pass.COLLECTIVE)
+        elsewhere = [a for a in self.between if 0 not in a.owners and not self.duties.index]
+        sums = {v: Variable(f"next({v.name})", v.shape, v.dtype) for a in elsewhere for v in a.sums}
+        adding = (added([*self.fed_sums[a].values()], [sums[v] for v in a.sums]) for a in elsewhere)
         return Program(
             name,
-            inputs=tuple(inputs),
-            state=(*owned, *self.carried),
-            ops=(recv,),
+            inputs=(*received, *(v for feeds in self.told for v in feeds)),
+            state=(*owned, *self.carried, *self.kept.values()),
+            initializers=tuple(map(zero, self.kept.values())),
+            ops=(recv, *adding),
             gradients=tuple(zip(owned, gradients, strict=True)),
-            next_state=dict(zip(self.carried, following, strict=True)),
+            next_state=dict(zip(self.carried, following, strict=True))
+            | {self.kept[v]: new for v, new in sums.items()},
         )
 
     def _merged(self, *values: Any) -> list[Any]:
@@ -198,9 +288,11 @@ class _Draft:
                 total = total.at[at].add(times(gradient, shares, t), mode="drop")
             gradients.append(total)
         states = [self._carried(v, [f[count + k] for f in flat], shares) for k, v in enumerate(self.carried)]
+        begin = count + len(self.carried)
         return [
             *gradients,
             *states,
+            *flat[0][begin : begin + len(self.sent_sums)],
             *([] if self.finite is None else [~jnp.stack([f[-1] for f in flat]).any()]),
         ]
 
@@ -240,6 +332,13 @@ class _Sending:
         )
         body = body_of(lambda *values: [plain(x) for x in values], *map(_type, inputs))
         self.op = Op("send", inputs, outputs, body, Pass.COLLECTIVE)
+
+
+def _in_order(program: Program, base: Program, whose: Mapping[str, str]) -> Program:
+    """The Program with its gradients in the order of one device, which rules across parameters see."""
+    places = {p.name: n for n, (p, _) in enumerate(base.gradients)}
+    ordered = sorted(program.gradients, key=lambda pair: places[whose[pair[0].name]])
+    return replace(program, gradients=tuple(ordered))
 
 
 def _parameter(shard: Shard) -> Variable:

@@ -18,6 +18,7 @@ from onward.core.errors import GraphError
 from onward.core.program import Variable
 from onward.core.show import nbytes
 from onward.core.words import UpdateType
+from onward.derive.rule import GradientRule
 from onward.derive.update.groups import Routing
 
 Shards = tuple[tuple["Shard", ...], ...]
@@ -110,7 +111,9 @@ def _cut_in_order(parameters: Sequence[Variable], routing: Routing, servers: int
 
 
 def is_by_number(rule: Any) -> bool:
-    """Whether a rule, and how its slots are kept, looks at each number by itself."""
+    """Whether a rule, and how its slots are kept, looks at each number by itself, or at sums over all."""
+    if isinstance(rule, GradientRule) and rule.type is UpdateType.ACROSS:
+        return rule.shares
     return rule.type is UpdateType.ELEMENTWISE and getattr(rule, "slot_dtype", None) != "int8"
 
 

@@ -38,13 +38,16 @@ from onward.derive.backward import append_backward
 from onward.derive.batch import data_types
 from onward.derive.mixed.loss_scale import scale_loss
 from onward.derive.optimizer import Optimizer
+from onward.derive.rule import GradientRule
 from onward.derive.update.groups import Routing
 from onward.derive.update.precision import is_low
 from onward.derive.update.update import append_update, optimizer_of
-from onward.derive.watch.watch import watched
+from onward.derive.watch.watch import Watch, counter_of, watched
 from onward.distribute.merge import is_count
+from onward.distribute.split.across import Across, across_of
 from onward.distribute.split.guarding import GUARDS, Guarding, looking, scale_of, verdict_of
 from onward.distribute.split.in_words import in_words
+from onward.distribute.split.looks import expect_seen, looked_at
 from onward.distribute.split.rows import Table, by_rows, places_of, tables_in
 from onward.distribute.split.server import Duties, ServerPart, server_part, shared_part
 from onward.distribute.split.shards import Shard, Shards, balanced, is_by_number, rows_of
@@ -68,6 +71,7 @@ class Split:
         local: where it does so, by the name of each of its feeds, whose value that is.
         accumulation: how a trainer takes its batch in parts; None: in one.
         guarding: what is done about a step that is not finite; None: nothing.
+        watches: what trainers look at.
     """
 
     source: Program
@@ -82,6 +86,7 @@ class Split:
     local: Mapping[str, str] = field(default_factory=dict)
     accumulation: Accumulation | None = None
     guarding: Guarding | None = None
+    watches: tuple[Watch, ...] = ()
 
     @property
     def trainer(self) -> Program:
@@ -97,7 +102,10 @@ class Split:
     def trainer_part(self) -> TrainerPart:
         """What a trainer runs, and what of it travels."""
         finite = None if self.guarding is None else verdict_of(self.base)
-        return trainer_part(self.base, self.shards, self.tables, finite, self.scale)
+        sent = [a for a in self.across if a.by_trainer]
+        base, told = looked_at(self.base, self.watches, counter_of(self.source))
+        told = told if self.scale is None else (self.scale, *told)
+        return trainer_part(base, self.shards, self.tables, finite, told, sent)
 
     @cached_property
     def server_parts(self) -> tuple[ServerPart, ...]:
@@ -117,6 +125,8 @@ class Split:
             self.lazy,
             self.guarding,
             None if index else self.scale,
+            self.across,
+            bool(self.watches) and not index,
         )
         return server_part(self.base, duties, self.routing, self.count)
 
@@ -124,6 +134,16 @@ class Split:
     def routing(self) -> Routing:
         """Which optimizer updates which parameter."""
         return Routing.of(self.optimizer, self.source.parameters)
+
+    @cached_property
+    def across(self) -> tuple[Across, ...]:
+        """The gradient rules that look across parameters of several servers."""
+        return across_of(self.source, self.routing, self.shards, self.count)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether servers tell each other sums over their gradients before they update."""
+        return any(a.exchanged for a in self.across)
 
     @cached_property
     def shared(self) -> Program | None:
@@ -187,10 +207,14 @@ def split(
     looks at each number by itself, a large parameter is cut by rows. The step counter, the schedules and the
     hyperparameters are the first server's; trainers bring the others what they read of them. What the
     forward pass carries from step to step (statistics, random keys) is the first server's too, as the mean
-    over the trainers. A rule that stands between backward pass and update, such as a clip, stays with the
-    trainer. What ``guard``, ``check_finite`` or a loss scale leaves out, all servers leave out: each trainer
-    tells them whether its loss and gradients are finite. A table of which a step looks up some rows travels
-    by these rows.
+    over the trainers. A gradient rule of the optimizer that looks across parameters (``ClipByGlobalNorm``)
+    gets what it needs of other servers' gradients as sums: of one trainer's gradients these come with them,
+    of several trainers' the servers' parts are added up between two phases of an update (module ``across``).
+    A transform that stands between backward pass and update, such as ``clip_by_global_norm``, stays
+    with the trainer. What ``guard``, ``check_finite`` or a loss scale leaves out, all servers leave out: each
+    trainer tells them whether its loss and gradients are finite. A table of which a step looks up some rows
+    travels by these rows. What ``watch`` looks at, each trainer looks at where it computes it: activations,
+    parameters, and gradients where each trainer's is an update of its own.
 
     Args:
         program: a training Program, as ``minimize`` makes it.
@@ -201,9 +225,9 @@ def split(
             optimizer with slots (momentum) would move them too, at a cost in proportion to the whole table.
 
     Raises:
-        GraphError: a Program without an update or with ``watch``, an optimizer that looks across parameters,
-            a clip where several trainers' gradients are merged after it, lazy tables of a guarded Program, or
-            fewer parameters than servers.
+        GraphError: a Program without an update, an optimizer that looks across parameters,
+            a transform that clips where several trainers' gradients are merged after it, lazy tables of a
+            guarded Program, a thing to watch that no trainer has, or fewer parameters than servers.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``lazy`` names no table that travels by rows.
 
@@ -223,10 +247,12 @@ def split(
     expect_flag(rows, "split: rows")
     expect_one_device(program, "a cut into trainers and servers")
     how = accumulation_of(program)
-    recipe = recipe_of(program, "without its update", "Build it with optimizer.minimize").without(accumulated)
+    whole = recipe_of(program, "without its update", "Build it with optimizer.minimize")
+    recipe = whole.without(accumulated).without(watched)
     optimizer = _optimizer(program, recipe)
     routing = Routing.of(optimizer, program.parameters)
-    _check_rules(program, routing, recipe, servers, trainers)
+    check_rules(routing, servers)
+    _check_between(program, recipe, trainers)
     trained = [p.name for p, _ in program.gradients]
     guarding = Guarding.of(recipe.steps, servers)
     forward, base, tables = _cut(
@@ -238,6 +264,8 @@ def split(
         looks=guarding is not None,
     )
     full = [program[p.name] for p, _ in base.gradients]
+    watches = tuple(step.arguments[0] for step in whole.of(watched))
+    expect_seen(base, watches, tables, trainers)
     chosen = _chosen(lazy, tables)
     _check_lazy(chosen, routing, guarding)
     cut = Split(
@@ -252,6 +280,7 @@ def split(
         recipe,
         accumulation=how,
         guarding=guarding,
+        watches=watches,
     )
     return check_landing(cut)
 
@@ -342,26 +371,34 @@ def _check_updates(program: Program, own: Sequence[Shard], routing: Routing) -> 
             raise GraphError(f"split: {program.name} has an op {name} that updates none of its parameters.")
 
 
-def _check_rules(program: Program, routing: Routing, recipe: Recipe, servers: int, trainers: int) -> None:
-    """Refuse by name what would have to look across servers, or at what is merged only on them."""
+def check_rules(routing: Routing, servers: int) -> None:
+    """Refuse by name what needs data, or more of the other servers' parameters than sums of gradients."""
     for rule in routing.all_rules():
         if rule.evaluates_loss:
             raise GraphError(
                 f"{type(rule).__name__} evaluates the loss in its update, and servers have no data. Take one "
                 "that needs the gradient alone, or replicate(program, devices)."
             )
-        if rule.type is UpdateType.ACROSS and servers > 1:
+        if rule.type is UpdateType.ACROSS and servers > 1 and not getattr(rule, "shares", False):
+            how = (
+                ", or give it sums and update_share (GradientRule)" if isinstance(rule, GradientRule) else ""
+            )
             raise GraphError(
                 f"{type(rule).__name__} looks at all parameters at once, and {servers} servers have a part "
-                "of them each. Take one server, or one that looks at each parameter by itself."
+                f"of them each. Take one server, or one that looks at each parameter by itself{how}."
             )
+
+
+def _check_between(program: Program, recipe: Recipe, trainers: int) -> None:
+    """Refuse what stays with the trainers and would have to look at what is merged on servers."""
     steps = recipe.steps[_place_of_backward(recipe) + 1 : _place_of_update(recipe)]
     between = [step.function.__name__ for step in steps if step.function is not scale_loss]
     if between and trainers > 1:
         raise GraphError(
             f"{between[0]} stands between the backward pass and the update of {program.name!r}, so it stays "
             f"with each trainer, and the gradients of {trainers} trainers are merged after it: that is not "
-            f"{between[0]} of what is merged. Take one trainer, asynchronous updates, or replicate(program, "
+            f"{between[0]} of what is merged. Give the optimizer a rule in its place, as "
+            "rules=[ClipByGlobalNorm(1.0)], or take one trainer, asynchronous updates, or replicate(program, "
             "devices)."
         )
 
@@ -381,12 +418,6 @@ def _place_of_update(recipe: Recipe) -> int:
 def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
     """The optimizer that made the update, which only what guards it may follow."""
     places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
-    if recipe.of(watched):
-        raise GraphError(
-            f"split: {program.name!r} is watched, and neither a trainer nor a server has all that is to be "
-            "looked at: gradients are merged, and parameters kept, in parts. Leave watch out; run.history "
-            "and run.load tell of every step, and cluster.train(check_finite=True) of what is not finite."
-        )
     steps = [step.function for step in recipe.steps[max(places, default=-1) + 1 :]]
     after = [function.__name__.strip("_") for function in steps if function not in GUARDS]
     if len(places) != 1 or after:

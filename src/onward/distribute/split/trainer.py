@@ -17,6 +17,8 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass
+from onward.derive.watch.watch import watching_of
+from onward.distribute.split.across import Across, summed
 from onward.distribute.split.rows import Table
 from onward.distribute.split.shards import Shard
 
@@ -57,7 +59,8 @@ def trainer_part(
     shards: Sequence[Sequence[Shard]],
     tables: Sequence[Table],
     finite: Variable | None = None,
-    scale: Variable | None = None,
+    told: Sequence[Variable] = (),
+    across: Sequence[Across] = (),
 ) -> TrainerPart:
     """Cut what a trainer runs out of a forward and backward Program.
 
@@ -66,9 +69,11 @@ def trainer_part(
         shards: what each server owns.
         tables: what travels by rows.
         finite: whether all is finite, where the servers are to be told.
-        scale: the loss scale, which the first server keeps.
+        told: what else the first server keeps and the trainer reads: the loss scale, the step.
+        across: the rules that look across parameters, of which the trainer sends the sums.
     """
-    cut = _Cut(base, tables, finite, scale)
+    cut = _Cut(base, tables, finite, told)
+    cut.measure(across)
     for i, own in enumerate(shards):
         cut.receive(i, [s for s in own if s.parameter not in cut.tables])
         cut.send(i, [s for s in own if s.parameter not in cut.tables])
@@ -79,14 +84,14 @@ class _Cut:
     """The trainer's Program as it grows at both ends."""
 
     def __init__(
-        self, base: Program, tables: Sequence[Table], finite: Variable | None, scale: Variable | None
+        self, base: Program, tables: Sequence[Table], finite: Variable | None, told: Sequence[Variable]
     ) -> None:
         self.base, self.finite = base, finite
         self.tables = {t.parameter: t for t in tables}
         self.gradient = {p.name: g for p, g in base.gradients}
         self.parameter = {p.name: p for p, _ in base.gradients}
         self.carried = carried_by(base)
-        self.got = (*self.carried, *(() if scale is None else (scale,)))
+        self.got = (*self.carried, *told)
         away = {*self.parameter, *(v.name for v in self.got)}
         self.names = Names(base.variables.keys() - away)
         self.begin: list[Op] = []
@@ -95,6 +100,15 @@ class _Cut:
         self.sent: list[tuple[Variable, ...]] = []
         self.pieces: dict[str, list[Variable]] = {}
         self.own: dict[Variable, Variable] = {}
+        self.sums: dict[Across, tuple[Variable, ...]] = {}
+
+    def measure(self, across: Sequence[Across]) -> None:
+        """The sums of rules that look across parameters, over this trainer's gradients."""
+        for a in across:
+            gradients = [self.gradient[name] for name in a.names]
+            op = summed(a, gradients, self.names, [name in a.maximized for name in a.names])
+            self.end.append(op)
+            self.sums[a] = op.outputs
 
     def receive(self, i: int, own: Sequence[Shard]) -> None:
         """Parameters, and from the first server the state that is carried."""
@@ -113,16 +127,18 @@ class _Cut:
         self.received.append(fed)
 
     def send(self, i: int, own: Sequence[Shard]) -> None:
-        """The gradients of what a server owns, and to the first one the next state."""
+        """The gradients of what a server owns with their sums, and to the first one the next state."""
         gradients = [self.gradient[s.parameter.name] for s in own]
         state = [self.base.next_state[v] for v in self.carried] if i == 0 else []
+        sums = {a: found for a, found in self.sums.items() if i in a.owners}
+        state += [v for found in sums.values() for v in found]
         told = [] if self.finite is None else [self.finite]
         inputs = tuple(dict.fromkeys((*gradients, *state, *told)))
         at = {v: k for k, v in enumerate(inputs)}
         places = [*((at[g], s) for g, s in zip(gradients, own, strict=True)), *((at[v], None) for v in state)]
         names = [f"to_server_{i}/grad({s})" for s in own]
         names += [f"to_server_{i}/next({v.name})" for v in self.carried] if i == 0 else []
-
+        names += [f"to_server_{i}/{v.name}" for a in sums for v in a.sums]
         names += [f"to_server_{i}/{SPOILT}"] * len(told)
 
         def pack(*values: Any) -> list[Any]:
@@ -173,6 +189,7 @@ class _Cut:
                 *base.outputs,
                 *(v for sent in self.sent for v in sent),
                 *(self.gradient[p.name] for p in fed),
+                *(v for _, *pair in watching_of(base) for v in pair),
             ),
             signature=None,
             recipe=None,

@@ -16,10 +16,13 @@ from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import prune
 from onward.derive.guard import is_guarded
+from onward.derive.watch.reading import NOT_NOW
+from onward.derive.watch.watch import watching_of
 from onward.distribute.split.rows import Table
 from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import TRAINER, as_typed, carried_by
 from onward.execute.cluster.holding import Gradients, Values
+from onward.execute.cluster.messages import Seen
 from onward.execute.compile import compile
 from onward.execute.evaluator import as_feed, batch_size, metrics_of, scalars_of
 from onward.execute.feeds import Feeds, data_names, key_of
@@ -75,11 +78,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a batch: the numbers that the function returned, and what each server is sent."""
+    """What came of a batch: numbers that the function returned, what each server is sent, what was seen."""
 
     metrics: dict[str, float]
     gradients: list[Gradients]
     examples: int
+    seen: tuple[Seen, ...] = ()
 
 
 class Compute(Protocol):
@@ -166,7 +170,10 @@ class Gradient:
             )
             for i, sent in enumerate(part.sent)
         ]
-        return Result(metrics, gradients, prepared.examples)
+        looked = watching_of(part.program)
+        return Result(
+            metrics, gradients, prepared.examples, _seen([[made[v] for v in v2] for _, *v2 in looked])
+        )
 
     def _ends(self, metrics: Mapping[str, float], spoilt: bool) -> bool:
         """Whether the training ends before this step, which is not finite and nobody leaves out."""
@@ -192,7 +199,7 @@ class Gradient:
         more = values[0].arrays[len(prepared.cut.shards[0]) :]
         scale = () if prepared.cut.scale is None else (prepared.cut.scale,)
         state = {name: x[0] if len(x) == 1 else np.concatenate(x) for name, x in pieces.items()}
-        told = zip((*carried_by(base), *scale), more, strict=True)
+        told = zip((*carried_by(base), *scale), more, strict=False)
         state |= self.state | {v.name: as_typed(x, v) for v, x in told}
         return find(base, state, tuple(prepared.fed[v.name] for v in base.inputs))
 
@@ -214,6 +221,12 @@ class Gradient:
 
     def _key(self, inputs: Sequence[Variable]) -> Key:
         return tuple((v.shape, v.dtype) for v in inputs)
+
+
+def _seen(parts: Sequence[Sequence[Any]]) -> tuple[Seen, ...]:
+    """What a step has looked at, if it has."""
+    found = tuple((int(at), np.asarray(numbers)) for at, numbers in parts)
+    return (found,) if any(at != NOT_NOW for at, _ in found) else ()
 
 
 @contextmanager
@@ -328,12 +341,14 @@ class LocalSteps:
             {v.name: x for v, x in zip(self.receiving.outputs, found, strict=True)}
         )
         losses: list[dict[str, Any]] = []
+        seen: list[Seen] = []
         for n, batch in enumerate(prepared.fed["batches"], prepared.number):
             with _named(self.trainer, n):
                 self.state, out = self.step(self.state, **batch)
                 if self.guarded:
                     self.step.expect_going(self.state)
             losses.append(metrics_of(out))
+            seen += _seen([(at, numbers) for _, at, numbers in out.watched.parts])
         self._expect_finite(prepared.number, losses)
         fed |= {v.name: self.state[self.cut.local[v.name]] for v in self.local if v.name in self.cut.local}
         fed.setdefault(TRAINER.name, np.uint32(self.trainer))
@@ -343,7 +358,7 @@ class LocalSteps:
             for i, out in enumerate(part.sent)
         ]
         metrics = {n: float(np.mean([float(x[n]) for x in losses])) for n in losses[0]}
-        return Result(metrics, gradients, prepared.examples)
+        return Result(metrics, gradients, prepared.examples, tuple(seen))
 
     def _expect_finite(self, number: int, losses: Sequence[Mapping[str, Any]]) -> None:
         """Raise ``NonFiniteError`` for a loss that is not finite, unless the step itself sees to that."""

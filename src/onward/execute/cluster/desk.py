@@ -19,7 +19,7 @@ from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.fence import Epoch
 from onward.execute.cluster.keeper import Durability, Keeper
 from onward.execute.cluster.link import Unreachable
-from onward.execute.cluster.messages import Push, Reply, Row, Sender, ServerStatus, Word
+from onward.execute.cluster.messages import Push, Reply, Row, Sender, ServerStatus, Told, Word
 from onward.execute.cluster.modes import Mode
 
 PATIENCE = 5.0
@@ -147,13 +147,22 @@ class Desk:
             self.keeper.holding.check(push.gradients)
             self.received += push.nbytes
 
-    def say(self, word: Word, wanted: Wanted | None = None, staleness: int = 0, lag: int = 0) -> Reply:
+    def say(
+        self,
+        word: Word,
+        wanted: Wanted | None = None,
+        staleness: int = 0,
+        lag: int = 0,
+        told: Told | None = None,
+    ) -> Reply:
         """An answer, with values where some are wanted."""
         self.spec.faults.reach(f"server {self.index}", "before reply")
         values = None if wanted is None else self.keeper.give(wanted)
         self.sent += 0 if values is None else values.nbytes
         self.keeper.expect()
-        return Reply(word, self.keeper.version, values, staleness, lag, self.epoch)
+        whole = self.keeper.holding.whole() if word is Word.DONE and told is None else ()
+        told = Told(arrays={0: whole}) if whole else told or Told()
+        return Reply(word, self.keeper.version, values, staleness, lag, self.epoch, told)
 
     async def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
         """Wait for news until the condition holds; False if it does not in time."""

@@ -15,6 +15,9 @@ EDGES = (
 )
 """Where a process can die: a trainer at the first two, a server at the others."""
 
+BETWEEN = "between parts and whole"
+"""And where rules look across servers: one has computed what it adds to a sum, and nobody knows it yet."""
+
 
 class Faults:
     """What happens at each edge: nothing."""

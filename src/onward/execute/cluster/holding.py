@@ -38,7 +38,8 @@ class Gradients:
         arrays: the gradients of what the server owns, and to the first one the next carried state.
         rows: for each table, by the shard's name, the numbers of the touched rows, counted from the shard's
             first, and their gradients.
-        shared: to all but the first server, the step, schedules and hyperparameters.
+        shared: to all but the first server, the step, schedules and hyperparameters; to any, the sums that
+            servers tell each other.
     """
 
     arrays: tuple[np.ndarray, ...]
@@ -104,10 +105,7 @@ class Holding:
         Raises:
             NonFiniteError: it would not be finite, and is not to be left out; everything stays as it was.
         """
-        counts = self._buckets(gradients)
-        update = self._updates.get(counts)
-        if update is None:
-            update = self._updates[counts] = _Update(self._part(counts))
+        update = self._update(gradients)
         self.state, fails = update(self.state, gradients, shares)
         if fails is None:
             meanwhile()
@@ -118,6 +116,28 @@ class Holding:
             )
         if fails is not None:
             meanwhile()
+
+    def measured(
+        self, gradients: Sequence[Gradients | None], shares: Sequence[float]
+    ) -> tuple[np.ndarray, ...]:
+        """What this server adds to the sums that an update of what the trainers sent is to be told."""
+        if self.part.measuring is None:
+            return ()
+        return self._update(gradients).measured(self.state, gradients, shares)
+
+    def whole(self) -> tuple[np.ndarray, ...]:
+        """On the first server, the sums of the last update."""
+        return tuple(np.asarray(self.state[v.name]) for v in self.part.whole)
+
+    def knows(self, told: Mapping[int, Sequence[np.ndarray]]) -> bool:
+        """Whether this, by server, is all that an update of this server has to be told."""
+        return len(told) == len(self.part.told)
+
+    def known(self, told: Mapping[int, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+        """What an update is fed of that."""
+        feeds = [self.cut.server_parts[0].whole] if self.index else self.part.told
+        pairs = zip(feeds, (told[i] for i in sorted(told)), strict=True)
+        return {v.name: x for vs, xs in pairs for v, x in zip(vs, xs, strict=True)}
 
     def replayed(
         self,
@@ -201,6 +221,13 @@ class Holding:
             found |= {old.name: table.name for old in olds if old.shape[:1] == table.shape[:1]}
         return found
 
+    def _update(self, gradients: Sequence[Gradients | None]) -> _Update:
+        """The compiled update for as many rows as were sent."""
+        counts = self._buckets(gradients)
+        if counts not in self._updates:
+            self._updates[counts] = _Update(self._part(counts))
+        return self._updates[counts]
+
     def _buckets(self, gradients: Sequence[Gradients | None]) -> tuple[int, ...]:
         """For each table, how many rows the update is compiled for: a power of two."""
         most = (max((len(g.rows[n][0]) for g in gradients if g is not None), default=0) for n in self.tables)
@@ -244,7 +271,7 @@ class _Update:
 
         Both may still be computing.
         """
-        fed = self._fed(gradients, shares)
+        fed = self._fed(self.program, gradients, shares)
         changed = [state[v.name] for v in self.changed]
         new = self.run(changed, [state[v.name] for v in self.kept], [fed[v] for v in self.program.inputs])
         following = state | {v.name: x for v, x in zip(self.changed, new, strict=False)}
@@ -254,14 +281,31 @@ class _Update:
         self, state: Mapping[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
     ) -> str:
         """What of an update is not finite, in words."""
-        fed = self._fed(gradients, shares)
+        fed = self._fed(self.program, gradients, shares)
         run = lower(self.program, self.part.watched)
         values = run([state[v.name] for v in self.program.state], [fed[v] for v in self.program.inputs])
         named = zip(self.part.watched, values, strict=True)
         found = [repr(v.name) for v, x in named if not bool(jnp.all(jnp.isfinite(x)))]
         return ", ".join(found[:3]) or "a value that no longer is so when computed again"
 
-    def _fed(self, gradients: Sequence[Gradients | None], shares: Sequence[float]) -> dict[Variable, Any]:
+    def measured(
+        self, state: Mapping[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
+    ) -> tuple[np.ndarray, ...]:
+        """What the server adds to the sums over all."""
+        program = self.part.measuring
+        assert program is not None
+        fed = self._fed(program, gradients, shares)
+        given = [state[v.name] for v in program.state], [fed[v] for v in program.inputs]
+        return tuple(map(np.asarray, self._measure(*given)))
+
+    @cached_property
+    def _measure(self) -> Callable[..., list[Any]]:
+        assert self.part.measuring is not None
+        return compiled_alone(lower(self.part.measuring, self.part.measuring.outputs))
+
+    def _fed(
+        self, program: Program, gradients: Sequence[Gradients | None], shares: Sequence[float]
+    ) -> dict[Variable, Any]:
         fed: dict[Variable, Any] = {}
         for sent, feeds, tables in zip(gradients, self.part.received, self.part.rows, strict=True):
             values = sent.arrays if sent else [self._nothing(v) for v in feeds]
@@ -273,8 +317,8 @@ class _Update:
         if self.part.shares is not None:
             fed[self.part.shares] = np.asarray(shares, self.part.shares.dtype)
         present = next(g for g in gradients if g is not None)
-        fed |= {v: present.shared[v.name] for v in self.part.shared if v in self.program.inputs}
-        return fed
+        told = (*self.part.shared, *(v for feeds in self.part.told for v in feeds))
+        return fed | {v: present.shared[v.name] for v in told if v in program.inputs}
 
     def _nothing(self, v: Variable) -> np.ndarray:
         if v not in self.zeros:

@@ -135,6 +135,11 @@ class Keeper:
             self._reach("after write")
         self.busy += perf_counter() - begun
 
+    def measured(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> tuple[np.ndarray, ...]:
+        """What this server adds to the sums that an update with these gradients is to be told."""
+        self._refuse_if_broken()
+        return self.holding.measured([None if p is None else p.gradients for p in pushes], shares)
+
     def give(self, wanted: Mapping[str, np.ndarray]) -> Values:
         """What a trainer reads."""
         self._refuse_if_broken()

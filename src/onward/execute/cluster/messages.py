@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
 from onward.execute.cluster.fence import FIRST, Epoch
 from onward.execute.cluster.holding import Gradients, Values
+
+Seen = tuple[tuple[int, np.ndarray], ...]
+"""What a step that looked has seen: for each op that looks the number of the step, and the statistics."""
 
 
 class Word(StrEnum):
@@ -15,7 +20,7 @@ class Word(StrEnum):
     ``DONE``: as asked. ``WAIT``: not yet; ask again. ``MISSING``: send the gradient of this round again, the
     server has lost it. ``BEHIND``: the server went back to an older version. ``STALE``: the caller is of an
     older generation, all must say hello again. ``SUPERSEDED``: another process has taken the caller's place.
-    ``OVER``: no trainer has a batch any more.
+    ``OVER``: no trainer has a batch any more. ``PARTS``: tell the first server what the others add to sums.
     """
 
     DONE = "done"
@@ -25,6 +30,7 @@ class Word(StrEnum):
     STALE = "stale"
     SUPERSEDED = "superseded"
     OVER = "over"
+    PARTS = "parts"
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,24 @@ class Push:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What a server is told of the others' gradients, by the server that says so.
+
+    Attributes:
+        of: by server, which start of each trainer sent the gradients that it speaks of.
+        arrays: by server, what it adds to the sums; from the first one, the sums.
+    """
+
+    of: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    arrays: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
+
+    def and_also(self, other: Told) -> Told:
+        """Both, without servers that say nothing."""
+        said = {i: x for i, x in other.arrays.items() if x}
+        return Told(self.of | other.of, self.arrays | said)
+
+
+@dataclass(frozen=True)
 class Reply:
     """A server's answer.
 
@@ -74,6 +98,8 @@ class Reply:
         staleness: how many updates were made between a gradient's basis and its own update.
         lag: how many steps the trainer is ahead of the slowest.
         epoch: of the server; an answer of an older one than the last does not count.
+        told: from the first server, the sums of the update that made this version; from another one that is
+            asked, what it adds to those of the next.
     """
 
     word: Word
@@ -82,6 +108,7 @@ class Reply:
     staleness: int = 0
     lag: int = 0
     epoch: Epoch = FIRST
+    told: Told = field(default_factory=Told)
 
 
 @dataclass(frozen=True)
@@ -143,6 +170,7 @@ class Row:
     seconds: float
     waited: float
     ended: float
+    seen: tuple[Seen, ...] = ()
 
 
 @dataclass(frozen=True)

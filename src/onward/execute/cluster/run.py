@@ -14,9 +14,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from onward.core.errors import ClusterError, NonFiniteError
+from onward.core.errors import ClusterError, GraphError, NonFiniteError
 from onward.core.program import Program
 from onward.core.words import Kind
+from onward.derive.watch.reading import Watched
+from onward.derive.watch.watch import watching_of
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import as_typed, plain
@@ -24,13 +26,14 @@ from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.desk import ServerSpec
 from onward.execute.cluster.fence import claim_driver, only_driver
 from onward.execute.cluster.link import Unreachable
-from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, TrainerStatus, Word
+from onward.execute.cluster.messages import Reply, Row, Sender, ServerStatus, Told, TrainerStatus, Word
 from onward.execute.cluster.modes import Local, in_rounds
 from onward.execute.cluster.servers import TrainerSpec
 from onward.execute.cluster.settings import Settings, check_same_training
 from onward.execute.cluster.supervisor import Supervisor
 from onward.execute.loop.history import History
 from onward.execute.loop.progress import Progress
+from onward.execute.loop.watch_history import WatchHistory
 from onward.execute.model import Model
 
 _LOOK = 0.1  # seconds between two looks at servers and trainers
@@ -49,6 +52,7 @@ class Run:
             step that was made again has one record, and so has one whose trainer died before it told of it
             (unless the first server died with it). Hyperparameters that changed when a folder was resumed
             stand there by their names.
+        watched: for each trainer, what ``watch`` made it look at; ``history.watched`` is that of the first.
         load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
             ``pushes``, ``duplicates``, ``received``, ``sent``, ``written`` (bytes so far).
         events: what happened besides, in words: who died, and what was done about it.
@@ -65,6 +69,7 @@ class Run:
     ) -> None:
         self.settings, self.model = settings, model
         self.history, self.load = History(), History()
+        self.watched = [self.history.watched, *(WatchHistory() for _ in range(settings.trainers - 1))]
         self.events: list[str] = []
         self.progress = Progress(None, settings.progress, "train")
         self._error: BaseException | None = None
@@ -80,7 +85,11 @@ class Run:
             program, settings.servers, settings.merged, settings.lazy, settings.rows, settings.outer
         )
         self.cut: Split = self.blueprint.split()
+        if not in_rounds(settings.mode):
+            _expect_no_exchange(self.cut)
         self._fingerprint = self.cut.fingerprint
+        looking = program if isinstance(settings.mode, Local) else self.cut.trainer
+        self._looks = [watching for watching, *_ in watching_of(looking)]
         state = model.state
         self._given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
         with ExitStack() as stack:
@@ -300,7 +309,9 @@ class Run:
         while monotonic() < end:
             try:
                 first: ServerStatus = self._call(0, "hold", _HOLD)
-                replies = [self._pulled(i, first, end) for i in range(self.settings.servers)]
+                replies = [self._pulled(0, first, end, Told())]
+                others = range(1, self.settings.servers)
+                replies += [self._pulled(i, first, end, replies[0].told) for i in others]
             finally:
                 with suppress(ClusterError):
                     self._call(0, "hold", 0.0)
@@ -310,12 +321,13 @@ class Run:
             sleep(_LOOK)
         raise ClusterError(f"The servers did not come to one version within {self.settings.patience:g} s.")
 
-    def _pulled(self, i: int, first: ServerStatus, end: float) -> Reply:
+    def _pulled(self, i: int, first: ServerStatus, end: float, told: Told) -> Reply:
         """What one server has, tables whole, at the version of the first."""
         wanted = {v.name: np.arange(v.shape[0]) for v in self.cut.server_parts[i].tables}
         while True:
             asker = Sender(-1, 0, first.generation, self._driver)
-            reply: Reply = self._call(i, "pull", asker, first.version, wanted)
+            given = (told,) if self.cut.exchanges else ()
+            reply: Reply = self._call(i, "pull", asker, first.version, wanted, *given)
             if reply.word is not Word.WAIT or monotonic() > end:
                 return reply
 
@@ -352,6 +364,11 @@ class Run:
             waited=row.waited,
             time=row.ended - self._begun,
         )
+        for seen in row.seen:
+            found = Watched(
+                [(w.cells, at, numbers) for w, (at, numbers) in zip(self._looks, seen, strict=True)]
+            )
+            self.watched[row.trainer].record(found, step=found.step or row.sequence + 1)
         busiest = max(self._busy.values(), default=0.0)
         self.progress.advance(
             row.examples,
@@ -388,6 +405,18 @@ class Run:
         s = self.settings
         how = "running" if self.is_running else "ended"
         return f"Run({s.trainers} trainers, {s.servers} servers, {s.mode}, {how}, {self.history})"
+
+
+def _expect_no_exchange(cut: Split) -> None:
+    """Raise ``GraphError`` where servers would tell each other sums, and each updates whenever it can."""
+    for a in cut.across:
+        if a.exchanged:
+            raise GraphError(
+                f"cluster: {a.rule!r} looks across the gradients of all servers after another rule has "
+                "changed them there, and without rounds no two servers are at the same update. Put it first "
+                "in rules=, where each trainer knows the sums of its own gradient, or take mode='sync', or "
+                "one server."
+            )
 
 
 def _hyperparameters(program: Program) -> dict[str, float]:

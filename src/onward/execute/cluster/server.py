@@ -10,8 +10,11 @@ from dataclasses import replace
 from time import monotonic
 
 from onward.execute.cluster.desk import Desk, ServerSpec, Wanted
-from onward.execute.cluster.messages import Push, Reply, Sender, ServerStatus, Welcome, Word
+from onward.execute.cluster.faults import BETWEEN
+from onward.execute.cluster.messages import Push, Reply, Sender, ServerStatus, Told, Welcome, Word
 from onward.execute.cluster.modes import Bounded, in_rounds
+
+NOTHING = Told()
 
 
 class RoundServer:
@@ -20,12 +23,18 @@ class RoundServer:
     A trainer stages its gradient on all other servers before it gives it to the first one. When that one has
     all, all servers have all, and the round is decided: the first makes it at once, the others when they are
     asked for the version after it. So a round is made by all or by none, whoever dies.
+
+    Where a rule needs sums over the gradients of all servers, the first one makes a decided round once a
+    trainer has told it what the others add to these sums; it keeps them with what it made, and tells them to
+    all trainers, for the others. What a server adds follows from what is staged there, which stays as it is
+    once the round is decided, so it may be asked, and told, any number of times.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
         self.desk = Desk(spec)
         self.spec = spec
         self.staged: dict[int, Push] = {}
+        self.told = Told()
         self.over = False
         self.held_until = 0.0
 
@@ -49,12 +58,12 @@ class RoundServer:
             self.desk.duplicates += 1
             return self.desk.say(Word.DONE)
         self.desk.taken(push)
-        self.staged[push.sender.trainer] = push
+        self.staged[push.sender.trainer], self.told = push, Told()
         if self.spec.index == 0:
             await self._decide()
         return self.desk.say(Word.DONE)
 
-    async def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
+    async def pull(self, sender: Sender, version: int, wanted: Wanted, told: Told = NOTHING) -> Reply:
         """What it has at this version, which the first server may have yet to decide, the others to make."""
         if objection := self.desk.objection(sender):
             return objection
@@ -64,24 +73,48 @@ class RoundServer:
         if version == keeper.version + 1 and not self.over:
             if sender.trainer not in self.staged and sender.trainer >= 0:
                 return self.desk.say(Word.MISSING)
-            if self.spec.index and self._is_complete:
-                await self._make()
+            await self._hear(told)
         generation = keeper.generation
         await self.desk.until(
-            lambda: keeper.version >= version or self.over or keeper.generation != generation
+            lambda: (
+                keeper.version >= version or self.over or keeper.generation != generation or self._lacks_parts
+            )
         )
         if objection := self.desk.objection(sender):
             return objection
         if keeper.version >= version:
             return self.desk.say(Word.DONE, wanted)
+        if self._lacks_parts:
+            return self.desk.say(Word.PARTS)
         return self.desk.say(Word.OVER if self.over else Word.WAIT)
 
-    async def exchange(self, push: Push, wanted: Wanted) -> Reply:
+    async def exchange(self, push: Push, wanted: Wanted, told: Told = NOTHING) -> Reply:
         """Stage a gradient, and get the version that follows."""
         reply = await self.push(push)
         if reply.word is not Word.DONE:
             return reply
-        return await self.pull(push.sender, push.sequence + 1, wanted)
+        return await self.pull(push.sender, push.sequence + 1, wanted, told)
+
+    async def measure(self, sender: Sender, version: int) -> Reply:
+        """What it adds to the sums that the update of this version is to be told; nothing if that is made."""
+        if objection := self.desk.objection(sender):
+            return objection
+        keeper = self.desk.keeper
+        if version > keeper.version:
+            return self.desk.say(Word.BEHIND)
+        if version == keeper.version and sender.trainer not in self.staged:
+            return self.desk.say(Word.MISSING)
+        generation = keeper.generation
+        await self.desk.until(
+            lambda: self._is_complete or keeper.version > version or keeper.generation != generation
+        )
+        if objection := self.desk.objection(sender):
+            return objection
+        if keeper.version > version:
+            return self.desk.say(Word.DONE)
+        if not self._is_complete:
+            return self.desk.say(Word.WAIT)
+        return self.desk.say(Word.DONE, told=self._part())
 
     async def end(self, sender: Sender, version: int) -> Reply:
         """Write what it has, before a trainer ends that could not send it again."""
@@ -111,7 +144,7 @@ class RoundServer:
         if generation <= self.desk.keeper.generation:  # an old message
             return
         self.desk.keeper.go_back(version, generation)
-        self.staged, self.over = {}, False
+        self.staged, self.told, self.over = {}, Told(), False
         await self.desk.tell()
 
     async def status(self, seen: int = 0, birth: str = "") -> ServerStatus:
@@ -131,6 +164,19 @@ class RoundServer:
     def _is_complete(self) -> bool:
         return len(self.staged) == self.spec.trainers
 
+    @property
+    def _starts(self) -> tuple[int, ...]:
+        """Which start of each trainer sent what is staged."""
+        return tuple(p.sender.incarnation for _, p in sorted(self.staged.items()))
+
+    @property
+    def _lacks_parts(self) -> bool:
+        """Whether the round is decided, and only what the others add to sums is missing."""
+        if self.spec.index or self.desk.keeper.holding.knows(self.told.arrays):
+            return False
+        has_batch = any(p.gradients is not None for p in self.staged.values())
+        return self._is_complete and has_batch and not self.over and monotonic() >= self.held_until
+
     def _is_newer(self, push: Push) -> bool:
         """Whether it comes from a later start of the trainer than what is staged."""
         return push.sender.incarnation > self.staged[push.sender.trainer].sender.incarnation
@@ -142,17 +188,50 @@ class RoundServer:
                 self.desk.keeper.flush()
                 self.over = True
                 await self.desk.tell()
+            elif self._lacks_parts:
+                await self.desk.tell()
             else:
                 await self._make()
 
-    async def _make(self) -> None:
+    async def _hear(self, told: Told) -> None:
+        """On the first server, take what the others add to sums; on these make the decided round."""
+        holding = self.desk.keeper.holding
+        if not self._is_complete:
+            return
+        if self.spec.index:
+            self.told = told if holding.part.told else NOTHING
+            if holding.knows(self.told.arrays):
+                await self._make()
+        elif told.of and set(told.of.values()) == {self._starts} and holding.knows(told.arrays):
+            self.told = told
+            await self._decide()
+
+    def _present(self) -> tuple[list[Push], list[Push | None], list[float]]:
+        """What is staged, of whom there is a gradient, and how much it counts."""
         pushes = [self.staged[t] for t in range(self.spec.trainers)]
-        present = [p if p.gradients is not None else None for p in pushes]
-        self.desk.keeper.apply(present, self._shares(pushes))
+        return pushes, [p if p.gradients is not None else None for p in pushes], self._shares(pushes)
+
+    def _part(self) -> Told:
+        """What this server adds to the sums of the round that is decided."""
+        _, present, shares = self._present()
+        found = self.desk.keeper.measured(present, shares)
+        self.spec.faults.reach(f"server {self.spec.index}", BETWEEN)
+        return Told({self.spec.index: self._starts}, {self.spec.index: found})
+
+    def _knowing(self, push: Push | None) -> Push | None:
+        """A gradient with the sums that this server was told, so that they are logged with it."""
+        if push is None or push.gradients is None or not self.told.arrays:
+            return push
+        known = self.desk.keeper.holding.known(self.told.arrays)
+        return replace(push, gradients=replace(push.gradients, shared={**push.gradients.shared, **known}))
+
+    async def _make(self) -> None:
+        pushes, present, shares = self._present()
+        self.desk.keeper.apply(list(map(self._knowing, present)), shares)
         self.desk.pushes += sum(p is not None for p in present)
         for push in pushes:
             self.desk.note(push)
-        self.staged = {}
+        self.staged, self.told = {}, Told()
         await self.desk.tell()
 
     def _shares(self, pushes: list[Push]) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from onward.execute.cluster.compute import Compute, Gradient, LocalSteps, Prepared, Result
 from onward.execute.cluster.holding import Values
-from onward.execute.cluster.messages import Push, Reply, Row, TrainerStatus, Welcome, Word
+from onward.execute.cluster.messages import Push, Reply, Row, Told, TrainerStatus, Welcome, Word
 from onward.execute.cluster.modes import Local, in_rounds
 from onward.execute.cluster.servers import PAUSE, Again, Servers, TrainerSpec
 from onward.execute.cluster.stream import Stream
@@ -118,6 +118,7 @@ class _Step:
             seconds=now - self.begun,
             waited=now - self.ended,
             ended=time(),
+            seen=self.result.seen,
         )
 
 
@@ -174,7 +175,8 @@ class _Rounds(_Way):
             at_one = {w.generation for w in found} == {first.generation}
             if first.generation != self.servers.sender.generation:
                 self.trainer.stuck = None
-            if at_one and all(w.version in (first.version, first.version - 1) for w in others):
+            behind = 0 if first.staged else 1  # it staged here what it computed of this version of all
+            if at_one and all(first.version - behind <= w.version <= first.version for w in others):
                 self.servers.sender = replace(self.servers.sender, generation=first.generation)
                 return first.version + first.staged
             if attempt:
@@ -190,17 +192,19 @@ class _Rounds(_Way):
         staged = self.servers.all("push", [(p,) for p in pushes[1:]], first=1) if pushes else []
         if any(r.word is not Word.DONE for r in staged):
             raise Again(None)
-        first = self.settled(0, version, wanted[0], pushes)
+        first = self.ask(0, version, wanted[0], pushes, Told())
+        while not _is_settled(first, version):
+            first = self.asked_again(0, version, wanted[0], pushes, Told(), first)
         if first.word is Word.OVER:
             self.end(first.version)
             return None
-        asked = [(self.servers.sender, version, w) for w in wanted[1:]]
-        answers = self.servers.all("pull", asked, first=1)
-        others = [
-            self.settled(i, version, wanted[i], pushes, answer) for i, answer in enumerate(answers, start=1)
-        ]
+        asked = [(self.servers.sender, version, w, first.told) for w in wanted[1:]]
+        replies = [first, *self.servers.all("pull", asked, first=1)]
+        while left := [i for i, reply in enumerate(replies) if not _is_settled(reply, version)]:
+            for i in left:  # in turn: each of two trainers may have what another server has lost
+                replies[i] = self.asked_again(i, version, wanted[i], pushes, first.told, replies[i])
         self.trainer.stuck = None
-        return [first, *others]
+        return replies
 
     def end(self, version: int) -> None:
         """Have all other servers write this last version, which nobody could make again."""
@@ -208,35 +212,54 @@ class _Rounds(_Way):
         if any(r.word is not Word.DONE for r in ended):
             raise Again(None)
 
-    def settled(
-        self, i: int, version: int, wanted: Any, pushes: Sequence[Push], reply: Reply | None = None
+    def asked_again(
+        self, i: int, version: int, wanted: Any, pushes: Sequence[Push], told: Told, reply: Reply
     ) -> Reply:
-        """The answer of one server at this version, however long it takes, or that the training is over."""
-        while True:
-            if reply is None:
-                reply = self.ask(i, version, wanted, pushes)
-            match reply.word:
-                case Word.DONE if reply.version == version:
-                    return reply
-                case Word.OVER:
-                    return reply
-                case Word.WAIT:
-                    reply = self.servers.one(i, "pull", self.servers.sender, version, wanted)
-                case Word.MISSING if pushes:
-                    reply = None
-                case Word.MISSING:
-                    raise Again(version - 1)
-                case _:
-                    raise Again(None)
+        """The next answer of one server that has not come to this version yet."""
+        match reply.word:
+            case Word.PARTS:
+                return self.ask(i, version, wanted, (), self.parts(version - 1, pushes))
+            case Word.WAIT:
+                return self.ask(i, version, wanted, (), told)
+            case Word.MISSING if pushes:
+                return self.ask(i, version, wanted, pushes, told)
+            case Word.MISSING:
+                raise Again(version - 1)
+            case _:
+                raise Again(None)
 
-    def ask(self, i: int, version: int, wanted: Any, pushes: Sequence[Push]) -> Reply:
+    def ask(self, i: int, version: int, wanted: Any, pushes: Sequence[Push], told: Told) -> Reply:
         """Ask one server for a version, and send it the gradient of the one before, if there is one."""
         answer: Reply
         if pushes:
-            answer = self.servers.one(i, "exchange", pushes[i], wanted)
+            answer = self.servers.one(i, "exchange", pushes[i], wanted, told)
         else:
-            answer = self.servers.one(i, "pull", self.servers.sender, version, wanted)
+            answer = self.servers.one(i, "pull", self.servers.sender, version, wanted, told)
         return answer
+
+    def parts(self, version: int, pushes: Sequence[Push]) -> Told:
+        """What all servers but the first add to sums of the next round, as far as they have its gradients."""
+        others = range(1, self.servers.count)
+        replies = self.servers.all("measure", [(self.servers.sender, version)] * len(others), first=1)
+        found = Told()
+        for i, reply in zip(others, replies, strict=True):
+            match reply.word:
+                case Word.DONE:
+                    found = found.and_also(reply.told)
+                case Word.WAIT:
+                    pass
+                case Word.MISSING if pushes:
+                    self.servers.one(i, "push", pushes[i])
+                case Word.MISSING:
+                    raise Again(version)
+                case _:
+                    raise Again(None)
+        return found
+
+
+def _is_settled(reply: Reply, version: int) -> bool:
+    """Whether a server has come to this version, or says that the training is over."""
+    return reply.word is Word.OVER or (reply.word is Word.DONE and reply.version == version)
 
 
 class _Pace(_Way):
