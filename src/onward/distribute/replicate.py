@@ -33,7 +33,7 @@ from onward.core.whole import opened
 from onward.core.words import Pass, Placement
 from onward.derive.accumulation.accumulate import accumulated, accumulation_of, expect_devices, unaccumulated
 from onward.derive.backward import append_backward
-from onward.derive.batch import WEIGHT, batch_names, data_types
+from onward.derive.batch import WEIGHT, batch_names, data_types, whole_types
 from onward.derive.update.update import append_update
 from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
 from onward.distribute.share import Share, weighed_by
@@ -97,7 +97,8 @@ def replicate(
             f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
         )
     merge = Average() if merge is None else _strategy(merge)
-    recipe = recipe_of(program, "at one device's part of the batch", "Trace it at that size")
+    instead = "Trace it at that size (a trainer's: split(replicate(program, devices), servers).trainer)"
+    recipe = recipe_of(program, "at one device's part of the batch", instead)
     if not program.gradients and recipe.origin.training:
         raise GraphError(
             f"Program {program.name!r} has no gradients to merge. Minimize first, then replicate: "
@@ -123,6 +124,24 @@ def replicate(
     name = axis_name if program.replicas is None else program.replicas.name
     replicas = Replicas(count, name, sync_batch_norm, merge.period, weight)
     return replicated(program, replicas, merge, split)
+
+
+def unreplicated(program: Program) -> Program:
+    """The Program as it was before ``replicate``, with the transforms that came after it.
+
+    Raises:
+        RecipeError: the ops of the Program were changed by hand.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
+        >>> str(unreplicated(replicate(program, devices=4))) == str(program)
+        True
+    """
+    recipe = recipe_of(program, "for one device", "Take the Program that was given to replicate")
+    alone = recipe.without(replicated).replay(whole_types(program))
+    assert alone.recipe is not None
+    return replace(alone, recipe=replace(alone.recipe, origin=recipe.origin))
 
 
 def _expect_no_mesh(program: Program) -> None:

@@ -79,7 +79,9 @@ class Run:
         self.blueprint = Blueprint.of(
             program, settings.servers, settings.merged, settings.lazy, settings.rows, settings.outer
         )
+        self.blueprint = self.blueprint.over(settings.devices, settings.takes_all)
         self.cut: Split = self.blueprint.split()
+        self.cut.over(settings.devices)  # raises what trainers would
         self._fingerprint = self.cut.fingerprint
         state = model.state
         self._given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
