@@ -1,4 +1,4 @@
-"""Trainings whose trainers have several devices each, against one device; on Ray, host devices of their own."""
+"""Trainings whose trainers have several devices each, against one device; one of them on Ray."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -69,8 +69,8 @@ class TrainerDevices:
         if kept := [v for v in own.state if v.placement is Placement.PER_REPLICA]:
             raise GraphError(
                 f"split: {type(self.merge).__name__} keeps {kept[0].name!r} on each device from step to "
-                "step, and a trainer keeps nothing: what it had would be lost with it, and with it a part of the "
-                f"gradient. {_TAKE}."
+                "step, and a trainer keeps nothing: what it had would be lost with it, and with it a part of "
+                f"the gradient. {_TAKE}."
             )
 
     def expect_whole_tables(self, lazy: Sequence[Any]) -> None:
