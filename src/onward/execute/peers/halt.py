@@ -4,6 +4,7 @@ No process finishes a step before all have begun it, so where one that was asked
 step, nobody has finished that. One that does not know of it may have begun it: then all take part in it.
 Who says that it would halt begins the step only after somebody else has, or after all have said so.
 
+>>> from onward.execute.peers.heartbeat import Heard, Member, Word
 >>> members = [Member(("127.0.0.1", 0), "spark", 4241 + i) for i in range(2)]
 >>> def found(**word):
 ...     heard = [Heard(0.0), Heard(at=99.9, number=7, word=Word(**word))]
@@ -18,10 +19,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onward.execute.peers.heartbeat import Heard, Member, Word
 from onward.execute.peers.verdict import GONE, View
-
-__all__ = ["Heard", "Member", "Word", "all_halt"]
 
 _PATIENCE = 4
 """Times the silence after which a step takes a process for stopped: then this one ends without it."""
