@@ -16,6 +16,7 @@ import pytest
 
 import onward as ow
 from onward.execute.peers import heartbeat
+from onward.execute.peers.halt import all_halt
 from onward.execute.peers.heartbeat import Heard, Member, Status, Word, own_host, pack, short, unpack
 from onward.execute.peers.peers import SILENCE, Peers
 from onward.execute.peers.rendezvous import _own_address, meet, summary
@@ -78,6 +79,74 @@ def fails(peers, work, deadline=10.0, label="", first=""):
         peers.run(work, deadline, label)
     assert str(raised.value).startswith(first)
     return str(raised.value)
+
+
+# ---------------------------------------------------------------------------- all end after the same step
+
+
+def ended(peers, asked, seed=0):
+    """After which step each process ended; ``asked`` tells which are asked to, and after how many seconds."""
+    together, generator, found = threading.Barrier(len(peers)), np.random.default_rng(seed), {}
+    pauses = generator.uniform(0, 0.004, (len(peers), 1000))
+
+    def train(one):
+        for n, pause in enumerate(pauses[one.index]):
+            if one.halts(10.0):
+                found[one.index] = n
+                return
+            time.sleep(pause)
+            one.run(lambda: together.wait(10.0), 10.0, "a step")
+
+    threads = [in_thread(lambda one=one: train(one)) for one in peers]
+    timers = [threading.Timer(seconds, peers[i].ask_to_halt) for i, seconds in asked.items()]
+    for timer in timers:
+        timer.start()
+    for thread in (*timers, *threads):
+        thread.join(20.0)
+    return found
+
+
+@pytest.mark.parametrize("asked", [{1: 0.05}, {0: 0.05, 2: 0.055}, {0: 0.04, 1: 0.04, 2: 0.06}], ids=len)
+def test_all_end_after_the_same_step(company, asked):
+    for seed in range(2):
+        found = ended(company(3, interval=0.25), asked, seed)
+        assert len(found) == 3, found
+        assert len(set(found.values())) == 1, found
+        assert 0 < found[0] < 200
+
+
+def test_they_may_go_on_and_be_asked_again(company):
+    peers = company(2)
+    first, second = (ended(peers, {1: 0.05}), ended(peers, {0: 0.05, 1: 0.06}))
+    assert first[0] == first[1] > 0
+    assert second[0] == second[1] > 0
+
+
+def test_who_waits_for_one_that_is_gone_ends_by_itself(company):
+    one, two = company()
+    one.ask_to_halt()
+    two.leave(RuntimeError("gone"))
+    until(lambda: one._heartbeat.heard[1].word.status is Status.FAILED)
+    assert one.halts(10.0)
+    assert not one.halts(10.0)
+
+
+HALTS = {  # the words of two others, before step 18
+    "all say so": ([Word(17, 17, halt=18), Word(17, 17, halt=18)], True),
+    "one does not know": ([Word(17, 17, halt=18), Word(17, 17)], None),
+    "one is still in the step before": ([Word(17, 17, halt=18), Word(17, 16, halt=16)], None),
+    "one has begun": ([Word(17, 17, halt=18), Word(18, 17)], False),
+    "one has begun because another had": ([Word(18, 17, halt=18), Word(18, 17, halt=17)], False),
+    "one went on after all had said so": ([Word(18, 17, halt=18), Word(17, 17, halt=18)], True),
+    "one has left": ([Word(17, 17, halt=18), Word(17, 17, Status.FAILED)], True),
+    "one has left in the step": ([Word(18, 17, Status.FAILED), Word(17, 17, halt=18)], False),
+}
+
+
+@pytest.mark.parametrize("case", HALTS)
+def test_whether_all_end_here(case):
+    words, expected = HALTS[case]
+    assert all_halt(view(*words)) is expected
 
 
 # ---------------------------------------------------------------------------- when nothing is wrong
@@ -379,7 +448,7 @@ def test_whatever_is_damaged_or_forged_is_dropped():
 
 
 def test_a_signed_datagram_that_means_nothing_is_dropped():
-    for said in (b"", b"onw1", bytes(heartbeat._HEAD.size), heartbeat._HEAD.pack(b"onw1", 1, 1, 1, 1, 9)):
+    for said in (b"", b"onw2", bytes(heartbeat._HEAD.size), heartbeat._HEAD.pack(b"onw2", 1, 1, 1, 1, 0, 9)):
         assert unpack(said + heartbeat._code(said, TOKEN), TOKEN) is None
 
 

@@ -1,6 +1,7 @@
 """One script, in one process or in several: equal results, and a peer that dies or hangs is named."""
 
 import os
+import re
 import signal
 from contextlib import redirect_stderr
 from io import BytesIO, TextIOWrapper
@@ -92,6 +93,20 @@ def test_one_is_killed_and_all_go_on_from_the_last_checkpoint(script, together, 
     assert status == 0, said
     assert "PeerError" in said
     assert "process 1 was killed by SIGKILL" in said
+    for name, value in end(tmp_path).items():
+        np.testing.assert_array_equal(value, together[name], err_msg=name)
+
+
+def test_one_is_taken_away_and_all_save_the_same_step(script, together, tmp_path):
+    """SIGTERM reaches one of two: both end with status 143, and another two go on, bit for bit."""
+    status, said = launch(script, tmp_path, "-n", "2", "--restarts", "1", fate="SIGTERM")
+    assert status == 0, said
+    assert "ended with status 143" in said
+    assert "PeerError" not in said
+    saved = re.findall(r"onward: SIGTERM: step (\d+) is saved in", said)
+    assert len(saved) == 2
+    assert saved[0] == saved[1]
+    assert 5 <= int(saved[0]) < 8
     for name, value in end(tmp_path).items():
         np.testing.assert_array_equal(value, together[name], err_msg=name)
 

@@ -107,6 +107,7 @@ def start(surroundings):
 def quick(monkeypatch):
     """What is left of a gang has nothing more to say, and is ended soon."""
     monkeypatch.setattr(gang, "FAILED", ((0.5, signal.SIGTERM), (1.0, signal.SIGKILL)))
+    monkeypatch.setattr(gang, "LEAVING", ((0.5, signal.SIGTERM), (10.0, signal.SIGKILL)))
     monkeypatch.setattr(gang, "ENDED", ((0, signal.SIGTERM), (0.5, signal.SIGKILL)))
 
 
@@ -414,6 +415,14 @@ def test_a_gang_is_given_a_moment_then_ended(quick):
     )
     assert [(e.index, e.code) for e in found.failed] == [(0, 4)]
     assert printed[1] == "late\n"
+    assert seconds < 10
+
+
+def test_where_one_was_taken_away_the_others_may_save(quick):
+    saving = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(2); print('saved', flush=True)"
+    found, printed, seconds = gang_of("time.sleep(0.2); sys.exit(143)", saving)
+    assert printed[1] == "saved\n"
+    assert str(blamed(found.failed)).startswith("process 0 ended with status 143")
     assert seconds < 10
 
 

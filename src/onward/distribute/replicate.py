@@ -97,7 +97,8 @@ def replicate(
             f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
         )
     merge = Average() if merge is None else _strategy(merge)
-    recipe = recipe_of(program, "at one device's part of the batch", "Trace it at that size")
+    instead = "Trace it at that size (a trainer's: split(replicate(program, devices), servers).trainer)"
+    recipe = recipe_of(program, "at one device's part of the batch", instead)
     if not program.gradients and recipe.origin.training:
         raise GraphError(
             f"Program {program.name!r} has no gradients to merge. Minimize first, then replicate: "
@@ -119,8 +120,7 @@ def replicate(
     weight = example_weight if example_weight in split else None
     name = axis_name if program.replicas is None else program.replicas.name
     replicas = Replicas(count, name, sync_batch_norm, merge.period, weight)
-    step = Applied(replicated, (replicas, merge, split), {}, Phase.DEVICES, lays_out_batch=True)
-    grown = recipe.including(step)
+    grown = recipe.including(devices_step(replicas, merge, split))
     is_free = recipe.origin.assumes_batch
     parts = count * (how.steps if how is not None else 1)
     data = data_types(program, split, parts) if is_free else whole_types(program)
@@ -129,11 +129,32 @@ def replicate(
     return resumed(_laid_out(program, recipe, replicas, merge, split), grown, len(grown.steps), data)
 
 
+def devices_step(replicas: Replicas, merge: Merge, split: tuple[str, ...]) -> Applied:
+    """What lays out the data of these names over devices, as a step of a recipe."""
+    return Applied(replicated, (replicas, merge, split), {}, Phase.DEVICES, lays_out_batch=True)
+
+
 def replicated(
     recipe: Recipe, data: tuple[Any, ...], replicas: Replicas, merge: Merge, split: tuple[str, ...]
 ) -> Program:
     """The Program of a recipe for these devices, with the data of these names laid out over them."""
     return _laid_out(build(recipe, data), recipe, replicas, merge, split)
+
+
+def unreplicated(program: Program) -> Program:
+    """The Program as it was before ``replicate``, with the transforms that came after it.
+
+    Raises:
+        RecipeError: the ops of the Program were changed by hand.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
+        >>> str(unreplicated(replicate(program, devices=4))) == str(program)
+        True
+    """
+    recipe = recipe_of(program, "for one device", "Take the Program that was given to replicate")
+    return build(recipe.without(replicated), whole_types(program))
 
 
 def _expect_no_mesh(program: Program) -> None:

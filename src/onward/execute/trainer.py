@@ -210,7 +210,8 @@ class Trainer:
         Ctrl-C finishes the step, saves a checkpoint if any are configured, and is raised again; the
         model is whole, and ``train`` can be called again. SIGTERM, with which machines are taken away, does
         the same where checkpoints are configured, and ends the process with status 143; what takes longer
-        than their ``grace`` is given up.
+        than their ``grace`` is given up. Of several processes that train together one that gets it is
+        enough: all end so, after the same step.
 
         Args:
             reader: any iterable of batches, or a callable that returns one for each epoch. A batch is a
@@ -435,6 +436,7 @@ class Trainer:
 
         def loop(batches: Any) -> None:
             for batch in batches:
+                training.before()
                 with training.uninterrupted:
                     try:
                         with self.model.lock:

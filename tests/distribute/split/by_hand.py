@@ -11,6 +11,7 @@ from onward.core.lower import lower
 from onward.distribute.split.in_words import in_words
 from onward.distribute.split.trainer import TRAINER, is_key, plain
 from onward.execute.initialize import initialized
+from onward.execute.spread import By, Spread
 
 RUNS = {}
 
@@ -23,9 +24,13 @@ def told(program):
 def run(program, state, fed):
     """The outputs of a Program, and its next state by name; equal Programs are compiled once."""
     following = [program.next_state.get(v, v) for v in program.state]
-    key = (told(program), bool(jax.config.read("jax_enable_x64")))
+    wanted = [*program.outputs, *following]
+    key = (told(program), program.replicas, bool(jax.config.read("jax_enable_x64")))
     if key not in RUNS:
-        RUNS[key] = jax.jit(lower(program, [*program.outputs, *following]))
+        made = lower(program, wanted)
+        if program.replicas is not None:
+            made = Spread(program, (), wanted, By.SHARD_MAP).over_devices(made)
+        RUNS[key] = jax.jit(made)
     values = RUNS[key]([state[v.name] for v in program.state], [fed[v.name] for v in program.inputs])
     count = len(program.outputs)
     outputs = {v: np.asarray(x) for v, x in zip(program.outputs, values, strict=False)}

@@ -536,11 +536,6 @@ REFUSED = {
         "after its update; split cuts a Program whose last transform is its update",
     ),
     "for test": (lambda: ow.split(ow.for_test(PLAIN), 2), ow.GraphError, "has 0 updates"),
-    "replicated": (
-        lambda: ow.split(ow.replicate(PLAIN, 2), 2),
-        ow.GraphError,
-        "a cut into trainers and servers",
-    ),
     "changed": (
         lambda: ow.split(by_hand(), 2),
         ow.RecipeError,

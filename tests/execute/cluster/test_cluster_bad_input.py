@@ -129,11 +129,12 @@ AT_ONCE = {
         ow.GraphError,
         "has 0 updates; split cuts a Program whose last transform is its update",
     ),
-    "replicated": (
-        {"program": ow.replicate(PROGRAM, 2)},
-        ow.GraphError,
-        "is replicated for 2 devices, and a cut into trainers and servers comes before that",
+    "replicated twice": (
+        {"program": ow.replicate(PROGRAM, 2), "devices": 2},
+        ow.ArgumentError,
+        "is replicated for 2 devices already, and devices is 2. Leave one of the two out.",
     ),
+    "no devices": ({"devices": 0}, ow.ArgumentError, "replicate: devices is 0; expected how many"),
     "many servers": (
         {"servers": 9},
         ow.GraphError,

@@ -25,8 +25,8 @@ from typing import Any
 
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError, UnreachedWarning
+from onward.core.jaxprs.tracing import along
 from onward.core.marks import Mark
-from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
 from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, with_steps
 from onward.core.structure import expect_flag
@@ -44,7 +44,9 @@ from onward.derive.update.precision import is_low
 from onward.derive.update.update import append_update, optimizer_of
 from onward.derive.watch.watch import Watch, counter_of, watched
 from onward.distribute.merge import is_count
+from onward.distribute.replicate import unreplicated
 from onward.distribute.split.across import Across, across_of
+from onward.distribute.split.devices import TrainerDevices
 from onward.distribute.split.guarding import GUARDS, Guarding, looking, scale_of, verdict_of
 from onward.distribute.split.in_words import in_words
 from onward.distribute.split.looks import expect_seen, looked_at
@@ -72,6 +74,7 @@ class Split:
         accumulation: how a trainer takes its batch in parts; None: in one.
         guarding: what is done about a step that is not finite; None: nothing.
         watches: what trainers look at.
+        devices: those that each trainer takes its batch over; None: one.
     """
 
     source: Program
@@ -87,6 +90,15 @@ class Split:
     accumulation: Accumulation | None = None
     guarding: Guarding | None = None
     watches: tuple[Watch, ...] = ()
+    devices: TrainerDevices | None = None
+
+    @property
+    def advice(self) -> str:
+        """What to write where a Program is expected, and a Split is given."""
+        return (
+            "A Split is several already: trainer, servers. A trainer on several devices is "
+            "split(replicate(program, devices), servers)."
+        )
 
     @property
     def trainer(self) -> Program:
@@ -101,11 +113,22 @@ class Split:
     @cached_property
     def trainer_part(self) -> TrainerPart:
         """What a trainer runs, and what of it travels."""
-        finite = None if self.guarding is None else verdict_of(self.base)
+        own = self.own
+        finite = None if self.guarding is None else verdict_of(own)
         sent = [a for a in self.across if a.by_trainer]
-        base, told = looked_at(self.base, self.watches, counter_of(self.source))
-        told = told if self.scale is None else (self.scale, *told)
+        with along(own.replicas):
+            base, told = looked_at(own, self.watches, counter_of(self.source))
+        told = told if self.scale is None else (own[self.scale.name], *told)
         return trainer_part(base, self.shards, self.tables, finite, told, sent)
+
+    @cached_property
+    def own(self) -> Program:
+        """Forward and backward pass on the devices of a trainer."""
+        if self.devices is None or self.recipe is None:
+            return self.base
+        types = data_types(self.forward, (), 0)
+        looks = self.guarding is not None
+        return _cut(self.source, self.recipe, types, [], False, self.accumulation, looks, self.devices)[1]
 
     @cached_property
     def server_parts(self) -> tuple[ServerPart, ...]:
@@ -166,6 +189,18 @@ class Split:
         """The loss scale, which the first server keeps; None where nothing is scaled."""
         return scale_of(self.base) if self.guarding is not None and self.guarding.growth else None
 
+    def over(self, devices: TrainerDevices | None) -> Split:
+        """The same cut for trainers that take their batches over these devices; servers do not notice.
+
+        Raises:
+            ArgumentError: a batch that the devices do not divide.
+            GraphError: gradients are merged in a way that needs more than a trainer has.
+        """
+        spread = replace(self, devices=devices)
+        if devices is not None:
+            devices.expect_nothing_kept(spread.own)
+        return spread
+
     def at(self, data: Sequence[Any]) -> Split:
         """The same cut for data of these types; what servers own and run stays."""
         if self.recipe is None:
@@ -180,11 +215,14 @@ class Split:
             how=self.accumulation,
             looks=self.guarding is not None,
         )
-        return replace(self, forward=forward, base=base, tables=tables)
+        return replace(self, forward=forward, base=base, tables=tables).over(self.devices)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for cuts of the same graph, in any process: what peers compare before they talk."""
+        """Equal for cuts of the same graph, in any process: what peers compare before they talk.
+
+        How many devices a trainer has is its own matter.
+        """
         return self._digest(beginning=True)
 
     @property
@@ -192,7 +230,12 @@ class Split:
         """Equal for cuts one of which can go on where another ended: with any first values, and rates."""
         return self._digest(beginning=False)
 
+    def __repr__(self) -> str:
+        return f"Split({self.source!r}, {len(self.shards)} servers, {self.count} trainers)"
+
     def _digest(self, beginning: bool) -> str:
+        if self.devices is not None:
+            return replace(self, devices=None)._digest(beginning)
         text = "\n".join(in_words(p, beginning) for p in (self.trainer, *self.servers))
         owned = "|".join(",".join(map(str, own)) for own in self.shards)
         return sha256(f"{text}\n{owned}\n{sorted(self.lazy)}".encode()).hexdigest()[:16]
@@ -216,8 +259,11 @@ def split(
     travels by these rows. What ``watch`` looks at, each trainer looks at where it computes it: activations,
     parameters, and gradients where each trainer's is an update of its own.
 
+    Of a replicated Program every trainer takes its batch over several devices, merges their gradients, and
+    sends them once; tables then travel whole.
+
     Args:
-        program: a training Program, as ``minimize`` makes it.
+        program: a training Program, as ``minimize`` makes it, or ``replicate``.
         servers: how many.
         trainers: how many gradients a server merges before it updates; with 1 it updates for each.
         rows: whether embedding tables travel by the rows that are looked up.
@@ -225,9 +271,10 @@ def split(
             optimizer with slots (momentum) would move them too, at a cost in proportion to the whole table.
 
     Raises:
-        GraphError: a Program without an update, an optimizer that looks across parameters,
-            a transform that clips where several trainers' gradients are merged after it, lazy tables of a
-            guarded Program, a thing to watch that no trainer has, or fewer parameters than servers.
+        GraphError: a Program without an update, an optimizer that looks across parameters, a transform that
+            clips where several trainers' gradients are merged after it, lazy tables of a guarded or a
+            replicated Program, a merge of devices that is more than the gradients', a thing to watch that no
+            trainer has, or fewer parameters than servers.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``lazy`` names no table that travels by rows.
 
@@ -245,7 +292,10 @@ def split(
             raise ArgumentError(f"split: {what} is {count!r}; expected how many, at least 1.")
     expect_program(program, "split")
     expect_flag(rows, "split: rows")
-    expect_one_device(program, "a cut into trainers and servers")
+    if program.replicas is not None:
+        devices = TrainerDevices.of(program)
+        devices.expect_whole_tables(lazy := tuple(listed(lazy)))
+        return split(unreplicated(program), servers, trainers, rows=False, lazy=lazy).over(devices)
     how = accumulation_of(program)
     whole = recipe_of(program, "without its update", "Build it with optimizer.minimize")
     recipe = whole.without(accumulated).without(watched)
@@ -437,6 +487,7 @@ def _cut(
     always: bool = False,
     how: Accumulation | None = None,
     looks: bool = False,
+    devices: TrainerDevices | None = None,
 ) -> tuple[Program, Program, tuple[Table, ...]]:
     """The forward pass, forward and backward pass as a trainer runs them, and the tables of the source."""
     forward = recipe.origin.trace(data)
@@ -445,10 +496,12 @@ def _cut(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
         before = recipe.steps[: _place_of_update(recipe)]
-        if how is None:
-            base = with_steps(base, before)
+        layouts = [] if devices is None else [devices.step]
+        if how is not None:
+            layouts.append(Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True))
+        if layouts:
+            base = build(replace(recipe, steps=(*before, *layouts)), data)
         else:
-            loop = Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True)
-            base = build(replace(recipe, steps=(*before, loop)), data)
+            base = with_steps(base, before)
         base = looking(base) if looks else base
     return forward, base, tuple(replace(t, parameter=source[t.parameter.name]) for t in tables)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.program import Program
 from onward.core.recipe import Recipe, build, recipe_of
 from onward.derive.optimizer import Optimizer
+from onward.distribute.split.devices import TrainerDevices
 from onward.distribute.split.local import split_local
 from onward.distribute.split.split import Split, split
 
@@ -33,6 +34,8 @@ class Blueprint:
     rows: bool
     outer: Optimizer | None
     x64: bool
+    devices: TrainerDevices | None = None
+    takes_all: bool = False
 
     @classmethod
     def of(
@@ -51,8 +54,18 @@ class Blueprint:
         stripped = Recipe(recipe.origin, steps=recipe.steps)
         return cls(stripped, data, servers, count, tuple(lazy), rows, outer, _has_x64())
 
+    def over(self, devices: TrainerDevices | None, takes_all: bool) -> Blueprint:
+        """The blueprint for trainers of these devices; or of all that JAX shows each of them."""
+        return replace(self, devices=devices, takes_all=takes_all)
+
+    def own_devices(self) -> TrainerDevices | None:
+        """The devices of a trainer in this process; None: one."""
+        if self.devices is None or not self.takes_all:
+            return self.devices
+        return self.devices.counting(jax.local_device_count())
+
     def program(self) -> Program:
-        """The training Program."""
+        """The training Program, for one device."""
         if _has_x64() != self.x64:
             jax.config.update("jax_enable_x64", self.x64)
         return build(self.recipe, self.data)

@@ -30,6 +30,8 @@ from onward.execute.initialize import initialized
 from onward.execute.loop.finite import check_numbers
 from onward.execute.nonfinite.find import find
 from onward.execute.nonfinite.finding import NonFinite
+from onward.execute.portions import Portions
+from onward.execute.spread import By, Spread
 from onward.execute.state import Layout, State, stored
 
 Wanted = Mapping[str, np.ndarray]
@@ -149,11 +151,10 @@ class Gradient:
             fed |= {v.name: x for v, x in zip(variables, received.arrays, strict=True)}
         fed |= {f"rows({t.parameter.name})": _rows(t, prepared, values) for t in cut.tables}
         fed[TRAINER.name] = np.uint32(self.trainer)
-        inputs = [fed[v.name] for v in part.program.inputs]
         state = [self.state[v.name] for v in part.program.state]
-        outputs = self._run(cut)(state, inputs)
+        outputs = self._run(cut)(state, _portioned(part.program, fed))
         made = dict(zip(part.program.outputs, outputs, strict=True))
-        numbers = {v.name: made[v] for v in cut.base.outputs}
+        numbers = {v.name: x for v, x in zip(cut.base.outputs, outputs, strict=False)}
         metrics = scalars_of(cut.source, numbers)
         spoilt = part.finite is not None and bool(made[part.sent[0][-1]])
         if self._ends(metrics, spoilt):
@@ -206,8 +207,7 @@ class Gradient:
     def _run(self, cut: Split) -> Callable[..., Any]:
         key = self._key(cut.forward.inputs)
         if key not in self._runs:
-            program = cut.trainer
-            self._runs[key] = compiled_alone(lower(program, program.outputs))
+            self._runs[key] = _compiled(cut.trainer)
         return self._runs[key]
 
     def _read_places(self, key: Key, cut: Split, fed: Mapping[str, Any]) -> list[np.ndarray]:
@@ -227,6 +227,24 @@ def _seen(parts: Sequence[Sequence[Any]]) -> tuple[Seen, ...]:
     """What a step has looked at, if it has."""
     found = tuple((int(at), np.asarray(numbers)) for at, numbers in parts)
     return (found,) if any(at != NOT_NOW for at, _ in found) else ()
+
+
+def _compiled(program: Program) -> Callable[..., Any]:
+    """What runs a trainer's Program, on one device or on several."""
+    run = lower(program, program.outputs)
+    if program.replicas is not None:
+        run = Spread(program, (), program.outputs, By.SHARD_MAP).over_devices(run)
+    return compiled_alone(run)
+
+
+def _portioned(program: Program, fed: Mapping[str, Any]) -> list[Any]:
+    """The feeds in order; a batch whose examples are weighed is filled up where devices do not divide it."""
+    values = [fed[v.name] for v in program.inputs]
+    if program.replicas is None:
+        return values
+    portions = Portions(program)
+    filling = portions.filling(values)
+    return values if filling is None else portions.filled(values, filling)
 
 
 @contextmanager

@@ -84,7 +84,9 @@ class Run:
         self.blueprint = Blueprint.of(
             program, settings.servers, settings.merged, settings.lazy, settings.rows, settings.outer
         )
+        self.blueprint = self.blueprint.over(settings.devices, settings.takes_all)
         self.cut: Split = self.blueprint.split()
+        self.cut.over(settings.devices)  # raises what trainers would
         if not in_rounds(settings.mode):
             _expect_no_exchange(self.cut)
         self._fingerprint = self.cut.fingerprint

@@ -11,6 +11,7 @@ from typing import Any
 
 from onward.core.errors import ArgumentError, ClusterError
 from onward.distribute.merge import is_count
+from onward.distribute.split.devices import TrainerDevices
 from onward.execute.checkpoint.durable import sync
 from onward.execute.cluster.faults import Faults
 from onward.execute.cluster.keeper import Durability
@@ -35,6 +36,8 @@ class Settings:
     restarts: int = 3
     start_limit: float = START
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    devices: TrainerDevices | None = None
+    takes_all: bool = False
     progress: bool | None = None
     check: bool = True
     faults: Faults = field(default_factory=Faults)

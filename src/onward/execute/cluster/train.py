@@ -18,6 +18,8 @@ from onward.derive.check_finite import check_finite as checked
 from onward.derive.over_batch.loss import loss_is_sum
 from onward.derive.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum
+from onward.distribute.replicate import replicate, unreplicated
+from onward.distribute.split.devices import TrainerDevices
 from onward.execute.cluster.engine import Engine
 from onward.execute.cluster.keeper import Durability
 from onward.execute.cluster.modes import Mode, as_mode
@@ -64,6 +66,7 @@ def start(
     seed: int = 0,
     trainers: int = 2,
     servers: int = 1,
+    devices: int | None = 1,
     mode: Mode | str = "sync",
     epochs: int = 1,
     merge: Merge | None = None,
@@ -95,6 +98,9 @@ def start(
         seed: what declared parameters are initialized from.
         trainers: how many processes compute gradients.
         servers: how many processes keep and update the parameters.
+        devices: over how many devices each trainer takes its batches, which they share; None: all that JAX
+            shows it. The gradients of a trainer's devices are merged before they are sent. A Program that
+            ``replicate`` made says so itself. On a host without accelerators so many are made of it.
         mode: ``"sync"``, ``"async"``, ``cluster.Bounded(staleness)`` or ``cluster.Local(every)``.
         epochs: how often to read the data.
         merge: ``Average()``, weighed by the batches' sizes, or ``Sum()``; unless given, ``Sum()`` for a loss
@@ -137,6 +143,7 @@ def start(
             f"cluster: {describe(program)} is no Program; make one: Adam(1e-3).minimize(loss, params, *data)."
         )
     program = checked(program) if check_finite else program
+    program, own = _on_devices(program, devices, merge)
     settings = Settings(
         trainers=trainers,
         servers=servers,
@@ -149,7 +156,12 @@ def start(
         deadline=deadline,
         restarts=restarts,
         start_limit=start_limit,
-        options={"trainers": trainer_options or {}, "servers": server_options or {}},
+        options={
+            "trainers": with_host_devices(trainer_options or {}, 0 if own is None else own.replicas.count),
+            "servers": server_options or {},
+        },
+        devices=own,
+        takes_all=devices is None,
         progress=progress,
         check=bool(check),
         **hidden.pop("settings", {}),
@@ -169,6 +181,39 @@ def start(
     with _lock:
         _runs.add(run)
     return run
+
+
+def _on_devices(
+    program: Program, devices: int | None, merge: Merge | None
+) -> tuple[Program, TrainerDevices | None]:
+    """The Program for one device, and over which ones a trainer takes its batches; None: one."""
+    if program.replicas is None and devices == 1 and devices is not True:
+        return program, None
+    if program.replicas is None:
+        adds = Sum() if merge is not None and _sums(merge) else Average()
+        program = replicate(program, 1 if devices is None else devices, adds)
+    elif devices != 1:
+        raise ArgumentError(
+            f"cluster: {program.name!r} is replicated for {program.replicas.count} devices already, and "
+            f"devices is {devices!r}. Leave one of the two out."
+        )
+    return unreplicated(program), TrainerDevices.of(program)
+
+
+def with_host_devices(options: Mapping[str, Any], count: int) -> Mapping[str, Any]:
+    """The options of a Ray actor whose process shows so many devices where it has none but its host.
+
+    Example:
+        >>> with_host_devices({"num_cpus": 4}, 4)["runtime_env"]["env_vars"]
+        {'XLA_FLAGS': '${XLA_FLAGS} --xla_force_host_platform_device_count=4'}
+    """
+    if count <= 1:
+        return options
+    environment = dict(options.get("runtime_env") or {})
+    variables = dict(environment.get("env_vars") or {})
+    flags = variables.get("XLA_FLAGS", "${XLA_FLAGS}")
+    variables["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}"
+    return {**options, "runtime_env": {**environment, "env_vars": variables}}
 
 
 def snapshot() -> Model:

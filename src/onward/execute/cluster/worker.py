@@ -11,6 +11,7 @@ from itertools import count, islice
 from time import perf_counter, sleep, time
 from typing import Any
 
+from onward.distribute.split.split import Split
 from onward.execute.cluster.compute import Compute, Gradient, LocalSteps, Prepared, Result
 from onward.execute.cluster.holding import Values
 from onward.execute.cluster.messages import Push, Reply, Row, Told, TrainerStatus, Welcome, Word
@@ -26,11 +27,7 @@ class Trainer:
         self.spec = spec
         cut = spec.blueprint.split()
         self.fingerprint = cut.fingerprint
-        self.compute: Compute = (
-            LocalSteps(spec.blueprint.program(), cut, spec.trainer, spec.given, spec.check)
-            if isinstance(spec.mode, Local)
-            else Gradient(cut, spec.trainer, spec.given, spec.check)
-        )
+        self.compute = _computing(spec, cut)
         self.stream = Stream(spec.reader, spec.trainer, spec.trainers, spec.epochs)
         self.servers = Servers(spec)
         self.rows: list[Row] = []
@@ -92,6 +89,16 @@ class Trainer:
         """Keep a row for the history."""
         with self._lock:
             self.rows.append(row)
+
+
+def _computing(spec: TrainerSpec, cut: Split) -> Compute:
+    """What a trainer computes, on the devices of its process."""
+    devices = spec.blueprint.own_devices()
+    if not isinstance(spec.mode, Local):
+        return Gradient(cut.over(devices), spec.trainer, spec.given, spec.check)
+    program = spec.blueprint.program()
+    program = program if devices is None else devices.over(program)
+    return LocalSteps(program, cut, spec.trainer, spec.given, spec.check)
 
 
 @dataclass

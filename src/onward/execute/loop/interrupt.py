@@ -41,6 +41,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from onward.execute.line import rescue
+from onward.execute.peers.peers import Peers
 
 Handler = Callable[[int, FrameType | None], Any]
 TERMINATED = 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, as shells count
@@ -103,7 +104,11 @@ class Uninterrupted:
         self.depth -= 1
         if self.depth:
             return
-        if (asked := self.termination) is not None and asked.pending:
+        if (
+            (asked := self.termination) is not None
+            and asked.pending
+            and (error is not None or not asked.waits)
+        ):
             self.pending = False
             if not asked.users:
                 self.termination = None
@@ -156,12 +161,16 @@ class Termination:
         part: what is not interrupted.
         former: the handler that was there before.
         grace: seconds until the process ends, whatever it is doing.
+
+    Attributes:
+        is_shared: whether several processes make the steps together: then all end after the same one, where
+            each of them asks (``agree``), be it that only one of them got the signal.
     """
 
     def __init__(self, part: Uninterrupted, former: Any, grace: float) -> None:
         self.part, self.former, self.grace = part, former, grace
         self.users = 0
-        self.pending = self.is_answered = False
+        self.pending = self.is_answered = self.is_shared = False
         self._over = threading.Event()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -171,8 +180,28 @@ class Termination:
         if not self.pending and not callable(self.former):
             _thread.start_new_thread(self._expire, ())  # a Thread's start takes locks that may be held here
         self.pending = True
-        if not (self.part.depth or (frame is not None and frame.f_code is Interruptible.__exit__.__code__)):
+        if self.waits and Peers.met is not None:
+            Peers.met.ask_to_halt()
+        elif not (self.part.depth or (frame is not None and frame.f_code is Interruptible.__exit__.__code__)):
             self.act(None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether other processes have to know before this one ends."""
+        return self.is_shared and Peers.met is not None
+
+    def agree(self, deadline: float | None) -> None:
+        """End here if all processes do, after the same step; each of them calls it before every step."""
+        if not self.waits or Peers.met is None:
+            return
+        if self.pending:
+            Peers.met.ask_to_halt()
+        if Peers.met.halts(deadline):
+            self.is_shared = False
+            try:
+                self(signal.SIGTERM, None)
+            finally:
+                self.is_shared = True
 
     def act(self, error: BaseException | None) -> None:
         """Raise ``Terminated``, if this error is not it; or call the handler that was there before."""

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from math import nan
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +29,9 @@ from onward.execute.loop.progress import Progress
 from onward.execute.loop.reader import Reading
 from onward.execute.loop.telling import Telling
 from onward.execute.out import Out
+from onward.execute.peers.deadline import deadline_of
 from onward.execute.restore import say
+from onward.execute.spread import place_among_processes
 
 if TYPE_CHECKING:
     from onward.execute.trainer import Trainer
@@ -99,7 +101,7 @@ class Training:
     def run(self, loop: Loop) -> None:
         """Train epoch by epoch; ``loop`` takes the batches of one."""
         trainer = self.trainer
-        with self.interrupts, trainer.checkpoints or nullcontext(), closing(self.progress):
+        with self.interrupts, self.together(), trainer.checkpoints or nullcontext(), closing(self.progress):
             if trainer.checkpoints is not None:
                 trainer.checkpoints.claim(trainer.identity)
             try:
@@ -108,6 +110,25 @@ class Training:
                 with self.uninterrupted:
                     self.rescue(interrupt)
                     raise
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Where several processes make the steps, none is ended by SIGTERM before all know the last step."""
+        asked, replicas = self.interrupts.uninterrupted.termination, self.trainer.program.replicas
+        several = replicas is not None and replicas.count > 1 and place_among_processes()[1] > 1
+        if asked is None or not several:
+            yield
+            return
+        before, asked.is_shared = asked.is_shared, True
+        try:
+            yield
+        finally:
+            asked.is_shared = before
+
+    def before(self) -> None:
+        """Before a step: end here if all processes do, of which one got SIGTERM."""
+        if (asked := self.interrupts.uninterrupted.termination) is not None and asked.waits:
+            asked.agree(deadline_of(None))
 
     def to_the_end(self, loop: Loop) -> None:
         """All epochs, and what comes after the last one."""

@@ -6,7 +6,7 @@ know the token of the run, and are numbered: what is forged, damaged or said twi
 
 >>> datagram = pack(Word(begun=18, finished=17, text="batch [32,784]"), 1, 5, b"token")
 >>> unpack(datagram, b"token")
-(1, 5, Word(begun=18, finished=17, status=<Status.RUNNING: 0>, text='batch [32,784]'))
+(1, 5, Word(begun=18, finished=17, status=<Status.RUNNING: 0>, text='batch [32,784]', halt=0))
 >>> unpack(datagram, b"another") is None
 True
 """
@@ -25,8 +25,8 @@ from hashlib import blake2b
 from hmac import compare_digest
 from threading import Event, Lock, Thread
 
-_HEAD = struct.Struct("!4sIQQQB")  # what it is, who speaks, its count of datagrams, begun, finished, status
-_MAGIC = b"onw1"
+_HEAD = struct.Struct("!4sIQQQQB")  # what it is, who speaks, its count of datagrams, three steps, status
+_MAGIC = b"onw2"
 _CODE = 16  # bytes
 _TEXT = 600  # bytes; a datagram stays below the smallest packet of a network
 _LARGEST = _HEAD.size + _TEXT + _CODE
@@ -72,12 +72,15 @@ class Word:
         finished: the last step that it finished.
         status: whether it still takes part.
         text: what it feeds in the step that it began; once it has left, why.
+        halt: the step before which it would end, having been asked to, or heard that another was. One that it
+            has finished is a wish: it ends before a later one. 0: none.
     """
 
     begun: int = 0
     finished: int = 0
     status: Status = Status.RUNNING
     text: str = ""
+    halt: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def short(text: str) -> str:
 
 def pack(word: Word, index: int, number: int, token: bytes) -> bytes:
     """A word of process ``index`` as its datagram ``number``."""
-    head = _HEAD.pack(_MAGIC, index, number, word.begun, word.finished, word.status)
+    head = _HEAD.pack(_MAGIC, index, number, word.begun, word.finished, word.halt, word.status)
     said = head + word.text.encode(errors="replace")[:_TEXT]
     return said + _code(said, token)
 
@@ -113,11 +116,11 @@ def unpack(datagram: bytes, token: bytes) -> tuple[int, int, Word] | None:
     said, code = datagram[:-_CODE], datagram[-_CODE:]
     if len(said) < _HEAD.size or not compare_digest(code, _code(said, token)):
         return None
-    magic, index, number, begun, finished, status = _HEAD.unpack_from(said)
+    magic, index, number, begun, finished, halt, status = _HEAD.unpack_from(said)
     if magic != _MAGIC or status > max(Status):
         return None
     text = said[_HEAD.size :].decode(errors="ignore")
-    return index, number, Word(begun, finished, Status(status), text)
+    return index, number, Word(begun, finished, Status(status), text, halt)
 
 
 def _code(said: bytes, token: bytes) -> bytes:
@@ -137,6 +140,7 @@ class Heartbeat:
     Attributes:
         heard: the last word of each member; that of this process stays empty.
         news: is set whenever a word comes.
+        word: what it tells of this process.
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class Heartbeat:
         self.heard = [Heard(time.monotonic()) for _ in self.members]
         self.news = Event()
         self._mailbox, self._token = mailbox, token
-        self._word = Word()
+        self.word = Word()
         self._said, self._count = 0.0, 0
         self._lock = Lock()
         self._open = True
@@ -159,20 +163,20 @@ class Heartbeat:
 
     def note(self, word: Word) -> None:
         """Tell this with the next datagram."""
-        self._word = word
+        self.word = word
 
     def say(self, word: Word, now: bool = False) -> None:
         """Tell this, now or, where something was told just before, with the next datagram.
 
         Steps may be shorter than what it takes to tell all others.
         """
-        self._word = word
+        self.word = word
         if now or time.monotonic() - self._said > self.interval / 25:
             self._tell()
 
     def leave(self, status: Status, why: str) -> None:
         """Tell that this process takes no part any more; more than once, for datagrams may be lost."""
-        self._word = replace(self._word, status=status, text=why)
+        self.word = replace(self.word, status=status, text=why)
         for _ in range(3):
             self._tell()
 
@@ -184,7 +188,7 @@ class Heartbeat:
     def _tell(self) -> None:
         with self._lock:
             self._count += 1
-            datagram = pack(self._word, self.index, self._count, self._token)
+            datagram = pack(self.word, self.index, self._count, self._token)
             self._said = time.monotonic()
         for i, member in enumerate(self.members):
             if i != self.index:

@@ -19,12 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
 from onward.core.errors import OnwardError, PeerError
 from onward.execute.peers.background import Background
+from onward.execute.peers.halt import all_halt
 from onward.execute.peers.heartbeat import Heartbeat, Member, Status, Word, short
 from onward.execute.peers.rendezvous import OF_THE_EXCHANGE, meet, summary
 from onward.execute.peers.verdict import GONE, HOPELESS, ON_THE_WAY, View, verdict
@@ -92,6 +94,8 @@ class Peers:
         self._finished = 0
         self._label = ""
         self._lost = ""
+        self._asked = False
+        self._halt = self._halted = 0  # the step before which it would end; the last one where all would
 
     @classmethod
     def meet(cls, deadline: float | None = None) -> Peers:
@@ -145,6 +149,31 @@ class Peers:
                 raise
             return result
 
+    def ask_to_halt(self) -> None:
+        """Have all processes end after the same step; a signal handler may call it."""
+        self._asked, self._halt = True, max(self._halt, self._finished)
+        if self._heartbeat is not None:
+            self._heartbeat.note(replace(self._heartbeat.word, halt=self._halt))
+
+    def halts(self, deadline: float | None) -> bool:
+        """Whether all processes end here, after the same step; each one asks before every step of its loop.
+
+        Who was asked to end, or hears that another was, says so and waits: all have said it, and end, or one
+        had begun the next step without knowing, and all take part in it and ask again after it. Where another
+        one takes no part any more, this one ends by itself.
+
+        Args:
+            deadline: how many seconds to wait for the others; None: any time.
+        """
+        heard = () if self._heartbeat is None else self._heartbeat.heard
+        if not self._asked and all(h.word.halt <= self._halted for h in heard):
+            return False
+        step = self._halt = self._finished + 1
+        if self._heartbeat is not None and not self._agreed(self._heartbeat, step, deadline):
+            return False
+        self._asked, self._halted = False, step
+        return True
+
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this process takes no further part, and the error that is the reason."""
         if self._heartbeat is None:
@@ -164,8 +193,27 @@ class Peers:
         """At the end of the interpreter."""
         self.leave(_uncaught())
 
+    def _agreed(self, heartbeat: Heartbeat, step: int, deadline: float | None) -> bool:
+        """Whether all end before this step, once that is certain."""
+        asked = _Step(heartbeat, step, self._label, deadline)
+        word = self._word(self._finished, self._finished)
+        heartbeat.say(word, now=True)
+        while True:
+            heartbeat.news.clear()
+            found = all_halt(asked.view)
+            if found is not None or asked.is_late:
+                break
+            heartbeat.news.wait(asked.moment)
+        for _ in range(3 if found else 0):  # datagrams may be lost, and others wait for this one
+            heartbeat.say(word, now=True)
+        return found is not False
+
+    def _word(self, begun: int, finished: int) -> Word:
+        """What this process says of itself."""
+        return Word(begun, finished, text=self._label, halt=self._halt)
+
     def _run(self, step: _Step, work: Callable[[], T]) -> T:
-        begun = Word(step.number, self._finished, text=step.label)
+        begun = Word(step.number, self._finished, text=step.label, halt=self._halt)
         if step.label != self._label:
             step.heartbeat.say(begun, now=True)
             step.wait_for_all_to_begin()
@@ -178,7 +226,7 @@ class Peers:
             self._finished = step.number
         elif step.is_fault_of_others(error):
             raise step.failed(error) from error
-        step.heartbeat.note(Word(self._finished, self._finished, text=self._label))
+        step.heartbeat.note(self._word(self._finished, self._finished))
         self._lost = ""
         if error is not None:
             raise error
@@ -212,7 +260,7 @@ class _Step:
             self._check(self.view.kinds & HOPELESS)
             if not self.view.kinds & ON_THE_WAY:
                 return
-            self.heartbeat.news.wait(self._moment())
+            self.heartbeat.news.wait(self.moment)
 
     def wait_for_end(self, background: Background) -> tuple[Any, BaseException | None]:
         """What the work returned, and what it raised.
@@ -221,7 +269,7 @@ class _Step:
             PeerError: it cannot end, or the time is over.
         """
         before = False
-        while (done := background.result(self._moment())) is None:
+        while (done := background.result(self.moment)) is None:
             now = bool(self.view.kinds & HOPELESS)
             self._check(before and now)  # the work had an interval's time to end
             before = now
@@ -242,7 +290,13 @@ class _Step:
         found = self._error("failed in the exchange between the processes")
         return PeerError(f"{found} The error was: {summary(error)}")
 
-    def _moment(self) -> float:
+    @property
+    def is_late(self) -> bool:
+        """Whether it had its time."""
+        return time.monotonic() >= self.until
+
+    @property
+    def moment(self) -> float:
         """How long to wait before looking around again."""
         return max(0.0, min(self.heartbeat.interval, self.until - time.monotonic()))
 
@@ -250,7 +304,7 @@ class _Step:
         """Raise if the step cannot end, or had its time."""
         if is_hopeless:
             raise self._error("cannot end")
-        if time.monotonic() >= self.until:
+        if self.is_late:
             raise self._error(f"did not end within {self.deadline:g} s")
 
     def _error(self, what: str) -> PeerError:

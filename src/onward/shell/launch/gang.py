@@ -27,6 +27,7 @@ LAST = 3.0  # seconds between asking a process to end and ending it
 Ladder = Sequence[tuple[float, signal.Signals]]  # what is sent to all processes, and after how many seconds
 
 FAILED: Ladder = ((GRACE, signal.SIGTERM), (GRACE + LAST, signal.SIGKILL))
+LEAVING: Ladder = ((GRACE, signal.SIGTERM), (SAVING, signal.SIGKILL))  # one was, and the others may be saving
 INTERRUPTED: Ladder = ((0, signal.SIGINT), (SAVING, signal.SIGTERM), (SAVING + LAST, signal.SIGKILL))
 TERMINATED: Ladder = ((0, signal.SIGTERM), (SAVING, signal.SIGKILL))
 ENDED: Ladder = ((0, signal.SIGTERM), (GRACE, signal.SIGKILL))
@@ -147,7 +148,10 @@ class Gang:
         if self._is_untouched:
             self.failed += failed
         if failed and not self._ladder:
-            self._begin(FAILED)
+            saved = all(
+                ending.code == 128 + signal.SIGTERM for ending in failed
+            )  # the others may be saving yet
+            self._begin(LEAVING if saved else FAILED)
         if new := self._signals.seen[self._answered :]:
             is_first = not self._answered and not self.failed and len(new) == 1
             self._answered += len(new)
