@@ -38,6 +38,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, CheckpointError
 from onward.execute.checkpoint.background import Background
 from onward.execute.checkpoint.durable import make_folder, sync
+from onward.execute.cluster.faults import MEANWHILE
 from onward.execute.cluster.frame import END, Change, Form, pack
 from onward.execute.cluster.recorded import File, Record, Replay, files, history, line, rebuild
 
@@ -191,7 +192,7 @@ class Store:
 
     def _put_meanwhile(self, file: File, record: Record) -> None:
         """Write a whole record in a thread, from arrays that nobody changes."""
-        self._put_whole(file, pack(Change(**vars(record), rows={}), file.serial)[1], "meanwhile")
+        self._put_whole(file, pack(Change(**vars(record), rows={}), file.serial)[1], MEANWHILE)
 
     def _put_whole(self, file: File, pieces: list[memoryview], edge: str) -> None:
         """Write a whole record aside, and give it its name; remove what it takes the place of."""
