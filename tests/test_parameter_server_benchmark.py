@@ -95,4 +95,4 @@ def test_the_tables_show_every_result(written):
 def test_a_part_that_does_not_exist(capsys):
     with pytest.raises(SystemExit):
         main(["--parts", "speed"])
-    assert "no speed; there are moving, training, rows" in " ".join(capsys.readouterr().err.split())
+    assert "no speed; there are moving, training, records, rows" in " ".join(capsys.readouterr().err.split())
