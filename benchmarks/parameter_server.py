@@ -6,13 +6,15 @@
     training    a transformer that reads 256 or 30,000 words, SGD, against the example of Ray's
                 documentation: one actor with a list of arrays, workers that compute gradients, a driver that
                 passes the references on; and what our trainers sent and got at a step, against the plan
+    records     a transformer of 5 million parameters, trained by Adam on one server that writes a record for
+                every update, against one that writes none
     rows        a recommender with a large embedding, lazily updated by Adagrad on two servers: what a step
                 sends and what the records take, for batches that touch ever more rows
 
 Two sides take turns and do the same work: as many processes, the same model, data and rule, and after as
 many steps the same parameters. Ray is needed: ``pip install "onward[cluster]"``. With a choice:
 
-    python -m benchmarks.parameter_server --parts moving,training,rows --rounds 20 --json results.json
+    python -m benchmarks.parameter_server --parts moving,training,records,rows --rounds 20 --json results.json
 """
 
 from __future__ import annotations
@@ -47,15 +49,16 @@ from onward.execute.cluster.server import serve
 
 _ME = Sender(0, 1)
 _RATE = 1e-3
-_MOVING_TARGET, _TRAINING_TARGET = 1.25, 0.5
+_MOVING_TARGET, _TRAINING_TARGET, _RECORDS_TARGET = 1.25, 0.5, 1.5
 _PUSHES = 10  # of a round: the coarsest durability writes once in so many
 _DURABILITIES = {
     "every push": ow.cluster.Durability(1),
     "every push, fsync": ow.cluster.Durability(1, fsync=True),
     "every 10, fsync": ow.cluster.Durability(10, fsync=True),
 }
-_PARTS = ("moving", "training", "rows")
+_PARTS = ("moving", "training", "records", "rows")
 _TRANSFORMER = {"layers": 4, "d": 256, "heads": 4, "seq": 16, "batch": 1}
+_DENSE = _TRANSFORMER | {"d": 320}
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,27 @@ class _Bench:
             self.results.sent.append(replace(ours.sent(case), computing=peer.alone()))
             _check_agreement(ours, peer)
             peer.close()
+
+    def records(self) -> None:
+        """Adam with a record for every update, and with none."""
+        sizes = {"layers": 1, "d": 8, "heads": 2, "seq": 4, "batch": 2} if self.quick else _DENSE
+        case, model = "5 M parameters, Adam, record every push", models.transformer(**sizes)
+        sides = []
+        for durability in (1, None):
+            folder = self.folder / f"{case} {durability}"
+            folder.mkdir()
+            job = _Job(model, 1, 3 if self.quick else 20, self.rounds + 1, folder)
+            sides.append(_Trained(self.engine, job, ow.Adam(_RATE), durability))
+        logged, bare = sides
+        logged.seconds(), bare.seconds()
+        target = None if self.quick else _RECORDS_TARGET
+        times = logged.seconds, bare.seconds
+        self.results.rows.append(compare(case, "no record", *times, self.rounds, target))
+        self.results.mib.append(0.0)
+        for side in sides:
+            side.run.wait()
+        for ours, theirs in zip(logged.parameters(), bare.parameters(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
     def rows(self) -> None:
         """A recommender, batch after batch size."""
@@ -337,15 +361,15 @@ class _Gated:
 class _Trained:
     """Our training, a round at a time."""
 
-    def __init__(self, engine: Engine, job: _Job) -> None:
+    def __init__(self, engine: Engine, job: _Job, rule: Any = None, durability: int | None = None) -> None:
         self.job, self.round = job, 0
-        self.program = ow.SGD(_RATE).minimize(job.model.loss, job.params, *job.data)
+        self.program = (rule or ow.SGD(_RATE)).minimize(job.model.loss, job.params, *job.data)
         self.run = ow.cluster.start(
             self.program,
             _Gated(job.data, job.steps, job.rounds, job.folder),
             parameters=job.params,
             trainers=job.trainers,
-            durability=None,
+            durability=durability,
             progress=False,
             engine=engine,
         )

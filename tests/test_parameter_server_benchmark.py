@@ -58,8 +58,9 @@ def test_every_part_is_measured_and_written(written):
     results, found = written
     cases = [f"0.25 MiB, {way}" for way in ("push", "pull", "both", "record every push")]
     trained = ["transformer, 1 trainer", "transformer of 64 words, 2 trainers"]
-    assert [row.case for row in results.rows] == [*cases, *trained]
-    assert [row["case"] for row in found["results"]["rows"]] == [*cases, *trained]
+    compared = [*cases, *trained, "5 M parameters, Adam, record every push"]
+    assert [row.case for row in results.rows] == compared
+    assert [row["case"] for row in found["results"]["rows"]] == compared
     assert [sent.case for sent in results.sent] == trained
     assert [touched.batch for touched in results.touched] == [8, 16]
     assert {"python", "jax", "cores"} <= set(found["environment"])
@@ -94,4 +95,4 @@ def test_the_tables_show_every_result(written):
 def test_a_part_that_does_not_exist(capsys):
     with pytest.raises(SystemExit):
         main(["--parts", "speed"])
-    assert "no speed; there are moving, training, rows" in " ".join(capsys.readouterr().err.split())
+    assert "no speed; there are moving, training, records, rows" in " ".join(capsys.readouterr().err.split())

@@ -4,6 +4,7 @@ import pytest
 from tests.execute.cluster import hosting
 from tests.execute.cluster.on_threads import remembering
 
+from onward.execute.checkpoint import background
 from onward.execute.cluster import run, servers, worker
 from onward.execute.cluster.engine import Engine
 
@@ -41,7 +42,8 @@ def short_pauses(monkeypatch, request):
 
 
 @pytest.fixture(autouse=True)
-def released():
-    """Hosts in threads that died hold nothing any more when a test has ended."""
+def released(monkeypatch):
+    """Threads of hosts stand still with them; those that died hold nothing any more when a test has ended."""
+    monkeypatch.setattr(background, "Thread", hosting.Helper)
     yield
     hosting.release()

@@ -5,6 +5,7 @@ runs and files stay as they are, as when a process is killed. In the end ``relea
 """
 
 import asyncio
+import atexit
 import copy
 import inspect
 import threading
@@ -42,6 +43,20 @@ def release():
     for thread in threading.enumerate():
         if getattr(thread, "host", None) in hosts:
             thread.join(LAST)
+
+
+class Helper(threading.Thread):
+    """A thread that a host begins: it stands still with it."""
+
+    def __init__(self, *, target, args, name):
+        super().__init__(target=target, args=args, name=name)
+        self.host, self.background = here(), target.__self__
+
+    def run(self):
+        HERE.host = self.host
+        super().run()
+        if isinstance(self.background._error, Released):
+            atexit.unregister(self.background._report)
 
 
 class Host:

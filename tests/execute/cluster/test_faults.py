@@ -21,7 +21,7 @@ from onward.core.errors import CheckpointError, ClusterError
 from onward.execute.cluster import record, supervisor
 from onward.execute.cluster.blueprint import Blueprint
 from onward.execute.cluster.desk import ServerSpec
-from onward.execute.cluster.faults import EDGES
+from onward.execute.cluster.faults import EDGES, MEANWHILE
 from onward.execute.cluster.holding import Gradients
 from onward.execute.cluster.keeper import Durability
 from onward.execute.cluster.messages import Push, Sender, Word
@@ -108,6 +108,18 @@ def test_a_kill_at_every_edge_between_local_steps(tmp_path, who):
     run, injected = trained("local", tmp_path, kills)
     assert tally(run.model) == EXACT
     assert injected.total() == len(kills)
+
+
+@pytest.mark.parametrize(("mode", "lazy"), [("sync", []), ("async", []), ("async", ["table"])])
+def test_a_kill_while_a_whole_record_is_written_beside_the_work(tmp_path, monkeypatch, mode, lazy):
+    """What was logged meanwhile is found behind the record before it."""
+    monkeypatch.setattr(record, "MOST_UPDATES", 2)
+    monkeypatch.setattr(record, "MOST_ROOM", 0.1 if lazy else 3)
+    kills = [(f"server {i}", MEANWHILE, n) for i in (0, 1) for n in (1, 2)]
+    options = {"program": counted_rows(9, 2), "lazy": lazy} if lazy else {"batches": 24}
+    run, injected = trained(mode, tmp_path, kills, **options)
+    assert tally(run.model, ["dense"] if lazy else "abc") == EXACT
+    assert injected == {MEANWHILE: 4}
 
 
 TRAINERS_DIE = [(f"trainer {t}", "after send", n) for t, n in ((0, 3), (0, 6), (1, 4), (1, 9))]
@@ -575,10 +587,11 @@ def test_a_log_of_gradients_brings_every_bit_back(tmp_path, monkeypatch, guarded
                 push = replace(push, gradients=replace(push.gradients, arrays=(*drawn, *told)))
             desk.call("push", push)
         states[n + 1] = desk.state()[1]
+        desk.server.desk.keeper.store.settle()
         copy = shutil.copytree(folder, tmp_path / str(n))
         again = serve(replace(desk.spec, folder=str(copy))).desk.keeper
         equal(again.holding.arrays, states[n + 1], states[n + 1])
-    kept = [f"record-0000000{k}-{v}{end}" for k, v in ((2, 4), (3, 8)) for end in ("", ".log")]
+    kept = ["record-00000003-6", "record-00000003-6.log", "record-00000004-9"]
     assert sorted(path.name for path in desk.server.desk.keeper.place.folder.iterdir()) == kept
     desk.start()
     assert desk.state()[0] == 9

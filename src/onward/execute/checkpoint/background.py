@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 import warnings
 from collections.abc import Callable
+from threading import Thread
 
 
 class Background:
@@ -18,7 +18,7 @@ class Background:
 
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._error: BaseException | None = None
         self._notes: list[str] = []
 
@@ -32,7 +32,7 @@ class Background:
             write()
             self._warn()
             return
-        self._thread = threading.Thread(target=self._catch, args=(write,), name="onward-checkpoint")
+        self._thread = Thread(target=self._catch, args=(write,), name="onward-checkpoint")
         self._thread.start()
 
     def join(self) -> None:

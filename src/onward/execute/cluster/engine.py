@@ -259,7 +259,8 @@ class _RayLink:
     def call(self, method: str, *arguments: Any) -> _RayPending:
         if not self.door.is_open or not require("ray", "cluster").is_initialized():  # or Ray starts itself
             raise Unreachable(CLOSED.format(name=self.name))
-        return _RayPending(self.name, self.actor.call.remote(method, *arguments))
+        asked = method, arguments  # one argument: Ray takes its time for each
+        return _RayPending(self.name, self.actor.call.remote(asked))
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +315,8 @@ class _Host:
     def __repr__(self) -> str:
         return self._name
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, asked: tuple[str, tuple[Any, ...]]) -> Any:
+        method, arguments = asked
         found = getattr(self._made.result(), method)(*arguments)
         if inspect.iscoroutine(found):
             return asyncio.run_coroutine_threadsafe(found, self._loop).result()

@@ -14,6 +14,8 @@ EDGES = (
     "before reply",
 )
 """Where a process can die: a trainer at the first two, a server at the others."""
+MEANWHILE = "meanwhile"
+"""Where a server can die too: in the thread that writes a whole record beside the work."""
 
 BETWEEN = "between parts and whole"
 """And where rules look across servers: one has computed what it adds to a sum, and nobody knows it yet."""

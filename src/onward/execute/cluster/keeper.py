@@ -21,7 +21,8 @@ from onward.execute.cluster.frame import Change
 from onward.execute.cluster.holding import Gradients, Holding, Values
 from onward.execute.cluster.logged import flat, unflat
 from onward.execute.cluster.messages import Push
-from onward.execute.cluster.record import Record, Replay, Store
+from onward.execute.cluster.record import Store
+from onward.execute.cluster.recorded import Record, Replay
 
 Ledger = dict[int, tuple[int, int]]
 NONE: tuple[int, int] = (0, -1)
@@ -133,6 +134,8 @@ class Keeper:
             if not logged:
                 self._write(lines, self.holding.changed_rows(gradients))
             self._reach("after write")
+            if self.store.is_due:
+                self.store.begin(self.record())
         self.busy += perf_counter() - begun
 
     def measured(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> tuple[np.ndarray, ...]:
@@ -199,7 +202,7 @@ class Keeper:
         self.ledger |= lines
         if logged and self.store is not None:
             arrays, pushed = flat(gradients, shares)
-            self.store.append_pushed(Change(self.version, self.generation, lines, arrays, {}, pushed))
+            self.store.append(Change(self.version, self.generation, lines, arrays, {}, pushed))
 
     def _replayed(self, arrays: Mapping[str, np.ndarray], change: Change) -> Mapping[str, np.ndarray]:
         """The arrays after an update that was logged."""
@@ -217,7 +220,7 @@ class Keeper:
         arrays = self.holding.arrays
         rows = {n: (touched[table], arrays[n][touched[table]]) for n, table in by_row.items()}
         small = {n: x for n, x in arrays.items() if n not in by_row}
-        self.store.append(Change(self.version, self.generation, lines, small, rows), self.record)
+        self.store.append(Change(self.version, self.generation, lines, small, rows))
 
     def expect(self) -> None:
         """Raise unless this is still the process of this server; see ``Place.expect``.

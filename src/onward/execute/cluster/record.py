@@ -8,11 +8,10 @@ file, made of the same frames::
     record-<serial>-<version>.log   frames with what changed since, or what was sent, appended; a torn last
                                     one does not count
 
-    frame = prefix, CRC-32, header (JSON), CRC-32, buffers, CRC-32; each CRC-32 is of everything before it
-
 The highest serial is the newest record, whatever its version: a server that goes back writes a lower version.
 A record whose version is not below that of a newer one belongs to a future that was given up: it is never
-read, and removed before the one that hides it.
+read, and removed before the one that hides it. A log may go on before its whole record is there, which a
+thread writes meanwhile: see ``recorded``.
 
 >>> import tempfile
 >>> store = Store(Path(tempfile.mkdtemp()))
@@ -25,51 +24,43 @@ read, and removed before the one that hides it.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from threading import Lock
 
 import numpy as np
 
 from onward.core.errors import ArgumentError, CheckpointError
+from onward.execute.checkpoint.background import Background
 from onward.execute.checkpoint.durable import make_folder, sync
-from onward.execute.cluster.frame import END, Change, Form, Frame, Header, damage, frames_of, load, pack
+from onward.execute.cluster.faults import MEANWHILE
+from onward.execute.cluster.frame import END, Change, Form, pack
+from onward.execute.cluster.recorded import File, Record, Replay, files, history, line, rebuild
 
 PART = ".part-record"
 SPARE, SPARE_LOG, WORTH_KEEPING = ".spare-record", ".spare-record.log", 2**20
 """Files to write over, of so many bytes at least: new ones cost more than what is written to them."""
-NAME = re.compile(r"(record-(\d{8,})-(\d+))(\.log)?")
 MOST_UPDATES, MOST_ROOM = 50, 3
-"""What a log of gradients may have before a whole record: updates, and bytes in terms of the record's."""
+"""What a log may have before a whole record is due: updates to make again, bytes in terms of the record's."""
 
-Replay = Callable[[Mapping[str, np.ndarray], Change], Mapping[str, np.ndarray]]
 FULL = (
     "{folder} cannot take {needed} bytes more: {error}; {free} bytes are free. Make room for at least "
     "{needed} bytes and write again. All that was acknowledged is still there, and nothing of this write."
 )
 
 
-@dataclass(frozen=True)
-class Record:
-    """All that a server has: updates made, generation, (incarnation, sequence) by trainer, arrays by name."""
-
-    version: int
-    generation: int
-    ledger: Mapping[int, tuple[int, int]]
-    arrays: Mapping[str, np.ndarray]
-
-
 class Store:
     """The records of one server in a folder that nobody else writes to; the ``keep`` newest whole ones stay.
 
     Without ``fsync`` a record outlives the death of the process, with it also that of the machine. ``reach``
-    is called with ``"during write"`` when half of the bytes of a record or a change are written. ``replay``
-    makes the arrays after an update of those before it and what was sent.
+    is called when half of the bytes of a record or a change are written: with ``"during write"``, and in a
+    thread that writes a whole record with ``"meanwhile"``. ``replay`` makes the arrays after an update of
+    those before it and what was sent.
     """
 
     def __init__(
@@ -88,6 +79,7 @@ class Store:
         self.bytes_written = 0
         self._tail: _Tail | None = None
         self._is_over_old = False
+        self._background, self._counting = Background(asynchronous=True), Lock()
 
     def write(self, record: Record) -> None:
         """Write a whole record, now the newest; those of the same or a higher version are given up.
@@ -95,27 +87,33 @@ class Store:
         Raises:
             CheckpointError: the disk does not take it; everything is as before.
         """
-        serial = 1 + max((file.serial for file in _files(self.folder)), default=0)
-        header, pieces = pack(Change(**vars(record), rows={}), serial)
-        file = _File(serial, header.version, self.folder / f"record-{serial:08d}-{header.version}")
-        self._tail, self._is_over_old = None, False
-        with self._room_for(pieces):
-            make_folder(self.folder)
-            try:
-                with suppress(FileNotFoundError):
-                    os.replace(self.folder / SPARE, self.folder / PART)
-                self._put_part(pieces)
-                os.replace(self.folder / PART, file.path)
-            finally:
-                (self.folder / PART).unlink(missing_ok=True)
-            if self.fsync:
-                sync(self.folder)
-        self._tail = _Tail(file, sum(map(len, pieces)), 0, header.version, header.arrays, 0)
-        with suppress(OSError):  # not read any more, and tried again by the next write
-            self._tidy()
+        with suppress(CheckpointError):  # what this one takes the place of
+            self._background.wait()
+        file = self._next(record.version)
+        header, pieces = pack(Change(**vars(record), rows={}), file.serial)
+        self._tail = None
+        self._put_whole(file, pieces, "during write")
+        self._begin_in_spare(file.log)
+        self._tail = _Tail(file, sum(map(len, pieces)), header.version, header.arrays)
 
-    def append(self, change: Change, whole: Callable[[], Record] | None = None) -> None:
-        """Write what changed behind the newest record, or ``whole()`` once that takes less room than the log.
+    def begin(self, record: Record) -> None:
+        """Write a whole record of this version beside what is appended from now on, which need not wait.
+
+        Raises:
+            ArgumentError: it is of another version than what was appended last.
+            CheckpointError: the disk did not take the one before; all that was appended is there.
+        """
+        tail = self._tail or self._last()
+        if record.version != tail.version:
+            raise ArgumentError(f"the record is of version {record.version}, the log of {tail.version}")
+        self._background.wait()
+        file = self._next(record.version)
+        self._begin_in_spare(file.log)  # before the thread puts another one there
+        self._tail = _Tail(file, tail.size, tail.version, tail.forms)
+        self._background.run(partial(self._put_meanwhile, file, record))
+
+    def append(self, change: Change) -> None:
+        """Write what changed, or what an update of the next version is made of, behind the newest record.
 
         Raises:
             ArgumentError: there is no whole record, or the change is not one of it.
@@ -123,41 +121,26 @@ class Store:
         """
         tail = self._tail or self._last()
         header, pieces = pack(change, tail.base.serial)
-        forms = {**tail.forms, **header.arrays}
+        forms = tail.forms if change.pushed is not None else {**tail.forms, **header.arrays}
         _check(change, tail, forms, header.rows)
-        if whole is not None and tail.end > tail.size:
-            self.write(_same_version(whole(), change))
-            return
-        self._log(tail, header, pieces, forms)
-
-    def takes(self, size: int) -> bool:
-        """Whether what was sent, so many bytes, goes to the log, so that recovery stays short."""
-        tail = self._tail
-        if tail is None or self.replay is None or size > tail.size:
-            return False
-        return tail.frames < MOST_UPDATES and tail.end + size <= MOST_ROOM * tail.size
-
-    def append_pushed(self, change: Change) -> None:
-        """Write what an update is made of behind the newest record, of the next version.
-
-        Raises:
-            CheckpointError: the disk does not take it; everything is as before.
-        """
-        tail = self._tail or self._last()
-        header, pieces = pack(change, tail.base.serial)
-        if change.version != tail.version + 1:
-            raise ArgumentError(f"the update to version {change.version} cannot follow {tail.version}")
-        self._log(tail, header, pieces, tail.forms)
-
-    def _log(self, tail: _Tail, header: Header, pieces: list[memoryview], forms: Mapping[str, Form]) -> None:
         with self._room_for(pieces):
-            if tail.end == 0 and not self.fsync:
-                self._begin_in_spare(tail.base.log)
             self._put(tail.base.log, tail.end, pieces)
             if self.fsync and tail.end == 0:
                 sync(self.folder)
-        end = tail.end + sum(map(len, pieces))
-        self._tail = replace(tail, end=end, version=header.version, forms=forms, frames=tail.frames + 1)
+        self._tail = tail.after(header.version, forms, sum(map(len, pieces)), change.pushed is not None)
+
+    def takes(self, size: int) -> bool:
+        """Whether what was sent, so many bytes, is worth a log: less than a whole record."""
+        return self._tail is not None and self.replay is not None and size <= self._tail.size
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a whole record shall ``begin``, so that recovery stays short and the log small."""
+        return self._tail is not None and self._tail.is_long
+
+    def settle(self) -> None:
+        """Return when no thread writes any more."""
+        self._background.join()
 
     def read(self, version: int | None = None) -> Record | None:
         """The newest record, or that of a version, in arrays of its own; None if there is none.
@@ -165,9 +148,10 @@ class Store:
         Raises:
             CheckpointError: what would have to be read is not what was written.
         """
-        for base in _line(self.folder):
+        self.settle()
+        for base in line(self.folder):
             if version is None or base.version <= version:
-                record = _rebuild(base, version, self.replay)
+                record = rebuild(base, version, self.replay)
                 return record if version in (None, record.version) else None
         return None
 
@@ -177,30 +161,60 @@ class Store:
         Raises:
             CheckpointError: a file is not what was written.
         """
-        line, found = _line(self.folder), set[int]()
-        for newer, base in zip([None, *line], line, strict=False):
-            versions = {frame.header.version for frame in _history(base)}
+        self.settle()
+        bases, found = line(self.folder), set[int]()
+        for newer, base in zip([None, *bases], bases, strict=False):
+            versions = {frame.header.version for frame in history(base)}
             found |= {v for v in versions if newer is None or v < newer.version}
         return sorted(found)
 
+    def _next(self, version: int) -> File:
+        """The name of a whole record that is not there yet."""
+        serial = 1 + max((file.serial for file in files(self.folder)), default=0)
+        return File.of(self.folder, serial, version)
+
     def _last(self) -> _Tail:
         """Where the next change goes; what a writer that is no more left half done is removed on the way."""
-        line = _line(self.folder)
-        if not line:
+        bases = line(self.folder)
+        if not bases:
             raise ArgumentError(f"{self.folder} has no whole record that changed; write(record) comes first")
         (self.folder / PART).unlink(missing_ok=True)
-        first, *changes = list(_history(line[0]))
-        told = (frame.header for frame in (first, *changes) if frame.header.pushed is None)
-        forms = {name: form for header in told for name, form in header.arrays.items()}
-        end = changes[-1].end if changes else 0
-        version = (first, *changes)[-1].header.version
-        return _Tail(line[0], first.end, end, version, forms, len(changes))
+        first, *changes = history(bases[0])
+        tail = _Tail(bases[0], first.end, first.header.version, first.header.arrays)
+        by_log = {file.log: file for file in files(self.folder)}
+        for frame in changes:
+            header, sent = frame.header, frame.header.pushed is not None
+            if (file := by_log[frame.path]) != tail.base:
+                tail = _Tail(file, tail.size, tail.version, tail.forms)
+            forms = tail.forms if sent else {**tail.forms, **header.arrays}
+            tail = tail.after(header.version, forms, frame.end - frame.start, sent)
+        return tail
 
-    def _put_part(self, pieces: list[memoryview]) -> None:
+    def _put_meanwhile(self, file: File, record: Record) -> None:
+        """Write a whole record in a thread, from arrays that nobody changes."""
+        self._put_whole(file, pack(Change(**vars(record), rows={}), file.serial)[1], MEANWHILE)
+
+    def _put_whole(self, file: File, pieces: list[memoryview], edge: str) -> None:
+        """Write a whole record aside, and give it its name; remove what it takes the place of."""
+        with self._room_for(pieces):
+            make_folder(self.folder)
+            try:
+                with suppress(FileNotFoundError):
+                    os.replace(self.folder / SPARE, self.folder / PART)
+                self._put_part(pieces, edge)
+                os.replace(self.folder / PART, file.path)
+            finally:
+                (self.folder / PART).unlink(missing_ok=True)
+            if self.fsync:
+                sync(self.folder)
+        with suppress(OSError):  # not read any more, and tried again by the next write
+            self._tidy()
+
+    def _put_part(self, pieces: list[memoryview], edge: str) -> None:
         """Write a file that nobody reads yet, over what it may hold."""
         descriptor = os.open(self.folder / PART, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            self._put_all(descriptor, pieces)
+            self._put_all(descriptor, pieces, edge)
             os.ftruncate(descriptor, sum(map(len, pieces)))
             if self.fsync:
                 os.fsync(descriptor)
@@ -209,8 +223,8 @@ class Store:
 
     def _begin_in_spare(self, log: Path) -> None:
         """Let a log that is not there yet be written over an old one, which says nothing any more."""
-        spare = self.folder / SPARE_LOG
-        if not log.exists() and spare.exists():
+        spare, self._is_over_old = self.folder / SPARE_LOG, False
+        with suppress(OSError):
             with open(spare, "r+b") as file:
                 file.write(END)
             os.replace(spare, log)
@@ -234,7 +248,7 @@ class Store:
             self._put_all(descriptor, pieces)
             if over:
                 os.pwrite(descriptor, END if os.fstat(descriptor).st_size > end else b"", end)
-                self.bytes_written += os.pwrite(descriptor, first, start)
+                self._count(os.pwrite(descriptor, first, start))
             if self.fsync:
                 os.fsync(descriptor)
         except BaseException:
@@ -244,28 +258,32 @@ class Store:
         finally:
             os.close(descriptor)
 
-    def _put_all(self, descriptor: int, pieces: list[memoryview]) -> None:
+    def _put_all(self, descriptor: int, pieces: list[memoryview], edge: str = "during write") -> None:
         half, done = sum(map(len, pieces)) // 2, 0
         for piece in pieces:
             while piece:
                 count = os.write(descriptor, piece[: half - done] if done < half else piece)
                 piece, done = piece[count:], done + count
-                self.bytes_written += count
+                self._count(count)
                 if done == half:
-                    self.reach("during write")
+                    self.reach(edge)
+
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self.bytes_written += size
 
     def _tidy(self) -> None:
         """Remove what is not kept, oldest first: what was given up does not outlive what hides it."""
-        kept = _line(self.folder)[: self.keep]
-        for file in reversed(_files(self.folder)):
+        kept = line(self.folder)[: self.keep]
+        for file in reversed(files(self.folder)):
             if file not in kept:
                 self._set_aside(file.log, SPARE_LOG)
                 self._set_aside(file.path, SPARE)
         for newer, older in pairwise(kept):
-            logged = (frame for frame in _history(older) if frame.path == older.log)
-            end = max((frame.end for frame in logged if frame.header.version < newer.version), default=0)
-            if older.log.exists():
-                os.truncate(older.log, end)
+            logged = [frame for frame in history(older) if frame.path == older.log]
+            if logged and logged[-1].header.version > newer.version:
+                before = (frame.end for frame in logged if frame.header.version < newer.version)
+                os.truncate(older.log, max(before, default=0))
 
     def _set_aside(self, path: Path, spare: str) -> None:
         """Remove a file; a large one is kept under another name, to be written over."""
@@ -290,85 +308,42 @@ class Store:
             ) from error
 
 
-class _File(NamedTuple):
-    """A whole record, by what its name says."""
-
-    serial: int
-    version: int
-    path: Path
-
-    @property
-    def log(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.log")
-
-
 @dataclass(frozen=True)
 class _Tail:
-    """Where the next change goes: the newest whole record and its bytes, the log's end, state and length."""
+    """Where the next change goes: the newest record, its bytes, the state it is in, what its log has.
 
-    base: _File
+    Attributes:
+        base: the record whose log it is.
+        size: bytes of that record, or of the one before it.
+        version: of the last change.
+        forms: of all arrays.
+        end: bytes of the log; ``last``: of its last change.
+        updates: how many of its changes have to be made again.
+    """
+
+    base: File
     size: int
-    end: int
     version: int
     forms: Mapping[str, Form]
-    frames: int
+    end: int = 0
+    last: int = 0
+    updates: int = 0
 
+    def after(self, version: int, forms: Mapping[str, Form], size: int, sent: bool) -> _Tail:
+        """With one change more, of so many bytes."""
+        updates, end = self.updates + sent, self.end + size
+        return replace(self, version=version, forms=forms, end=end, last=size, updates=updates)
 
-def _files(folder: Path) -> list[_File]:
-    """Every record that a file or a log of this folder is named after, newest first."""
-    try:
-        names = [m for entry in os.listdir(folder) if (m := NAME.fullmatch(entry))]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}. Expected a folder of records.") from error
-    return sorted({_File(int(m[2]), int(m[3]), folder / m[1]) for m in names}, reverse=True)
-
-
-def _line(folder: Path) -> list[_File]:
-    """The whole records of this history, newest first: each of a lower version than all newer ones."""
-    line: list[_File] = []
-    for file in _files(folder):
-        if file.path.exists() and (not line or file.version < line[-1].version):
-            line.append(file)
-    return line
-
-
-def _history(base: _File) -> Iterator[Frame]:
-    """The frame of a whole record, then those of its log."""
-    frames = list(frames_of(base.path, base.serial))
-    if len(frames) != 1 or frames[0].header.version != base.version:
-        raise damage(base.path, 0, "it is cut off, or was renamed")
-    yield frames[0]
-    yield from frames_of(base.log, base.serial)
-
-
-def _rebuild(base: _File, version: int | None, replay: Replay | None) -> Record:
-    """A whole record with the changes of its log made to it, up to a version."""
-    frames = takewhile(lambda f: version is None or f.header.version <= version, _history(base))
-    last = load(next(frames))
-    ledger, arrays = dict(last.ledger), dict(last.arrays)
-    for last in map(load, frames):
-        ledger |= last.ledger
-        if last.pushed is not None:
-            if replay is None:
-                raise ArgumentError(f"{base.log} holds what was sent; who reads it has to know the update")
-            arrays = dict(replay(arrays, last))
-            continue
-        arrays |= last.arrays
-        for name, (numbers, values) in last.rows.items():
-            arrays[name][numbers] = values
-    return Record(last.version, last.generation, ledger, arrays)
-
-
-def _same_version(record: Record, change: Change) -> Record:
-    if record.version != change.version:
-        raise ArgumentError(f"whole() is of version {record.version}, the change of version {change.version}")
-    return record
+    @property
+    def is_long(self) -> bool:
+        """Whether one change more, like the last, would be too much."""
+        return self.updates >= MOST_UPDATES or self.end + self.last > MOST_ROOM * self.size
 
 
 def _check(change: Change, tail: _Tail, forms: Mapping[str, Form], rows: Mapping[str, Form]) -> None:
     """Refuse now what could not be read later."""
+    if change.pushed is not None and change.version != tail.version + 1:
+        raise ArgumentError(f"the update to version {change.version} cannot follow {tail.version}")
     if change.version < tail.version:
         raise ArgumentError(
             f"version {change.version} cannot follow version {tail.version}; to go back, write a whole record"
