@@ -16,7 +16,7 @@ CHANGED = [ow.ClipByValue(0.05), CLIP]
 APART = [
     ow.ClipByGlobalNorm(0.05, where=["w", "b"]),
     ow.ClipByGlobalNorm(0.02, where="table"),
-    ow.Noise(0.01, where=["b", "table"]),
+    ow.rule.Noise(0.01, where=["b", "table"]),
 ]
 
 
@@ -114,5 +114,5 @@ def test_what_is_refused(rules, text):
 
 def test_one_server_has_its_parameters_in_the_order_of_one_device():
     """Each parameter draws noise by its number; tables travel apart from the others."""
-    noise = minimized([ow.Noise(0.01)])
+    noise = minimized([ow.rule.Noise(0.01)])
     compared(ow.split(noise, 1), noise, PARAMS, [DATA], 1, 1e-5, 1e-6)

@@ -41,10 +41,10 @@ def normalized(p, x, y):
 
 CASES = {
     "8 devices": (mean, lambda p: p, ow.Average(), 8, 1, 1),
-    "8 devices each": (mean, ow.guard, ow.Bucketed(64), 8, 2, 2),
+    "8 devices each": (mean, ow.guard, ow.merge.Bucketed(64), 8, 2, 2),
     "a sum, added": (total, lambda p: ow.accumulate(p, 2), ow.Sum(), 4, 2, 1),
     "a sum, averaged": (total, ow.check_finite, ow.Average(), 4, 1, 2),
-    "micro-batches": (mean, lambda p: ow.guard(ow.accumulate(p, 2)), ow.Bucketed(), 8, 2, 2),
+    "micro-batches": (mean, lambda p: ow.guard(ow.accumulate(p, 2)), ow.merge.Bucketed(), 8, 2, 2),
     "statistics": (normalized, lambda p: p, ow.Average(), 8, 2, 1),
 }
 
@@ -123,10 +123,10 @@ def over(merge):
 
 REFUSED = {
     "sharded": (over(ow.Sharded()), "Sharded is about what each device updates, and here the servers update"),
-    "local": (over(ow.LocalSGD(4)), "a trainer makes with cluster.train(mode=cluster.Local(every))"),
-    "feedback": (over(ow.TopK(0.5)), "TopK keeps 'grad(v)/error' on each device from step to step"),
+    "local": (over(ow.merge.LocalSGD(4)), "a trainer makes with cluster.train(mode=cluster.Local(every))"),
+    "feedback": (over(ow.merge.TopK(0.5)), "TopK keeps 'grad(v)/error' on each device from step to step"),
     "feedback in buckets": (
-        over(ow.Bucketed(9, ow.LowPrecision())),
+        over(ow.merge.Bucketed(9, ow.merge.LowPrecision())),
         "Take Average(), Sum(), or one of them in Bucketed()",
     ),
     "lazy": (

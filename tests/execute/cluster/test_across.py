@@ -80,7 +80,7 @@ def test_an_outer_optimizer_across_parameters_is_refused_and_its_clip_is_of_all_
     inner = minimized(4, ow.SGD(1.0))
     with pytest.raises(ow.GraphError, match="Prodigy looks at all parameters at once, and 2 servers"):
         ow.cluster.start(
-            inner, BATCHES, parameters=FIRST, servers=2, mode=ow.cluster.Local(1, ow.Prodigy(1.0))
+            inner, BATCHES, parameters=FIRST, servers=2, mode=ow.cluster.Local(1, ow.optimizer.Prodigy(1.0))
         )
     outer = ow.SGD(1.0, rules=[ow.ClipByGlobalNorm(0.05)])
     found = [
