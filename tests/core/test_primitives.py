@@ -14,6 +14,7 @@ from jax.extend import core as jex
 
 from onward.core.flops import RULES
 from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.devices import same_everywhere
 from onward.core.primitives.table import ROWS, of
 from onward.core.primitives.traits import Linear, Runs, Work
 from onward.execute.nonfinite.finding import ADVICE
@@ -159,6 +160,18 @@ def test_what_devices_exchange():
 
 def are_equal(x):
     return bool(np.all(np.asarray(x) == np.asarray(x)[0]))
+
+
+def test_what_is_equal_on_all_devices_and_what_only_on_some():
+    groups, places = [[0, 1], [2, 3]], jnp.ones(4, jnp.int32)
+
+    def exchanged(x):
+        ragged = lax.ragged_all_to_all(x, x, places, places, places, places, axis_name="devices")
+        each = [lax.psum(x, "devices", axis_index_groups=groups), lax.all_gather(x, "devices")]
+        return [ragged, *each, lax.ppermute(x, "devices", [(0, 1)])]
+
+    closed = jax.make_jaxpr(exchanged, axis_env=[("devices", 4)])(MATRIX[0])
+    assert same_everywhere(closed, [0]) == same_everywhere(closed, []) == {2}
 
 
 def test_what_runs_others():

@@ -53,6 +53,11 @@ def _is_between_devices(eqn: Any) -> bool:
     return any(not isinstance(axis, int) for axis in eqn.params.get("axes", ("named",)))
 
 
+def _is_within_groups(eqn: Any) -> bool:
+    """Whether devices exchange among some of them only, so that each group has its own result."""
+    return eqn.params.get("axis_index_groups") is not None
+
+
 def same_everywhere(closed: Any, inputs: Iterable[int]) -> set[int]:
     """The outputs of a jaxpr that are equal on all devices if these inputs are, and the others are not."""
     jaxpr = closed.jaxpr
@@ -66,7 +71,7 @@ def same_everywhere(closed: Any, inputs: Iterable[int]) -> set[int]:
 def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
     """The results of an equation that are equal on all devices; ``told``: which operands are."""
     row = of(eqn.primitive.name)
-    if row.equalizes and _is_between_devices(eqn):
+    if row.equalizes and _is_between_devices(eqn) and not _is_within_groups(eqn):
         return range(len(eqn.outvars))
     if row.runs is Runs.BRANCH and told[0]:
         same = (same_everywhere(closed, _true(told[1:])) for closed in jaxprs_in(eqn.params["branches"]))
@@ -115,7 +120,9 @@ def _true(flags: Sequence[bool]) -> list[int]:
 
 def _tells_devices_apart(eqn: Any) -> bool:
     """Whether an equation may give another result on each device though its inputs are the same."""
-    return of(eqn.primitive.name).tells_devices_apart or any(map(_tells_devices_apart, equations_within(eqn)))
+    if of(eqn.primitive.name).tells_devices_apart or _is_within_groups(eqn):
+        return True
+    return any(map(_tells_devices_apart, equations_within(eqn)))
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ def _in_order(program: Program, readers: Any, needed: frozenset[Variable]) -> It
 def _prepares(op: Op, readers: Any, needed: frozenset[Variable]) -> bool:
     """Whether an op only prepares an input of one other op."""
     row = of(op.type)
-    lays_out = row.lays_out or row.makes_keys or row.moves is Moves.MAKES or op.type == "cast"
-    if not lays_out or len(op.outputs) != 1 or op.body.has_effects:
+    prepares = row.lays_out or row.makes_keys or row.moves is Moves.MAKES or op.type == "cast"
+    if not prepares or len(op.outputs) != 1 or op.body.has_effects:
         return False
     (v,) = op.outputs
     return len(readers.get(v, ())) == 1 and v not in needed

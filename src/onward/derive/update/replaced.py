@@ -151,6 +151,7 @@ def _is_product(op: Op) -> bool:
 
 
 def _stands_beside_a_product(row: Primitive) -> bool:
+    """Whether it is one, or only lays out what one reads."""
     return row.is_product or row.keeps_order or row.moves is Moves.PERMUTES or row.runs is Runs.CALL
 
 
