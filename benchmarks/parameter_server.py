@@ -40,12 +40,12 @@ from benchmarks.harness import Row, compare
 from benchmarks.models import Model
 from benchmarks.report import environment, table
 from onward.core.extras import require
-from onward.execute.cluster.blueprint import Blueprint
-from onward.execute.cluster.desk import ServerSpec
-from onward.execute.cluster.engine import Engine
-from onward.execute.cluster.holding import Gradients
-from onward.execute.cluster.messages import Push, Reply, Sender, Word
-from onward.execute.cluster.server import serve
+from onward.fleet.blueprint import Blueprint
+from onward.fleet.desk import ServerSpec
+from onward.fleet.engine import Engine
+from onward.fleet.holding import Gradients
+from onward.fleet.messages import Push, Reply, Sender, ServerWord
+from onward.fleet.server import serve
 
 _ME = Sender(0, 1)
 _RATE = 1e-3
@@ -267,7 +267,7 @@ class _Ours:
         reply: Reply = self.link.call(method, *arguments).result(120.0)
         taken = perf_counter() - begun
         self.version += updates
-        assert (reply.word, reply.version) == (Word.DONE, self.version)
+        assert (reply.word, reply.version) == (ServerWord.DONE, self.version)
         return taken
 
     def close(self) -> None:

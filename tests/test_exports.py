@@ -71,7 +71,7 @@ def test_a_script_loads_the_rooms_that_it_enters(first_use):
     loaded = first_use["compile"]
     assert len(loaded) <= 250
     assert in_rooms(loaded, "explain", "serve", "shell") == []
-    assert [name for name in loaded if name.startswith("onward.execute.cluster")] == []
+    assert [name for name in loaded if name.startswith("onward.fleet")] == []
 
 
 def test_names_may_be_loaded_first_inside_of_a_trace(first_use):

@@ -1,7 +1,7 @@
 """The benchmark of parameter servers runs and says what it measured; how fast is never asked here.
 
 Ray runs the peers. Our servers and trainers are in threads of this process; what would go to a process of
-Ray's is pickled as Ray does. That they run on Ray is tested in ``tests/execute/cluster``.
+Ray's is pickled as Ray does. That they run on Ray is tested in ``tests/fleet``.
 """
 
 import copyreg
@@ -14,9 +14,9 @@ pytest.importorskip("ray")
 from benchmarks import parameter_server
 from benchmarks.parameter_server import main
 from ray import cloudpickle
-from tests.execute.cluster.hosting import ThreadLink, Threads, release
+from tests.fleet.hosting import ThreadLink, Threads, release
 
-from onward.execute.cluster.engine import Engine
+from onward.fleet.engine import Engine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

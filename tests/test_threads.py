@@ -8,7 +8,7 @@ import pytest
 
 import onward as ow
 from onward.core.jaxprs.signature import interned
-from onward.serve.endpoint.metrics import Counts
+from onward.serve.endpoint.metrics import Counters
 
 THREADS = 4
 
@@ -59,7 +59,7 @@ def test_what_answers_a_request_is_made_once():
 
 
 def test_every_request_is_counted():
-    counts, turns = Counts(), 2000
+    counts, turns = Counters(), 2000
 
     def count():
         for _ in range(turns):

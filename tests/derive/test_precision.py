@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.derive.update.precision import Kept, Type, narrowed, rounded_at_random
+from onward.derive.update.precision import KeptSlot, Type, narrowed, rounded_at_random
 
 pytestmark = pytest.mark.usefixtures("optimized")  # two programs round alike, to the bit
 LOW = ("bfloat16", "float16")
@@ -163,7 +163,7 @@ def test_what_is_left_out_of_any_number_is_kept(dtype):
 
 
 def test_eight_bits_keep_numbers_of_all_sizes():
-    kept = Kept(Type((3000,), np.dtype(np.float32)), "int8")
+    kept = KeptSlot(Type((3000,), np.dtype(np.float32)), "int8")
     assert {k: (v.shape, v.dtype) for k, v in kept.types.items()} == {
         "": ((12, 256), np.uint8),
         "/scale": ((12,), np.float32),
@@ -238,7 +238,7 @@ def test_a_variance_with_a_slow_decay_does_not_stand_still(form):
     state, _ = step(begun(step, w), {"w": np.linspace(0.5, 1.0, 4096, dtype="float32").reshape(64, 64)})
     zeros = w
     final = jax.jit(lambda s: jax.lax.fori_loop(0, 1000, lambda _, s: step(s, zeros)[0], s))(state)
-    kept = Kept(Type((64, 64), np.dtype(np.float32)), form)
+    kept = KeptSlot(Type((64, 64), np.dtype(np.float32)), form)
 
     read = jax.jit(lambda s: kept.read([s[n] for n in s if n.startswith("w/variance")]))
     means = [np.asarray(read(s)).mean() for s in (final, state)]
@@ -357,7 +357,7 @@ def test_equal_weights_are_rounded_each_by_itself():
 
 @pytest.mark.parametrize("form", ["bfloat16", "int8"])
 def test_equal_slots_are_rounded_each_by_itself(form):
-    kept = Kept(Type((4096,), np.dtype(np.float32)), form)
+    kept = KeptSlot(Type((4096,), np.dtype(np.float32)), form)
     value = jnp.where(jnp.arange(4096) % 256 == 0, 1.0, 0.501953125 if form == "bfloat16" else 0.3)
     read = np.asarray(kept.read(kept.write(value, jnp.int32(0))))[np.arange(4096) % 256 != 0]
     assert 0.1 < (read > np.median(np.unique(read))).mean() < 0.9

@@ -17,10 +17,10 @@ import pytest
 import onward as ow
 from onward.execute.peers import heartbeat
 from onward.execute.peers.halt import all_halt
-from onward.execute.peers.heartbeat import Heard, Member, Status, Word, own_host, pack, short, unpack
+from onward.execute.peers.heartbeat import LastWord, Member, PeerWord, Status, own_host, pack, short, unpack
 from onward.execute.peers.peers import SILENCE, Peers
 from onward.execute.peers.rendezvous import _own_address, meet, summary
-from onward.execute.peers.verdict import View, verdict
+from onward.execute.peers.verdict import PeerView, verdict
 
 INTERVAL = 0.05
 TOKEN = b"a token"
@@ -132,14 +132,14 @@ def test_who_waits_for_one_that_is_gone_ends_by_itself(company):
 
 
 HALTS = {  # the words of two others, before step 18
-    "all say so": ([Word(17, 17, halt=18), Word(17, 17, halt=18)], True),
-    "one does not know": ([Word(17, 17, halt=18), Word(17, 17)], None),
-    "one is still in the step before": ([Word(17, 17, halt=18), Word(17, 16, halt=16)], None),
-    "one has begun": ([Word(17, 17, halt=18), Word(18, 17)], False),
-    "one has begun because another had": ([Word(18, 17, halt=18), Word(18, 17, halt=17)], False),
-    "one went on after all had said so": ([Word(18, 17, halt=18), Word(17, 17, halt=18)], True),
-    "one has left": ([Word(17, 17, halt=18), Word(17, 17, Status.FAILED)], True),
-    "one has left in the step": ([Word(18, 17, Status.FAILED), Word(17, 17, halt=18)], False),
+    "all say so": ([PeerWord(17, 17, halt=18), PeerWord(17, 17, halt=18)], True),
+    "one does not know": ([PeerWord(17, 17, halt=18), PeerWord(17, 17)], None),
+    "one is still in the step before": ([PeerWord(17, 17, halt=18), PeerWord(17, 16, halt=16)], None),
+    "one has begun": ([PeerWord(17, 17, halt=18), PeerWord(18, 17)], False),
+    "one has begun because another had": ([PeerWord(18, 17, halt=18), PeerWord(18, 17, halt=17)], False),
+    "one went on after all had said so": ([PeerWord(18, 17, halt=18), PeerWord(17, 17, halt=18)], True),
+    "one has left": ([PeerWord(17, 17, halt=18), PeerWord(17, 17, Status.FAILED)], True),
+    "one has left in the step": ([PeerWord(18, 17, Status.FAILED), PeerWord(17, 17, halt=18)], False),
 }
 
 
@@ -408,10 +408,10 @@ def test_ctrl_c_while_it_waits(company):
 
 
 WORDS = [
-    Word(),
-    Word(2**40, 2**40 - 1, Status.RUNNING, "x [32, 784], y [32]"),
-    Word(3, 3, Status.FAILED, "UnicodeError: gr\u00fc\u00dfe \u65e5\u672c"),
-    Word(1, 0, Status.GAVE_UP, ""),
+    PeerWord(),
+    PeerWord(2**40, 2**40 - 1, Status.RUNNING, "x [32, 784], y [32]"),
+    PeerWord(3, 3, Status.FAILED, "UnicodeError: gr\u00fc\u00dfe \u65e5\u672c"),
+    PeerWord(1, 0, Status.GAVE_UP, ""),
 ]
 
 
@@ -421,7 +421,7 @@ def test_a_word_survives_its_datagram(word):
 
 
 def test_a_long_text_is_cut_between_characters():
-    datagram = pack(Word(text="\u65e5" * 1000), 0, 1, TOKEN)
+    datagram = pack(PeerWord(text="\u65e5" * 1000), 0, 1, TOKEN)
     assert len(datagram) < 1000
     assert unpack(datagram, TOKEN)[2].text == "\u65e5" * 200
 
@@ -430,7 +430,7 @@ def test_long_labels_that_differ_at_their_end_differ_in_a_datagram():
     labels = ["x [4]", *("\u65e5" * 999 + end for end in "ab")]
     assert len({*map(short, labels)}) == 3
     for label in map(short, labels):
-        assert unpack(pack(Word(text=label), 0, 1, TOKEN), TOKEN)[2].text == label
+        assert unpack(pack(PeerWord(text=label), 0, 1, TOKEN), TOKEN)[2].text == label
 
 
 def test_whatever_is_damaged_or_forged_is_dropped():
@@ -455,18 +455,18 @@ def test_a_signed_datagram_that_means_nothing_is_dropped():
 def test_what_is_replayed_or_comes_late_is_dropped(company):
     one, _ = company(deaf=[1])
     heard = one._heartbeat
-    first, second = pack(Word(1, 0), 1, 10, TOKEN), pack(Word(2, 1), 1, 11, TOKEN)
+    first, second = pack(PeerWord(1, 0), 1, 10, TOKEN), pack(PeerWord(2, 1), 1, 11, TOKEN)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for datagram in (
             second,
             first,
             second,
             b"",
-            pack(Word(9), 0, 99, TOKEN),
-            pack(Word(9), 2, 99, TOKEN),
+            pack(PeerWord(9), 0, 99, TOKEN),
+            pack(PeerWord(9), 2, 99, TOKEN),
         ):
             stranger.sendto(datagram, one.members[0].address)
-        stranger.sendto(pack(Word(3, 2), 1, 12, TOKEN), one.members[0].address)
+        stranger.sendto(pack(PeerWord(3, 2), 1, 12, TOKEN), one.members[0].address)
     until(lambda: heard.heard[1].word.begun == 3)
     assert heard.heard[1].number == 12
     assert heard.heard[0].number == 0
@@ -487,36 +487,45 @@ def test_a_process_speaks_without_being_asked_and_not_at_every_step(company):
 
 def view(*words, label="x", step=18, age=0.1):
     members = [Member(("10.0.0.1", 40), f"host{i}", 4240 + i) for i in range(len(words) + 1)]
-    heard = [Heard(0.0), *(Heard(100.0 - age, 9, word) for word in words)]
-    return View(0, members, heard, step, label, 100.0, 2.0)
+    heard = [LastWord(0.0), *(LastWord(100.0 - age, 9, word) for word in words)]
+    return PeerView(0, members, heard, step, label, 100.0, 2.0)
 
 
-INSIDE = Word(18, 17, text="x")
+INSIDE = PeerWord(18, 17, text="x")
 JUDGED = {
     "all in it": (view(INSIDE), "All 2 processes are alive and take part"),
-    "further on": (view(Word(19, 18)), "All 2 processes are alive and take part"),
-    "behind": (view(Word(17, 16)), "All 2 processes are alive and take part"),
-    "absent": (view(Word(17, 17)), "Process 1 (pid 4241 on host1) is alive and has not begun step 18"),
+    "further on": (view(PeerWord(19, 18)), "All 2 processes are alive and take part"),
+    "behind": (view(PeerWord(17, 16)), "All 2 processes are alive and take part"),
+    "absent": (view(PeerWord(17, 17)), "Process 1 (pid 4241 on host1) is alive and has not begun step 18"),
     "silent in it": (view(INSIDE, age=12.34), "was last heard of 12.3 s ago, in step 18: it died or was"),
-    "silent before": (view(Word(17, 16), age=5), "last heard of 5.0 s ago, after step 17: it died or was"),
-    "silent at first": (view(Word(), step=1, age=5), "ago, before its first step: it died"),
-    "silent for a few steps": (view(Word(15, 14), age=5), "5.0 s ago, after step 17: it died"),
-    "without a label": (view(Word(18, 17)), "feeds nothing that has a name in step 18, and this one x."),
+    "silent before": (
+        view(PeerWord(17, 16), age=5),
+        "last heard of 5.0 s ago, after step 17: it died or was",
+    ),
+    "silent at first": (view(PeerWord(), step=1, age=5), "ago, before its first step: it died"),
+    "silent for a few steps": (view(PeerWord(15, 14), age=5), "5.0 s ago, after step 17: it died"),
+    "without a label": (view(PeerWord(18, 17)), "feeds nothing that has a name in step 18, and this one x."),
     "another Program": (
-        view(Word(18, 17, text="Program aa, x [4]"), label="Program bb, x [4]"),
+        view(PeerWord(18, 17, text="Program aa, x [4]"), label="Program bb, x [4]"),
         "feeds Program aa, x [4] in step 18, and this one Program bb, x [4]: these are different Programs",
     ),
     "another shape for the same Program": (
-        view(Word(18, 17, text="Program aa, x [4]"), label="Program aa, x [8]"),
+        view(PeerWord(18, 17, text="Program aa, x [4]"), label="Program aa, x [8]"),
         "feeds Program aa, x [4] in step 18, and this one Program aa, x [8]. ",
     ),
     "the gravest first": (
-        view(Word(17, 17), INSIDE, Word(17, 17, Status.FAILED, "OSError: no")),
+        view(PeerWord(17, 17), INSIDE, PeerWord(17, 17, Status.FAILED, "OSError: no")),
         "Process 3 (pid 4243 on host3) was ended after step 17 by an error: OSError: no. Process 1 (pid",
     ),
-    "silent later": (view(Word(18, 18), age=5), "last heard of 5.0 s ago, after step 18: it died or was"),
-    "ended later": (view(Word(18, 18, Status.FINISHED), age=5), "All 2 processes are alive and take part"),
-    "many": (view(*[Word(17, 17)] * 9), "Process 5 (pid 4245 on host5) is alive and has not begun step 18"),
+    "silent later": (view(PeerWord(18, 18), age=5), "last heard of 5.0 s ago, after step 18: it died or was"),
+    "ended later": (
+        view(PeerWord(18, 18, Status.FINISHED), age=5),
+        "All 2 processes are alive and take part",
+    ),
+    "many": (
+        view(*[PeerWord(17, 17)] * 9),
+        "Process 5 (pid 4245 on host5) is alive and has not begun step 18",
+    ),
 }
 
 
@@ -526,7 +535,7 @@ def test_judgement(found, words):
 
 
 def test_of_many_only_some_are_named():
-    text = verdict(view(*[Word(17, 17)] * 9))
+    text = verdict(view(*[PeerWord(17, 17)] * 9))
     assert "And 4 more." in text
     assert "Process 6" not in text
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.execute.loop.reader import Reading, batches, prefetched
+from onward.execute.loop.reader import LoopReader, batches, prefetched
 
 X, Y = np.arange(20.0).reshape(10, 2), np.arange(10)
 
@@ -173,20 +173,20 @@ class GrainIterator:
 
 @pytest.mark.parametrize("make", [Keeper, Grain, lambda: lambda: Keeper(), lambda: lambda epoch: Grain()])
 def test_a_reader_that_offers_its_position(make):
-    pairs = list(Reading(make()).epoch(0))
+    pairs = list(LoopReader(make()).epoch(0))
     assert [batch for batch, _ in pairs] == list(range(5))
     for batch, position in pairs:
-        reading = Reading(make())
+        reading = LoopReader(make())
         reading.restore(json.loads(json.dumps(position)))
         assert [b for b, _ in reading.epoch(0)] == list(range(batch + 1, 5))
         assert [b for b, _ in reading.epoch(1)] == list(range(5))
 
 
 def test_batches_are_told_the_epoch_unless_they_are_restored():
-    whole = [labels(batch for batch, _ in Reading(shuffled()).epoch(e)) for e in range(3)]
+    whole = [labels(batch for batch, _ in LoopReader(shuffled()).epoch(e)) for e in range(3)]
     assert len({str(e) for e in whole}) == 3
-    pairs = list(Reading(shuffled()).epoch(1))
-    reading = Reading(shuffled())
+    pairs = list(LoopReader(shuffled()).epoch(1))
+    reading = LoopReader(shuffled())
     reading.restore(pairs[0][1])
     assert labels(batch for batch, _ in reading.epoch(1)) == whole[1][1:]
     assert labels(batch for batch, _ in reading.epoch(2)) == whole[2]
@@ -195,9 +195,9 @@ def test_batches_are_told_the_epoch_unless_they_are_restored():
 def test_a_state_of_bytes_arrays_and_numpy_scalars_comes_back():
     state = {"rng": b"\x00\xff", "n": np.int64(3), "list": [b"", {"a": None}], "dict": {"base64": "x"}}
     state |= {"least": [float("inf"), -np.inf], "array": np.float16([[1, 2]])}
-    (_, position), *_ = Reading(Keeper(state)).epoch(0)
+    (_, position), *_ = LoopReader(Keeper(state)).epoch(0)
     reader = Keeper()
-    reading = Reading(reader)
+    reading = LoopReader(reader)
     reading.restore(json.loads(json.dumps(position)))
     next(reading.epoch(0))
     array = reader.state["array"]
@@ -209,19 +209,19 @@ def test_a_state_that_is_no_json_is_not_kept():
     with pytest.warns(
         UserWarning, match=r"its state holds an array of shape \(999999,\), which a checkpoint does"
     ):
-        pairs = list(Reading(Keeper(np.ones(999_999))).epoch(0))
+        pairs = list(LoopReader(Keeper(np.ones(999_999))).epoch(0))
     assert [position for _, position in pairs] == [None] * 5
 
 
 def test_a_callable_may_take_the_epoch():
-    assert list(Reading(lambda: [1]).epoch(3)) == [(1, None)]
-    assert list(Reading(lambda epoch: [epoch]).epoch(3)) == [(3, None)]
-    assert list(Reading(lambda epoch=7: [epoch]).epoch(3)) == [(7, None)]
-    assert list(Reading(lambda *a, **k: [a]).epoch(3)) == [((), None)]
+    assert list(LoopReader(lambda: [1]).epoch(3)) == [(1, None)]
+    assert list(LoopReader(lambda epoch: [epoch]).epoch(3)) == [(3, None)]
+    assert list(LoopReader(lambda epoch=7: [epoch]).epoch(3)) == [(7, None)]
+    assert list(LoopReader(lambda *a, **k: [a]).epoch(3)) == [((), None)]
 
 
 def test_skip():
-    reading = Reading([0, 1, 2])
+    reading = LoopReader([0, 1, 2])
     assert [batch for batch, _ in reading.epoch(0, skip=2)] == [2]
     assert list(reading.epoch(0, skip=3)) == []
     with pytest.raises(ow.ArgumentError, match="yielded 3 batches in epoch 4, and 5 were to be skipped"):
@@ -229,17 +229,17 @@ def test_skip():
 
 
 def test_an_iterator_is_read_once():
-    reading = Reading(i for i in range(3))
+    reading = LoopReader(i for i in range(3))
     assert [batch for batch, _ in reading.epoch(0)] == [0, 1, 2]
     with pytest.raises(ow.ArgumentError, match=r"epoch 1 needs a new one. Pass a callable"):
         reading.epoch(1)
 
 
 def test_length():
-    assert Reading([1, 2]).length == 2
-    assert Reading(batches([X], 4)).length == 3
-    assert Reading(iter([1])).length is None
-    reading = Reading(lambda: [1, 2, 3])
+    assert LoopReader([1, 2]).length == 2
+    assert LoopReader(batches([X], 4)).length == 3
+    assert LoopReader(iter([1])).length is None
+    reading = LoopReader(lambda: [1, 2, 3])
     assert reading.length is None
     list(reading.epoch(0))
     assert reading.length == 3
@@ -247,14 +247,14 @@ def test_length():
 
 EXHAUSTED = iter(())
 READERS = {
-    "an array": (lambda: Reading(X), r"array of shape \(10, 2\).*batches\(arrays, batch_size=32\)"),
-    "a dict": (lambda: Reading({"x": X}), "a dict of 1"),
-    "a number": (lambda: Reading(3), "The reader is 3; expected an iterable"),
-    "two arguments": (lambda: Reading(lambda files, epoch: []), "takes 2 arguments"),
-    "a wrong result": (lambda: list(Reading(lambda: 3).epoch(0)), "returned 3; expected an iterable"),
-    "empty": (lambda: list(Reading([]).epoch(0)), "the reader yielded no batch"),
+    "an array": (lambda: LoopReader(X), r"array of shape \(10, 2\).*batches\(arrays, batch_size=32\)"),
+    "a dict": (lambda: LoopReader({"x": X}), "a dict of 1"),
+    "a number": (lambda: LoopReader(3), "The reader is 3; expected an iterable"),
+    "two arguments": (lambda: LoopReader(lambda files, epoch: []), "takes 2 arguments"),
+    "a wrong result": (lambda: list(LoopReader(lambda: 3).epoch(0)), "returned 3; expected an iterable"),
+    "empty": (lambda: list(LoopReader([]).epoch(0)), "the reader yielded no batch"),
     "exhausted": (
-        lambda: list(Reading(lambda: EXHAUSTED).epoch(1)),
+        lambda: list(LoopReader(lambda: EXHAUSTED).epoch(1)),
         "the reader yielded no batch in epoch 1",
     ),
 }
@@ -267,7 +267,7 @@ def test_wrong_readers(call, words):
 
 
 def test_a_position_for_a_reader_that_has_none():
-    reading = Reading([1, 2])
+    reading = LoopReader([1, 2])
     reading.restore({"epoch": 0, "batch": 1})
     with pytest.raises(ow.ArgumentError, match=r'\{"epoch": 0, "batch": 1\}.*no load_state_dict'):
         next(reading.epoch(0))
@@ -282,12 +282,12 @@ def broken():
 def test_an_error_of_the_reader_bears_a_note():
     found = []
     with pytest.raises(OSError, match="the disk is gone") as raised:
-        found.extend(Reading(broken).epoch(5))
+        found.extend(LoopReader(broken).epoch(5))
     assert raised.value.__notes__ == ["The reader raised this in epoch 5 at batch 2 (both from 0)."]
 
 
 def test_an_error_of_the_loop_bears_none():
-    iterator = Reading(broken).epoch(0)
+    iterator = LoopReader(broken).epoch(0)
     next(iterator)
     with pytest.raises(ValueError, match="mine") as raised:
         iterator.throw(ValueError("mine"))
@@ -422,7 +422,7 @@ def test_what_was_read_is_let_go():
 
 def test_it_places_batches_on_the_device():
     place = lambda pair: (jax.device_put(pair[0]), pair[1])  # noqa: E731
-    pairs = list(prefetched(Reading(batches([X, Y], 4)).epoch(0), 2, place))
+    pairs = list(prefetched(LoopReader(batches([X, Y], 4)).epoch(0), 2, place))
     assert [position["batch"] for _, position in pairs] == [1, 2, 3]
     assert all(isinstance(a, jax.Array) for batch, _ in pairs for a in batch)
 

@@ -14,7 +14,7 @@ import onward as ow
 from onward.core.errors import ArgumentError
 from onward.core.show import nbytes
 from onward.execute.executable import Executable
-from onward.explain.memory.memory import Share, memory
+from onward.explain.memory.memory import MemoryShare, memory
 from onward.explain.memory.plot import _tick
 
 SMALL = {"d": 32, "heads": 2, "seq": 32, "batch": 8}
@@ -80,7 +80,7 @@ def of_xla(program):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_estimate_is_near_what_the_compiled_step_takes(name):
     found = memory(program(name))
-    embedded = found.shares[Share.CONSTANTS]  # XLA counts them as code
+    embedded = found.shares[MemoryShare.CONSTANTS]  # XLA counts them as code
     assert (found.peak - embedded) / of_xla(program(name)) == pytest.approx(1, abs=NEAR.get(name, 0.25))
 
 
@@ -92,14 +92,14 @@ def test_the_curve_is_the_sum_of_its_shares(name):
     assert found.peak == max(m.bytes for m in found.curve) == sum(found.shares.values())
     assert found.peak_op is next(m.op for m in found.curve if m.bytes == found.peak)
     assert found.peak == sum(held.bytes for held in found.held)
-    assert found.shares[Share.PARAMETERS] == sum(map(nbytes, program(name).parameters))
+    assert found.shares[MemoryShare.PARAMETERS] == sum(map(nbytes, program(name).parameters))
     others = [v for v in program(name).state if v.kind is not ow.Kind.PARAMETER]
-    assert found.shares[Share.STATE] == sum(map(nbytes, others))
+    assert found.shares[MemoryShare.STATE] == sum(map(nbytes, others))
 
 
 def test_what_is_saved_is_made_in_the_forward_pass_and_read_after_it():
     found = memory(program("transformer"))
-    saved = [held for held in found.held if held.share is Share.SAVED]
+    saved = [held for held in found.held if held.share is MemoryShare.SAVED]
     assert len(saved) > 20
     for held in saved:
         assert held.maker.made_by is ow.Pass.FORWARD
@@ -110,7 +110,7 @@ def test_what_is_saved_is_made_in_the_forward_pass_and_read_after_it():
 def test_recomputing_saves_less_and_computes_the_rest_again():
     before, after = memory(blocks()), memory(program("blocks recomputed"))
     assert after.peak < before.peak
-    assert after.shares[Share.SAVED] < 0.6 * before.shares[Share.SAVED]
+    assert after.shares[MemoryShare.SAVED] < 0.6 * before.shares[MemoryShare.SAVED]
     text = str(before.beside(after.program))
     assert [line.split()[0] for line in text.splitlines()][-1] == "all"
     assert "before" in text.splitlines()[0]
@@ -123,8 +123,8 @@ def test_gradients_wait_for_the_update():
     p = ow.SGD(0.1).minimize(loss, [jnp.ones((8, 8))] * 2, jnp.ones((4, 8)))
     found = memory(p)
     at_update = [m for m in found.curve if m.op.made_by is ow.Pass.UPDATE]
-    assert max(m.shares[Share.GRADIENTS] for m in at_update) == 2 * 8 * 8 * 4
-    assert found.curve[0].shares[Share.GRADIENTS] == 0
+    assert max(m.shares[MemoryShare.GRADIENTS] for m in at_update) == 2 * 8 * 8 * 4
+    assert found.curve[0].shares[MemoryShare.GRADIENTS] == 0
 
 
 def test_gradients_that_nothing_uses_are_handed_out():
@@ -132,7 +132,7 @@ def test_gradients_that_nothing_uses_are_handed_out():
         return jnp.sum(x @ params[0] @ params[1])
 
     p = ow.append_backward(ow.trace(loss, [jnp.ones((8, 8))] * 2, jnp.ones((4, 8))))
-    assert memory(p).curve[-1].shares[Share.GRADIENTS] >= 8 * 8 * 4
+    assert memory(p).curve[-1].shares[MemoryShare.GRADIENTS] >= 8 * 8 * 4
 
 
 def test_the_table_names_the_largest_once_for_equal_layers():

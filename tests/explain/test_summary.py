@@ -11,7 +11,7 @@ import pytest
 import onward as ow
 from onward.core.cost import size
 from onward.explain.summary.fold import folded
-from onward.explain.summary.rows import Row
+from onward.explain.summary.rows import SummaryRow
 
 DEPTH, WIDTH, BATCH = 4, 6, 5
 
@@ -168,6 +168,6 @@ def test_html_is_escaped():
 
 def test_the_longest_repetition_is_folded():
     """Three alike and another one, twice: four rows remain, not one for each three."""
-    row = Row("", None, 1, 0, "f32[]", 9, 8, 4, 0, 4, 0)
+    row = SummaryRow("", None, 1, 0, "f32[]", 9, 8, 4, 0, 4, 0)
     rows = [replace(row, scope=scope, flops=10 if scope in "dh" else 9) for scope in "abcdefgh"]
     assert [r.scope for r in folded(rows)] == ["a ... e", "b ... f", "c ... g", "d ... h"]

@@ -30,13 +30,13 @@ from benchmarks.load import Sent, drive, garbage_of, post
 import onward as ow
 from onward.serve.endpoint.bodies import JSON, read
 from onward.serve.endpoint.endpoint import Endpoint
-from onward.serve.endpoint.plan import Plan
+from onward.serve.endpoint.plan import RequestPlan
 from onward.serve.endpoint.probe import probe
 from onward.serve.endpoint.refusal import Refusal
 from onward.serve.endpoint.routes import _announced, _read
 from onward.serve.endpoint.served import Served
-from onward.serve.endpoint.source import Opened
-from onward.serve.endpoint.watch import Watch, mark_of
+from onward.serve.endpoint.source import OpenedModel
+from onward.serve.endpoint.watch import FileWatch, mark_of
 
 pytestmark = pytest.mark.usefixtures("earlier_objects_frozen")
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
@@ -681,7 +681,7 @@ def test_small_integers_come_as_json_numbers_and_other_byte_orders_as_npy():
 
 
 def test_a_long_text_among_short_ones_takes_no_room(model: ow.Model) -> None:
-    plan = Plan.of(model, ["head"])
+    plan = RequestPlan.of(model, ["head"])
     body = json.dumps({"x": ["a" * 20_000] + ["a"] * 20_000}).encode()
     tracemalloc.start()
     try:
@@ -709,14 +709,14 @@ MIXING: dict[str, Any] = {
 @pytest.mark.parametrize("case", MIXING)
 def test_networks_that_look_at_their_neighbours_are_found(case: str) -> None:
     model = ow.Model(lambda: MIXING[case](ow.data("x", (None, 4))))
-    assert "depends on the other examples" in probe(Plan.of(model, ()), 4).alone
+    assert "depends on the other examples" in probe(RequestPlan.of(model, ()), 4).alone
 
 
 def test_whole_numbers_are_compared_exactly() -> None:
     model = ow.Model(
         lambda: ow.data("x", (None, 2), "int32") * 10_000 + (ow.data("x", (None, 2), "int32") < 0).any()
     )
-    assert "depends on the other examples" in probe(Plan.of(model, ()), 4).alone
+    assert "depends on the other examples" in probe(RequestPlan.of(model, ()), 4).alone
 
 
 def convolution() -> Any:
@@ -731,7 +731,7 @@ def attention() -> Any:
 
 @pytest.mark.parametrize("network", [convolution, attention, lambda: jnp.log(ow.data("x", (None, 3)) + 1e-3)])
 def test_common_networks_are_joined(network: Any) -> None:
-    plan = Plan.of(ow.Model(network), ())
+    plan = RequestPlan.of(ow.Model(network), ())
     assert probe(plan, 5).alone == ""
     assert probe(plan, 1, join=False).alone == "requests are not to be joined"
 
@@ -767,7 +767,7 @@ def test_the_choice_not_asked_for_the_longest_is_forgotten(
     model: ow.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onward.serve.endpoint.served._MOST_WAYS", 2)
-    served = Served(Opened(model), ["head"], 1)
+    served = Served(OpenedModel(model), ["head"], 1)
     default, both = served.ask(), served.ask(["head", "hidden"])
     assert served.ask(["hidden", "head"]) is both
     assert both.result().plan.fetch == ("head", "hidden")
@@ -791,7 +791,7 @@ def test_a_file_exchanged_before_the_watch_began_is_seen(tmp_path: Path) -> None
     path.write_bytes(b"old")
     before = mark_of(path)
     path.write_bytes(b"newer")
-    watch = Watch(path, seen.set, before, every=0.01)
+    watch = FileWatch(path, seen.set, before, every=0.01)
     assert seen.wait(30)
     watch.close()
 

@@ -24,8 +24,8 @@ from benchmarks.load import Address, Sent, Tally, drive, mixed, post
 import onward as ow
 from onward.serve.endpoint.batcher import Batcher, Job, choose, patience
 from onward.serve.endpoint.endpoint import Endpoint
-from onward.serve.endpoint.metrics import Counts
-from onward.serve.endpoint.plan import Plan
+from onward.serve.endpoint.metrics import Counters
+from onward.serve.endpoint.plan import RequestPlan
 from onward.serve.endpoint.probe import Joining
 from onward.serve.endpoint.refusal import Refusal
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_none_ends_the_command_with_a_sentence(tmp_path: Path) ->
 
 def jobs(model: ow.Model, *rows: int, alone: str = "", plans: int = 1) -> list[Job]:
     loop = asyncio.new_event_loop()
-    ways = [Plan.of(model, ()) for _ in range(plans)]
+    ways = [RequestPlan.of(model, ()) for _ in range(plans)]
     joining = Joining((1, 2, 4, 8), alone)
     made = [
         Job(ways[i % plans], joining, {"x": X[:n]}, n, loop, loop.create_future(), arrived=10.0)
@@ -198,8 +198,8 @@ def test_how_long_company_is_waited_for(
 
 def test_a_batcher_that_is_closed_computes_what_waits_and_takes_no_more(model: ow.Model) -> None:
     async def put() -> list[Any]:
-        batcher, loop = Batcher(0.0, 8, Counts()), asyncio.get_running_loop()
-        plan, joining = Plan.of(model, ()), Joining((1, 2, 4))
+        batcher, loop = Batcher(0.0, 8, Counters()), asyncio.get_running_loop()
+        plan, joining = RequestPlan.of(model, ()), Joining((1, 2, 4))
         made = [Job(plan, joining, {"x": X[i : i + 1]}, 1, loop, loop.create_future()) for i in range(5)]
         for job in made:
             batcher.put(job)

@@ -17,7 +17,7 @@ from onward.shell.launch.gang import Ending, Gang, Signals, blamed, name_of
 from onward.shell.launch.launch import environment, shares
 from onward.shell.launch.printer import tagged
 from onward.shell.launch.relay import Relay
-from onward.shell.launch.worker import GAVE_UP, VARIABLE, Place
+from onward.shell.launch.worker import GAVE_UP, VARIABLE, LaunchedProcess
 from onward.shell.main import main
 
 SUM = """
@@ -499,8 +499,8 @@ def test_statuses_are_counted_as_shells_do():
 
 
 def test_the_environment_of_a_process():
-    place = Place(1, 2, "127.0.0.1:1", "127.0.0.1:2", 9.5, 7)
-    alone = Place(0, 1, "127.0.0.1:1", "127.0.0.1:2", 9.5, 7)
+    place = LaunchedProcess(1, 2, "127.0.0.1:1", "127.0.0.1:2", 9.5, 7)
+    alone = LaunchedProcess(0, 1, "127.0.0.1:1", "127.0.0.1:2", 9.5, 7)
     assert environment({"A": "1"}, alone) == {"A": "1", VARIABLE: alone.to_text(), "ONWARD_DEADLINE": "9.5"}
     flags = environment({"XLA_FLAGS": "--a=1"}, place, devices=2, gpus="3,4")
     assert flags["XLA_FLAGS"] == "--a=1 --xla_force_host_platform_device_count=2"

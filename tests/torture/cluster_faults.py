@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.execute.cluster.breaking import MESSAGES, Breaking, counted, tally
+from tests.fleet.breaking import MESSAGES, Breaking, counted, tally
 
 import onward as ow
-from onward.execute.cluster.engine import Engine
-from onward.execute.cluster.faults import EDGES
-from onward.execute.cluster.link import Unreachable
+from onward.fleet.engine import Engine
+from onward.fleet.faults import EDGES
+from onward.fleet.link import Unreachable
 
 MODES: dict[str, Any] = {
     "sync": ow.cluster.Sync(),

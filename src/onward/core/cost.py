@@ -30,7 +30,7 @@ from onward.core.described import DescribedBody
 from onward.core.flops import flops, has_rule
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.equations import Type
-from onward.core.jaxprs.signature import Signature
+from onward.core.jaxprs.signature import BodySignature
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Runs, Work
 from onward.core.program import Op, Program
@@ -118,7 +118,7 @@ def size(v: Any) -> int:
     return int(prod(v.shape)) * width
 
 
-_known: WeakKeyDictionary[Signature, Cost] = WeakKeyDictionary()
+_known: WeakKeyDictionary[BodySignature, Cost] = WeakKeyDictionary()
 
 
 def _of_body(body: Body) -> Cost:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.equations import Type
-from onward.core.jaxprs.signature import Signature, interned
+from onward.core.jaxprs.signature import BodySignature, interned
 from onward.core.program import Program
 
 
@@ -72,7 +72,7 @@ class DescribedBody(Body):
         return self.description.outputs
 
     @cached_property
-    def signature(self) -> Signature:
+    def signature(self) -> BodySignature:
         """Equal for bodies of the same description."""
         d = self.description
         types = tuple((t.shape, t.dtype) for t in (*d.inputs, *d.outputs))

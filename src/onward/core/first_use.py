@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from onward.core.whereabouts import whereabouts
 
 
-class Names(NamedTuple):
+class LazyNames(NamedTuple):
     """A module's ``__getattr__``, ``__dir__`` and ``__all__``."""
 
     get: Callable[[str], Any]
@@ -24,7 +24,7 @@ class Names(NamedTuple):
     public: list[str]
 
 
-def from_stub(module: str, known_as: str) -> Names:
+def from_stub(module: str, known_as: str) -> LazyNames:
     """The names that the stub of a module imports; each is kept in the module once it is loaded.
 
     Args:
@@ -43,7 +43,7 @@ def from_stub(module: str, known_as: str) -> Names:
         )  # tools ask for many _names
         raise AttributeError(f"module {module!r} has no attribute {name!r}.{told}", name=name)
 
-    return Names(get, lambda: sorted({*vars(own), *sources}), sorted(sources))
+    return LazyNames(get, lambda: sorted({*vars(own), *sources}), sorted(sources))
 
 
 def sources_in(stub: str) -> Mapping[str, tuple[str, str]]:

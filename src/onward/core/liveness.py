@@ -31,7 +31,7 @@ from itertools import accumulate
 from onward.core.cost import size
 from onward.core.primitives.table import of
 from onward.core.program import Program, Variable
-from onward.core.steps import Step, steps
+from onward.core.steps import Equation, steps
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Lifetimes:
     """
 
     program: Program
-    steps: tuple[Step, ...]
+    steps: tuple[Equation, ...]
     arrays: tuple[Array, ...]
     within: tuple[int, ...]
 
@@ -97,10 +97,10 @@ def lifetimes(program: Program, results: Iterable[Variable] = ()) -> Lifetimes:
         >>> [program.ops[step.op].type for step in lives.steps][lives.peak], lives.bytes[lives.peak]
         ('reduce_sum', 36)
     """
-    return _Walk(program, results, {}).lifetimes()
+    return _LivenessWalk(program, results, {}).lifetimes()
 
 
-class _Walk:
+class _LivenessWalk:
     """``read[v]`` are the arrays that are read to read v: its own, or those it is made of on the way."""
 
     def __init__(self, program: Program, results: Iterable[Variable], turns: dict[Program, int]) -> None:
@@ -111,9 +111,9 @@ class _Walk:
         self.read: dict[Variable, tuple[Array, ...]] = {}
         self.arrays: list[Array] = []
 
-    def _readers(self) -> dict[Variable, list[Step]]:
+    def _readers(self) -> dict[Variable, list[Equation]]:
         """Who reads each Variable, of the steps that compute something anybody wants."""
-        readers: dict[Variable, list[Step]] = {}
+        readers: dict[Variable, list[Equation]] = {}
         for step in reversed(self.steps):
             if not step.outputs or any(v in readers or v in self.results for v in step.outputs):
                 for v in dict.fromkeys(step.inputs):
@@ -140,7 +140,7 @@ class _Walk:
         self.arrays.append(array)
         self.read[v] = (array,)
 
-    def _run(self, i: int, step: Step, last: dict[Array, int]) -> None:
+    def _run(self, i: int, step: Equation, last: dict[Array, int]) -> None:
         """What a step makes, and until when what it reads is needed."""
         outputs = [v for v in step.outputs if v in self.readers or v in self.results]
         if step.outputs and not outputs:
@@ -168,7 +168,7 @@ class _Walk:
     def _arrays(self, v: Variable) -> tuple[Array, ...]:
         return self.read.get(v, ())
 
-    def _is_done_on_the_way(self, step: Step) -> bool:
+    def _is_done_on_the_way(self, step: Equation) -> bool:
         """Whether nobody sees the result of this arithmetic but other arithmetic, which can do it itself."""
         if not of(step.kind).is_fusible or len(step.outputs) != 1 or step.outputs[0] in self.results:
             return False
@@ -178,7 +178,7 @@ class _Walk:
         kinds = [of(reader.kind) for reader in readers]
         return all(kind.is_fusible or kind.reduces is not None for kind in kinds)
 
-    def _behind_views(self, v: Variable) -> list[Step]:
+    def _behind_views(self, v: Variable) -> list[Equation]:
         """Who reads a Variable, be it by another view; a view that is a result counts itself."""
         found = []
         for reader in self.readers.get(v, ()):
@@ -216,7 +216,7 @@ class _Walk:
     def _turn(self, program: Program) -> int:
         """What a turn of a loop takes beside what it is given."""
         if program not in self.turns:
-            walk = _Walk(program, (), self.turns)
+            walk = _LivenessWalk(program, (), self.turns)
             inside = walk.lifetimes()
             given = sum(size(v) for v in (*program.inputs, *program.constants))
             self.turns[program] = max((taken - given for taken in inside.bytes), default=0)

@@ -69,7 +69,7 @@ _SHORT = {
 
 
 @dataclass(frozen=True)
-class _Line:
+class _ListingLine:
     margin: str
     type: str
     text: str
@@ -142,20 +142,22 @@ def short_type(v: Variable) -> str:
     return f"{_SHORT.get(stem, stem)}{dtype[len(stem) :]}[{','.join(map(str, v.shape))}]"
 
 
-def _given(program: Program) -> Iterator[_Line]:
+def _given(program: Program) -> Iterator[_ListingLine]:
     for margin, variables in _groups(program):
-        yield from (_Line(margin, short_type(v), f"{v.name}{_PLACES[v.placement]}") for v in variables)
+        yield from (_ListingLine(margin, short_type(v), f"{v.name}{_PLACES[v.placement]}") for v in variables)
 
 
-def _given_folded(program: Program, depth: int) -> Iterator[_Line]:
+def _given_folded(program: Program, depth: int) -> Iterator[_ListingLine]:
     for margin, variables in _groups(program):
         for name, group in groupby(variables, lambda v: "/".join(v.name.split("/")[: max(depth, 1)])):
             members = list(group)
             if len(members) == 1:
                 only = members[0]
-                yield _Line(margin, short_type(only), f"{only.name}{_PLACES[only.placement]}")
+                yield _ListingLine(margin, short_type(only), f"{only.name}{_PLACES[only.placement]}")
             else:
-                yield _Line(margin, f"{len(members)} arrays", f"{name}/... ({_numbers(members):,} numbers)")
+                yield _ListingLine(
+                    margin, f"{len(members)} arrays", f"{name}/... ({_numbers(members):,} numbers)"
+                )
 
 
 def _groups(program: Program) -> Iterator[tuple[str, list[Variable]]]:
@@ -165,22 +167,22 @@ def _groups(program: Program) -> Iterator[tuple[str, list[Variable]]]:
     yield "constant", list(program.constants)
 
 
-def _returned(program: Program) -> Iterator[_Line]:
+def _returned(program: Program) -> Iterator[_ListingLine]:
     for v in program.outputs:
-        yield _Line("return", short_type(v), f"{v.name}  (the loss)" if v is program.loss else v.name)
+        yield _ListingLine("return", short_type(v), f"{v.name}  (the loss)" if v is program.loss else v.name)
     replaced = program.next_state.items()
     if plain := [old for old, new in replaced if new.name == f"next({old.name})"]:
-        yield _Line(
+        yield _ListingLine(
             "next step", _count(len(plain), "array"), "each state Variable x takes the value of next(x)"
         )
     for old, new in replaced:
         if old not in plain:
-            yield _Line("next step", short_type(old), f"{old.name} <- {new.name}")
+            yield _ListingLine("next step", short_type(old), f"{old.name} <- {new.name}")
 
 
-def _op_line(op: Op) -> _Line:
+def _op_line(op: Op) -> _ListingLine:
     source = str(op.source) if op.source is not None else ""
-    return _Line(str(op.made_by), _types(op.outputs), sentence(op), source)
+    return _ListingLine(str(op.made_by), _types(op.outputs), sentence(op), source)
 
 
 def sentence(op: Op) -> str:
@@ -217,7 +219,7 @@ def _is_telling(key: str, value: str) -> bool:
     return key not in _ONE_IS_PLAIN or not set(value) <= set("(1, )")
 
 
-def _ops_folded(program: Program, depth: int) -> Iterator[_Line]:
+def _ops_folded(program: Program, depth: int) -> Iterator[_ListingLine]:
     def key(op: Op) -> tuple[Pass, str]:
         return op.made_by, "/".join(op.scope.split("/")[:depth]) if op.scope else ""
 
@@ -226,7 +228,7 @@ def _ops_folded(program: Program, depth: int) -> Iterator[_Line]:
         if len(ops) == 1 or (depth and not scope and made_by is Pass.FORWARD):
             yield from map(_op_line, ops)
         else:
-            yield _Line(
+            yield _ListingLine(
                 str(made_by),
                 _count(len(ops), "op"),
                 f"{scope or '(no scope)'}: {_census(ops)}" if depth else _census(ops),
@@ -239,7 +241,7 @@ def _census(ops: Iterable[Op]) -> str:
     return shown + (", ..." if len(common) > 5 else "")
 
 
-def _table(blocks: list[list[_Line]], source: bool) -> Iterator[str]:
+def _table(blocks: list[list[_ListingLine]], source: bool) -> Iterator[str]:
     lines = [line for block in blocks for line in block]
     margin = max((len(line.margin) for line in lines), default=0)
     width = min(_TYPE_WIDTH, max((len(line.type) for line in lines), default=0))

@@ -23,7 +23,7 @@ _SAME = "copy"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Step:
+class Equation:
     """One equation: the number of the op it belongs to, its primitive, what it reads and computes.
 
     ``programs`` are those of the turn of a loop, or of the branches of a choice.
@@ -36,25 +36,25 @@ class Step:
     programs: tuple[Program, ...] = ()
 
 
-def steps(program: Program) -> tuple[Step, ...]:
+def steps(program: Program) -> tuple[Equation, ...]:
     """The equations of a Program in the order of its ops."""
-    opened = _Opened()
+    opened = _OpOpener()
     return tuple(step for i, op in enumerate(program.ops) for step in opened.steps(i, op))
 
 
-class _Opened:
+class _OpOpener:
     """Looks into ops, once for each computation."""
 
     def __init__(self) -> None:
         self._known: dict[object, Program] = {}
 
-    def steps(self, number: int, op: Op) -> Iterator[Step]:
+    def steps(self, number: int, op: Op) -> Iterator[Equation]:
         """The equations of an op."""
         if isinstance(op.body, DescribedBody):
             yield from self._one(number, op, op.inputs, op.outputs)
         elif not op.body.holds_functions:
             (kind,) = op.body.primitives
-            yield Step(number, kind, op.inputs, op.outputs)
+            yield Equation(number, kind, op.inputs, op.outputs)
         else:
             yield from self._inside(number, self._program(op.body), op.inputs, op.outputs)
 
@@ -67,7 +67,7 @@ class _Opened:
 
     def _inside(
         self, number: int, program: Program, given: tuple[Variable, ...], wanted: tuple[Variable, ...]
-    ) -> Iterator[Step]:
+    ) -> Iterator[Equation]:
         """The equations of a Program that is called with given Variables and computes wanted ones."""
         now: dict[Variable, Variable] = dict(zip(program.inputs, given, strict=True))
         made = {v for op in program.ops for v in op.outputs}
@@ -79,22 +79,22 @@ class _Opened:
             yield from self._one(number, op, inputs, outputs)
         for inner, outer in zip(program.outputs, wanted, strict=True):
             if (source := _own(now, inner)) is not outer:
-                yield Step(number, _SAME, (source,), (outer,))
+                yield Equation(number, _SAME, (source,), (outer,))
 
     def _one(
         self, number: int, op: Op, inputs: tuple[Variable, ...], outputs: tuple[Variable, ...]
-    ) -> Iterator[Step]:
+    ) -> Iterator[Equation]:
         """The equations of an op of one equation, which may be a call."""
         inner = tuple(op.body.subprograms.values())
         kind = op.type if isinstance(op.body, DescribedBody) else next(op.body.calls).primitive
         if of(kind).is_loop:
-            yield Step(number, kind, inputs, outputs, inner)
+            yield Equation(number, kind, inputs, outputs, inner)
         elif len(inner) == 1 and _is_called(inner[0], op):
             operands = zip(op.body.operands, inner[0].inputs, strict=True)
             given = tuple(inputs[x] if isinstance(x, int) else replace(v) for x, v in operands)
             yield from self._inside(number, inner[0], given, outputs)
         else:
-            yield Step(number, kind, inputs, outputs)
+            yield Equation(number, kind, inputs, outputs)
 
 
 def _is_called(program: Program, op: Op) -> bool:

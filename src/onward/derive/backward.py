@@ -33,7 +33,7 @@ from onward.core.transform import remembered, transform
 from onward.core.walk import Where, ancestors, find, listed, name_of, producers, select
 from onward.core.whole import expect_derivative, opened
 from onward.core.words import Kind, Pass
-from onward.derive.differentiate import Rule, flows, rule_for
+from onward.derive.differentiate import DerivativeRule, flows, rule_for
 
 
 @transform(phase=Phase.BACKWARD)
@@ -159,7 +159,7 @@ def _gradients_only(program: Program, *arguments: Any) -> Program:
     return gradients(program, *arguments)[0]
 
 
-class _Draft:
+class _GradientOp:
     """An op of the backward pass whose outputs are named once it is known what else adds to them."""
 
     def __init__(
@@ -192,8 +192,8 @@ class _Backward:
         self.stopped = set(stopped)
         self.active: set[Variable] = set()
         self.twice: set[Variable] = set()
-        self.parts: dict[Variable, list[tuple[_Draft, int] | Variable]] = {}
-        self.drafts: list[_Draft] = []
+        self.parts: dict[Variable, list[tuple[_GradientOp, int] | Variable]] = {}
+        self.drafts: list[_GradientOp] = []
         self.saving: dict[Op, tuple[Op, ...]] = {}
         self.makers = producers(program)
 
@@ -202,7 +202,7 @@ class _Backward:
         if gradient is not None:
             self.parts.setdefault(target, []).append(gradient)
             return
-        draft = _Draft(ONES, (), _ones(target.shape, target.dtype), None)
+        draft = _GradientOp(ONES, (), _ones(target.shape, target.dtype), None)
         self.drafts.append(draft)
         self.parts.setdefault(target, []).append((draft, 0))
 
@@ -265,12 +265,12 @@ class _Backward:
             total[op.outputs[r.position]] if r.source == "cotangent" else values[r.source][r.position]
             for r in rule.reads
         ]
-        draft = _Draft(gradient_type(op.type), inputs, rule.backward, op)
+        draft = _GradientOp(gradient_type(op.type), inputs, rule.backward, op)
         self.drafts.append(draft)
         for k, i in enumerate(rule.writes):
             self.parts.setdefault(op.inputs[i], []).append((draft, k))
 
-    def residuals(self, op: Op, rule: Rule, body: Body) -> tuple[Variable, ...]:
+    def residuals(self, op: Op, rule: DerivativeRule, body: Body) -> tuple[Variable, ...]:
         """The Variables that hold what the forward op saves for this rule."""
         count = len(body.out_avals)
         if rule.forward is None:
@@ -312,11 +312,11 @@ class _Backward:
         ]
         maker = self.makers.get(v)
         scope = maker.scope if maker is not None else ""
-        draft = _Draft(SUM, terms, _sum(len(terms), v.shape, v.dtype), None, scope)
+        draft = _GradientOp(SUM, terms, _sum(len(terms), v.shape, v.dtype), None, scope)
         self.drafts.append(draft)
         return self.named((draft, 0), whole)
 
-    def named(self, part: tuple[_Draft, int] | Variable, v: Variable) -> Variable:
+    def named(self, part: tuple[_GradientOp, int] | Variable, v: Variable) -> Variable:
         """The Variable that holds this part of a gradient: ``v``, unless it has one already."""
         if isinstance(part, Variable):
             return part
@@ -333,7 +333,7 @@ class _Backward:
 _HAS_NO_RULE = (TypeError, ValueError, NotImplementedError)  # what JAX raises
 
 
-def _rule_of(op: Op, body: Body, chosen: list[int], given: list[int]) -> Rule:
+def _rule_of(op: Op, body: Body, chosen: list[int], given: list[int]) -> DerivativeRule:
     """The rule of an op, or a LossError that names the op which JAX cannot differentiate."""
     try:
         return rule_for(body, chosen, given)

@@ -20,7 +20,7 @@ import numpy as np
 
 from onward.core.jaxprs.body import Body, body_over, program_of
 from onward.core.jaxprs.equations import Type
-from onward.core.jaxprs.signature import Signature
+from onward.core.jaxprs.signature import BodySignature
 from onward.core.marks import CHECK, GO_ON, Mark
 from onward.core.primitives.table import of
 from onward.core.program import Program, Variable
@@ -110,7 +110,7 @@ def looked_at(program: Program) -> tuple[tuple[Variable, ...], Body]:
 
 def _shown(program: Program, strict: Set[Variable]) -> set[Variable]:
     """The gradients that need no look: the update hands on what is not finite to what is looked at anyway."""
-    found: dict[tuple[Signature, int], set[int]] = {}
+    found: dict[tuple[BodySignature, int], set[int]] = {}
     shown: set[Variable] = set()
     for op in program.ops:
         places = [i for i, v in enumerate(op.inputs) if v.kind is Kind.GRADIENT]

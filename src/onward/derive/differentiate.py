@@ -22,7 +22,7 @@ _REMEMBERED = 4096
 _REMEMBERED_BY_IDENTITY = 256
 
 
-class Read(NamedTuple):
+class GradientRead(NamedTuple):
     """One value that a gradient op reads: ``position`` counts among the values of that ``source``."""
 
     source: str  # "input", "output", "residual", or "cotangent"
@@ -30,7 +30,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class DerivativeRule:
     """How one op is differentiated.
 
     ``forward`` computes the op's outputs and then its residuals; it is None where the gradient needs
@@ -41,19 +41,19 @@ class Rule:
 
     forward: Body | None
     backward: Body
-    reads: tuple[Read, ...]
+    reads: tuple[GradientRead, ...]
     writes: tuple[int, ...]
 
 
-class _Memory:
+class _RuleCache:
     """The rules used last, safe to use from many threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.rules: OrderedDict[Any, Rule] = OrderedDict()
+        self.rules: OrderedDict[Any, DerivativeRule] = OrderedDict()
         self.lock = Lock()
 
-    def get(self, key: Any) -> Rule | None:
+    def get(self, key: Any) -> DerivativeRule | None:
         rule = self.rules.get(key)
         if rule is not None and 2 * len(self.rules) > self.size:  # some are soon to be forgotten
             with self.lock:
@@ -61,18 +61,18 @@ class _Memory:
                     self.rules.move_to_end(key)
         return rule
 
-    def put(self, key: Any, rule: Rule) -> None:
+    def put(self, key: Any, rule: DerivativeRule) -> None:
         with self.lock:
             self.rules[key] = rule
             if len(self.rules) > self.size:
                 self.rules.popitem(last=False)
 
 
-_rules = _Memory(_REMEMBERED)
-_rules_by_identity = _Memory(_REMEMBERED_BY_IDENTITY)  # they hold functions, and what these captured
+_rules = _RuleCache(_REMEMBERED)
+_rules_by_identity = _RuleCache(_REMEMBERED_BY_IDENTITY)  # they hold functions, and what these captured
 
 
-def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Rule:
+def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> DerivativeRule:
     """The rule for the gradients of the ``wanted`` inputs from those of the ``given`` outputs.
 
     >>> import jax.numpy as jnp
@@ -107,24 +107,26 @@ def flows(body: Body, wanted: Sequence[int], given: Sequence[int]) -> list[int]:
     return [j for j in given if rule_for(body, wanted, [j]).writes]
 
 
-def _derive(body: Body, wanted: tuple[int, ...], given: tuple[int, ...]) -> Rule:
+def _derive(body: Body, wanted: tuple[int, ...], given: tuple[int, ...]) -> DerivativeRule:
     forward, pullback = _forward(body, wanted, given)
     count = len(body.out_types)
     residuals = [_origin(forward, j, count) for j in range(count, len(forward.out_types))]
-    reads = list(dict.fromkeys(r for r in residuals if isinstance(r, Read)))
+    reads = list(dict.fromkeys(r for r in residuals if isinstance(r, GradientRead)))
     backward = _backward(forward, pullback, residuals, reads, [body.out_types[j] for j in given])
-    cotangents = [Read("cotangent", j) for j in given]
+    cotangents = [GradientRead("cotangent", j) for j in given]
     live = sorted(backward.depending_on(range(len(reads), len(reads) + len(given))))
     backward, kept = backward.restricted(live)
     used = [(*reads, *cotangents)[i] for i in kept]
     saved = [r.position for r in used if r.source == "residual"]
     numbered = {j: i for i, j in enumerate(saved)}
-    return Rule(
+    return DerivativeRule(
         forward=forward.restricted([*range(count), *saved], keep_inputs=True)[0]
         if saved or body.has_custom_rule
         else None,
         backward=backward,
-        reads=tuple(Read(r.source, numbered[r.position]) if r.source == "residual" else r for r in used),
+        reads=tuple(
+            GradientRead(r.source, numbered[r.position]) if r.source == "residual" else r for r in used
+        ),
         writes=tuple(wanted[i] for i in live),
     )
 
@@ -165,22 +167,26 @@ class _Pullback:
         return jax.tree.unflatten(self.treedef, filled)(cotangents)
 
 
-def _origin(forward: Body, j: int, count: int) -> Read | Wire:
+def _origin(forward: Body, j: int, count: int) -> GradientRead | Wire:
     """Where the gradient op can read what output ``j`` of the forward body holds."""
     wire = forward.wires[j]
     if isinstance(wire, Wire):
-        return wire if wire.input is None else Read("input", wire.input)
+        return wire if wire.input is None else GradientRead("input", wire.input)
     if wire is None:
-        return Read("residual", j)
-    return Read("output" if wire < count else "residual", wire)
+        return GradientRead("residual", j)
+    return GradientRead("output" if wire < count else "residual", wire)
 
 
 def _backward(
-    forward: Body, pullback: _Pullback, residuals: list[Read | Wire], reads: list[Read], given: list[Any]
+    forward: Body,
+    pullback: _Pullback,
+    residuals: list[GradientRead | Wire],
+    reads: list[GradientRead],
+    given: list[Any],
 ) -> Body:
     def backward(*values: Any) -> list[Any]:
         env = dict(zip(reads, values, strict=False))
-        leaves = [env[r] if isinstance(r, Read) else r.value for r in residuals]
+        leaves = [env[r] if isinstance(r, GradientRead) else r.value for r in residuals]
         return list(pullback(leaves, list(values[len(reads) :])))
 
     types = [

@@ -18,7 +18,7 @@ _GROWS_BY = 64 * 2**20
 _SETTINGS = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _GROWS_BY, _ARENA_MAX: 1}
 
 
-class Kept(NamedTuple):
+class KeptMemory(NamedTuple):
     """Whether host memory is kept from now on, and why in words; true or false as a whole."""
 
     done: bool
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
         return self.done
 
 
-def keep_host_memory() -> Kept:
+def keep_host_memory() -> KeptMemory:
     """Let this process keep the memory that a step has used, so that the next step need not ask for it.
 
     It pays for steps on CPU with large temporary arrays, such as those of a transformer. In exchange the
@@ -51,13 +51,15 @@ def keep_host_memory() -> Kept:
     """
     can, reason = can_keep_host_memory()
     if not can:
-        return Kept(False, reason)
+        return KeptMemory(False, reason)
     library = ctypes.CDLL(None)
     refused = [name for name, value in _SETTINGS.items() if not library.mallopt(name, value)]
-    return Kept(not refused, f"mallopt refused settings {refused}" if refused else "glibc keeps what it has")
+    return KeptMemory(
+        not refused, f"mallopt refused settings {refused}" if refused else "glibc keeps what it has"
+    )
 
 
-def can_keep_host_memory() -> Kept:
+def can_keep_host_memory() -> KeptMemory:
     """Whether ``keep_host_memory`` can do anything on this system, and why not.
 
     Example:
@@ -65,7 +67,9 @@ def can_keep_host_memory() -> Kept:
         True
     """
     if not sys.platform.startswith("linux"):
-        return Kept(False, f"on {sys.platform} there is no mallopt; the system's own allocator decides")
+        return KeptMemory(False, f"on {sys.platform} there is no mallopt; the system's own allocator decides")
     if platform.libc_ver()[0] != "glibc":
-        return Kept(False, "the C library is not GNU's, which alone can be told so (Alpine Linux has musl)")
-    return Kept(True, "glibc can be told to keep what it has")
+        return KeptMemory(
+            False, "the C library is not GNU's, which alone can be told so (Alpine Linux has musl)"
+        )
+    return KeptMemory(True, "glibc can be told to keep what it has")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from onward.execute.state import State
 
 
-class Line:
+class StateLine:
     """The States of one loop that are still in use: the newest, and those before it."""
 
     __slots__ = ("__weakref__", "before", "newest")
@@ -45,14 +45,14 @@ class Line:
                 state.become(newest)
 
 
-_lines: WeakValueDictionary[int, Line] = WeakValueDictionary()
+_lines: WeakValueDictionary[int, StateLine] = WeakValueDictionary()
 
 
 def follow(before: State, after: State) -> None:
     """Note that a State came of another one, whose buffers it may have taken over."""
     line = before.line
     if line is None:
-        line = before.line = Line()
+        line = before.line = StateLine()
         _lines[id(line)] = line
     line.before.add(ref(before, line.before.discard))
     line.newest = ref(after)

@@ -31,12 +31,12 @@ from onward.core.program import Program
 from onward.core.structure import describe
 from onward.execute.feeds import Feeds, Key
 from onward.execute.line import follow
-from onward.execute.loop.groups import Batch, Group, Intake, blaming, grouped
+from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
 from onward.execute.loop.interrupt import while_a_step_runs
 from onward.execute.lying import lies_elsewhere
 from onward.execute.nonfinite.checks import Arguments
 from onward.execute.out import Out
-from onward.execute.outs import Outs, Part
+from onward.execute.outs import Outs, OutsPart
 from onward.execute.state import SPENT, State
 
 
@@ -75,7 +75,7 @@ class ManySteps:
     ) -> None:
         self.step, self._donates, self._look, self._seen = step, donates, look, seen
         self._checks = checks and bool(step.program.bounds)
-        self._loops: dict[tuple[int, Key], list[_Loop]] = {}
+        self._loops: dict[tuple[int, Key], list[_StepLoop]] = {}
 
     @property
     def compilations(self) -> int:
@@ -106,7 +106,7 @@ class ManySteps:
     def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
         """Run a step for each batch; see ``Step.run``."""
         _expect(state, batches, steps)
-        outs: list[Part] = []
+        outs: list[OutsPart] = []
         if steps == 1 or self.alone or lies_elsewhere(state.buffers):
             state = self._one_by_one(state, enumerate(batches), outs)
         else:
@@ -119,7 +119,7 @@ class ManySteps:
             )
         return state, Outs(outs)
 
-    def _one_by_one(self, state: State, batches: Iterable[tuple[int, Any]], outs: list[Part]) -> State:
+    def _one_by_one(self, state: State, batches: Iterable[tuple[int, Any]], outs: list[OutsPart]) -> State:
         arguments = Intake(self.step.feeds, False).arguments
         for number, batch in batches:
             data, feed = arguments(batch)
@@ -127,10 +127,10 @@ class ManySteps:
                 state, out = self.step(state, *data, **feed)
             except ArgumentError as error:
                 raise blaming(number, error) from error
-            outs.append(Part(out, None))
+            outs.append(OutsPart(out, None))
         return state
 
-    def _together(self, state: State, group: Group, outs: list[Part]) -> State:
+    def _together(self, state: State, group: BatchGroup, outs: list[OutsPart]) -> State:
         """Run a group in one call, or step by step where it has no stack."""
         stacked = None if lies_elsewhere(group.batches[0].values) else group.stacked
         if stacked is None or not (loop := self._loop(state, group)).closes:
@@ -141,26 +141,26 @@ class ManySteps:
             following, out = loop(state, stacked)
             follow(state, following)
         self._seen(state, following, out, [(b.data, b.feed) for b in group.batches])
-        outs.append(Part(out, len(group.batches)))
+        outs.append(OutsPart(out, len(group.batches)))
         return following
 
-    def _loop(self, state: State, group: Group) -> _Loop:
+    def _loop(self, state: State, group: BatchGroup) -> _StepLoop:
         tree: Any = jax.tree.structure(state)
         loops = self._loops.setdefault((len(group.batches), group.batches[0].key), [])
         for loop in loops:
             if loop.tree == tree:
                 return loop
-        loops.append(_Loop(self.step, state, group, self._donates))
+        loops.append(_StepLoop(self.step, state, group, self._donates))
         return loops[-1]
 
 
-class _Loop:
+class _StepLoop:
     """One compiled call of several steps: only what a step changes is carried, and donated.
 
     ``closes``: whether a step returns its State in the buffers in which it came; if not, the next one does.
     """
 
-    def __init__(self, step: Runnable, state: State, group: Group, donates: bool) -> None:
+    def __init__(self, step: Runnable, state: State, group: BatchGroup, donates: bool) -> None:
         self.tree: Any = jax.tree.structure(state)
         leaves = jax.tree.leaves(state)
         body = self._body(step, leaves, group.batches[0])
@@ -171,7 +171,7 @@ class _Loop:
         self.steps = len(group.batches)
         self.call = compiled_alone(self._scan, donate_argnums=(0,) if donates else ())
 
-    def _body(self, step: Runnable, leaves: Sequence[Any], batch: Batch) -> Body:
+    def _body(self, step: Runnable, leaves: Sequence[Any], batch: StackableBatch) -> Body:
         """A step from flat arrays to flat arrays."""
         ours, function = len(leaves), step.function
 

@@ -16,7 +16,7 @@ from onward.derive.watch.reading import Watched
 from onward.execute.out import Out
 
 
-class Part(NamedTuple):
+class OutsPart(NamedTuple):
     """The results of ``steps`` steps in a row, or of one alone."""
 
     out: Out
@@ -39,7 +39,7 @@ class Outs:
         (3, [1.0, 1.0, -1.5], [1.0, 2.0, 3.0], -1.5)
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[OutsPart]) -> None:
         self._parts = tuple(parts)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from onward.core.structure import Signature, describe
 from onward.core.words import UpdateType
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
-from onward.execute.line import Line, follow
+from onward.execute.line import StateLine, follow
 from onward.execute.storage.storage import Storage
 
 
@@ -114,7 +114,7 @@ class State:
         self.storage = storage
         self.buffers = tuple(buffers)
         self._values = self.buffers if storage is None else None
-        self.line: Line | None = None
+        self.line: StateLine | None = None
 
     @property
     def values(self) -> tuple[Any, ...]:

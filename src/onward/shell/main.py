@@ -16,7 +16,7 @@ from onward.execute.host_memory import keep_host_memory
 from onward.shell.bench import bench
 from onward.shell.demo import demo
 from onward.shell.doctor import doctor
-from onward.shell.launch.launch import Plan, launch
+from onward.shell.launch.launch import LaunchPlan, launch
 from onward.shell.options import add_command, count, positive, seconds
 from onward.shell.serve_options import add_serve
 from onward.shell.show_options import add_show
@@ -173,7 +173,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     return launch(
-        Plan(
+        LaunchPlan(
             options.script,
             tuple(options.arguments),
             options.processes,

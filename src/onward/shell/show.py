@@ -17,22 +17,22 @@ from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive import optimizers
 from onward.derive.optimizer import Optimizer
-from onward.execute.model import Model
 from onward.execute.step import Step
-from onward.execute.trainer import Trainer
 from onward.explain.diff.diff import diff
 from onward.explain.draw.draw import draw
 from onward.explain.memory.memory import memory
 from onward.explain.summary.summary import summary
+from onward.fit.model import Model
+from onward.fit.trainer import Trainer
 from onward.serve.export.load import load, load_step
 from onward.shell.arguments import arguments_of, fed, is_maker, value_of
-from onward.shell.user_code import Named, attribute, find
+from onward.shell.user_code import UserName, attribute, find
 
 _EXPECTED = "a function, a Program, a Step, a Model, or what a layer returned"
 
 
 @dataclass(frozen=True)
-class Request:
+class ShowRequest:
     """What is to be shown, and how: the options of ``onward show``."""
 
     target: str
@@ -49,7 +49,7 @@ class Request:
     diff: str | None = None
 
 
-def show(request: Request) -> None:
+def show(request: ShowRequest) -> None:
     """Print what is asked for; the listing, if nothing is.
 
     Raises:
@@ -61,7 +61,7 @@ def show(request: Request) -> None:
         print(view)
 
 
-def _views(request: Request, program: Program) -> Iterator[Any]:
+def _views(request: ShowRequest, program: Program) -> Iterator[Any]:
     chosen = (request.summary, request.memory, request.draw, request.diff)
     if not any(chosen):
         yield listing(program, request.depth, request.source)
@@ -76,7 +76,7 @@ def _views(request: Request, program: Program) -> Iterator[Any]:
         yield diff(program, program_of(request, request.diff))
 
 
-def program_of(request: Request, target: str) -> Program:
+def program_of(request: ShowRequest, target: str) -> Program:
     """The Program of what is named, with the optimizer's part if one is asked for."""
     if Path(target).is_file() and not target.endswith(".py"):
         return _saved(request, target)
@@ -91,7 +91,7 @@ def program_of(request: Request, target: str) -> Program:
         raise LossError(f"{error}{advice}") from None
 
 
-def _forward(request: Request, named: Named) -> Program:
+def _forward(request: ShowRequest, named: UserName) -> Program:
     """The Program that something has, makes, or is when traced."""
     value = _made(named.value)
     if value is None:
@@ -105,7 +105,7 @@ def _forward(request: Request, named: Named) -> Program:
     return found
 
 
-def _saved(request: Request, path: str) -> Program:
+def _saved(request: ShowRequest, path: str) -> Program:
     """The Program in a file of ``save``: a model, or a step."""
     _expect_traced(request, path)
     if request.optimizer:
@@ -121,7 +121,7 @@ def _saved(request: Request, path: str) -> Program:
         raise
 
 
-def _expect_traced(request: Request, name: str) -> None:
+def _expect_traced(request: ShowRequest, name: str) -> None:
     """Raise ``ArgumentError`` for options that say how something is traced, where nothing is."""
     given = request.feed or request.args or request.batch or request.has_aux
     if given and not request.diff:
@@ -154,7 +154,7 @@ def _held(value: Any) -> Program | None:
     return None
 
 
-def _traced(request: Request, named: Named) -> Program:
+def _traced(request: ShowRequest, named: UserName) -> Program:
     value, given = named.value, fed(request.feed, named.module)
     options: dict[str, Any] = {"batch_size": request.batch, "has_aux": request.has_aux}
     if has_lazy(value) and not callable(value):
@@ -166,7 +166,7 @@ def _traced(request: Request, named: Named) -> Program:
     return trace(value, *args, feed=feed, **options)
 
 
-def _arguments(name: str, named: Named) -> Any:
+def _arguments(name: str, named: UserName) -> Any:
     """What ``--args`` names: in the same file, or ``FILE:function``."""
     return value_of(name, find(name).value if ":" in name else attribute(named.module, name))
 
@@ -175,7 +175,7 @@ def _several(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _optimizer(name: str, named: Named) -> Optimizer:
+def _optimizer(name: str, named: UserName) -> Optimizer:
     """An optimizer by its name: one in the user's file, or one of Onward's with its defaults."""
     found = getattr(named.module, name, None) or getattr(optimizers, name, None)
     made = found() if isinstance(found, type) else found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.shell.options import add_command, positive
-from onward.shell.show import Request, show
+from onward.shell.show import ShowRequest, show
 
 
 def add_show(commands: Any) -> None:
@@ -71,5 +71,5 @@ def add_show(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    show(Request(**{field.name: getattr(options, field.name) for field in fields(Request)}))
+    show(ShowRequest(**{field.name: getattr(options, field.name) for field in fields(ShowRequest)}))
     return 0

@@ -24,7 +24,7 @@ _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "pu
 
 
 @dataclass(frozen=True)
-class Named:
+class UserName:
     """A name in a module of the user's, and what it stands for."""
 
     name: str
@@ -32,7 +32,7 @@ class Named:
     module: ModuleType
 
 
-def find(target: str) -> Named:
+def find(target: str) -> UserName:
     """What ``FILE:name`` or ``module:name`` stands for; it is imported, as ``python FILE`` would find it.
 
     Args:
@@ -49,7 +49,7 @@ def find(target: str) -> Named:
     if not path:
         raise ArgumentError(_unnamed(target))
     module = imported(path)
-    return Named(name, attribute(module, name), module)
+    return UserName(name, attribute(module, name), module)
 
 
 def attribute(module: ModuleType, name: str) -> Any:

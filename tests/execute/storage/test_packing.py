@@ -15,7 +15,7 @@ from onward.core.program import Program
 from onward.execute.storage import plan as planning
 from onward.execute.storage.families import families_of
 from onward.execute.storage.packing import packed, pattern_of
-from onward.execute.storage.storage import Form, Storage
+from onward.execute.storage.storage import BufferForm, Storage
 
 SIZE, LAYERS = 4, 8
 FEW = 2  # layers, where a Program is compiled
@@ -201,19 +201,19 @@ def only_read(alike: int, different: int) -> tuple[Program, list[Any]]:
     return ow.trace(lambda ws, x: sum(jnp.sum(w) * x for w in ws), ws, np.float32(2)), ws
 
 
-def forms(storage: Storage) -> list[tuple[Form, int]]:
+def forms(storage: Storage) -> list[tuple[BufferForm, int]]:
     return sorted((b.form, len(b.members)) for b in storage.buffers)
 
 
 def test_so_many_of_one_type_share_a_buffer() -> None:
     program, _ = only_read(70, 40)
-    assert forms(storage_of(program)) == [(Form.FLAT, 39), (Form.STACKED, 71)]
+    assert forms(storage_of(program)) == [(BufferForm.FLAT, 39), (BufferForm.STACKED, 71)]
 
 
 @pytest.mark.usefixtures("few")
 def test_what_is_small_and_alike_shares_a_buffer_though_nothing_updates_it() -> None:
     program, ws = only_read(4, 5)
-    assert forms(storage_of(program)) == [(Form.FLAT, 4), (Form.STACKED, 5)]
+    assert forms(storage_of(program)) == [(BufferForm.FLAT, 4), (BufferForm.STACKED, 5)]
     step = ow.compile(program)
     state, out = step(step.init(ws), jnp.float32(2))
     np.testing.assert_allclose(out.loss, 2 * sum(float(w.sum()) for w in ws), rtol=1e-6)

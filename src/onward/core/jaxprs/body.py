@@ -33,7 +33,7 @@ from onward.core.jaxprs.equations import (
     type_of,
 )
 from onward.core.jaxprs.reading import Reader, Reading
-from onward.core.jaxprs.signature import Signature, interned, key_of_parts, signature_of
+from onward.core.jaxprs.signature import BodySignature, interned, key_of_parts, signature_of
 from onward.core.jaxprs.tracing import traced
 from onward.core.names import Names
 from onward.core.primitives.table import of
@@ -133,7 +133,7 @@ class Body:
         return tuple(map(type_of, self.out_avals))
 
     @cached_property
-    def signature(self) -> Signature:
+    def signature(self) -> BodySignature:
         """Equal for bodies that compute the same; what derived rules are remembered by.
 
         Primitives, parameters, wiring, types, numbers and, however deep, the jaxprs inside are compared; not
@@ -358,7 +358,7 @@ class EquationBody(Body):
         return (self._eqn,)
 
     @cached_property
-    def signature(self) -> Signature:
+    def signature(self) -> BodySignature:
         """Equal for equations that compute the same."""
         return interned(key_of_parts([], [], self._invars, [self._eqn], self._outvars))
 

@@ -22,13 +22,13 @@ def joined(ops: Iterable[Op], given: Sequence[Variable], wanted: Sequence[Variab
     Nothing is traced for it: a Program of thousands of ops takes milliseconds. The equations stand in the
     scopes of their ops, below the pass that made them.
     """
-    row = _Row(given)
+    row = _GrowingJaxpr(given)
     for op in ops:
         row.append(op)
     return row.body([row.env[v] for v in wanted])
 
 
-class _Row:
+class _GrowingJaxpr:
     """A jaxpr that grows by the equations of one op after the other."""
 
     def __init__(self, given: Sequence[Variable]) -> None:

@@ -24,26 +24,26 @@ from onward.core.jaxprs.tracing import traced
 from onward.core.keys import Same, key_of
 
 
-class Signature:
+class BodySignature:
     """What a computation is, one object for all that are equal while anything holds it."""
 
     __slots__ = ("__weakref__",)
 
 
-_signatures: WeakValueDictionary[Any, Signature] = WeakValueDictionary()
+_signatures: WeakValueDictionary[Any, BodySignature] = WeakValueDictionary()
 _RULES_WITHIN_RULES = 2  # the rule of a function is traced, and of those that its rule calls, to this depth
-_of_jaxprs = tuple(WeakKeyDictionary[Any, Signature]() for _ in range(_RULES_WITHIN_RULES + 1))
+_of_jaxprs = tuple(WeakKeyDictionary[Any, BodySignature]() for _ in range(_RULES_WITHIN_RULES + 1))
 _within: ContextVar[int] = ContextVar("within", default=0)
 _interning = Lock()
 
 
-def interned(key: Any) -> Signature:
+def interned(key: Any) -> BodySignature:
     """The one Signature of everything that has this key."""
     with _interning:
-        return _signatures.setdefault(key, Signature())
+        return _signatures.setdefault(key, BodySignature())
 
 
-def signature_of(jaxpr: Any) -> Signature:
+def signature_of(jaxpr: Any) -> BodySignature:
     """The signature of a jaxpr, closed or not; looked at once, as ``jit`` calls one jaxpr in many places."""
     met = _of_jaxprs[_within.get()]
     known = met.get(jaxpr)
@@ -140,7 +140,7 @@ def _value_key(value: Any) -> Any:
     return key_of(value, _jaxpr_key)
 
 
-def _jaxpr_key(value: Any) -> Signature | None:
+def _jaxpr_key(value: Any) -> BodySignature | None:
     return signature_of(value) if is_jaxpr(value) else None
 
 

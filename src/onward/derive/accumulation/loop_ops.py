@@ -9,7 +9,7 @@ from onward.core.walk import ancestors
 from onward.core.words import Pass
 
 
-class Cut:
+class LoopCut:
     """The ops of a Program that go into the loop, those it needs before, and those that come after it.
 
     Into the loop go forward and backward ops, and of the collectives what these need, what makes the state
@@ -97,7 +97,7 @@ def _late(program: Program) -> set[Variable]:
     return found
 
 
-def expect_same_graph(whole: Cut, part: Cut) -> None:
+def expect_same_graph(whole: LoopCut, part: LoopCut) -> None:
     """Raise ``RecipeError`` unless both Programs are the same but for the length of the batch."""
     ports = list(zip(whole.ports, part.ports, strict=False))
     same = [op.type for op in whole.outside] == [op.type for op in part.outside]
@@ -111,7 +111,7 @@ def expect_same_graph(whole: Cut, part: Cut) -> None:
         )
 
 
-def expect_no_data_in_updates(cut: Cut) -> None:
+def expect_no_data_in_updates(cut: LoopCut) -> None:
     """Raise ``GraphError`` for an update that evaluates the loss again, on the batch itself."""
     data = set(cut.program.inputs)
     for op in cut.outside:

@@ -26,7 +26,7 @@ from onward.core.marks import ACCUMULATE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass, Placement
-from onward.derive.accumulation.loop_ops import Cut, expect_no_data_in_updates, expect_same_graph
+from onward.derive.accumulation.loop_ops import LoopCut, expect_no_data_in_updates, expect_same_graph
 
 Values = Mapping[Variable, Any]
 
@@ -65,7 +65,7 @@ class Accumulation:
         return replace(self, split=split, weight=program.replicas.weight or self.weight)
 
 
-class Loop(Body):
+class MicroBatchLoop(Body):
     """What an ``accumulate`` op computes; the Program of one turn is to be looked into."""
 
     def __init__(self, closed: Any, steps: int, turn: Program) -> None:
@@ -93,10 +93,10 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
             batch, or an update that looks at the batch itself.
         RecipeError: at the size of a micro-batch the function builds another graph.
     """
-    whole, part = Cut(program), Cut(micro)
+    whole, part = LoopCut(program), LoopCut(micro)
     expect_same_graph(whole, part)
     expect_no_data_in_updates(whole)
-    plan = _Plan(whole, part, how)
+    plan = _LoopPlan(whole, part, how)
     op = plan.op()
     ops = (*whole.before, op, *whole.after)
     carried = {program[old.name]: new for old, _, new in plan.threaded}
@@ -114,7 +114,7 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
 
 
 @dataclass(frozen=True)
-class _Result:
+class _LoopResult:
     """What the loop makes of a Variable: a sum over the micro-batches, or their parts along an axis."""
 
     whole: Variable
@@ -138,10 +138,10 @@ class _Result:
         return whole.astype(self.whole.dtype) if self.is_weighed else whole
 
 
-class _Plan:
+class _LoopPlan:
     """What the loop is given, carries, adds up and joins."""
 
-    def __init__(self, whole: Cut, part: Cut, how: Accumulation) -> None:
+    def __init__(self, whole: LoopCut, part: LoopCut, how: Accumulation) -> None:
         self.whole, self.part, self.how = whole, part, how
         self.long, self.short = how.rows(whole.program), how.rows(part.program)
         signature = whole.program.signature
@@ -149,7 +149,7 @@ class _Plan:
         self.added = {results[i] for i in how.sums}
         names = Names(whole.program.variables)
         self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
-        found: dict[Variable, _Result] = {}
+        found: dict[Variable, _LoopResult] = {}
         carried = {new for _, _, new in self.threaded}
         for v, p in zip(whole.ports, part.ports, strict=True):
             if v in whole.made and v not in carried and v not in found:
@@ -178,7 +178,7 @@ class _Plan:
             following = Variable(names.new(f"next({old.name})"), old.shape, old.dtype)
         return old, new, following
 
-    def _result(self, whole: Variable, part: Variable) -> _Result:
+    def _result(self, whole: Variable, part: Variable) -> _LoopResult:
         """How a Variable of the whole batch comes from those of the micro-batches."""
         lengths = zip(whole.shape, part.shape, strict=False)
         grown = [axis for axis, (n, m) in enumerate(lengths) if n != m]
@@ -195,7 +195,7 @@ class _Plan:
         of_loss = whole in self.whole.late or whole in self.whole.of_loss
         is_mean = not (self.how.is_sum and of_loss) and whole not in self.added
         weighed = bool(real) and is_mean and (not grown or whole in self.whole.late)
-        return _Result(whole, part, grown[0] if grown else None, weighed)
+        return _LoopResult(whole, part, grown[0] if grown else None, weighed)
 
     def _turn(self) -> Program:
         """The Program of one turn."""
@@ -240,7 +240,7 @@ class _Plan:
         axis = program.replicas
         with nullcontext() if axis is None else along(axis):
             closed = traced(run, *(Type(v.shape, v.dtype) for v in inputs.values()))
-        body = Loop(closed, self.how.steps, turn)
+        body = MicroBatchLoop(closed, self.how.steps, turn)
         return Op(ACCUMULATE, tuple(inputs.values()), tuple(outputs), body, Pass.BACKWARD)
 
     def run(self, env: Values) -> Values:

@@ -23,7 +23,7 @@ class How(StrEnum):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExampleLayout:
     """Where the examples of an array are: ``blocks`` times all of them, ``each`` numbers in a row of one."""
 
     axis: int
@@ -40,7 +40,7 @@ class Follows:
 
     kind: How
     power: int = 0
-    layout: Layout | None = None
+    layout: ExampleLayout | None = None
     counts: bool = False
 
 

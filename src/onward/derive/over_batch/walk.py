@@ -30,7 +30,7 @@ from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Exchanges, Reduces
 from onward.core.program import Op, Program, Variable
-from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, Layout
+from onward.derive.over_batch.known import OWN, SAME, ExampleLayout, Following, Follows, How
 from onward.derive.over_batch.operands import Operands
 from onward.derive.over_batch.within import within
 
@@ -56,7 +56,7 @@ def follow(
             the examples (as that of batch normalization does). What they cannot have is theirs alone.
     """
     rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
-    state, first = [SAME] * len(part.state), Follows(How.ROWS, 0, Layout(0))
+    state, first = [SAME] * len(part.state), Follows(How.ROWS, 0, ExampleLayout(0))
     given = [*(first if v.name in split else SAME for v in part.inputs), *state]
     pairs = _aligned(whole, part)
     return None if pairs is None else Follower(pairs, whole, part, given, parts, rows, can_have).followed()
@@ -206,7 +206,7 @@ class Follower:
             return replace(self.by_shape(v, OWN), power=how.power, counts=counts)
         return OWN if axes is None else how
 
-    def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> Layout | None:
+    def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> ExampleLayout | None:
         if parameter := of(call.primitive).along:
             along = call.params[parameter]
             if axis in (along if isinstance(along, tuple) else (along,)):
@@ -228,16 +228,18 @@ class Follower:
             return None
         return replace(alike[0], axis=axis) if alike else None
 
-    def _reshaped(self, op: Op, layout: Layout, source: Variable, v: Variable, axis: int) -> Layout | None:
+    def _reshaped(
+        self, op: Op, layout: ExampleLayout, source: Variable, v: Variable, axis: int
+    ) -> ExampleLayout | None:
         before = prod(source.shape[: layout.axis]) * layout.blocks
         blocks, rest = divmod(before, prod(v.shape[:axis]) or 1)
         each, odd = divmod(v.shape[axis], (blocks or 1) * self.rows)
         if rest or odd or not blocks:
             self.note(op, "moves numbers of one example to another")
             return None
-        return Layout(axis, blocks, each)
+        return ExampleLayout(axis, blocks, each)
 
-    def _sliced(self, op: Op, layout: Layout, call: Call) -> Layout | None:
+    def _sliced(self, op: Op, layout: ExampleLayout, call: Call) -> ExampleLayout | None:
         start, limit = (call.params[k][layout.axis] for k in ("start_indices", "limit_indices"))
         strides = call.params["strides"]
         block = self.rows * layout.each

@@ -12,7 +12,7 @@ from onward.core.jaxprs.loops import carry_of, result_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program
-from onward.derive.over_batch.known import OWN, SAME, Following, Follows, How, Layout
+from onward.derive.over_batch.known import OWN, SAME, ExampleLayout, Following, Follows, How
 
 if TYPE_CHECKING:
     from onward.derive.over_batch.operands import Operands
@@ -28,7 +28,7 @@ def within(walk: Follower, op: Op, other: Op, call: Call, given: Operands) -> li
     values = [f for f, _ in given.values]
     if all(f == SAME for f in values):
         return [walk.by_shape(v, SAME) for v in op.outputs]
-    inside = _Inside(walk, op, list(other.subprograms.values()), list(op.subprograms.values()))
+    inside = _BodyWalk(walk, op, list(other.subprograms.values()), list(op.subprograms.values()))
     found = inside.found(call, given)
     if found is not None:
         return [found[result_of(op.body, i)] for i in range(len(op.outputs))]
@@ -38,7 +38,7 @@ def within(walk: Follower, op: Op, other: Op, call: Call, given: Operands) -> li
     return [walk.by_shape(v, OWN) for v in op.outputs]
 
 
-class _Inside:
+class _BodyWalk:
     """Walks over what one op runs."""
 
     def __init__(self, walk: Follower, op: Op, wholes: list[Program], parts: list[Program]) -> None:
@@ -92,7 +92,7 @@ class _Inside:
         """The results of a loop over the examples: rows, unless one turn hands something to the next."""
         if carries:
             self.walk.note(self.op, _ONE_BY_ONE)
-        return [Follows(How.ROWS, 0, Layout(0)) if i >= carries else OWN for i in range(count)]
+        return [Follows(How.ROWS, 0, ExampleLayout(0)) if i >= carries else OWN for i in range(count)]
 
     def _settled(
         self, consts: Sequence[Follows], carry: Sequence[Follows], turns: Sequence[Follows]

@@ -61,10 +61,10 @@ def keeping(program: Program, kept: tuple[str, ...], begins: tuple[str, ...]) ->
             "transform put others in their place. Recompute after it: recompute(roll(program), budget)."
         )
     found = Activations(program, [known[name] for name in kept if name in known])
-    return _Again(found, set(begins)).program()
+    return _Recomputing(found, set(begins)).program()
 
 
-class _Again:
+class _Recomputing:
     """One walk over the ops: ``stands[v]`` is what an op of the backward pass reads in place of v."""
 
     def __init__(self, found: Activations, begins: set[str]) -> None:

@@ -19,7 +19,7 @@ _RUNGS = 24
 
 
 @dataclass(frozen=True)
-class Plan:
+class KeepPlan:
     """What is kept, by name: of the forward pass, and of each turn of its loops.
 
     Attributes:
@@ -46,7 +46,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Part:
+class LadderPart:
     """A segment of the forward pass, or the turns of a loop: its values, and the best ways to keep some."""
 
     values: tuple[Variable, ...]
@@ -63,7 +63,7 @@ class Part:
         return tuple(self.values[v].name for v in sorted(self.curve[at].kept))
 
 
-def ladder(program: Program, keep: Iterable[Variable] = ()) -> tuple[Plan, ...]:
+def ladder(program: Program, keep: Iterable[Variable] = ()) -> tuple[KeepPlan, ...]:
     """Plans that keep less and less, each one part of what the one before keeps.
 
     In every segment the best choices lie on a convex curve of bytes and effort. The next step is always taken
@@ -93,7 +93,9 @@ def ladder(program: Program, keep: Iterable[Variable] = ()) -> tuple[Plan, ...]:
     return tuple(plans)
 
 
-def _plan(parts: Sequence[Part], at: Sequence[int], fixed: tuple[str, ...], begins: tuple[str, ...]) -> Plan:
+def _plan(
+    parts: Sequence[LadderPart], at: Sequence[int], fixed: tuple[str, ...], begins: tuple[str, ...]
+) -> KeepPlan:
     """What is kept where each part has got so far down its curve."""
     pairs = list(zip(parts, at, strict=True))
     outside = [(part, k) for part, k in pairs if part.loop is None]
@@ -101,7 +103,7 @@ def _plan(parts: Sequence[Part], at: Sequence[int], fixed: tuple[str, ...], begi
         (part.loop.outputs[0].name, part.kept(k)) for part, k in pairs if part.loop is not None and k
     )
     kept = (name for part, k in outside for name in part.kept(k))
-    return Plan((*fixed, *kept), begins, inside, any(k for _, k in outside))
+    return KeepPlan((*fixed, *kept), begins, inside, any(k for _, k in outside))
 
 
 def _boundaries(program: Program, keep: Iterable[Variable]) -> tuple[tuple[int, ...], set[Variable]]:
@@ -111,21 +113,21 @@ def _boundaries(program: Program, keep: Iterable[Variable]) -> tuple[tuple[int, 
     return begins, crossing(found, begins)
 
 
-def _segments(found: Activations, begins: tuple[int, ...]) -> list[Part]:
+def _segments(found: Activations, begins: tuple[int, ...]) -> list[LadderPart]:
     tasks = [found.task(a, b) for a, b in pairwise((*begins, len(found.forward)))]
-    parts = [Part(values, choices(task)) for task, values in tasks]
+    parts = [LadderPart(values, choices(task)) for task, values in tasks]
     if len(parts) > 1:  # the backward pass begins with the last segment: there is no time between
-        parts[-1] = Part(parts[-1].values, parts[-1].curve[:1])
+        parts[-1] = LadderPart(parts[-1].values, parts[-1].curve[:1])
     return parts
 
 
-def loop_parts(program: Program) -> list[Part]:
+def loop_parts(program: Program) -> list[LadderPart]:
     """The turns of the loops whose body can be exchanged."""
     parts = []
     for op in loops(program) if is_replayable(program) else ():
         found = Activations(turn_of(op))
         task, values = found.task(0, len(found.forward))
-        parts.append(Part(values, choices(task), op))
+        parts.append(LadderPart(values, choices(task), op))
     return parts
 
 

@@ -78,7 +78,7 @@ def _least_cut(task: Task, price: int, unit: int) -> tuple[frozenset[int], froze
     source, target = ops + values, ops + values + 1
     # Of equal sums the one with less effort, then the one with fewer bytes: one more of either decides.
     scale = 1 + sum(task.efforts) + sum(size for _, size in task.values)
-    flow = _Flow(ops + values + 2)
+    flow = _MaximumFlow(ops + values + 2)
     for i, effort in enumerate(task.efforts):
         flow.connect(source, i, effort * (unit * scale + (unit == 0)))
         for v in task.reads[i]:
@@ -92,7 +92,7 @@ def _least_cut(task: Task, price: int, unit: int) -> tuple[frozenset[int], froze
     return again, frozenset(v for v in range(values) if ops + v not in reached)
 
 
-class _Flow:
+class _MaximumFlow:
     """A maximum flow by shortest paths in levels; a capacity of None has no end.
 
     Source: Dinic, Algorithm for solution of a problem of maximum flow in networks, 1970.

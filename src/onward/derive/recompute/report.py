@@ -20,7 +20,7 @@ from onward.derive.recompute.replay import without_steps
 
 
 @dataclass(frozen=True)
-class Row:
+class RecomputedRow:
     """Values of one type that ops of one type make at one line: how many are kept, how many made again."""
 
     made_by: str
@@ -51,7 +51,7 @@ class Recomputed:
         loops: for each loop whose turns compute something again, its first result and what each turn keeps.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RecomputedRow, ...]
     flops: int
     estimated: tuple[int, int]
     compiled: tuple[int, int] | None = None
@@ -128,7 +128,7 @@ def again_ops(program: Program) -> list[Op]:
     return [op for op in late if op.of is not None and types.get(op.of) == op.type]
 
 
-def _rows(program: Program, read: Iterable[Variable], again: list[Op]) -> tuple[Row, ...]:
+def _rows(program: Program, read: Iterable[Variable], again: list[Op]) -> tuple[RecomputedRow, ...]:
     """The values that the backward pass reads, those of equal ops at one line together."""
     found: dict[tuple[str, str, str], list[int]] = {}
     made = producers(program)
@@ -142,7 +142,7 @@ def _rows(program: Program, read: Iterable[Variable], again: list[Op]) -> tuple[
         for k, n in ((is_again, 1), (2 + is_again, size(v)), (4, cost(op).flops * is_again)):
             counts[k] += n
     rows = (
-        Row(*key, kept=c[0], again=c[1], bytes_kept=c[2], bytes_again=c[3], flops=c[4])
+        RecomputedRow(*key, kept=c[0], again=c[1], bytes_kept=c[2], bytes_again=c[3], flops=c[4])
         for key, c in found.items()
     )
     return tuple(sorted(rows, key=lambda r: (-r.bytes_again, -r.bytes_kept)))

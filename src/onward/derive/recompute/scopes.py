@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.derive.recompute.activations import Activations
-from onward.derive.recompute.ladder import Plan
+from onward.derive.recompute.ladder import KeepPlan
 
 Scopes = str | Iterable[str] | Callable[[str], bool]
 
 
-def plan_of(program: Program, scopes: Scopes, keep: Iterable[Variable]) -> Plan:
+def plan_of(program: Program, scopes: Scopes, keep: Iterable[Variable]) -> KeepPlan:
     """The plan that keeps what is read outside of the scope that computes it.
 
     Raises:
@@ -38,7 +38,7 @@ def plan_of(program: Program, scopes: Scopes, keep: Iterable[Variable]) -> Plan:
         for i, op in enumerate(found.forward)
         if op.outputs and (i == 0 or inside[i] != inside[i - 1])
     ]
-    return Plan(tuple(v.name for v in found.position if v in chosen), tuple(begins))
+    return KeepPlan(tuple(v.name for v in found.position if v in chosen), tuple(begins))
 
 
 def _scope_of(scope: str, scopes: Scopes) -> str:

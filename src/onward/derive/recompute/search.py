@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from onward.core.program import Program, Variable
-from onward.derive.recompute.ladder import Plan, ladder
+from onward.derive.recompute.ladder import KeepPlan, ladder
 from onward.derive.recompute.measure import compiled, estimated
 
 
 @dataclass
-class _Memory:
+class _SearchMemory:
     """What is known of a Program: its plans, and the bytes of those rungs that were compiled or estimated."""
 
-    plans: Sequence[Plan] = ()
+    plans: Sequence[KeepPlan] = ()
     compiled: dict[int, int] = field(default_factory=dict)
     estimated: dict[int, int] = field(default_factory=dict)
 
 
-_memories: WeakKeyDictionary[Program, dict[tuple[Variable, ...], _Memory]] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[Program, dict[tuple[Variable, ...], _SearchMemory]] = WeakKeyDictionary()
 
 
 class Rungs:
@@ -32,10 +32,10 @@ class Rungs:
     def __init__(self, program: Program, kept: tuple[Variable, ...]) -> None:
         self._kept = kept
         self._programs = {0: program}
-        self._known = _memories.setdefault(program, {}).setdefault(kept, _Memory())
+        self._known = _memories.setdefault(program, {}).setdefault(kept, _SearchMemory())
 
     @property
-    def plans(self) -> Sequence[Plan]:
+    def plans(self) -> Sequence[KeepPlan]:
         """What is kept at each rung."""
         if not self._known.plans:
             self._known.plans = ladder(self._programs[0], self._kept)

@@ -18,7 +18,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind
 from onward.derive.roll.literals import numbers, with_numbers
-from onward.derive.roll.run import From, Place, Read, Run
+from onward.derive.roll.run import From, LayerRead, LayerRun, Place
 from onward.derive.roll.stacks import stack, starred, unstack
 
 Number = tuple[int, int]
@@ -31,7 +31,7 @@ Slot = tuple[Place, tuple[Variable, ...]]
 class Layers(Body):
     """What a ``scan`` op made of a run computes: how often which layer."""
 
-    def __init__(self, closed: Any, run: Run | Layers, scope: str) -> None:
+    def __init__(self, closed: Any, run: LayerRun | Layers, scope: str) -> None:
         super().__init__(closed)
         self.times: int = run.times
         self.period: int = run.period
@@ -61,15 +61,15 @@ class Surroundings:
 
 
 @dataclass(eq=False)
-class Loop:
+class RolledLoop:
     """The ops that stand for a run, and the constants that they add."""
 
-    run: Run
+    run: LayerRun
     around: Surroundings
     constants: dict[Variable, Any] = field(default_factory=dict)
     stacks: list[Op] = field(default_factory=list)
-    shared: dict[Read, Variable] = field(default_factory=dict)
-    stacked: dict[Read | Number, Variable] = field(default_factory=dict)
+    shared: dict[LayerRead, Variable] = field(default_factory=dict)
+    stacked: dict[LayerRead | Number, Variable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         first = self.run.layers[0]
@@ -91,7 +91,7 @@ class Loop:
         scan = self.scan({place: op.inputs[0] for place, op in parts.items()})
         return (*self.stacks, scan, *parts.values())
 
-    def place(self, read: Read) -> None:
+    def place(self, read: LayerRead) -> None:
         """Decide how the loop gets what each layer has of its own: constants as one array, others stacked."""
         known = [self.around.constants.get(v) for v in read.values]
         name = f"stack({starred(read.values)})"
@@ -211,7 +211,7 @@ class Loop:
         own = (given[i, k] for k in range(len(numbers(op.body))))
         return replace(op, inputs=(*inputs, *own), body=with_numbers(op.body))
 
-    def inside(self, read: Read, given: Mapping[Any, Variable]) -> Variable:
+    def inside(self, read: LayerRead, given: Mapping[Any, Variable]) -> Variable:
         """The Variable that an op of the first layer reads, as it stands in the loop."""
         if read.place is None:
             return given[read]
@@ -220,7 +220,7 @@ class Loop:
         return self.run.layers[0][read.place[0]].outputs[read.place[1]]
 
 
-def _slots(reads: Iterable[Read]) -> list[Slot]:
+def _slots(reads: Iterable[LayerRead]) -> list[Slot]:
     """What is carried: what is read of some layers ago has been what is read of fewer."""
     slots: dict[Slot, None] = {}
     for read in reads:

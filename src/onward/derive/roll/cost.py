@@ -33,7 +33,7 @@ from onward.core.program import Program
 from onward.derive.roll.find import find_runs
 from onward.derive.roll.forward import forward_ops
 from onward.derive.roll.line import line_of
-from onward.derive.roll.run import Run
+from onward.derive.roll.run import LayerRun
 
 _LEAST_TIMES = 12
 _LEAST_SAVED = 200
@@ -79,7 +79,7 @@ def worth_rolling(program: Program) -> Verdict:
     return good[0] if len(good) == 1 else _together(good) if good else verdicts[longest]
 
 
-def verdict_on(run: Run) -> Verdict:
+def verdict_on(run: LayerRun) -> Verdict:
     """Whether one run is worth a loop."""
     words = f"{run.times} layers of {run.period} op{'s' if run.period > 1 else ''}"
     if run.times < _LEAST_TIMES:
@@ -93,7 +93,7 @@ def verdict_on(run: Run) -> Verdict:
     return Verdict(True, f"{words}")
 
 
-def is_worth(run: Run) -> bool:
+def is_worth(run: LayerRun) -> bool:
     """The rule by which only what is worth it becomes a loop."""
     return verdict_on(run).is_worth
 

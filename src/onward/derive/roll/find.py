@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from onward.core.program import Op, Variable
-from onward.derive.roll.line import Line, Numbers
-from onward.derive.roll.run import Break, Run, run_of
+from onward.derive.roll.line import Numbers, OpLine
+from onward.derive.roll.run import Break, LayerRun, run_of
 
 _DOUBLINGS = 6  # stretches of up to 32 ops
 _PERIODS = 64
@@ -31,14 +31,14 @@ _NEARLY_ALL = 0.9
 _LEAST_SAVED = 8
 _LEAST_SAVED_SIDE_BY_SIDE = 32
 
-Accepts = Callable[[Run], bool]
+Accepts = Callable[[LayerRun], bool]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRuns:
     """The runs of a line in its order, and what ended candidates: after how many layers, and why."""
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[LayerRun, ...] = ()
     ends: tuple[tuple[int, Break], ...] = ()
 
     @property
@@ -47,13 +47,13 @@ class Found:
         return sum(run.saved for run in self.runs)
 
 
-def find_runs(line: Line, accepts: Accepts = lambda run: True) -> Found:
+def find_runs(line: OpLine, accepts: Accepts = lambda run: True) -> FoundRuns:
     """The runs of a line that do not overlap, taken in the order of how many ops each saves.
 
     The line is compared several times, more and more of the ops left out that seldom occur: these may stand
     among layers without being part of one.
     """
-    best: Found | None = None
+    best: FoundRuns | None = None
     before = -1
     numbers = line.numbers.tolist()
     counts = Counter(numbers)
@@ -64,9 +64,9 @@ def find_runs(line: Line, accepts: Accepts = lambda run: True) -> Found:
         if best is not None and (len(kept) == before or best.saved > _NEARLY_ALL * len(kept)):
             continue
         before = len(kept)
-        found = _Search(line, np.array(kept, np.int64), accepts).found()
+        found = _RunSearch(line, np.array(kept, np.int64), accepts).found()
         best = found if best is None or found.saved > best.saved else best
-    return best or Found()
+    return best or FoundRuns()
 
 
 @dataclass(order=True)
@@ -78,13 +78,13 @@ class _Candidate:
     begin: int = field(compare=False)
     end: int = field(compare=False)
     period: int = field(compare=False)
-    run: Run | None = field(compare=False, default=None)
+    run: LayerRun | None = field(compare=False, default=None)
 
 
-class _Search:
+class _RunSearch:
     """The search for runs among the kept ops of a line; places count among these."""
 
-    def __init__(self, line: Line, kept: Numbers, accepts: Accepts) -> None:
+    def __init__(self, line: OpLine, kept: Numbers, accepts: Accepts) -> None:
         self.line, self.kept, self.accepts = line, kept, accepts
         self.numbers = line.numbers[kept]
         self.used = np.zeros(len(kept), bool)
@@ -93,12 +93,12 @@ class _Search:
         self.ends: list[tuple[int, Break]] = []
         self.crossing = crossings([line.ops[i] for i in kept])
 
-    def found(self) -> Found:
+    def found(self) -> FoundRuns:
         """The runs, in order of the ops."""
         for period in periods(self.numbers):
             for begin, end in stretches(self.numbers, period):
                 self.push(begin, end, period)
-        taken: list[tuple[int, Run]] = []
+        taken: list[tuple[int, LayerRun]] = []
         while self.heap:
             candidate = heappop(self.heap)
             if self.used[candidate.begin : candidate.end].any():
@@ -108,9 +108,9 @@ class _Search:
             else:
                 self.used[candidate.begin : candidate.end] = True
                 taken.append((candidate.begin, candidate.run))
-        return Found(tuple(run for _, run in sorted(taken, key=lambda t: t[0])), tuple(self.ends))
+        return FoundRuns(tuple(run for _, run in sorted(taken, key=lambda t: t[0])), tuple(self.ends))
 
-    def push(self, begin: int, end: int, period: int, run: Run | None = None) -> None:
+    def push(self, begin: int, end: int, period: int, run: LayerRun | None = None) -> None:
         """Note that layers may lie here, or that they do."""
         saved = ((end - begin) // period - 1) * period
         if saved >= _LEAST_SAVED:
@@ -132,10 +132,10 @@ class _Search:
         if run.times > 1 and good and self.accepts(run):
             self.push(begin, begin + run.times * period, period, run)
 
-    def best(self, candidate: _Candidate) -> tuple[int, Run, Break | None]:
+    def best(self, candidate: _Candidate) -> tuple[int, LayerRun, Break | None]:
         """Of the places where the first layer may begin, one from which most layers fit."""
         period = candidate.period
-        best: tuple[int, Run, Break | None] | None = None
+        best: tuple[int, LayerRun, Break | None] | None = None
         for phase in self.phases(candidate):
             begin = candidate.begin + phase
             times = (candidate.end - begin) // period

@@ -8,7 +8,7 @@ from dataclasses import replace
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers
-from onward.derive.roll.build import Loop, Surroundings
+from onward.derive.roll.build import RolledLoop, Surroundings
 from onward.derive.roll.find import Accepts, find_runs
 from onward.derive.roll.line import line_of
 
@@ -41,7 +41,7 @@ def with_loops(
         begin = min(place[op] for op in run.layers[0])
         end = max(place[op] for op in run.layers[-1]) + 1
         before, after = _around(line.ops[begin:end], inside, made)
-        loop = Loop(run, Surroundings(outside, constants, names, inner))
+        loop = RolledLoop(run, Surroundings(outside, constants, names, inner))
         ops += [*line.ops[done:begin], *before, *loop.ops, *after]
         constants.update(loop.constants)
         done = end

@@ -24,7 +24,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Line:
+class OpLine:
     """The ops in order, a number for what each computes, and what is read of them outside of the ops.
 
     A number below 0 is that of an op which belongs to no layer: one with effects, or one that is to stay.
@@ -35,7 +35,7 @@ class Line:
     returned: frozenset[Variable]
 
 
-def line_of(program: Program, returned: frozenset[Variable], apart: frozenset[Variable]) -> Line:
+def line_of(program: Program, returned: frozenset[Variable], apart: frozenset[Variable]) -> OpLine:
     """The line of a forward Program.
 
     Args:
@@ -54,7 +54,7 @@ def line_of(program: Program, returned: frozenset[Variable], apart: frozenset[Va
         else:
             is_apart = _moves_on(op, following) and not any(v in readers for v in op.outputs)
             keys.append(known.setdefault((op.type, _computes(op), is_apart), len(known)))
-    return Line(ops, np.array(keys, np.int64), returned)
+    return OpLine(ops, np.array(keys, np.int64), returned)
 
 
 def returned_by(program: Program) -> frozenset[Variable]:

@@ -6,8 +6,8 @@ import numpy as np
 
 from onward.core.errors import GraphError
 from onward.core.program import Op
-from onward.derive.roll.find import Found, periods, stretches
-from onward.derive.roll.line import Line
+from onward.derive.roll.find import FoundRuns, periods, stretches
+from onward.derive.roll.line import OpLine
 
 _NOTHING = (
     "roll: none of the {count} ops of the forward pass of {name!r} is part of a layer that repeats. {near} "
@@ -17,13 +17,13 @@ _NO_KIND = "No sequence of two or more types of ops occurs twice in a row."
 _SHORT = "What repeats is too small to gain from a loop."
 
 
-def nothing_repeats(name: str, line: Line, found: Found) -> GraphError:
+def nothing_repeats(name: str, line: OpLine, found: FoundRuns) -> GraphError:
     """The error for a Program without a run: what was searched, and what came nearest."""
     near = _by_wiring(found) or _by_types(line)
     return GraphError(_NOTHING.format(count=len(line.ops), name=name, near=near))
 
 
-def _by_wiring(found: Found) -> str:
+def _by_wiring(found: FoundRuns) -> str:
     """The op that computes the same as the one a layer before, but does not read the same."""
     if not found.ends:
         return ""
@@ -31,7 +31,7 @@ def _by_wiring(found: Found) -> str:
     return f"What looks like one breaks off after {times}: {_where(end.op)} {end.why}."
 
 
-def _by_types(line: Line) -> str:
+def _by_types(line: OpLine) -> str:
     """The op that has the type of the one a layer before, but computes something else."""
     kinds = {kind: i for i, kind in enumerate(dict.fromkeys(op.type for op in line.ops))}
     numbers = np.array([kinds[op.type] for op in line.ops], np.int64)

@@ -29,7 +29,7 @@ from onward.derive.roll.fold import with_loops
 from onward.derive.roll.forward import forward_of
 from onward.derive.roll.line import line_of, returned_by
 from onward.derive.roll.near import nothing_repeats
-from onward.derive.roll.run import Run
+from onward.derive.roll.run import LayerRun
 from onward.derive.watch.watch import watched
 
 
@@ -73,7 +73,7 @@ def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
     return _again(program, tuple(listed(keep)), everything)
 
 
-def everything(run: Run) -> bool:
+def everything(run: LayerRun) -> bool:
     """The rule by which each run becomes a loop."""
     return True
 

@@ -30,7 +30,7 @@ class From(StrEnum):
 
 
 @dataclass(frozen=True)
-class Read:
+class LayerRead:
     """One input of the ops at one place of all layers.
 
     ``place``: what gives it, in this layer or one before. ``values``: what is read from outside: by the first
@@ -43,14 +43,14 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class LayerRun:
     """Equal layers, one after the other.
 
     ``reads[i][q]`` is where op ``i`` of a layer has its input ``q`` from.
     """
 
     layers: tuple[tuple[Op, ...], ...]
-    reads: tuple[tuple[Read, ...], ...]
+    reads: tuple[tuple[LayerRead, ...], ...]
 
     @property
     def times(self) -> int:
@@ -87,7 +87,7 @@ class Break:
     why: str
 
 
-def run_of(layers: Sequence[Sequence[Op]], between: Sequence[Op]) -> tuple[Run, Break | None]:
+def run_of(layers: Sequence[Sequence[Op]], between: Sequence[Op]) -> tuple[LayerRun, Break | None]:
     """The run that as many of these layers make as fit, from the first on, and what ends it.
 
     Args:
@@ -107,7 +107,7 @@ def run_of(layers: Sequence[Sequence[Op]], between: Sequence[Op]) -> tuple[Run, 
                 times, end = fit, Break(layers[fit][i], _OTHER_SOURCE.format(name=values[fit].name))
     fitting = tuple(map(tuple, layers[:times]))
     reads = (tuple(_read(values, made) for values in _inputs_at(fitting, i)) for i in range(len(layers[0])))
-    return Run(fitting, tuple(reads)), end
+    return LayerRun(fitting, tuple(reads)), end
 
 
 def _inputs_at(layers: Sequence[Sequence[Op]], i: int) -> list[tuple[Variable, ...]]:
@@ -153,12 +153,12 @@ def _delay(found: Sequence[tuple[int, Place] | None]) -> int | None:
     return first[0]
 
 
-def _read(values: tuple[Variable, ...], made: Made) -> Read:
+def _read(values: tuple[Variable, ...], made: Made) -> LayerRead:
     """Where the layers have an input from."""
     found = [made.get(v) for v in values]
     delay = _delay(found)
     if delay is not None and (at := found[delay]) is not None:
-        return Read(From.CARRY if delay else From.LAYER, at[1], values[:delay])
+        return LayerRead(From.CARRY if delay else From.LAYER, at[1], values[:delay])
     if all(v is values[0] for v in values):
-        return Read(From.SHARED, None, values[:1])
-    return Read(From.STACKED, None, values)
+        return LayerRead(From.SHARED, None, values[:1])
+    return LayerRead(From.STACKED, None, values)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 Shape = Callable[[Any, Any], tuple[Any, Any]]
 
 
-class Phase(NamedTuple):
+class CurvePhase(NamedTuple):
     """So many steps on the way from one value to another."""
 
     steps: int
@@ -29,7 +29,7 @@ def real() -> Any:
     return jnp.result_type(float)
 
 
-def along(n: Any, *phases: Phase) -> Any:
+def along(n: Any, *phases: CurvePhase) -> Any:
     """The values at steps ``n`` of phases one after the other; the last value stays.
 
     >>> along(jnp.arange(6), Phase(2, 0.0, 1.0, straight), Phase(2, 1.0, 0.5, straight)).tolist()
@@ -43,7 +43,7 @@ def along(n: Any, *phases: Phase) -> Any:
     return value
 
 
-def _between(n: Any, phase: Phase) -> Any:
+def _between(n: Any, phase: CurvePhase) -> Any:
     """The values of one phase, whatever ``n``; a division by a constant is inexact when compiled."""
     steps, begin, end, shape = phase
     if begin == end:

@@ -15,7 +15,7 @@ import numpy as np
 from onward.core.errors import HyperparameterError
 from onward.derive.schedules.base import Schedule
 from onward.derive.schedules.checks import LAST, Count, Factor, Steps, Value, fits, one_of
-from onward.derive.schedules.curve import SHAPES, Phase, along, half_wave, mixed, part, real, straight
+from onward.derive.schedules.curve import SHAPES, CurvePhase, along, half_wave, mixed, part, real, straight
 
 
 class restarts(Schedule):
@@ -138,9 +138,9 @@ class one_cycle(Schedule):
         shape, down = SHAPES[self.shape], self.steps - self._rise - self.decay
         return along(
             n,
-            Phase(self._rise, begin, self.peak, shape),
-            Phase(down, self.peak, begin if self.decay else end, shape),
-            Phase(self.decay, begin, end, shape),
+            CurvePhase(self._rise, begin, self.peak, shape),
+            CurvePhase(down, self.peak, begin if self.decay else end, shape),
+            CurvePhase(self.decay, begin, end, shape),
         )
 
 
@@ -201,8 +201,8 @@ class cyclic(Schedule):
         return self.every // 2 if self.warmup is None else self.warmup
 
     def _at(self, n: jax.Array) -> Any:
-        rise = Phase(self._rise, 0.0, 1.0, straight)
-        height = along(n % self.every, rise, Phase(self.every - self._rise, 1.0, 0.0, straight))
+        rise = CurvePhase(self._rise, 0.0, 1.0, straight)
+        height = along(n % self.every, rise, CurvePhase(self.every - self._rise, 1.0, 0.0, straight))
         if self.mode == "triangular2":
             height *= jnp.exp2(-(n // self.every).astype(real()))
         elif self.mode == "exp_range":

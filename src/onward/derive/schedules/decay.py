@@ -14,7 +14,7 @@ from onward.derive.schedules.base import Schedule
 from onward.derive.schedules.checks import Count, Factor, Steps, Value, fits, one_of
 from onward.derive.schedules.curve import (
     SHAPES,
-    Phase,
+    CurvePhase,
     along,
     half_wave,
     mixed,
@@ -54,7 +54,7 @@ class linear(Schedule):
     steps: Steps
 
     def _at(self, n: jax.Array) -> Any:
-        return along(n, Phase(self.steps, self.begin, self.end, straight))
+        return along(n, CurvePhase(self.steps, self.begin, self.end, straight))
 
 
 class polynomial(Schedule):
@@ -94,7 +94,7 @@ class polynomial(Schedule):
     def _at(self, n: jax.Array) -> Any:
         shape = powered(straight, self.power)
         if not self.cycle:
-            return along(n, Phase(self.steps, self.begin, self.end, shape))
+            return along(n, CurvePhase(self.steps, self.begin, self.end, shape))
         rounds = jnp.maximum((n - 1) // self.steps + 1, 1).astype(real())
         left = jnp.where(n == 0, self.steps, -n % self.steps)
         value = mixed(
@@ -146,8 +146,8 @@ class cosine(Schedule):
         fits("cosine", self.steps, 1, warmup=self.warmup)
 
     def _at(self, n: jax.Array) -> Any:
-        falling = Phase(self.steps - self.warmup, self.peak, self.end, powered(half_wave, self.power))
-        return along(n, Phase(self.warmup, self.begin, self.peak, straight), falling)
+        falling = CurvePhase(self.steps - self.warmup, self.peak, self.end, powered(half_wave, self.power))
+        return along(n, CurvePhase(self.warmup, self.begin, self.peak, straight), falling)
 
 
 class wsd(Schedule):
@@ -197,7 +197,7 @@ class wsd(Schedule):
     def _at(self, n: jax.Array) -> Any:
         return along(
             n,
-            Phase(self.warmup, self.begin, self.peak, straight),
-            Phase(self.steps - self.warmup - self.decay, self.peak, self.peak, straight),
-            Phase(self.decay, self.peak, self.end, SHAPES[self.shape]),
+            CurvePhase(self.warmup, self.begin, self.peak, straight),
+            CurvePhase(self.steps - self.warmup - self.decay, self.peak, self.peak, straight),
+            CurvePhase(self.decay, self.peak, self.end, SHAPES[self.shape]),
         )

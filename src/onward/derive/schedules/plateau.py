@@ -23,7 +23,7 @@ Holder = TypeVar("Holder")
 
 
 @dataclass(frozen=True)
-class Heard:
+class PlateauMemory:
     """What a plateau remembers of the values it heard.
 
     Attributes:
@@ -111,7 +111,7 @@ class plateau:
         for word, value in (("rate", self.rate), ("threshold", self.threshold)):
             if value >= 1:
                 raise HyperparameterError(f"plateau: {word} is {value}; expected a number below 1.")
-        self.heard = Heard()
+        self.heard = PlateauMemory()
         self._lacking: dict[str, Mapping[str, Any]] = {}
 
     def __call__(self, event: Any) -> None:
@@ -124,7 +124,7 @@ class plateau:
         if event.kind == "begin":
             self._lacking = {}
             if event.step == 0:
-                self.heard = Heard()
+                self.heard = PlateauMemory()
             self._find(event.trainer)
         elif event.kind in ("epoch", "test") and self.heard.moment in (None, str(event.kind)):
             self._look(event)
@@ -157,7 +157,7 @@ class plateau:
         replaced = found.replace({self.name: following})
         return holder if replaced is None else replaced
 
-    def after(self, heard: Heard, value: float) -> Heard:
+    def after(self, heard: PlateauMemory, value: float) -> PlateauMemory:
         """What it remembers once it has heard one more value; a pure function.
 
         Example:
@@ -169,7 +169,7 @@ class plateau:
         better = self._improves(heard.best, value)
         waited = 0 if better or heard.cooling else heard.waited + 1
         lowers = waited >= self.patience
-        return Heard(
+        return PlateauMemory(
             best=value if better else heard.best,
             waited=0 if lowers else waited,
             cooling=self.cooldown if lowers else max(heard.cooling - 1, 0),
@@ -183,7 +183,7 @@ class plateau:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
-        self.heard = Heard(**state)
+        self.heard = PlateauMemory(**state)
 
     def __repr__(self) -> str:
         return f"plateau({self.monitor!r}, rate={self.rate}, patience={self.patience}, name={self.name!r})"

@@ -18,14 +18,14 @@ from onward.core.structure import describe
 from onward.core.words import UpdateType
 from onward.derive.rule import GradientRule, Piece, Pieces, R, RuleBeside, at_step
 from onward.derive.update.loss import LossFunction
-from onward.derive.update.precision import Kept, real_of, widened
+from onward.derive.update.precision import KeptSlot, real_of, widened
 
 
 @dataclass(frozen=True)
 class Slot:
     """A slot of one parameter: how it is kept, and the state Variables that hold it."""
 
-    how: Kept
+    how: KeptSlot
     arrays: tuple[Variable, ...]
 
     def read(self, env: Mapping[Variable, Any]) -> Any:

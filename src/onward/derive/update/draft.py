@@ -20,14 +20,14 @@ from onward.derive.update.precision import widened
 
 
 @dataclass(frozen=True)
-class Place:
+class SlotPlace:
     """Where the state of a parameter lies; of what is sharded, how many numbers all parts have end to end."""
 
     placement: Placement = Placement.REPLICATED
     length: int | None = None
 
 
-class Draft:
+class UpdateDraft:
     """The ops so far, the new state and its first values, and what replaces what."""
 
     def __init__(self, program: Program) -> None:
@@ -85,7 +85,7 @@ class Draft:
         owner: Any,
         types: Mapping[str, Type],
         first: Callable[[Any], list[Any]],
-        place: Place,
+        place: SlotPlace,
     ) -> list[Variable]:
         """State Variables that belong to a parameter, and the op that gives them their first values.
 

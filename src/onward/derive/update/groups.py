@@ -23,7 +23,7 @@ from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, name_of, select
 from onward.derive.rule import GradientRule, ParameterRule, Rule
-from onward.derive.update.precision import Kept, is_low, real_of, slots_of
+from onward.derive.update.precision import KeptSlot, is_low, real_of, slots_of
 from onward.derive.update.rule_lists import choices, distinct, in_order
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Routing:
         optimizer = self[parameter].optimizer
         kept = [slots_of(r, parameter, None) for r in self._applied(GradientRule, parameter)]
         if is_low(parameter.dtype) and optimizer.low_precision == "master":
-            kept.append({"rest": Kept(Type(parameter.shape, np.dtype(np.float32)))})
+            kept.append({"rest": KeptSlot(Type(parameter.shape, np.dtype(np.float32)))})
         kept.append(slots_of(optimizer, parameter, optimizer.slot_dtype))
         kept += [slots_of(r, parameter, None) for r in self._applied(ParameterRule, parameter)]
         names = Names()

@@ -19,7 +19,7 @@ from onward.core.words import UpdateType
 from onward.define.trace import explaining
 from onward.derive.rule import Rule, expect_held
 from onward.derive.schedules.base import Schedule
-from onward.derive.update.draft import Draft, update_op
+from onward.derive.update.draft import UpdateDraft, update_op
 from onward.derive.update.groups import Route, Routing, own_fields
 
 STEP = "step"
@@ -27,7 +27,9 @@ LAST = 2**31 - 128
 """Where the step counter stays: rules may still add to it, and float32 holds it."""
 
 
-def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> dict[Any, dict[str, Variable]]:
+def hyperparameters(
+    draft: UpdateDraft, routing: Routing, rules: Sequence[Rule]
+) -> dict[Any, dict[str, Variable]]:
     """For each route and rule, by its number, the Variables of its hyperparameters by name."""
     owners: list[tuple[Any, str, Rule, frozenset[str]]] = [
         (key, key.name, key.optimizer, own) for key, own in own_fields(routing.routes).items()
@@ -54,7 +56,7 @@ def hyperparameters(draft: Draft, routing: Routing, rules: Sequence[Rule]) -> di
     return values
 
 
-def _count(draft: Draft) -> Variable:
+def _count(draft: UpdateDraft) -> Variable:
     """The step counter: the number of updates made so far, at most ``LAST``."""
     step = draft.number(STEP, 0, np.int32)
     following = Variable(draft.names.new(f"next({step.name})"), (), step.dtype)
@@ -65,7 +67,7 @@ def _count(draft: Draft) -> Variable:
 
 
 def _scheduled(
-    draft: Draft, name: str, schedule: Callable[[Any], Any], step: Variable, dtype: Any
+    draft: UpdateDraft, name: str, schedule: Callable[[Any], Any], step: Variable, dtype: Any
 ) -> Variable:
     """A hyperparameter that a schedule computes from the step."""
     result = explaining(f"The schedule of {name}", jax.eval_shape, schedule, Type((), step.dtype))

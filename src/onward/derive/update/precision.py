@@ -35,7 +35,7 @@ _SMALL = 4096  # numbers; what is smaller is not worth 8 bits
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptSlot:
     """A slot as it is kept: the arrays that hold it, by what is added to its name."""
 
     used: Type
@@ -72,16 +72,16 @@ class Kept:
         return [jnp.asarray(value, kind.dtype)]
 
 
-def kept(slot: Any, parameter: Any, form: str | None) -> Kept:
+def kept(slot: Any, parameter: Any, form: str | None) -> KeptSlot:
     """How a slot is kept where ``form`` is asked for: only floats as many as those of their parameter."""
     used = Type(slot.shape, slot.dtype)
     fits = slot.shape == parameter.shape and slot.dtype == np.float32
     if form is None or not fits or (form == "int8" and prod(slot.shape) < _SMALL):
-        return Kept(used)
-    return Kept(used, form)
+        return KeptSlot(used)
+    return KeptSlot(used, form)
 
 
-def slots_of(rule: Any, parameter: Any, form: str | None) -> dict[str, Kept]:
+def slots_of(rule: Any, parameter: Any, form: str | None) -> dict[str, KeptSlot]:
     """What a rule keeps for a parameter of this shape and dtype, by name."""
     like = Type(parameter.shape, jnp.promote_types(parameter.dtype, np.float32))
     types = jax.eval_shape(lambda p: _expect_mapping(rule, rule.init(p)), like)

@@ -26,11 +26,11 @@ from onward.define.trace import explaining
 from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule, RuleBeside
 from onward.derive.update.act import Act, Hyperparameters, Shared, Slot
-from onward.derive.update.draft import Draft, Place, update_op
+from onward.derive.update.draft import SlotPlace, UpdateDraft, update_op
 from onward.derive.update.groups import Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
 from onward.derive.update.loss import LossFunction
-from onward.derive.update.precision import Kept, is_low, master, narrowed, rounded_at_random, slots_of
+from onward.derive.update.precision import KeptSlot, is_low, master, narrowed, rounded_at_random, slots_of
 from onward.derive.update.replaced import expect_replaced
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class StandIns:
     last: bool = False
 
 
-Sharing = Callable[[Draft, Rule, Sequence[Variable], Sequence[Variable]], Shared]
+Sharing = Callable[[UpdateDraft, Rule, Sequence[Variable], Sequence[Variable]], Shared]
 """What a rule across parameters is told of those elsewhere: from the update so far, the rule, and the
 parameters and gradients that are here."""
 
@@ -171,9 +171,9 @@ class Update:
         self, program: Program, optimizer: Optimizer, routing: Routing, sharing: Sharing | None = None
     ) -> None:
         self.source, self.optimizer, self.routing, self.sharing = program, optimizer, routing, sharing
-        self.draft = Draft(program)
+        self.draft = UpdateDraft(program)
         self.placement, self.parts = Placement.REPLICATED, 1
-        self.forms: dict[Any, dict[str, Kept]] = {}
+        self.forms: dict[Any, dict[str, KeptSlot]] = {}
         self.trained = [Trained(p, p, p, g, p) for p, g in program.gradients if not routing[p].frozen]
         self.rules: list[Rule] = [*routing.rules(GradientRule), *routing.rules(ParameterRule)]
         self.values = hyperparameters(self.draft, routing, self.rules)
@@ -243,9 +243,9 @@ class Update:
 
         return self.draft.keep(t.parameter, "rest", {"rest": like}, zeros, self.place(t))[0]
 
-    def place(self, t: Trained) -> Place:
+    def place(self, t: Trained) -> SlotPlace:
         """Where the state of a parameter lies."""
-        return Place(self.placement, prod(t.place.shape) * self.parts)
+        return SlotPlace(self.placement, prod(t.place.shape) * self.parts)
 
     def update(self, route: Route) -> None:
         """The update ops of one optimizer."""

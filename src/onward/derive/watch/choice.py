@@ -33,7 +33,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class WatchEntry:
     """One thing to watch: a Variable, the gradient of a parameter, or what an update adds to one.
 
     ``names`` are those of Variables; of several it is the norm of all their numbers together.
@@ -61,7 +61,7 @@ def entries_of(
     updates: Choice,
     parameters: Choice,
     activations: Choice,
-) -> tuple[Entry, ...]:
+) -> tuple[WatchEntry, ...]:
     """What is watched, each once, in the order in which the Program computes it.
 
     Raises:
@@ -83,13 +83,13 @@ def entries_of(
     aliases = seam_of(program)
     for v in select(known, listed(patterns), "watch"):
         p = aliases.get(v)
-        found.append(Entry(v.name, Role.VALUE, (v.name,)) if p is None else _entry(Role.GRADIENT, p))
+        found.append(WatchEntry(v.name, Role.VALUE, (v.name,)) if p is None else _entry(Role.GRADIENT, p))
     return tuple(dict.fromkeys(found))
 
 
 def _of(
     program: Program, choice: Choice, among: Sequence[Variable], role: Role, what: str
-) -> Iterator[Entry]:
+) -> Iterator[WatchEntry]:
     if choice is False:
         return
     if isinstance(choice, int | float) and choice is not True:
@@ -103,12 +103,12 @@ def _of(
     for p in chosen:
         yield _entry(role, p)
     if choice is True and what != "activations" and len(chosen) > 1:
-        yield Entry(f"all {what}", role, tuple(p.name for p in chosen))
+        yield WatchEntry(f"all {what}", role, tuple(p.name for p in chosen))
 
 
-def _entry(role: Role, v: Variable) -> Entry:
+def _entry(role: Role, v: Variable) -> WatchEntry:
     label = {Role.VALUE: v.name, Role.GRADIENT: f"grad({v.name})", Role.UPDATE: f"update({v.name})"}[role]
-    return Entry(label, role, (v.name,))
+    return WatchEntry(label, role, (v.name,))
 
 
 def seam_of(program: Program) -> dict[Variable, Variable]:
@@ -133,7 +133,7 @@ def is_numeric(v: Variable) -> bool:
     return not jnp.issubdtype(v.dtype, jax.dtypes.extended)
 
 
-def variables_of(program: Program, entry: Entry) -> list[tuple[Variable, ...]] | None:
+def variables_of(program: Program, entry: WatchEntry) -> list[tuple[Variable, ...]] | None:
     """For each name the Variables that are read: two for an update, what it was and what it becomes.
 
     None if the Program computes no such thing, or has no such name.

@@ -15,7 +15,7 @@ from jax import lax
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.program import Variable
-from onward.derive.watch.choice import Entry, Role
+from onward.derive.watch.choice import Role, WatchEntry
 from onward.derive.watch.reading import NOT_NOW, Cell
 from onward.derive.watch.statistics import HERE, Over, Statistic, norm
 
@@ -26,7 +26,7 @@ Env = Mapping[Variable, Any]
 class Look:
     """An entry, for each of its names the Variables that are read, the devices that have parts of them."""
 
-    entry: Entry
+    entry: WatchEntry
     read: Sequence[tuple[Variable, ...]]
     over: Over
 

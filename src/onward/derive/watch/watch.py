@@ -27,7 +27,7 @@ from onward.core.structure import describe
 from onward.core.transform import transform
 from onward.core.walk import Where
 from onward.core.words import Pass, UpdateType
-from onward.derive.watch.choice import Choice, Entry, Role, entries_of, variables_of
+from onward.derive.watch.choice import Choice, Role, WatchEntry, entries_of, variables_of
 from onward.derive.watch.look import Look, looking
 from onward.derive.watch.reading import Watching
 from onward.derive.watch.statistics import HERE, SCALARS, Over, Statistic, statistic_of
@@ -37,7 +37,7 @@ from onward.derive.watch.statistics import HERE, SCALARS, Over, Statistic, stati
 class Watch:
     """What is watched: entries, their statistics, and every how many steps."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[WatchEntry, ...]
     statistics: tuple[Statistic, ...]
     every: int
 
@@ -218,7 +218,7 @@ def counter_of(program: Program) -> Variable | None:
     return next((op.inputs[0] for op in counts), None)
 
 
-def _lost(program: Program, entry: Entry) -> str:
+def _lost(program: Program, entry: WatchEntry) -> str:
     """What to say when a Program has nothing of what it is to watch any more."""
     return (
         f"watch: {entry.label!r} exists no more in Program {program.name!r}: layers that became one loop "

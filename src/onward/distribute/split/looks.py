@@ -17,7 +17,7 @@ from dataclasses import replace
 from onward.core.errors import GraphError
 from onward.core.names import Names
 from onward.core.program import Program, Variable
-from onward.derive.watch.choice import Entry, Role, variables_of
+from onward.derive.watch.choice import Role, WatchEntry, variables_of
 from onward.derive.watch.watch import Watch, with_looks
 from onward.distribute.split.rows import Table
 
@@ -51,7 +51,7 @@ def expect_seen(base: Program, watches: Sequence[Watch], tables: Sequence[Table]
             raise GraphError(_UNSEEN.format(label=entry.label, why=why))
 
 
-def _unseen(base: Program, entry: Entry, tables: set[str], trainers: int) -> str:
+def _unseen(base: Program, entry: WatchEntry, tables: set[str], trainers: int) -> str:
     """Why no trainer can look at this; empty, if each can."""
     by_row = next((name for name in entry.names if name in tables), None)
     if entry.role is Role.UPDATE:

@@ -19,7 +19,7 @@ from onward.core.walk import prune, substitute
 from onward.core.words import Kind, Pass, UpdateType
 from onward.derive.rule import Rule
 from onward.derive.update.act import Shared
-from onward.derive.update.draft import Draft
+from onward.derive.update.draft import UpdateDraft
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import with_update
 from onward.derive.watch.watch import counter_of
@@ -108,7 +108,7 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
 
     Step, schedules and hyperparameters are named as on one device, whatever parameters this server has.
     """
-    draft = _Draft(duties, trainers)
+    draft = _ServerHead(duties, trainers)
     whose = {str(s): s.parameter.name for s in (*duties.shards, *duties.tables)}
     reserved = _reserved(base, _in_order(draft.program(f"{base.name}_server_{duties.index}"), base, whose))
     own = routing.standing_for(whose)
@@ -151,7 +151,7 @@ def shared_part(first: ServerPart, others: Sequence[ServerPart]) -> Program:
     return prune(first.update, list(dict.fromkeys(v.name for part in others for v in part.shared)))
 
 
-class _Draft:
+class _ServerHead:
     """The head of a server's Program: what it is fed, and how that becomes one gradient per parameter."""
 
     def __init__(self, duties: Duties, trainers: int) -> None:
@@ -199,7 +199,7 @@ class _Draft:
         return tuple(tuple(v for fed in self.fed_sums.values() for v in fed.get(i, ())) for i in servers)
 
     def sharing(
-        self, draft: Draft, rule: Rule, parameters: Sequence[Variable], gradients: Sequence[Variable]
+        self, draft: UpdateDraft, rule: Rule, parameters: Sequence[Variable], gradients: Sequence[Variable]
     ) -> Shared:
         """What a rule across parameters is told, with the ops that make it."""
         a = next(a for a in self.duties.across if a.rule == rule)
@@ -215,7 +215,7 @@ class _Draft:
             return Shared(pieces, self.fed_sums[a][0])
         return Shared(pieces, self._added(draft, a, part.outputs))
 
-    def _added(self, draft: Draft, a: Across, here: Sequence[Variable]) -> tuple[Variable, ...]:
+    def _added(self, draft: UpdateDraft, a: Across, here: Sequence[Variable]) -> tuple[Variable, ...]:
         """On the first server, the sums over all servers, which it keeps until the next update."""
         following = tuple(Variable(draft.names.new(f"next({v.name})"), v.shape, v.dtype) for v in a.sums)
         draft.ops.append(added([here, *self.fed_sums[a].values()], following))

@@ -72,7 +72,7 @@ def trainer_part(
         told: what else the first server keeps and the trainer reads: the loss scale, the step.
         across: the rules that look across parameters, of which the trainer sends the sums.
     """
-    cut = _Cut(base, tables, finite, told)
+    cut = _TrainerDraft(base, tables, finite, told)
     cut.measure(across)
     for i, own in enumerate(shards):
         cut.receive(i, [s for s in own if s.parameter not in cut.tables])
@@ -80,7 +80,7 @@ def trainer_part(
     return cut.part()
 
 
-class _Cut:
+class _TrainerDraft:
     """The trainer's Program as it grows at both ends."""
 
     def __init__(

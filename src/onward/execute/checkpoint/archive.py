@@ -13,13 +13,13 @@ import numpy as np
 from onward.core.errors import CheckpointError
 from onward.execute.checkpoint.backends import BACKENDS, Backend, OrbaxBackend, SafetensorsBackend
 from onward.execute.checkpoint.durable import appearing, files_in
-from onward.execute.checkpoint.encoding import Form, checksum, decode
+from onward.execute.checkpoint.encoding import ArrayForm, checksum, decode
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.checkpoint.manifest import (
     MANIFEST,
     NOTHING,
     SEAL,
-    File,
+    FileDigest,
     Manifest,
     Stored,
     check_files,
@@ -44,7 +44,7 @@ def name_of(sequence: int, step: int) -> str:
 class Content:
     """What is to be written: each variable's form and bits by name, and what is said about them."""
 
-    variables: Mapping[str, tuple[Form, np.ndarray]]
+    variables: Mapping[str, tuple[ArrayForm, np.ndarray]]
     sequence: int
     step: int
     metrics: Mapping[str, float]
@@ -53,7 +53,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFolder:
     """A folder that looks like a checkpoint: its manifest, None if damaged, and when the folder changed."""
 
     path: Path
@@ -78,7 +78,7 @@ def write(path: Path, content: Content, backend: Backend) -> None:
     about = (content.sequence, content.step, content.metrics, content.extra)
     with appearing(path) as part:
         backend.write(part, {keys[name]: stored for name, (_, stored) in content.variables.items()})
-        files = {name: File.of(file) for name, file in files_in(part).items()}
+        files = {name: FileDigest.of(file) for name, file in files_in(part).items()}
         write_manifest(part, Manifest(backend.name, *about, files, variables, content.identity))
 
 
@@ -101,7 +101,7 @@ def read(path: Path) -> tuple[Manifest, dict[str, Any]]:
         raise CheckpointError(f"{path} does not hold what its {MANIFEST} says: {error}. {NOTHING}") from error
 
 
-def look(folder: Path) -> list[Found]:
+def look(folder: Path) -> list[FoundFolder]:
     """Every checkpoint in a folder, in no order; only manifests are read.
 
     Raises:
@@ -113,10 +113,12 @@ def look(folder: Path) -> list[Found]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
-    return [Found(path, _manifest_or_none(path), time) for path, time in times.items() if time is not None]
+    return [
+        FoundFolder(path, _manifest_or_none(path), time) for path, time in times.items() if time is not None
+    ]
 
 
-def by_age(found: Sequence[Found]) -> list[Path]:
+def by_age(found: Sequence[FoundFolder]) -> list[Path]:
     """Oldest first; where neither manifest nor name tells the age, the time of the folder's change does."""
     placed = [(f.place, f.path.name, f) for f in found if f.place is not None]
     ordered = [f for *_, f in sorted(placed, key=lambda p: p[:2])]
@@ -126,12 +128,12 @@ def by_age(found: Sequence[Found]) -> list[Path]:
     return [f.path for f in ordered]
 
 
-def newest_first(found: Iterable[Found]) -> list[Found]:
+def newest_first(found: Iterable[FoundFolder]) -> list[FoundFolder]:
     """The newest first; what tells no age comes last."""
     return sorted(found, key=lambda f: (f.place or (-1, -1), f.path.name), reverse=True)
 
 
-def last_sequence(found: Sequence[Found]) -> int:
+def last_sequence(found: Sequence[FoundFolder]) -> int:
     """The highest sequence number that was given; 0 if none was."""
     return max((f.place[0] for f in found if f.place is not None), default=0)
 

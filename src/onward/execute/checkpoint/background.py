@@ -9,7 +9,7 @@ from collections.abc import Callable
 from threading import Thread
 
 
-class Background:
+class WritingThread:
     """One piece of writing at a time, in a thread that the interpreter waits for when it exits.
 
     Args:

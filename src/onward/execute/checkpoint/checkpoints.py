@@ -26,7 +26,7 @@ from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.core.structure import describe
 from onward.execute.checkpoint.archive import (
     Content,
-    Found,
+    FoundFolder,
     by_age,
     last_sequence,
     look,
@@ -36,13 +36,13 @@ from onward.execute.checkpoint.archive import (
     write,
 )
 from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
-from onward.execute.checkpoint.background import Background
+from onward.execute.checkpoint.background import WritingThread
 from onward.execute.checkpoint.contents import HISTORY, KEY, contents
 from onward.execute.checkpoint.durable import discard, make_folder, sweep, sync
 from onward.execute.checkpoint.encoding import encode
 from onward.execute.checkpoint.given import expect_numbers, expect_word, folder_of, is_whole, json_data, named
 from onward.execute.checkpoint.identity import Identity
-from onward.execute.checkpoint.loaded import Checkpoint, Entry
+from onward.execute.checkpoint.loaded import Checkpoint, CheckpointEntry
 from onward.execute.checkpoint.lock import Lock
 from onward.execute.checkpoint.refusal import of_another_run
 from onward.execute.checkpoint.retention import Inspection, superfluous
@@ -110,7 +110,7 @@ class Checkpoints:
         self.grace = grace
         self.identity = Identity.new()
         self._backend: Backend = BACKENDS[backend]()
-        self._background = Background(asynchronous)
+        self._background = WritingThread(asynchronous)
         self._newest = 0  # the sequence number up to which the checkpoints there are known
         self._depth = 0
         self._adds = False
@@ -256,10 +256,12 @@ class Checkpoints:
         """
         return self.every is not None and step > 0 and step % self.every == 0
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[CheckpointEntry, ...]:
         """The checkpoints, oldest first; those whose manifest is damaged are left out."""
         manifests = [(f.path, f.manifest) for f in look(self.folder)]
-        found = [Entry(path, m.sequence, m.step, m.metrics) for path, m in manifests if m is not None]
+        found = [
+            CheckpointEntry(path, m.sequence, m.step, m.metrics) for path, m in manifests if m is not None
+        ]
         return tuple(sorted(found, key=lambda e: (e.sequence, e.step, e.path.name)))
 
     def load(
@@ -359,7 +361,7 @@ class Checkpoints:
         found = {f.path: f for f in look(self.folder) if f.manifest and f.manifest.identity == self.identity}
         best = [found[e.path] for e in reversed(self._ranked(self.entries())) if e.path in found]
 
-        def is_whole(f: Found) -> bool:
+        def is_whole(f: FoundFolder) -> bool:
             assert f.manifest is not None
             return f.path == written or self._inspection.is_whole(f.path, f.manifest)
 
@@ -370,7 +372,7 @@ class Checkpoints:
                 self._background.note(STAYS.format(path=old.path, error=error))
         self._inspection.keep_only(set(found))
 
-    def _ranked(self, entries: Iterable[Entry]) -> list[Entry]:
+    def _ranked(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
         """Those that have the metric, the best last."""
         if (best := self.best) is None:
             return []

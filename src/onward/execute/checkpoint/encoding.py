@@ -1,7 +1,7 @@
 """How an array is stored: plain numbers as they are, everything else as its bits in unsigned integers.
 
 A bfloat16 array of shape ``[3]`` is stored as uint16 ``[3]``, a typed random key as the uint32 numbers inside
-it. The ``Form`` remembers what they were, so that decoding gives back every bit.
+it. The ``ArrayForm`` remembers what they were, so that decoding gives back every bit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEY = "key"
 
 
 @dataclass(frozen=True)
-class Form:
+class ArrayForm:
     """What an array is once it is decoded: a dtype by name, a shape, and for random keys their generator.
 
     >>> Form("bfloat16", (3,)).stored_dtype, Form("complex128", (3,)).stored_shape
@@ -68,7 +68,7 @@ class Form:
         return f"{kind}[{','.join(map(str, self.shape))}]"
 
 
-def encode(name: str, value: Any) -> tuple[Form, np.ndarray]:
+def encode(name: str, value: Any) -> tuple[ArrayForm, np.ndarray]:
     """The form of an array, and its bits as plain numbers in host memory of their own.
 
     Raises:
@@ -80,14 +80,14 @@ def encode(name: str, value: Any) -> tuple[Form, np.ndarray]:
         bfloat16[2] [16256 16256] [1 1]
     """
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        form = Form(KEY, value.shape, str(jax.random.key_impl(value)))
+        form = ArrayForm(KEY, value.shape, str(jax.random.key_impl(value)))
         return form, _host_copy(name, jax.random.key_data(value))
     copy = _host_copy(name, value)
-    form = Form(copy.dtype.name, copy.shape)
+    form = ArrayForm(copy.dtype.name, copy.shape)
     return form, copy.reshape(-1).view(form.stored_dtype).reshape(form.stored_shape)
 
 
-def decode(form: Form, stored: np.ndarray) -> Any:
+def decode(form: ArrayForm, stored: np.ndarray) -> Any:
     """The array of this form whose bits are stored: a NumPy array, or a JAX array of random keys."""
     if form.dtype == KEY:
         return jax.random.wrap_key_data(jnp.asarray(stored), impl=form.generator)

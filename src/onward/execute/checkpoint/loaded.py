@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One checkpoint of a folder, as its manifest describes it; nothing else has been read."""
 
     path: Path

@@ -22,7 +22,7 @@ import jax
 from onward.core.errors import CheckpointError
 from onward.execute.checkpoint.backends import BACKENDS, Backend
 from onward.execute.checkpoint.durable import files_in
-from onward.execute.checkpoint.encoding import DTYPES, KEY, Form
+from onward.execute.checkpoint.encoding import DTYPES, KEY, ArrayForm
 from onward.execute.checkpoint.identity import UNKNOWN, Identity
 
 T = TypeVar("T")
@@ -33,14 +33,14 @@ LARGEST = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class File:
+class FileDigest:
     """The size and the SHA-256 of one file."""
 
     bytes: int
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> File:
+    def of(cls, path: Path) -> FileDigest:
         """Read a file and describe it."""
         with open(path, "rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
@@ -50,7 +50,7 @@ class File:
 class Stored:
     """How one variable is stored: what it is, its key in the files, the checksum of its bytes."""
 
-    form: Form
+    form: ArrayForm
     key: str
     crc32: int
 
@@ -64,7 +64,7 @@ class Manifest:
     step: int
     metrics: Mapping[str, float]
     extra: Mapping[str, Any]
-    files: Mapping[str, File]
+    files: Mapping[str, FileDigest]
     variables: Mapping[str, Stored]
     identity: Identity = UNKNOWN
 
@@ -104,7 +104,7 @@ class Manifest:
             {name: _metric(v) for name, v in take(record, "metrics", dict).items()},
             take(record, "extra", dict),
             {
-                name: File(natural(f, "bytes"), take(f, "sha256", str))
+                name: FileDigest(natural(f, "bytes"), take(f, "sha256", str))
                 for name, f in take(record, "files", dict).items()
             },
             variables,
@@ -176,7 +176,7 @@ def fault_in(folder: Path, manifest: Manifest) -> Fault | None:
             how = f"it has {size} bytes, {file.bytes} were written"
             return Fault(f"{folder / name} is damaged: {how}", name)
     for name, file in manifest.files.items():
-        if File.of(found[name]) != file:
+        if FileDigest.of(found[name]) != file:
             how = "its SHA-256 is not that of what was written"
             return Fault(f"{folder / name} is damaged: {how}", name)
     return None
@@ -208,7 +208,9 @@ def _variable(record: Any) -> Stored:
     _check(all(type(n) is int and 0 <= n < 2**63 for n in shape), "a shape is no list of sizes")
     dtype = one_of(take(record, "dtype", str), [*DTYPES, KEY])
     generator = take(record, "generator", str) if dtype == KEY else None
-    return Stored(Form(dtype, tuple(shape), generator), take(record, "key", str), natural(record, "crc32"))
+    return Stored(
+        ArrayForm(dtype, tuple(shape), generator), take(record, "key", str), natural(record, "crc32")
+    )
 
 
 def _metric(value: Any) -> float:

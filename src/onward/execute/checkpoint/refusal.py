@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from onward.execute.checkpoint.archive import Found, newest_first
+from onward.execute.checkpoint.archive import FoundFolder, newest_first
 from onward.execute.checkpoint.identity import moment
 
 
-def of_another_run(folder: Path, found: Sequence[Found]) -> str:
+def of_another_run(folder: Path, found: Sequence[FoundFolder]) -> str:
     """What a folder holds, and both ways out."""
     placed = [f.place[1] for f in reversed(newest_first(found)) if f.place is not None]
     steps = [str(step) for step in placed] or ["unknown"]

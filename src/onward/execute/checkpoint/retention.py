@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from onward.execute.checkpoint.archive import Found
+from onward.execute.checkpoint.archive import FoundFolder
 from onward.execute.checkpoint.durable import files_in
 from onward.execute.checkpoint.manifest import MANIFEST, SEAL, Manifest, fault_in
 
@@ -51,8 +51,11 @@ class Inspection:
 
 
 def superfluous(
-    newest: Sequence[Found], best: Sequence[Found], keep: int, is_whole: Callable[[Found], bool]
-) -> list[Found]:
+    newest: Sequence[FoundFolder],
+    best: Sequence[FoundFolder],
+    keep: int,
+    is_whole: Callable[[FoundFolder], bool],
+) -> list[FoundFolder]:
     """What is not needed beside ``keep`` whole ones and the best whole one, of a run's checkpoints.
 
     Args:

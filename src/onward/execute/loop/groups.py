@@ -18,7 +18,7 @@ from onward.core.errors import ArgumentError
 from onward.execute.feeds import Feeds, Key, key_of
 
 
-class Batch(NamedTuple):
+class StackableBatch(NamedTuple):
     """One batch: as a step takes it, and its arrays as they are stacked."""
 
     number: int
@@ -28,10 +28,10 @@ class Batch(NamedTuple):
     key: Key
 
 
-class Group(NamedTuple):
+class BatchGroup(NamedTuple):
     """Batches of one shape; ``stacked`` is None if they run step by step."""
 
-    batches: list[Batch]
+    batches: list[StackableBatch]
     stacked: list[Any] | None
 
 
@@ -48,14 +48,14 @@ class Intake:
         self.names = [name for _, name in feeds.taken]
         self.known: set[Key] = set()
 
-    def __call__(self, batch: Any, number: int) -> Batch:
+    def __call__(self, batch: Any, number: int) -> StackableBatch:
         """One batch; ``number`` counts from 0."""
         try:
             data, feed = self.arguments(batch)
             values = self.feeds.read(self.feeds.named(data, feed) if feed else data)
             if self.checks:
                 self.feeds.check_bounds(values)
-            return Batch(number, data, feed, *self.converted(values))
+            return StackableBatch(number, data, feed, *self.converted(values))
         except ArgumentError as error:
             raise blaming(number, error) from error
 
@@ -104,19 +104,19 @@ def blaming(number: int, error: ArgumentError) -> ArgumentError:
     return ArgumentError(f"step.run: batch {number} (counted from 0): {error}")
 
 
-def grouped(batches: Iterable[Batch], steps: int) -> Iterator[Group]:
+def grouped(batches: Iterable[StackableBatch], steps: int) -> Iterator[BatchGroup]:
     """Groups of batches of one shape, in order; those that do not fill a group stay as they are."""
-    open_: list[Batch] = []
+    open_: list[StackableBatch] = []
     for batch in batches:
         if open_ and batch.key != open_[0].key:
-            yield Group(open_, None)
+            yield BatchGroup(open_, None)
             open_ = []
         open_.append(batch)
         if len(open_) == steps:
-            yield Group(open_, list(map(_stacked, *(b.values for b in open_))))
+            yield BatchGroup(open_, list(map(_stacked, *(b.values for b in open_))))
             open_ = []
     if open_:
-        yield Group(open_, None)
+        yield BatchGroup(open_, None)
 
 
 def _stacked(*values: Any) -> Any:

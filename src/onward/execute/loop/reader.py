@@ -33,7 +33,7 @@ __all__ = ["Batches", "Reading", "batches", "prefetched"]
 SPELLINGS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # torch and Onward, grain
 
 
-class Reading:
+class LoopReader:
     """How a training loop reads: one method, ``epoch``, over whatever a person passes as ``reader``.
 
     Args:

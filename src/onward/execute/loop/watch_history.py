@@ -28,7 +28,7 @@ from onward.derive.watch.reading import Watched, sent
 WAITING = 200  # records that may stay on the device; twice as many at most
 
 
-class Moment(NamedTuple):
+class WatchedStep(NamedTuple):
     """A step in which was looked, and what was seen."""
 
     step: int
@@ -36,7 +36,7 @@ class Moment(NamedTuple):
     seen: Mapping[str, Mapping[str, Any]]
 
 
-class WatchHistory(Sequence[Moment]):
+class WatchHistory(Sequence[WatchedStep]):
     """The statistics of each step in which they were computed, in order. Reading waits for the device.
 
     Attributes:
@@ -44,7 +44,7 @@ class WatchHistory(Sequence[Moment]):
     """
 
     def __init__(self) -> None:
-        self._moments: list[Moment] = []
+        self._moments: list[WatchedStep] = []
         self._waiting: list[tuple[int, int, Watched]] = []
         self.subjects: dict[str, tuple[str, str]] = {}
         self._lock = RLock()  # one thread may record while another one reads
@@ -118,13 +118,13 @@ class WatchHistory(Sequence[Moment]):
         """A moment by its number, or several by a slice."""
         return self._all()[number]
 
-    def __iter__(self) -> Iterator[Moment]:
+    def __iter__(self) -> Iterator[WatchedStep]:
         return iter(self._all())
 
     def __len__(self) -> int:
         return len(self._all())
 
-    def _all(self) -> list[Moment]:
+    def _all(self) -> list[WatchedStep]:
         with self._lock:
             self._fetch(len(self._waiting))
             return list(self._moments)
@@ -135,7 +135,7 @@ class WatchHistory(Sequence[Moment]):
         if jax.default_backend() != "cpu":
             for *_, watched in rows:
                 sent(watched)
-        self._moments += [Moment(step, epoch, dict(w)) for step, epoch, w in rows if w.step is not None]
+        self._moments += [WatchedStep(step, epoch, dict(w)) for step, epoch, w in rows if w.step is not None]
         del self._waiting[:count]
 
     def __repr__(self) -> str:

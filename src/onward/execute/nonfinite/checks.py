@@ -33,18 +33,18 @@ _LINES = 16  # States at once whose batches are kept
 _AT_LEAST = 64  # calls after which a State of which nothing is known is waited for
 
 
-class _Verdict(NamedTuple):
+class _CallVerdict(NamedTuple):
     """What a call said of its steps, which may still be computing, and their batches."""
 
     finite: Any
     batches: Sequence[Arguments]
 
 
-class _Line(NamedTuple):
+class _CallLine(NamedTuple):
     """The calls that led to a State, told by its flag, and of which nothing is known yet."""
 
     flag: ReferenceType[Any]
-    verdicts: tuple[_Verdict, ...]
+    verdicts: tuple[_CallVerdict, ...]
 
     @property
     def is_over(self) -> bool:
@@ -61,7 +61,7 @@ class Checked:
 
     def __init__(self, program: Program, check: Check) -> None:
         self.program, self.check = program, check
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _CallLine] = {}
         self._lock = Lock()
         self._calls = 0
 
@@ -90,7 +90,7 @@ class Checked:
             verdicts = self._verdicts(old)
             with self._lock:
                 self._lines.pop(id(old), None)
-            self._keep(flag, (*verdicts, _Verdict(finite, batches)))
+            self._keep(flag, (*verdicts, _CallVerdict(finite, batches)))
 
     def _array(self, state: State) -> Any:
         """The array that tells whether all was finite before a State."""
@@ -103,19 +103,19 @@ class Checked:
         is_one = not isinstance(flag, jax.core.Tracer) and flag.shape == () and not is_deleted(flag)
         return flag if is_one else None
 
-    def _verdicts(self, flag: Any) -> tuple[_Verdict, ...]:
+    def _verdicts(self, flag: Any) -> tuple[_CallVerdict, ...]:
         """What is open of the State with this flag."""
         line = self._lines.get(id(flag))
         return line.verdicts if line is not None and line.flag() is flag else ()
 
-    def _keep(self, flag: Any, verdicts: tuple[_Verdict, ...]) -> None:
+    def _keep(self, flag: Any, verdicts: tuple[_CallVerdict, ...]) -> None:
         with self._lock:
             kept = {key: line for key, line in self._lines.items() if not line.is_over and key != id(flag)}
             if verdicts:
-                kept[id(flag)] = _Line(ref(flag), verdicts)
+                kept[id(flag)] = _CallLine(ref(flag), verdicts)
             self._lines = dict(list(kept.items())[-_LINES:])
 
-    def _stop(self, state: State, verdicts: Sequence[_Verdict] = (), place: int = 0) -> None:
+    def _stop(self, state: State, verdicts: Sequence[_CallVerdict] = (), place: int = 0) -> None:
         """Raise for a State, unless it is spent in part, with what is found in a batch of the first call."""
         if state.is_spent:
             return

@@ -19,7 +19,7 @@ from onward.execute.nonfinite.finding import NonFinite, forward_of, source_of
 from onward.execute.nonfinite.flags import Flags, bad_in, flagged, floats, is_float, lifted
 from onward.execute.nonfinite.inside import inside
 from onward.execute.nonfinite.numbers import Numbers
-from onward.execute.nonfinite.walk_back import Origin, Place, walk_back
+from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
 from onward.execute.portions import Portions
 from onward.execute.state import Layout
 
@@ -35,12 +35,12 @@ def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> N
         state: its values by name, which stay as they are.
         data: in the order in which the step takes it.
     """
-    run = _Run(program, state, data)
+    run = _ObservedStep(program, state, data)
     flags = run.flags()
     devices = max((len(rows) for rows in flags.values()), default=1)
     watched = looked_at(run.program, flags)
     where = [(v, device) for v in watched for device in range(devices)]
-    starts = [Place(v, device, bad) for v, device in where for bad in sorted(bad_in(flags, v, device))]
+    starts = [BadValue(v, device, bad) for v, device in where for bad in sorted(bad_in(flags, v, device))]
     # gradients and the next state are computed after the loss, and spoilt by what spoilt it
     of_loss = [place for place in starts if place.variable is run.program.loss]
     walk = walk_back(run.program, flags, of_loss or starts, devices)
@@ -71,7 +71,7 @@ def looked_at(program: Program, flags: Flags) -> list[Variable]:
     return [v for v in dict.fromkeys(watched) if is_float(v) and not may_stay(v)]
 
 
-def _told(run: _Run, origin: Origin, reaches: tuple[str, ...], devices: int) -> NonFinite:
+def _told(run: _ObservedStep, origin: FaultOrigin, reaches: tuple[str, ...], devices: int) -> NonFinite:
     """The whole story of an origin."""
     place, op = origin.place, origin.op
     v, device = place.variable, place.device
@@ -97,7 +97,7 @@ def _told(run: _Run, origin: Origin, reaches: tuple[str, ...], devices: int) -> 
     )
 
 
-class _Run:
+class _ObservedStep:
     """One step on its values, of which any can be asked for."""
 
     def __init__(self, program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> None:

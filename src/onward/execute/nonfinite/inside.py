@@ -23,7 +23,7 @@ from onward.core.program import Op, Program, Variable
 from onward.derive.roll.literals import numbers
 from onward.execute.nonfinite.flags import Bad, Flags, bad_in, line_of_flags
 from onward.execute.nonfinite.numbers import Numbers
-from onward.execute.nonfinite.walk_back import Origin, Place, walk_back
+from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
 
 Wanted = Iterable[tuple[int, Bad]]  # outputs by position, and in which way they are not finite
 _DEPTH = 16
@@ -59,7 +59,7 @@ def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tup
         return ()
     parts, names = body.subprograms, [v.name for v in op.inputs]
     if len(body.equations) != 1 or (not parts and op.type not in body.primitives):
-        return _straight(_Part("", program_of(body.closed, op.type), names), values, wanted, depth)
+        return _straight(_ProgramWithin("", program_of(body.closed, op.type), names), values, wanted, depth)
     if not parts or "constant" in body.operands:
         return ()
     operands = _operands(body, values)
@@ -67,21 +67,21 @@ def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tup
     wanted = [(result_of(body, j), bad) for j, bad in wanted]
     runs = of(next(body.calls).primitive).runs
     if runs is Runs.SCAN:
-        return _turns(_scan(body, _Part("", parts["jaxpr"], names), operands), wanted, depth)
+        return _turns(_scan(body, _ProgramWithin("", parts["jaxpr"], names), operands), wanted, depth)
     if runs is Runs.WHILE:
         return _turns(_while(body, parts, names, operands), wanted, depth)
     if runs is Runs.BRANCH:
         branch = int(operands[0])
-        part = _Part(f"branch {branch}", list(parts.values())[branch], names[1:])
+        part = _ProgramWithin(f"branch {branch}", list(parts.values())[branch], names[1:])
         return _straight(part, operands[1:], wanted, depth)
     called = next(iter(parts.values()))
     if len(called.inputs) != len(operands):
         return ()
-    return _straight(_Part("", called, names), operands, wanted, depth)
+    return _straight(_ProgramWithin("", called, names), operands, wanted, depth)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ProgramWithin:
     """A Program within an op, where it stands in that, and how what it is given is called outside."""
 
     where: str
@@ -93,16 +93,18 @@ class _Part:
         return dict(zip(self.program.inputs, self.names, strict=False)).get(v, v.name)
 
 
-def _straight(part: _Part, values: Sequence[Any], wanted: Wanted, depth: int) -> tuple[Inside, ...]:
+def _straight(part: _ProgramWithin, values: Sequence[Any], wanted: Wanted, depth: int) -> tuple[Inside, ...]:
     """The op of a part without turns."""
     program = part.program
     _, flags = line_of_flags(program)(values)
-    starts = [Place(program.outputs[j], 0, bad) for j, bad in wanted]
+    starts = [BadValue(program.outputs[j], 0, bad) for j, bad in wanted]
     origin = walk_back(program, flags, starts).first(program)
     return _closer(part, values, origin, depth)
 
 
-def _closer(part: _Part, values: Sequence[Any], origin: Origin | None, depth: int) -> tuple[Inside, ...]:
+def _closer(
+    part: _ProgramWithin, values: Sequence[Any], origin: FaultOrigin | None, depth: int
+) -> tuple[Inside, ...]:
     """An op of a part, and what is in it in turn."""
     if origin is None or (op := origin.op) is None:
         return ()
@@ -114,10 +116,10 @@ def _closer(part: _Part, values: Sequence[Any], origin: Origin | None, depth: in
 
 
 @dataclass(frozen=True)
-class _Loop:
+class _OpenedLoop:
     """A loop taken apart: the values of a turn are what is fixed, carried, and cut from what it runs over."""
 
-    part: _Part
+    part: _ProgramWithin
     fixed: Sequence[Any]
     first: Sequence[Any]
     turns: Sequence[int] | None
@@ -137,17 +139,17 @@ class _Loop:
         return flags, ()
 
 
-def _turns(loop: _Loop, wanted: Wanted, depth: int) -> tuple[Inside, ...]:
+def _turns(loop: _OpenedLoop, wanted: Wanted, depth: int) -> tuple[Inside, ...]:
     """The first turn, and its op, from which what is not finite reached these results of a loop."""
     flags, _ = loop.run()
     program, carried = loop.part.program, len(loop.first)
     begin = len(loop.fixed)
     wanted = set(wanted)
     reached = {(j, bad) for j, bad in wanted if j < carried}
-    found: tuple[int, Origin] | None = None
+    found: tuple[int, FaultOrigin] | None = None
     for number in reversed(range(len(flags))):
         stacked = {p for p in wanted if p[0] >= carried and _holds(flags[number], program, p)}
-        starts = [Place(program.outputs[j], 0, bad) for j, bad in reached | stacked]
+        starts = [BadValue(program.outputs[j], 0, bad) for j, bad in reached | stacked]
         walk = walk_back(program, flags[number], starts)
         given = [(program.inputs.index(o.place.variable), o.place.bad) for o in walk.given]
         walk.given = []
@@ -168,7 +170,7 @@ def _holds(flags: Flags, program: Program, result: tuple[int, Bad]) -> bool:
     return result[1] in bad_in(flags, program.outputs[result[0]], 0)
 
 
-def _scan(body: Body, part: _Part, operands: Sequence[Any]) -> _Loop:
+def _scan(body: Body, part: _ProgramWithin, operands: Sequence[Any]) -> _OpenedLoop:
     """A scan: what it runs over has one axis more outside than inside."""
     program = part.program
     (call,) = body.calls
@@ -176,7 +178,7 @@ def _scan(body: Body, part: _Part, operands: Sequence[Any]) -> _Loop:
     whole = sum(len(o.shape) == v.ndim for o, v in zip(call.operands, program.inputs, strict=True))
     length = call.params["length"]
     turns = range(length)[::-1] if call.params["reverse"] else range(length)
-    return _Loop(
+    return _OpenedLoop(
         replace(part, where=f"turn {{}} of {length} (counted from 0)"),
         operands[: whole - carried],
         operands[whole - carried : whole],
@@ -186,14 +188,16 @@ def _scan(body: Body, part: _Part, operands: Sequence[Any]) -> _Loop:
     )
 
 
-def _while(body: Body, parts: Mapping[str, Program], names: Sequence[str], operands: Sequence[Any]) -> _Loop:
+def _while(
+    body: Body, parts: Mapping[str, Program], names: Sequence[str], operands: Sequence[Any]
+) -> _OpenedLoop:
     """A while loop: the condition reads what is fixed for it, and what is carried."""
     (call,) = body.calls
     asked, begin = call.params["cond_nconsts"], call.params["body_nconsts"]
     condition = parts["cond_jaxpr"]
     ask = compiled_alone(lower(condition, condition.outputs))
-    return _Loop(
-        _Part("turn {} (counted from 0)", parts["body_jaxpr"], names[asked:]),
+    return _OpenedLoop(
+        _ProgramWithin("turn {} (counted from 0)", parts["body_jaxpr"], names[asked:]),
         operands[asked : asked + begin],
         operands[asked + begin :],
         None,

@@ -24,7 +24,7 @@ from onward.execute.nonfinite.flags import Bad, Flags, bad_in, is_float
 
 
 @dataclass(frozen=True)
-class Place:
+class BadValue:
     """A value that is not finite in some way: the Variable, the device, the way."""
 
     variable: Variable
@@ -33,19 +33,19 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Origin:
+class FaultOrigin:
     """Where what is not finite began: the op and its first bad output; of what is given, no op.
 
     ``is_written``: such a number stands in the code of the op.
     """
 
-    place: Place
+    place: BadValue
     op: Op | None
     is_written: bool = False
 
 
 @dataclass
-class Walk:
+class FaultWalk:
     """Where the walk from some places arrives.
 
     Attributes:
@@ -54,11 +54,11 @@ class Walk:
         given: the inputs and state that were not finite before.
     """
 
-    births: list[Origin]
-    on_purpose: list[Origin]
-    given: list[Origin]
+    births: list[FaultOrigin]
+    on_purpose: list[FaultOrigin]
+    given: list[FaultOrigin]
 
-    def first(self, program: Program) -> Origin | None:
+    def first(self, program: Program) -> FaultOrigin | None:
         """The one to tell of: what was given before what was made, what was made before what was meant."""
         number = {op: i for i, op in enumerate(program.ops)}
         order = {v: i for i, v in enumerate((*program.inputs, *program.state))}
@@ -70,13 +70,13 @@ class Walk:
         return next(iter(self.on_purpose), None)
 
 
-def _order(origin: Origin, number: Mapping[Op, int]) -> tuple[int, int]:
+def _order(origin: FaultOrigin, number: Mapping[Op, int]) -> tuple[int, int]:
     """Where an op stands among all, and the value among its outputs."""
     assert origin.op is not None
     return number[origin.op], origin.op.outputs.index(origin.place.variable)
 
 
-def walk_back(program: Program, flags: Flags, starts: Iterable[Place], devices: int = 1) -> Walk:
+def walk_back(program: Program, flags: Flags, starts: Iterable[BadValue], devices: int = 1) -> FaultWalk:
     """Walk from these places to where they began.
 
     Args:
@@ -86,8 +86,8 @@ def walk_back(program: Program, flags: Flags, starts: Iterable[Place], devices: 
         devices: how many it ran on; what a collective op gives comes from all of them.
     """
     makers = producers(program)
-    walk = Walk([], [], [])
-    left, seen = list(starts), set[Place]()
+    walk = FaultWalk([], [], [])
+    left, seen = list(starts), set[BadValue]()
     while left:
         place = left.pop()
         if place in seen:
@@ -96,22 +96,22 @@ def walk_back(program: Program, flags: Flags, starts: Iterable[Place], devices: 
         op = makers.get(place.variable)
         if op is None:
             is_constant = place.variable.kind is Kind.CONSTANT
-            (walk.on_purpose if is_constant else walk.given).append(Origin(place, None))
+            (walk.on_purpose if is_constant else walk.given).append(FaultOrigin(place, None))
             continue
         before = list(_before(op, flags, place, devices))
         began = not before or (place.bad is Bad.NAN and before[0].bad is not Bad.NAN)
         if began:
-            origin = Origin(_first_output(op, flags, place), op, writes(op.body, place.bad))
+            origin = FaultOrigin(_first_output(op, flags, place), op, writes(op.body, place.bad))
             meant = origin.is_written and place.bad is not Bad.NAN
             (walk.on_purpose if meant else walk.births).append(origin)
         left += before
     return walk
 
 
-def _before(op: Op, flags: Flags, place: Place, devices: int) -> list[Place]:
+def _before(op: Op, flags: Flags, place: BadValue, devices: int) -> list[BadValue]:
     """What an op reads that may have made a place what it is: NaNs for a NaN, if there are any."""
     found = [
-        Place(v, d, bad)
+        BadValue(v, d, bad)
         for d in (range(devices) if op.body.collectives else (place.device,))
         for v in dict.fromkeys(op.inputs)
         for bad in sorted(bad_in(flags, v, d))
@@ -123,10 +123,10 @@ def _before(op: Op, flags: Flags, place: Place, devices: int) -> list[Place]:
     return found
 
 
-def _first_output(op: Op, flags: Flags, place: Place) -> Place:
+def _first_output(op: Op, flags: Flags, place: BadValue) -> BadValue:
     """The first output of an op that is not finite in this way."""
     found = (v for v in op.outputs if place.bad in bad_in(flags, v, place.device))
-    return Place(next(found, place.variable), place.device, place.bad)
+    return BadValue(next(found, place.variable), place.device, place.bad)
 
 
 def writes(body: Body, bad: Bad) -> bool:

@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 
-class Background:
+class TaskThread:
     """A daemon thread that does one piece of work after the other.
 
     Handing over work and taking its result costs some ten microseconds; starting a thread costs more.

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onward.execute.peers.verdict import GONE, View
+from onward.execute.peers.verdict import GONE, PeerView
 
 _PATIENCE = 4
 """Times the silence after which a step takes a process for stopped: then this one ends without it."""
 
 
-def all_halt(view: View) -> bool | None:
+def all_halt(view: PeerView) -> bool | None:
     """Whether all end before ``view.step``; None: somebody has yet to say so, or to begin it."""
     yet = [i for i in view.others if view.heard[i].word.halt != view.step]
     if not yet:

@@ -64,7 +64,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Word:
+class PeerWord:
     """What a process says of itself.
 
     Args:
@@ -84,12 +84,12 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Heard:
+class LastWord:
     """The last word of another process, and when it came (``time.monotonic``)."""
 
     at: float
     number: int = 0  # of the datagram; 0: none came yet
-    word: Word = Word()
+    word: PeerWord = PeerWord()
 
 
 def own_host() -> str:
@@ -104,14 +104,14 @@ def short(text: str) -> str:
     return f"{text[: _TEXT // 4 - 20]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def pack(word: Word, index: int, number: int, token: bytes) -> bytes:
+def pack(word: PeerWord, index: int, number: int, token: bytes) -> bytes:
     """A word of process ``index`` as its datagram ``number``."""
     head = _HEAD.pack(_MAGIC, index, number, word.begun, word.finished, word.halt, word.status)
     said = head + word.text.encode(errors="replace")[:_TEXT]
     return said + _code(said, token)
 
 
-def unpack(datagram: bytes, token: bytes) -> tuple[int, int, Word] | None:
+def unpack(datagram: bytes, token: bytes) -> tuple[int, int, PeerWord] | None:
     """Who spoke, the number of the datagram, and the word; None if it is no datagram of this run."""
     said, code = datagram[:-_CODE], datagram[-_CODE:]
     if len(said) < _HEAD.size or not compare_digest(code, _code(said, token)):
@@ -120,7 +120,7 @@ def unpack(datagram: bytes, token: bytes) -> tuple[int, int, Word] | None:
     if magic != _MAGIC or status > max(Status):
         return None
     text = said[_HEAD.size :].decode(errors="ignore")
-    return index, number, Word(begun, finished, Status(status), text, halt)
+    return index, number, PeerWord(begun, finished, Status(status), text, halt)
 
 
 def _code(said: bytes, token: bytes) -> bytes:
@@ -152,20 +152,20 @@ class Heartbeat:
         interval: float,
     ) -> None:
         self.index, self.members, self.interval = index, tuple(members), interval
-        self.heard = [Heard(time.monotonic()) for _ in self.members]
+        self.heard = [LastWord(time.monotonic()) for _ in self.members]
         self.news = Event()
         self._mailbox, self._token = mailbox, token
-        self.word = Word()
+        self.word = PeerWord()
         self._said, self._count = 0.0, 0
         self._lock = Lock()
         self._open = True
         Thread(target=self._talk, name="onward-peers", daemon=True).start()
 
-    def note(self, word: Word) -> None:
+    def note(self, word: PeerWord) -> None:
         """Tell this with the next datagram."""
         self.word = word
 
-    def say(self, word: Word, now: bool = False) -> None:
+    def say(self, word: PeerWord, now: bool = False) -> None:
         """Tell this, now or, where something was told just before, with the next datagram.
 
         Steps may be shorter than what it takes to tell all others.
@@ -218,5 +218,5 @@ class Heartbeat:
             return
         index, number, word = found
         if index < len(self.heard) and index != self.index and number > self.heard[index].number:
-            self.heard[index] = Heard(time.monotonic(), number, word)
+            self.heard[index] = LastWord(time.monotonic(), number, word)
             self.news.set()

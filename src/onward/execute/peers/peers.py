@@ -25,11 +25,11 @@ from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
 from onward.core.errors import OnwardError, PeerError
-from onward.execute.peers.background import Background
+from onward.execute.peers.background import TaskThread
 from onward.execute.peers.halt import all_halt
-from onward.execute.peers.heartbeat import Heartbeat, Member, Status, Word, short
+from onward.execute.peers.heartbeat import Heartbeat, Member, PeerWord, Status, short
 from onward.execute.peers.rendezvous import OF_THE_EXCHANGE, meet, summary
-from onward.execute.peers.verdict import GONE, HOPELESS, ON_THE_WAY, View, verdict
+from onward.execute.peers.verdict import GONE, HOPELESS, ON_THE_WAY, PeerView, verdict
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Peers:
     ) -> None:
         self.index, self.members = index, tuple(members)
         self._heartbeat = None if mailbox is None else Heartbeat(index, members, mailbox, token, interval)
-        self._background = Background("onward-step")
+        self._background = TaskThread("onward-step")
         self._turn = Lock()
         self._finished = 0
         self._label = ""
@@ -140,7 +140,7 @@ class Peers:
         with self._turn:
             if self._lost:
                 raise PeerError(_LOST.format(why=self._lost))
-            step = _Step(self._heartbeat, self._finished + 1, short(label), deadline)
+            step = _WaitedStep(self._heartbeat, self._finished + 1, short(label), deadline)
             self._lost = _INTERRUPTED.format(step=step.number)  # unless it ends otherwise
             try:
                 result = self._run(step, work)
@@ -195,7 +195,7 @@ class Peers:
 
     def _agreed(self, heartbeat: Heartbeat, step: int, deadline: float | None) -> bool:
         """Whether all end before this step, once that is certain."""
-        asked = _Step(heartbeat, step, self._label, deadline)
+        asked = _WaitedStep(heartbeat, step, self._label, deadline)
         word = self._word(self._finished, self._finished)
         heartbeat.say(word, now=True)
         while True:
@@ -208,12 +208,12 @@ class Peers:
             heartbeat.say(word, now=True)
         return found is not False
 
-    def _word(self, begun: int, finished: int) -> Word:
+    def _word(self, begun: int, finished: int) -> PeerWord:
         """What this process says of itself."""
-        return Word(begun, finished, text=self._label, halt=self._halt)
+        return PeerWord(begun, finished, text=self._label, halt=self._halt)
 
-    def _run(self, step: _Step, work: Callable[[], T]) -> T:
-        begun = Word(step.number, self._finished, text=step.label, halt=self._halt)
+    def _run(self, step: _WaitedStep, work: Callable[[], T]) -> T:
+        begun = PeerWord(step.number, self._finished, text=step.label, halt=self._halt)
         if step.label != self._label:
             step.heartbeat.say(begun, now=True)
             step.wait_for_all_to_begin()
@@ -233,7 +233,7 @@ class Peers:
         return result
 
 
-class _Step:
+class _WaitedStep:
     """One step, for the process that waits for its end."""
 
     def __init__(self, heartbeat: Heartbeat, number: int, label: str, deadline: float | None) -> None:
@@ -241,11 +241,11 @@ class _Step:
         self.until = inf if deadline is None else time.monotonic() + deadline
 
     @property
-    def view(self) -> View:
+    def view(self) -> PeerView:
         """What is known now."""
         heard = self.heartbeat
         silence = SILENCE * heard.interval
-        return View(
+        return PeerView(
             heard.index, heard.members, heard.heard[:], self.number, self.label, time.monotonic(), silence
         )
 
@@ -262,7 +262,7 @@ class _Step:
                 return
             self.heartbeat.news.wait(self.moment)
 
-    def wait_for_end(self, background: Background) -> tuple[Any, BaseException | None]:
+    def wait_for_end(self, background: TaskThread) -> tuple[Any, BaseException | None]:
         """What the work returned, and what it raised.
 
         Raises:

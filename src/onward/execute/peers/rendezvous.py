@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onward.core.errors import PeerError
-from onward.execute.peers.background import Background
+from onward.execute.peers.background import TaskThread
 from onward.execute.peers.heartbeat import Member, own_host
 
 OF_THE_EXCHANGE = re.compile(
@@ -86,7 +86,7 @@ def _card(near: socket.socket, far: socket.socket) -> dict[str, Any]:
 
 def _exchange(card: dict[str, Any], deadline: float | None) -> list[dict[str, Any]]:
     """The cards of all processes, in the order of their indices."""
-    background = Background("onward-meeting")
+    background = TaskThread("onward-meeting")
     background.begin(lambda: _gathered(json.dumps(card).encode().ljust(_SIZE)))
     done = background.result(deadline)
     if done is None:

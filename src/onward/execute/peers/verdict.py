@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from onward.execute.peers.heartbeat import Heard, Member, Status, Word
+from onward.execute.peers.heartbeat import LastWord, Member, PeerWord, Status
 
 _SHOWN = 5  # processes
 _RESTART = (
@@ -27,7 +27,7 @@ _SHAPE = "Give all processes batches of the same shape in a step: drop the last,
 _SLOW = f"All {{count}} processes are alive and take part, so it may only be slow: set {_TIME}."
 
 
-class Kind(IntEnum):
+class PeerState(IntEnum):
     """How a process stands to a step that another one waits in, the gravest first."""
 
     FAILED = 0
@@ -42,27 +42,29 @@ class Kind(IntEnum):
     DONE = 9
 
 
-GONE = frozenset({Kind.FAILED, Kind.DEAD, Kind.SILENT, Kind.FINISHED, Kind.GAVE_UP})
-HOPELESS = frozenset({Kind.FAILED, Kind.DEAD, Kind.MISMATCHED, Kind.FINISHED, Kind.GAVE_UP})
-ON_THE_WAY = frozenset({Kind.ABSENT, Kind.LATE})
+GONE = frozenset({PeerState.FAILED, PeerState.DEAD, PeerState.SILENT, PeerState.FINISHED, PeerState.GAVE_UP})
+HOPELESS = frozenset(
+    {PeerState.FAILED, PeerState.DEAD, PeerState.MISMATCHED, PeerState.FINISHED, PeerState.GAVE_UP}
+)
+ON_THE_WAY = frozenset({PeerState.ABSENT, PeerState.LATE})
 
 _OTHER_PROGRAM = (
     ": these are different Programs. All processes run the same one: the same network, optimizer and rates, "
     "and no constant, shape or seed within it that depends on the process"
 )
 _ADVICE = {
-    Kind.FAILED: _RESTART,
-    Kind.DEAD: _RESTART,
-    Kind.SILENT: _RESTART,
-    Kind.MISMATCHED: _SHAPE,
-    Kind.FINISHED: _COUNT,
-    Kind.ABSENT: _COUNT,
-    Kind.GAVE_UP: "Start all processes again.",  # its own words say more
+    PeerState.FAILED: _RESTART,
+    PeerState.DEAD: _RESTART,
+    PeerState.SILENT: _RESTART,
+    PeerState.MISMATCHED: _SHAPE,
+    PeerState.FINISHED: _COUNT,
+    PeerState.ABSENT: _COUNT,
+    PeerState.GAVE_UP: "Start all processes again.",  # its own words say more
 }
 
 
 @dataclass(frozen=True)
-class View:
+class PeerView:
     """What process ``index`` knows while it waits in a step.
 
     Args:
@@ -77,7 +79,7 @@ class View:
 
     index: int
     members: Sequence[Member]
-    heard: Sequence[Heard]
+    heard: Sequence[LastWord]
     step: int
     label: str
     now: float
@@ -89,22 +91,22 @@ class View:
         return [i for i in range(len(self.members)) if i != self.index]
 
     @property
-    def kinds(self) -> set[Kind]:
+    def kinds(self) -> set[PeerState]:
         """How the other processes stand to the step."""
         return {self.kind(i) for i in self.others}
 
-    def kind(self, i: int) -> Kind:
+    def kind(self, i: int) -> PeerState:
         """How process ``i`` stands to the step."""
         word = self.heard[i].word
         if word.status is not Status.RUNNING:
-            return Kind.DONE if word.finished >= self.step else Kind[word.status.name]
+            return PeerState.DONE if word.finished >= self.step else PeerState[word.status.name]
         if self.is_silent(i):
-            return Kind.DEAD if self.members[i].is_dead else Kind.SILENT
+            return PeerState.DEAD if self.members[i].is_dead else PeerState.SILENT
         if word.finished >= self.step:
-            return Kind.DONE
+            return PeerState.DONE
         if word.begun < self.step:
-            return Kind.ABSENT if word.begun == word.finished else Kind.LATE
-        return Kind.INSIDE if word.text == self.label else Kind.MISMATCHED
+            return PeerState.ABSENT if word.begun == word.finished else PeerState.LATE
+        return PeerState.INSIDE if word.text == self.label else PeerState.MISMATCHED
 
     def is_silent(self, i: int) -> bool:
         """Whether nothing was heard of a process for too long."""
@@ -124,10 +126,12 @@ class View:
         )
 
 
-def verdict(view: View) -> str:
+def verdict(view: PeerView) -> str:
     """The processes that are in the way of the step, each with what it does, and how to go on."""
     guilty = sorted((view.kind(i), i) for i in view.others if view.kind(i) in _ADVICE)
-    guilty = [(kind, i) for kind, i in guilty if kind is not Kind.GAVE_UP] or guilty  # these only repeat it
+    guilty = [
+        (kind, i) for kind, i in guilty if kind is not PeerState.GAVE_UP
+    ] or guilty  # these only repeat it
     if not guilty:
         return _SLOW.format(count=len(view.members))
     told = [_told(view, kind, i) for kind, i in guilty[:_SHOWN]]
@@ -136,34 +140,34 @@ def verdict(view: View) -> str:
     return " ".join([*told, _ADVICE[guilty[0][0]]])
 
 
-def _told(view: View, kind: Kind, i: int) -> str:
+def _told(view: PeerView, kind: PeerState, i: int) -> str:
     """One sentence about one process."""
     member, heard = view.members[i], view.heard[i]
     who = f"process {i} (pid {member.pid} on {member.host})"
-    if kind is Kind.SILENT and heard.number == 0:
+    if kind is PeerState.SILENT and heard.number == 0:
         host, port = member.address
         return f"Nothing was ever heard of {who}: it died, or no UDP datagrams come through to {host}:{port}."
     return f"{who[0].upper()}{who[1:]} {_deed(view, kind, heard)}."
 
 
-def _deed(view: View, kind: Kind, heard: Heard) -> str:
+def _deed(view: PeerView, kind: PeerState, heard: LastWord) -> str:
     word, step = heard.word, view.step
     text, where = word.text.rstrip("."), _where(word, step)
     match kind:
-        case Kind.FAILED:
+        case PeerState.FAILED:
             return f"was ended {where} by an error: {text}"
-        case Kind.DEAD:
+        case PeerState.DEAD:
             return (
                 f"died {where}: nothing was heard of it for {view.now - heard.at:.1f} s, and its pid is gone"
             )
-        case Kind.SILENT:
+        case PeerState.SILENT:
             return f"was last heard of {view.now - heard.at:.1f} s ago, {where}: it died or was stopped"
-        case Kind.MISMATCHED:
+        case PeerState.MISMATCHED:
             deed = f"feeds {text or 'nothing that has a name'} in step {step}, and this one {view.label}"
             return deed + _OTHER_PROGRAM * (_program(text) != _program(view.label))
-        case Kind.FINISHED:
+        case PeerState.FINISHED:
             return f"came to its end {where}, and takes no part in step {step}"
-        case Kind.ABSENT:
+        case PeerState.ABSENT:
             wants = "it reads data, or has none left"
             return f"is alive and has not begun step {step}, which this one waits in: {wants}"
         case _:
@@ -175,7 +179,7 @@ def _program(label: str) -> str:
     return label.partition(",")[0] if label.startswith("Program ") else ""
 
 
-def _where(word: Word, step: int) -> str:
+def _where(word: PeerWord, step: int) -> str:
     """The place of a process in its steps.
 
     Its last word may be a few steps old; but this process has finished all steps before ``step``, and so has

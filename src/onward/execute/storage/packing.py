@@ -18,7 +18,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass, UpdateType
 from onward.execute.storage.families import Family, components, families_of, is_rows, is_stack
-from onward.execute.storage.storage import Buffer, Form, Storage, end_to_end, stacked
+from onward.execute.storage.storage import Buffer, BufferForm, Storage, end_to_end, stacked
 
 Unit = Op | Family
 
@@ -76,11 +76,11 @@ class _Packing:
         self.stacks: dict[tuple[Variable, ...], Variable] = {}
         for buffer in self.buffers:
             for k, v in enumerate(self.members[buffer]):
-                if buffer.form is Form.ALONE:
+                if buffer.form is BufferForm.ALONE:
                     self.held[v] = buffer.variable
                 else:
                     self.rows[v] = (buffer.variable, buffer, k)
-            if buffer.form is Form.STACKED:
+            if buffer.form is BufferForm.STACKED:
                 self.stacks[self.members[buffer]] = buffer.variable
 
     def chosen(self) -> list[Family]:
@@ -200,7 +200,7 @@ class _Packing:
         if v not in self.rows:
             return v
         whole, buffer, k = self.rows[v]
-        if buffer is not None and buffer.form is Form.FLAT:
+        if buffer is not None and buffer.form is BufferForm.FLAT:
             body = _piece(whole.shape, buffer.offsets[k], v.shape, v.dtype)
         else:
             body = _row(whole.shape, k, v.dtype)
@@ -218,9 +218,9 @@ class _Packing:
         after = tuple(self.program.next_state.get(v, v) for v in members)
         if after == members:
             return buffer.variable
-        if buffer.form is Form.ALONE:
+        if buffer.form is BufferForm.ALONE:
             return self.value(after[0])
-        if buffer.form is Form.STACKED:
+        if buffer.form is BufferForm.STACKED:
             return self.stack_of(after)
         values = tuple(map(self.value, after))
         whole = replace(buffer.variable, name=self.names.new(f"next({buffer.variable.name})"))

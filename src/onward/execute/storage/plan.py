@@ -20,7 +20,7 @@ from onward.core.program import Program, Variable
 from onward.core.words import Placement, UpdateType
 from onward.execute.storage.families import components, families_of, is_stack
 from onward.execute.storage.packing import pattern_of
-from onward.execute.storage.storage import Buffer, Form, Storage
+from onward.execute.storage.storage import Buffer, BufferForm, Storage
 
 SMALL = 16 * 1024  # bytes of a Variable whose copy costs less than passing it
 LEAST = 64  # arrays that must be saved before anything is packed
@@ -69,14 +69,14 @@ class _Planning:
         """How many Variables could share a buffer."""
         return sum(map(_is_small, self.free))
 
-    def share(self, members: Sequence[Variable], form: Form, why: str) -> None:
+    def share(self, members: Sequence[Variable], form: BufferForm, why: str) -> None:
         """Let these Variables share a buffer, unless some of them do so already."""
         if len(members) < 2 or any(v not in self.free for v in members) or len(set(members)) < len(members):
             return
         if len({v.name in self.apart for v in members}) > 1:
             return
         one = members[0]
-        shape = (len(members), *one.shape) if form is Form.STACKED else (sum(v.size for v in members),)
+        shape = (len(members), *one.shape) if form is BufferForm.STACKED else (sum(v.size for v in members),)
         name = self.names.new(pattern_of([v.name for v in members]))
         whole = Variable(name, shape, one.dtype, one.kind, one.placement)
         buffer = Buffer(whole, tuple(members), form, why)
@@ -88,7 +88,7 @@ class _Planning:
         """What a stack in the Program is made of, and what is updated along with it."""
         stacks = [op.inputs for op in self.program.ops if is_stack(op)]
         for members in stacks:
-            self.share(members, Form.STACKED, _ROLLED)
+            self.share(members, BufferForm.STACKED, _ROLLED)
         for together in components(families_of(self.program)):
             if any(column[0] in self.groups for f in together for column in f.columns):
                 self._stack(together, _ROLLED)
@@ -107,20 +107,20 @@ class _Planning:
             if known is not None:
                 family = family.reordered(sorted(range(len(known)), key=lambda i: place[known[i]]))
             for column in family.columns:
-                self.share(column, Form.STACKED, why)
+                self.share(column, BufferForm.STACKED, why)
 
     def _numbered(self) -> list[tuple[int, Buffer]]:
         return list(enumerate({id(b): b for b in self.groups.values()}.values()))
 
     def stack_alike(self) -> None:
         """What is small and of one type, and changes or stays alike."""
-        self._by(lambda v: (v.shape, v.dtype, v.kind), Form.STACKED, _LIKE)
+        self._by(lambda v: (v.shape, v.dtype, v.kind), BufferForm.STACKED, _LIKE)
 
     def lay_end_to_end(self) -> None:
         """What is small and left over."""
-        self._by(lambda v: v.dtype, Form.FLAT, _SMALL)
+        self._by(lambda v: v.dtype, BufferForm.FLAT, _SMALL)
 
-    def _by(self, key: Any, form: Form, why: str) -> None:
+    def _by(self, key: Any, form: BufferForm, why: str) -> None:
         found: dict[Any, list[Variable]] = defaultdict(list)
         for v in self.free:
             if _is_small(v):
@@ -133,7 +133,7 @@ class _Planning:
         """The buffers in the order of the state: those that change first."""
         made: dict[int, Buffer] = {}
         for v in self.program.state:
-            buffer = self.groups.get(v) or Buffer(v, (v,), Form.ALONE)
+            buffer = self.groups.get(v) or Buffer(v, (v,), BufferForm.ALONE)
             made.setdefault(id(buffer), buffer)
         changes = {b: any(v in self.program.next_state for v in b.members) for b in made.values()}
         return Storage(sorted(made.values(), key=lambda b: not changes[b]))

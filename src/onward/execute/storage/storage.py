@@ -16,7 +16,7 @@ from onward.core.columns import columns
 from onward.core.program import Variable
 
 
-class Form(StrEnum):
+class BufferForm(StrEnum):
     """How a buffer holds its members."""
 
     ALONE = "alone"
@@ -38,7 +38,7 @@ class Buffer:
 
     variable: Variable
     members: tuple[Variable, ...]
-    form: Form
+    form: BufferForm
     why: str = ""
 
     @cached_property
@@ -48,22 +48,22 @@ class Buffer:
 
     def read(self, array: Any, k: int) -> Any:
         """The value of member ``k``; axes that a transformation has put in front stay in front."""
-        if self.form is Form.ALONE:
+        if self.form is BufferForm.ALONE:
             return array
         leading = np.ndim(array) - self.variable.ndim
-        if self.form is Form.STACKED:
+        if self.form is BufferForm.STACKED:
             return _row(array, k, leading)
         v = self.members[k]
         return _piece(array, self.offsets[k], v.size, (*np.shape(array)[:leading], *v.shape), leading)
 
     def made(self, values: Sequence[Any]) -> Any:
         """The buffer that holds these values."""
-        if self.form is Form.ALONE:
+        if self.form is BufferForm.ALONE:
             return values[0]
         if any(isinstance(x, jax.core.Tracer) for x in values):
-            return stacked(values) if self.form is Form.STACKED else end_to_end(values)
+            return stacked(values) if self.form is BufferForm.STACKED else end_to_end(values)
         arrays = [np.asarray(x) for x in values]  # on the host: no program of a thousand arguments to compile
-        if self.form is Form.STACKED:
+        if self.form is BufferForm.STACKED:
             return jnp.array(np.stack(arrays), self.variable.dtype)
         return jnp.array(np.concatenate([x.ravel() for x in arrays]), self.variable.dtype)
 
@@ -94,7 +94,7 @@ class Storage:
 
     def is_shared(self, i: int) -> bool:
         """Whether buffer ``i`` holds several Variables."""
-        return self.buffers[i].form is not Form.ALONE
+        return self.buffers[i].form is not BufferForm.ALONE
 
     def whole(self, names: Collection[str]) -> frozenset[str]:
         """The names of the buffers that hold nothing but these Variables."""
@@ -123,8 +123,8 @@ class Storage:
         )
 
     def __str__(self) -> str:
-        shared = [b for b in self.buffers if b.form is not Form.ALONE]
-        alone = [b.variable for b in self.buffers if b.form is Form.ALONE]
+        shared = [b for b in self.buffers if b.form is not BufferForm.ALONE]
+        alone = [b.variable for b in self.buffers if b.form is BufferForm.ALONE]
         count = len(self.place)
         head = f"{count} state Variables in {len(self.buffers)} buffer{'s' if len(self.buffers) > 1 else ''}"
         rows = [(b.variable.name, b.variable.type, f"{len(b.members)} {b.form}", b.why) for b in shared]

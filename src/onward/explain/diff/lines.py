@@ -34,7 +34,7 @@ _FIRST = ("devices", "feed", "parameter", "state", "constant", "begins")
 
 
 @dataclass(frozen=True)
-class Line:
+class ChangeLine:
     """One kind of change: the pass or what it is about, its mark, how often, the types, and words."""
 
     margin: str
@@ -111,7 +111,7 @@ def _facts_in_words(found: Sequence[Fact]) -> Iterator[str]:
         yield begins[0].text if len(begins) == 1 else f"{len(begins):,} begin anew"
 
 
-def lines(found: Diff) -> Iterator[list[Line]]:
+def lines(found: Diff) -> Iterator[list[ChangeLine]]:
     """The lines in blocks: what is given, the ops by pass, what is handed out."""
     around = list(_folded_facts(found.facts))
     yield [line for line in around if line.margin in _FIRST]
@@ -119,21 +119,23 @@ def lines(found: Diff) -> Iterator[list[Line]]:
     yield [line for line in around if line.margin not in _FIRST]
 
 
-def _folded_facts(found: Iterable[Fact]) -> Iterator[Line]:
+def _folded_facts(found: Iterable[Fact]) -> Iterator[ChangeLine]:
     for (what, mark), run in groupby(found, key=lambda fact: (fact.what, fact.mark)):
         alike = list(run)
         if len(alike) <= _FEW:
-            yield from (Line(what, mark, 1, fact.type, fact.text) for fact in alike)
+            yield from (ChangeLine(what, mark, 1, fact.type, fact.text) for fact in alike)
         else:
-            yield Line(what, mark, len(alike), _one_of({f.type for f in alike}), f"such as {alike[0].text}")
+            yield ChangeLine(
+                what, mark, len(alike), _one_of({f.type for f in alike}), f"such as {alike[0].text}"
+            )
 
 
-def _ops(found: Diff) -> Iterator[Line]:
+def _ops(found: Diff) -> Iterator[ChangeLine]:
     for mark, ops in (("-", found.removed), ("+", found.added)):
         for of_pass in _groups(ops, lambda op: op.made_by):
             kinds = _groups(of_pass, lambda op: op.type)
             if len(kinds) > _KINDS:
-                yield Line(str(of_pass[0].made_by), mark, len(of_pass), "", _kinds(of_pass, 2 * _KINDS))
+                yield ChangeLine(str(of_pass[0].made_by), mark, len(of_pass), "", _kinds(of_pass, 2 * _KINDS))
             else:
                 yield from (_line_of_ops(mark, group) for group in kinds)
     makers, new = _makers(found.after), {v for op in found.added for v in op.outputs}
@@ -158,14 +160,14 @@ def _groups(members: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list
     return list(found.values())
 
 
-def _line_of_ops(mark: str, ops: Sequence[Op]) -> Line:
+def _line_of_ops(mark: str, ops: Sequence[Op]) -> ChangeLine:
     first = ops[0]
     words = _words(first) if len(ops) == 1 else f"{first.type}, such as {_words(first)}"
     scopes = dict.fromkeys(op.scope for op in ops if op.scope)
     if len(scopes) > 1:
         words += f"  (in {len(scopes):,} scopes)"
     types = {", ".join(dict.fromkeys(map(short_type, op.outputs))) for op in ops}
-    return Line(str(first.made_by), mark, len(ops), _one_of(types), words)
+    return ChangeLine(str(first.made_by), mark, len(ops), _one_of(types), words)
 
 
 def _words(op: Op) -> str:
@@ -187,7 +189,7 @@ def _kind(pair: Pair, makers: Mapping[Variable, str], new: Collection[Variable])
     return pair.after.made_by, pair.differences, reads
 
 
-def _line_of_pairs(pairs: Sequence[Pair], makers: Mapping[Variable, str]) -> Line:
+def _line_of_pairs(pairs: Sequence[Pair], makers: Mapping[Variable, str]) -> ChangeLine:
     first = pairs[0]
     words = [", ".join(first.differences)] if first.differences else []
     if first.replaced:
@@ -196,7 +198,7 @@ def _line_of_pairs(pairs: Sequence[Pair], makers: Mapping[Variable, str]) -> Lin
     alone = len(pairs) == 1 and op.outputs
     name = f"{op.outputs[0].name} = {op.type}" if alone else _kinds([pair.after for pair in pairs])
     types = {", ".join(dict.fromkeys(map(short_type, pair.after.outputs))) for pair in pairs}
-    return Line(str(op.made_by), "~", len(pairs), _one_of(types), f"{name}: {'; '.join(words)}")
+    return ChangeLine(str(op.made_by), "~", len(pairs), _one_of(types), f"{name}: {'; '.join(words)}")
 
 
 def _reads(pairs: Sequence[Pair], makers: Mapping[Variable, str]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from onward.core.show import human_bytes
 from onward.core.words import Pass
-from onward.explain.diff.lines import Line, headline, lines
+from onward.explain.diff.lines import ChangeLine, headline, lines
 from onward.explain.style import CSS, MONO, colour
 from onward.explain.style import text as escaped
 
@@ -82,7 +82,7 @@ def html(found: Diff) -> str:
     )
 
 
-def _row(line: Line, is_named: bool, is_rule: bool) -> str:
+def _row(line: ChangeLine, is_named: bool, is_rule: bool) -> str:
     ink = colour(line.margin) if line.margin in set(Pass) else "var(--ow-faint)"
     rule = ' class="ow-rule"' if is_rule else ""
     about = escaped(line.margin) if is_named else ""

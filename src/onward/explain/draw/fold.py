@@ -84,10 +84,10 @@ class Tree:
 
 def tree_of(program: Program) -> Tree:
     """The tree of a Program."""
-    return _Builder(program).tree()
+    return _TreeBuilder(program).tree()
 
 
-class _Builder:
+class _TreeBuilder:
     """The making of a tree, with what is known of the Program's ops."""
 
     def __init__(self, program: Program) -> None:

@@ -10,7 +10,7 @@ from onward.core.words import Pass
 from onward.derive.roll.find import find_runs
 from onward.derive.roll.forward import forward_ops
 from onward.derive.roll.line import line_of
-from onward.derive.roll.run import Run
+from onward.derive.roll.run import LayerRun
 
 _LEAST_OPS_SAVED = 12
 
@@ -37,7 +37,7 @@ def repeats_of(program: Program) -> tuple[Repeat, ...]:
     return tuple(Repeat(tuple(tuple(original[op] for op in layer) for layer in run.layers)) for run in runs)
 
 
-def _is_worth_a_box(run: Run) -> bool:
+def _is_worth_a_box(run: LayerRun) -> bool:
     """Whether enough is saved, and each scope is either in one layer alone or in all of them."""
     return run.saved >= _LEAST_OPS_SAVED and are_whole([[op.scope for op in layer] for layer in run.layers])
 

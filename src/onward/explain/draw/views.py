@@ -89,10 +89,10 @@ class Album:
 
     def views(self) -> list[View]:
         """All pictures, the first one first."""
-        return _Walk(self).views()
+        return _AlbumWalk(self).views()
 
 
-class _Walk:
+class _AlbumWalk:
     """The way through all pictures, nearest first, until there are enough."""
 
     def __init__(self, album: Album) -> None:

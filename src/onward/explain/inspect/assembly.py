@@ -17,16 +17,16 @@ from onward.core.structure import Signature, Static, Structure
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement
 from onward.define.arguments import Leaf, Specification
-from onward.explain.inspect.call import Call
+from onward.explain.inspect.call import CalledStep
 from onward.explain.inspect.carried import carried, next_values, without
-from onward.explain.inspect.flow import Flow
-from onward.explain.inspect.parts import Part, parts_of
+from onward.explain.inspect.flow import Provenance
+from onward.explain.inspect.parts import TreePart, parts_of
 from onward.explain.inspect.passes import with_passes
 from onward.explain.inspect.roles import facing, gradients_of, loss_among, parameters_among
-from onward.explain.inspect.tracing import Traced
+from onward.explain.inspect.tracing import TracedStep
 
 
-class Devices(StrEnum):
+class SpreadStep(StrEnum):
     """How a step that ``shard_map`` or ``pmap`` spreads over devices is looked at, the most telling first.
 
     ``COPIES``: what one device does, the state that pmap gives each device being the same on all.
@@ -38,10 +38,10 @@ class Devices(StrEnum):
     WHOLE = "whole"
 
 
-def assemble(call: Call, found: Traced, devices: Devices) -> Program:
+def assemble(call: CalledStep, found: TracedStep, devices: SpreadStep) -> Program:
     """The Program of a traced step."""
     names = Names()
-    spread = None if devices is Devices.WHOLE else on_devices(found.closed)
+    spread = None if devices is SpreadStep.WHOLE else on_devices(found.closed)
     closed = found.closed if spread is None else spread.closed
     types = Body(closed).in_types
     placements = [Placement.REPLICATED] * len(types) if spread is None else spread.given
@@ -52,7 +52,7 @@ def assemble(call: Call, found: Traced, devices: Devices) -> Program:
     differentiated = {
         v for op, marks in zip(ops, reading.under, strict=True) if "jvp" in marks for v in op.outputs
     }
-    flow = Flow(ops, given.variables, differentiated)
+    flow = Provenance(ops, given.variables, differentiated)
     pairs = carried(given.parts(), [*parts_of(returned, None)], flow)
     result = without(returned, pairs)
     following = {**next_values(pairs), **_in_place(given.modules, found, reading.outputs)}
@@ -74,7 +74,7 @@ def assemble(call: Call, found: Traced, devices: Devices) -> Program:
         signature=_signature(call, given, state_places, result),
         replicas=None if spread is None else spread.replicas,
     )
-    return _named(program, names, devices is Devices.COPIES)
+    return _named(program, names, devices is SpreadStep.COPIES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,9 @@ class _Given:
     modules: tuple[Variable, ...]
 
     @classmethod
-    def of(cls, call: Call, names: Names, types: Sequence[Type], placements: Sequence[Placement]) -> _Given:
+    def of(
+        cls, call: CalledStep, names: Names, types: Sequence[Type], placements: Sequence[Placement]
+    ) -> _Given:
         variables = [
             Variable(names.new(name), tuple(t.shape), t.dtype, Kind.DATA, placement)
             for (name, _), t, placement in zip(call.leaves, types, placements, strict=True)
@@ -98,7 +100,7 @@ class _Given:
     def variables(self) -> tuple[Variable, ...]:
         return (*(v for s in self.plain.values() for v in s.variables), *self.modules)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TreePart]:
         """Every part of every plain argument."""
         start = 0
         for i, structure in self.plain.items():
@@ -112,14 +114,14 @@ def _structure(specification: Specification, variables: Sequence[Variable]) -> S
     return Structure(specification.treedef, leaves)
 
 
-def _leaves(found: Traced, outputs: Sequence[Variable]) -> tuple[Variable | Static, ...]:
+def _leaves(found: TracedStep, outputs: Sequence[Variable]) -> tuple[Variable | Static, ...]:
     """What the step returned: a Variable for every array, and what is none."""
     supply = iter(outputs)
     return tuple(next(supply) if static is None else static for static in found.statics)
 
 
 def _in_place(
-    modules: Sequence[Variable], found: Traced, outputs: Sequence[Variable]
+    modules: Sequence[Variable], found: TracedStep, outputs: Sequence[Variable]
 ) -> dict[Variable, Variable]:
     """What replaces the arrays of modules that a step changes in place."""
     supply = iter(outputs[sum(static is None for static in found.statics) :])
@@ -129,7 +131,7 @@ def _in_place(
     }
 
 
-def _signature(call: Call, given: _Given, state_places: set[int], result: Structure) -> Signature:
+def _signature(call: CalledStep, given: _Given, state_places: set[int], result: Structure) -> Signature:
     """How a compiled Program is begun, with the arguments that are state, and fed, with the others."""
     state = [(call.names[i], given.plain[i]) for i in sorted(state_places)]
     if call.graph is not None:

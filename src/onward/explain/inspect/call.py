@@ -29,7 +29,7 @@ class Graph:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CalledStep:
     """A step and what it is called with.
 
     Attributes:
@@ -65,7 +65,7 @@ class Call:
         """Whether Python numbers are among the arguments."""
         return any(isinstance(leaf, Number) for s in self.plain.values() for leaf in s.leaves)
 
-    def with_fixed(self, *kinds: type) -> Call:
+    def with_fixed(self, *kinds: type) -> CalledStep:
         """The same call with Python numbers of these kinds as they are, not as arrays."""
         return replace(self, plain={i: _fixed(s, kinds) for i, s in self.plain.items()})
 
@@ -92,7 +92,7 @@ class Call:
         return [found.get(keys) for keys, leaf in self.graph.state.places if isinstance(leaf, Leaf)]
 
 
-def call_of(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def call_of(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledStep:
     """The call of a step; raises ``ArgumentError`` for what is no function, or does not take that."""
     if not callable(step):
         raise ArgumentError(
@@ -114,7 +114,7 @@ def call_of(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if modules:
         definition, state = sys.modules["flax.nnx"].split(tuple(values[i] for i in modules))
         graph = Graph(tuple(modules), definition, specify(state, "modules"))
-    return Call(
+    return CalledStep(
         step, title, tuple(names), {i: _noted(s, values[i]) for i, s in plain.items()}, graph, rebuild
     )
 

@@ -13,20 +13,20 @@ import jax
 
 from onward.core.program import Variable
 from onward.core.structure import Structure
-from onward.explain.inspect.flow import Flow
-from onward.explain.inspect.parts import Part
+from onward.explain.inspect.flow import Provenance
+from onward.explain.inspect.parts import TreePart
 
-Pair = tuple[Part, Part]
-Choice = tuple[Part, list[Part]]
+Pair = tuple[TreePart, TreePart]
+Choice = tuple[TreePart, list[TreePart]]
 
 
-def carried(arguments: Iterable[Part], results: Sequence[Part], flow: Flow) -> list[Pair]:
+def carried(arguments: Iterable[TreePart], results: Sequence[TreePart], flow: Provenance) -> list[Pair]:
     """The pairs (result, argument) of parts where the result is the next value of the argument.
 
     The largest parts are matched first. A number alone comes last, and counts only beside something else that
     is carried on: among metrics it is one of them.
     """
-    by_form: dict[Any, list[Part]] = {}
+    by_form: dict[Any, list[TreePart]] = {}
     for part in arguments:
         by_form.setdefault(part.form, []).append(part)
     choices: list[Choice] = []
@@ -53,7 +53,7 @@ def _beside(numbers: Iterable[Choice], pairs: Sequence[Pair]) -> list[Choice]:
     return [choice for choice in left if choice[1]]
 
 
-def _decided(choices: list[Choice], flow: Flow) -> list[Pair]:
+def _decided(choices: list[Choice], flow: Provenance) -> list[Pair]:
     """One argument for each result, each argument once.
 
     What has the fewest candidates is decided first; among several candidates the one that most of the update
@@ -61,7 +61,7 @@ def _decided(choices: list[Choice], flow: Flow) -> list[Pair]:
     such as an update and what comes of adding it, the last to be computed from another is meant.
     """
 
-    def best(new: Part, fitting: Sequence[Part]) -> Part:
+    def best(new: TreePart, fitting: Sequence[TreePart]) -> TreePart:
         return max(fitting, key=lambda old: (flow.share(new, old), old.place == new.place))
 
     decided: list[Pair] = []
@@ -77,7 +77,7 @@ def _decided(choices: list[Choice], flow: Flow) -> list[Pair]:
     return decided
 
 
-def _overlap(a: Part, b: Part) -> bool:
+def _overlap(a: TreePart, b: TreePart) -> bool:
     return a.within(b) or b.within(a)
 
 
@@ -97,7 +97,7 @@ def without(structure: Structure, pairs: Sequence[Pair]) -> Structure:
 
     def left(treedef: Any, start: int) -> Any:
         leaves = structure.leaves[start : start + treedef.num_leaves]
-        part = Part(treedef, leaves, 0, start)
+        part = TreePart(treedef, leaves, 0, start)
         if leaves and any(part.within(other) for other in gone):
             return None
         kind, keys = treedef.node_data() or (None, None)

@@ -12,10 +12,10 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Primitive, Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
-from onward.explain.inspect.parts import Part
+from onward.explain.inspect.parts import TreePart
 
 
-class Flow:
+class Provenance:
     """From which arguments a Variable is computed by updating ops alone, or by forward ops alone.
 
     A norm of an argument is not its next value: an update does not flow through sums over an array.
@@ -56,7 +56,7 @@ class Flow:
         """Whether it is the argument itself, or what the forward pass makes of it."""
         return new is old or bool(self.forward.get(new, 0) & self.bits[old])
 
-    def share(self, new: Part, old: Part) -> int:
+    def share(self, new: TreePart, old: TreePart) -> int:
         """How many arrays of a part the update makes from those of another; -1 if it does not replace it."""
         pairs = [*zip(new.variables, old.variables, strict=True)]
         changed = [(n, o) for n, o in pairs if n is not o]
@@ -74,7 +74,7 @@ class Flow:
         surely = not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
         return 0 if surely or _is_key(old.variables[0]) else -1
 
-    def reads(self, part: Part, other: Part) -> bool:
+    def reads(self, part: TreePart, other: TreePart) -> bool:
         """Whether a part is computed from what the ops make in another."""
         wanted = {v for v in other.variables if v in self.makers}
         seen, waiting = set(part.variables), [*part.variables]

@@ -35,9 +35,9 @@ from onward.core.errors import GraphError
 from onward.core.program import Program
 from onward.core.source import user_level
 from onward.core.words import Pass
-from onward.explain.inspect.assembly import Devices, assemble
-from onward.explain.inspect.call import Call, call_of
-from onward.explain.inspect.tracing import Traced, traced_call
+from onward.explain.inspect.assembly import SpreadStep, assemble
+from onward.explain.inspect.call import CalledStep, call_of
+from onward.explain.inspect.tracing import TracedStep, traced_call
 
 _STATELESS = (
     "{name} returns nothing that replaces one of its arguments, so its Program has data alone, no parameters "
@@ -92,11 +92,11 @@ def inspect(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
     return program
 
 
-def _assembled(call: Call, found: Traced) -> Program:
+def _assembled(call: CalledStep, found: TracedStep) -> Program:
     """The checked Program: of one device, if state that is the same on all can be shown to stay so."""
-    for devices in (Devices.COPIES, Devices.APART):
+    for devices in (SpreadStep.COPIES, SpreadStep.APART):
         try:
             return check(assemble(call, found, devices))
         except GraphError:
             continue
-    return check(assemble(call, found, Devices.WHOLE))
+    return check(assemble(call, found, SpreadStep.WHOLE))

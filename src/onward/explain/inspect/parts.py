@@ -14,7 +14,7 @@ from onward.core.structure import Static, Structure, same_static
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TreePart:
     """A container or a leaf in a tree, with everything in it.
 
     Attributes:
@@ -48,14 +48,14 @@ class Part:
         single = all(not v.shape and not jnp.issubdtype(v.dtype, jax.dtypes.prng_key) for v in self.variables)
         return single and not _bears_keys(self.treedef)
 
-    def is_accompanied(self, others: Iterable[Part]) -> bool:
+    def is_accompanied(self, others: Iterable[TreePart]) -> bool:
         """Whether one of these parts lies in the container that it lies in, if that is one."""
         if self.around is None:
             return True
         begin, end = self.around
         return any(begin <= other.start and other.start + len(other.leaves) <= end for other in others)
 
-    def is_built_as(self, other: Part) -> bool:
+    def is_built_as(self, other: TreePart) -> bool:
         """Whether both have the same containers and the same static values."""
         statics = zip(self.leaves, other.leaves, strict=True)
         return bool(self.treedef == other.treedef) and all(
@@ -64,7 +64,7 @@ class Part:
             if isinstance(a, Static) and isinstance(b, Static)
         )
 
-    def within(self, other: Part) -> bool:
+    def within(self, other: TreePart) -> bool:
         """Whether it is a part of that part, or that part itself."""
         begin, end = other.start, other.start + len(other.leaves)
         return begin <= self.start and self.start + len(self.leaves) <= end
@@ -81,16 +81,18 @@ def _bears_keys(treedef: Any) -> bool:
     return _is_keyed(treedef) or any(map(_bears_keys, treedef.children()))
 
 
-def parts_of(structure: Structure, place: int | None, start: int = 0) -> Iterator[Part]:
+def parts_of(structure: Structure, place: int | None, start: int = 0) -> Iterator[TreePart]:
     """The tree itself and every part of it that holds arrays, larger ones first.
 
     ``place`` None: the tree is what a step returns, its parts are the results.
     """
 
-    def walk(treedef: Any, begin: int, place: int | None, around: tuple[int, int] | None) -> Iterator[Part]:
+    def walk(
+        treedef: Any, begin: int, place: int | None, around: tuple[int, int] | None
+    ) -> Iterator[TreePart]:
         leaves = structure.leaves[begin : begin + treedef.num_leaves]
         if any(isinstance(leaf, Variable) for leaf in leaves):
-            yield Part(treedef, leaves, place or 0, start + begin, around)
+            yield TreePart(treedef, leaves, place or 0, start + begin, around)
         several = place is None and not _is_keyed(treedef)
         inside = None if several else (start + begin, start + begin + len(leaves))
         for i, child in enumerate(treedef.children()):

@@ -14,11 +14,11 @@ from onward.core.jaxprs.tracing import traced
 from onward.core.structure import Static
 from onward.define.purity import LeakWatch
 from onward.define.trace import explaining
-from onward.explain.inspect.call import Call, is_array
+from onward.explain.inspect.call import CalledStep, is_array
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedStep:
     """What a trace found.
 
     Attributes:
@@ -37,7 +37,7 @@ class Traced:
 _NUMBERS: tuple[tuple[type, ...], ...] = ((bool, int), (bool, int, float, complex))
 
 
-def traced_call(call: Call) -> tuple[Call, Traced]:
+def traced_call(call: CalledStep) -> tuple[CalledStep, TracedStep]:
     """The trace of a call, and the call as it was traced: with Python numbers fixed that the step looks at.
 
     Raises:
@@ -55,7 +55,7 @@ def traced_call(call: Call) -> tuple[Call, Traced]:
         raise error
 
 
-def _traced(call: Call) -> Traced:
+def _traced(call: CalledStep) -> TracedStep:
     found: list[tuple[Any, list[Static | None], list[bool]]] = []
     watch = LeakWatch()
 
@@ -69,4 +69,4 @@ def _traced(call: Call) -> Traced:
 
     closed = explaining(call.title, partial(traced, flat), *(leaf.type for _, leaf in call.leaves))
     watch.end(call.step, call.title)
-    return Traced(closed, *found[-1])
+    return TracedStep(closed, *found[-1])

@@ -45,11 +45,11 @@ from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes
 from onward.core.words import Kind, Pass
 from onward.derive.recompute.measure import results
-from onward.explain.memory.plot import Chart, Picture, Point, picture
+from onward.explain.memory.plot import Chart, OpPoint, Picture, picture
 from onward.explain.memory.table import place, rows, side_by_side, text
 
 
-class Share(StrEnum):
+class MemoryShare(StrEnum):
     """What bytes are taken for, what lasts first.
 
     ``SAVED`` was made by the forward pass for the backward pass, ``GRADIENTS`` by the backward pass for the
@@ -81,18 +81,18 @@ class Held:
 
     variable: Variable
     bytes: int
-    share: Share
+    share: MemoryShare
     maker: Op | None
     reader: Op | None
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
+class PeakMoment:
     """What is taken while one op runs, where it takes most."""
 
     op: Op
     bytes: int
-    shares: Mapping[Share, int]
+    shares: Mapping[MemoryShare, int]
 
 
 class Memory:
@@ -104,7 +104,7 @@ class Memory:
         self._gradients = {g for _, g in program.gradients}
 
     @cached_property
-    def curve(self) -> tuple[Moment, ...]:
+    def curve(self) -> tuple[PeakMoment, ...]:
         """One moment for each op, in order."""
         most: dict[int, int] = {}
         for i, step in enumerate(self._lives.steps):
@@ -114,35 +114,41 @@ class Memory:
         for number, op in enumerate(self.program.ops):
             at = most.get(number, at)
             shares = {share: taken[at] for share, taken in self._taken.items()}
-            moments.append(Moment(op, sum(shares.values()), shares))
+            moments.append(PeakMoment(op, sum(shares.values()), shares))
         return tuple(moments)
 
     @cached_property
-    def _taken(self) -> Mapping[Share, Sequence[int]]:
+    def _taken(self) -> Mapping[MemoryShare, Sequence[int]]:
         """For each share its bytes at each step."""
         count = max(len(self._lives.steps), 1)
-        change = {share: [0] * (count + 2) for share in Share}
+        change = {share: [0] * (count + 2) for share in MemoryShare}
         for array in self._lives.arrays:
             row = change[self._share(array)]
             row[max(array.begin, 0)] += array.bytes
             row[min(array.end, count) + 1] -= array.bytes
         taken = {share: list(accumulate(row))[:count] for share, row in change.items()}
-        more = zip(taken[Share.TEMPORARIES], self._lives.within or (0,), strict=True)
-        return {**taken, Share.TEMPORARIES: [own + within for own, within in more]}
+        more = zip(taken[MemoryShare.TEMPORARIES], self._lives.within or (0,), strict=True)
+        return {**taken, MemoryShare.TEMPORARIES: [own + within for own, within in more]}
 
-    def _share(self, array: Array) -> Share:
+    def _share(self, array: Array) -> MemoryShare:
         first = array.variables[0]
         if array.begin < 0:
-            given = {Kind.PARAMETER: Share.PARAMETERS, Kind.DATA: Share.FEEDS, Kind.CONSTANT: Share.CONSTANTS}
-            return given.get(first.kind, Share.STATE)
+            given = {
+                Kind.PARAMETER: MemoryShare.PARAMETERS,
+                Kind.DATA: MemoryShare.FEEDS,
+                Kind.CONSTANT: MemoryShare.CONSTANTS,
+            }
+            return given.get(first.kind, MemoryShare.STATE)
         if not self._gradients.isdisjoint(array.variables):
-            return Share.GRADIENTS
+            return MemoryShare.GRADIENTS
         if array.end >= len(self._lives.steps):
-            return Share.RESULTS
+            return MemoryShare.RESULTS
         made, read = (self._op(step).made_by for step in (array.begin, array.end))
         if made is Pass.FORWARD:
-            return Share.TEMPORARIES if read is Pass.FORWARD else Share.SAVED
-        return Share.GRADIENTS if made is not read and made is not Pass.UPDATE else Share.TEMPORARIES
+            return MemoryShare.TEMPORARIES if read is Pass.FORWARD else MemoryShare.SAVED
+        return (
+            MemoryShare.GRADIENTS if made is not read and made is not Pass.UPDATE else MemoryShare.TEMPORARIES
+        )
 
     def _op(self, step: int) -> Op:
         return self.program.ops[self._lives.steps[step].op]
@@ -163,7 +169,7 @@ class Memory:
         return max(range(len(self.curve)), key=lambda i: self.curve[i].bytes, default=0)
 
     @property
-    def shares(self) -> Mapping[Share, int]:
+    def shares(self) -> Mapping[MemoryShare, int]:
         """The bytes at the peak by what they are taken for."""
         return {share: taken[self._lives.peak] for share, taken in self._taken.items()}
 
@@ -192,7 +198,7 @@ class Memory:
     def chart(self, title: str | None = None) -> Chart:
         """What the picture shows of it."""
         points = [
-            Point(str(m.op.made_by), place(m.op), m.bytes, {str(s): n for s, n in m.shares.items()})
+            OpPoint(str(m.op.made_by), place(m.op), m.bytes, {str(s): n for s, n in m.shares.items()})
             for m in self.curve
         ]
         return Chart(title or f"Memory of {self.program.name}", tuple(points))

@@ -47,7 +47,7 @@ _CSS = f"""
 
 
 @dataclass(frozen=True)
-class Point:
+class OpPoint:
     """One op: the pass that made it, how people find it, its bytes in all and by what they are for."""
 
     made_by: str
@@ -61,7 +61,7 @@ class Chart:
     """A title, and one point for each op."""
 
     title: str
-    points: tuple[Point, ...]
+    points: tuple[OpPoint, ...]
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ def _chart(chart: Chart, width: int, top: int, step: int) -> Iterator[str]:
     yield "</g>"
 
 
-def _folded(points: Sequence[Point]) -> Sequence[Point]:
+def _folded(points: Sequence[OpPoint]) -> Sequence[OpPoint]:
     """At most so many points as can be told apart: of neighbours that of the most bytes."""
     size = ceil(len(points) / _PLACES) or 1
     groups = (points[i : i + size] for i in range(0, len(points), size))
     return [max(group, key=lambda point: point.bytes) for group in groups]
 
 
-def _areas(points: Sequence[Point], across: float, up: float) -> Iterator[str]:
+def _areas(points: Sequence[OpPoint], across: float, up: float) -> Iterator[str]:
     below = [0] * len(points)
     for share, ink in _COLOURS.items():
         above = [n + point.shares.get(share, 0) for n, point in zip(below, points, strict=True)]
@@ -176,7 +176,7 @@ def _corners(heights: Sequence[int]) -> list[tuple[int, int]]:
     return corners
 
 
-def _lanes(points: Sequence[Point], across: float) -> Iterator[str]:
+def _lanes(points: Sequence[OpPoint], across: float) -> Iterator[str]:
     """Below the area the passes, each in its colour."""
     start = 0
     for made_by, run in groupby(point.made_by for point in points):
@@ -194,7 +194,7 @@ def _lanes(points: Sequence[Point], across: float) -> Iterator[str]:
         start += count
 
 
-def _peak(points: Sequence[Point], across: float, up: float, width: int) -> Iterator[str]:
+def _peak(points: Sequence[OpPoint], across: float, up: float, width: int) -> Iterator[str]:
     at = max(range(len(points)), key=lambda i: points[i].bytes)
     x, y = (at + 0.5) * across, _HEIGHT - points[at].bytes * up
     yield f'<path d="M{x:.1f} {y:.1f}V{_HEIGHT}" stroke="var(--ow-alarm)" stroke-dasharray="3 3"/>'
@@ -202,13 +202,13 @@ def _peak(points: Sequence[Point], across: float, up: float, width: int) -> Iter
     yield f'<g class="most">{_told(points[at], "peak", width)}</g>'
 
 
-def _spot(i: int, point: Point, across: float, width: int) -> str:
+def _spot(i: int, point: OpPoint, across: float, width: int) -> str:
     """What a pointer finds: the op of this place, told in the lines above the area."""
     rect = f'<rect class="spot" x="{i * across:.2f}" y="0" width="{across:.2f}" height="{_HEIGHT}"/>'
     return f'<g class="at">{rect}<g class="told">{_told(point, "here", width)}</g></g>'
 
 
-def _told(point: Point, word: str, width: int) -> str:
+def _told(point: OpPoint, word: str, width: int) -> str:
     first = f"{word} {human_bytes(point.bytes)} at {point.made_by} {point.place}"
     largest = sorted(point.shares.items(), key=lambda pair: -pair[1])[: max(width // 200, 1)]
     second = ", ".join(f"{human_bytes(n)} {share}" for share, n in largest if n)

@@ -19,20 +19,20 @@ _PASSES = {str(made_by): made_by for made_by in Pass}
 _AROUND = frozenset({"while", "conditional", "call"})
 
 
-class Place(NamedTuple):
+class InstructionOrigin(NamedTuple):
     """Where an instruction comes from; ``made_by`` None: the compiler put it in by itself."""
 
     made_by: Pass | None
     scope: str
 
 
-def places(text: str, program: Program) -> Mapping[str, Place]:
+def places(text: str, program: Program) -> Mapping[str, InstructionOrigin]:
     """For each instruction of a compiled step, by name, where it comes from.
 
     Loops, branches and calls are left out: what runs within them is named by itself.
     """
     known = frozenset(scopes_of(program))
-    found: dict[str, Place] = {}
+    found: dict[str, InstructionOrigin] = {}
     for line in text.splitlines():
         if (shape := _INSTRUCTION.match(line)) and shape["kind"] not in _AROUND:
             named = _PLACE.search(line)
@@ -40,7 +40,7 @@ def places(text: str, program: Program) -> Mapping[str, Place]:
     return found
 
 
-def place_of(path: str, known: Collection[str]) -> Place:
+def place_of(path: str, known: Collection[str]) -> InstructionOrigin:
     """The pass and the scope in the scopes of an instruction.
 
     Within a loop the pass is that of the loop, the scope that of the op in its body. A scope may have the
@@ -52,7 +52,7 @@ def place_of(path: str, known: Collection[str]) -> Place:
     words = path.split("/")
     marked = next((i for i, word in enumerate(words) if word in _PASSES), None)
     if marked is None:
-        return Place(None, "")
+        return InstructionOrigin(None, "")
     made_by, scope = _PASSES[words[marked]], ""
     at: int | None = marked
     while at is not None:
@@ -60,7 +60,7 @@ def place_of(path: str, known: Collection[str]) -> Place:
         scope = "/".join(words[at + 1 : at + 1 + length])
         later = range(at + 1 + length, len(words))
         at = next((i for i in later if words[i] in _PASSES), None)
-    return Place(made_by, scope)
+    return InstructionOrigin(made_by, scope)
 
 
 def _longest(words: Sequence[str], known: Collection[str]) -> int:

@@ -25,7 +25,7 @@ from onward.core.words import Pass
 from onward.execute.loop.groups import Intake
 from onward.execute.state import State
 from onward.execute.step import Step
-from onward.explain.profile.hlo import Place, module_of, places
+from onward.explain.profile.hlo import InstructionOrigin, module_of, places
 from onward.explain.profile.trace import recorded
 
 _HEAD = ("scope", "pass", "ms", "share", "FLOP", "share", "GFLOP/s", "GB/s")
@@ -36,7 +36,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True)
-class Row:
+class ProfileRow:
     """What one scope takes in one pass.
 
     Attributes:
@@ -79,8 +79,8 @@ class Profile:
         steps: how many were measured.
     """
 
-    rows: tuple[Row, ...]
-    totals: tuple[Row, ...]
+    rows: tuple[ProfileRow, ...]
+    totals: tuple[ProfileRow, ...]
     seconds: float
     steps: int
 
@@ -142,10 +142,10 @@ def profile(step: Step, state: State, data: Any, steps: int = 10, depth: int = 1
 
 
 def _by_place(
-    spent: Mapping[str, float], at: Mapping[str, Place], steps: int, depth: int
-) -> Mapping[Place, float]:
+    spent: Mapping[str, float], at: Mapping[str, InstructionOrigin], steps: int, depth: int
+) -> Mapping[InstructionOrigin, float]:
     """The seconds of one step by pass and scope."""
-    seconds: dict[Place, float] = {}
+    seconds: dict[InstructionOrigin, float] = {}
     for name, nanoseconds in spent.items():
         if name in at:
             place = _cut(at[name], depth)
@@ -153,30 +153,35 @@ def _by_place(
     return seconds
 
 
-def _cut(place: Place, depth: int) -> Place:
-    return Place(place.made_by, "/".join(place.scope.split("/")[:depth]))
+def _cut(place: InstructionOrigin, depth: int) -> InstructionOrigin:
+    return InstructionOrigin(place.made_by, "/".join(place.scope.split("/")[:depth]))
 
 
-def _costs(program: Program, depth: int) -> Mapping[Place, Cost]:
+def _costs(program: Program, depth: int) -> Mapping[InstructionOrigin, Cost]:
     """What the ops cost by pass and scope on all devices, those within a loop where the loop stands."""
     devices = program.replicas.count if program.replicas is not None else 1
-    found: dict[Place, Cost] = {}
+    found: dict[InstructionOrigin, Cost] = {}
     for op in program.ops:
-        place = _cut(Place(op.made_by, op.scope), depth)
+        place = _cut(InstructionOrigin(op.made_by, op.scope), depth)
         found[place] = found.get(place, Cost()) + cost(op) * devices
     return found
 
 
-def _table(seconds: Mapping[Place, float], costs: Mapping[Place, Cost], clock: float, steps: int) -> Profile:
+def _table(
+    seconds: Mapping[InstructionOrigin, float],
+    costs: Mapping[InstructionOrigin, Cost],
+    clock: float,
+    steps: int,
+) -> Profile:
     spent = sum(seconds.values())
     flops = sum(c.flops for c in costs.values())
 
-    def row(scope: str, made_by: Pass | None, chosen: Iterable[Place]) -> Row:
+    def row(scope: str, made_by: Pass | None, chosen: Iterable[InstructionOrigin]) -> ProfileRow:
         own = list(chosen)
         time = sum(seconds.get(p, 0.0) for p in own)
         total = sum((costs.get(p, Cost()) for p in own), Cost())
         part = time / spent if spent else 0.0
-        return Row(scope, made_by, time, part, total.flops, total.flops / max(flops, 1), total.bytes)
+        return ProfileRow(scope, made_by, time, part, total.flops, total.flops / max(flops, 1), total.bytes)
 
     every = list(dict.fromkeys((*costs, *seconds)))
     rows = sorted((row(p.scope, p.made_by, [p]) for p in every), key=lambda r: -r.seconds)

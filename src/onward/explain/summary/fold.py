@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from onward.explain.summary.rows import Row
+from onward.explain.summary.rows import SummaryRow
 
 _LONGEST = 64
-Scope = Sequence[Row]
+Scope = Sequence[SummaryRow]
 
 
-def folded(rows: Sequence[Row]) -> Iterator[Row]:
+def folded(rows: Sequence[SummaryRow]) -> Iterator[SummaryRow]:
     """The rows of a summary with those of repeated layers in one.
 
     >>> row = Row("", None, 1, 0, "f32[]", 9, 8, 4, 0, 4, 0)
@@ -29,7 +29,7 @@ def folded(rows: Sequence[Row]) -> Iterator[Row]:
         at += period * times
 
 
-def _repeats(kinds: Sequence[Sequence[Row]], at: int) -> tuple[int, int]:
+def _repeats(kinds: Sequence[Sequence[SummaryRow]], at: int) -> tuple[int, int]:
     """How many scopes from here on repeat, and how often, so that the fewest rows remain."""
     best = 1, 1
     for period in range(1, min(_LONGEST, (len(kinds) - at) // 2) + 1):
@@ -42,7 +42,7 @@ def _repeats(kinds: Sequence[Sequence[Row]], at: int) -> tuple[int, int]:
     return best
 
 
-def _together(alike: Sequence[Scope]) -> Iterator[Row]:
+def _together(alike: Sequence[Scope]) -> Iterator[SummaryRow]:
     """The rows of scopes that take the same; what lives at most is told of the fullest."""
     first, last = alike[0], alike[-1]
     for i, row in enumerate(first):

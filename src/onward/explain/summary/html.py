@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from onward.explain.style import CSS, MONO, colour, text
-from onward.explain.summary.rows import Row
+from onward.explain.summary.rows import SummaryRow
 from onward.explain.summary.words import HEADS, NUMBERS, cell, shown_columns
 
 _CSS = f"""
@@ -42,7 +42,9 @@ _SORT = """
 """
 
 
-def html_of(title: str, rows: Sequence[Row], totals: Sequence[Row], notes: Sequence[str]) -> str:
+def html_of(
+    title: str, rows: Sequence[SummaryRow], totals: Sequence[SummaryRow], notes: Sequence[str]
+) -> str:
     """The table as HTML that needs nothing from elsewhere."""
     names = shown_columns(totals)
     most = {name: max((getattr(row, name) for row in rows), default=0) for name in names if name in NUMBERS}
@@ -64,13 +66,13 @@ def _head(name: str) -> str:
     return f"<th{asks}>{text(HEADS[name])}</th>"
 
 
-def _lines(rows: list[Row], names: Sequence[str], most: dict[str, int]) -> Iterator[str]:
+def _lines(rows: list[SummaryRow], names: Sequence[str], most: dict[str, int]) -> Iterator[str]:
     """The lines of one scope, which names it once."""
     for i, row in enumerate(rows):
         yield f"<tr>{''.join(_cell(row, name, most.get(name, 0), i == 0) for name in names)}</tr>"
 
 
-def _cell(row: Row, name: str, most: int, first: bool) -> str:
+def _cell(row: SummaryRow, name: str, most: int, first: bool) -> str:
     if name == "scope":
         return f'<td class="ow-scope">{text(cell(row, name)) if first else ""}</td>'
     if name == "made_by":
@@ -83,7 +85,7 @@ def _cell(row: Row, name: str, most: int, first: bool) -> str:
     return f'<td class="ow-number" data-n="{amount * row.times}"{bar}>{text(cell(row, name))}</td>'
 
 
-def _bar(row: Row, share: float) -> str:
+def _bar(row: SummaryRow, share: float) -> str:
     """A bar behind a number, as long as its share of the largest in the column."""
     shade = colour(row.made_by or "state", soft=True)
     end = f"{100 * share:.0f}%"

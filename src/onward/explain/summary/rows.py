@@ -15,7 +15,7 @@ from onward.core.words import Pass
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """What the ops of one scope and one pass take together.
 
     Attributes:
@@ -55,11 +55,11 @@ class Count:
         self.scopes: Mapping[Op, str] = scopes(program)
         self.place = {op: i for i, op in enumerate(program.ops)}
 
-    def row(self, scope: str, made_by: Pass | None, ops: Iterable[Op]) -> Row:
+    def row(self, scope: str, made_by: Pass | None, ops: Iterable[Op]) -> SummaryRow:
         """What these ops take together."""
         chosen = list(ops)
         spent = sum(map(cost, chosen), Cost())
-        return Row(
+        return SummaryRow(
             scope=scope,
             made_by=made_by,
             ops=len(chosen),
@@ -106,7 +106,7 @@ class Count:
         return short_type(given[-1]) if given else ""
 
 
-def rows_of(count: Count, depth: int) -> list[Row]:
+def rows_of(count: Count, depth: int) -> list[SummaryRow]:
     """A row for each scope and pass, scopes in the order of their first op."""
     groups: dict[str, dict[Pass, list[Op]]] = {}
     for op in count.program.ops:
@@ -120,7 +120,7 @@ def rows_of(count: Count, depth: int) -> list[Row]:
     ]
 
 
-def totals_of(count: Count) -> list[Row]:
+def totals_of(count: Count) -> list[SummaryRow]:
     """A row for each pass, and one for the whole step."""
     ops = count.program.ops
     by_pass = [(p, [op for op in ops if op.made_by is p]) for p in Pass]

@@ -19,7 +19,7 @@ from onward.core.structure import is_word
 from onward.core.words import Pass
 from onward.explain.summary.fold import folded
 from onward.explain.summary.html import html_of
-from onward.explain.summary.rows import Count, Row, rows_of, totals_of
+from onward.explain.summary.rows import Count, SummaryRow, rows_of, totals_of
 from onward.explain.summary.words import HEADS, NUMBERS, lines, shown_columns
 
 
@@ -35,12 +35,12 @@ class Summary:
     """
 
     title: str
-    rows: tuple[Row, ...]
-    totals: tuple[Row, ...]
+    rows: tuple[SummaryRow, ...]
+    totals: tuple[SummaryRow, ...]
     notes: tuple[str, ...] = ()
 
     @property
-    def total(self) -> Row:
+    def total(self) -> SummaryRow:
         """The whole step."""
         return self.totals[-1]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
 from onward.core.show import human_bytes, human_number
-from onward.explain.summary.rows import Row
+from onward.explain.summary.rows import SummaryRow
 
 NUMBERS = ("ops", "parameters", "flops", "read", "written", "saved", "live", "exchanged")
 BYTES = ("read", "written", "saved", "live", "exchanged")
@@ -25,13 +25,13 @@ HEADS = {
 }
 
 
-def shown_columns(totals: Sequence[Row]) -> tuple[str, ...]:
+def shown_columns(totals: Sequence[SummaryRow]) -> tuple[str, ...]:
     """The names of the columns that hold anything."""
-    names = [f.name for f in fields(Row) if f.name in HEADS]
+    names = [f.name for f in fields(SummaryRow) if f.name in HEADS]
     return tuple(n for n in names if n not in NUMBERS or any(getattr(row, n) for row in totals))
 
 
-def lines(rows: Iterable[Row], names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def lines(rows: Iterable[SummaryRow], names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The rows as text, a scope named once."""
     before = None
     for row in rows:
@@ -40,7 +40,7 @@ def lines(rows: Iterable[Row], names: Sequence[str]) -> Iterator[tuple[str, ...]
         before = row.scope
 
 
-def cell(row: Row, name: str) -> str:
+def cell(row: SummaryRow, name: str) -> str:
     """One number or word of a row as people read it."""
     value = getattr(row, name)
     if name == "scope":

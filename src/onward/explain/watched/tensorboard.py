@@ -17,7 +17,7 @@ from onward.core.extras import require
 from onward.derive.watch.statistics import Histogram
 from onward.execute.loop.events import Event, EventKind
 from onward.execute.loop.history import History
-from onward.execute.loop.watch_history import Moment
+from onward.execute.loop.watch_history import WatchedStep
 from onward.explain.watched.moments import Source, watched_steps
 
 
@@ -111,7 +111,7 @@ def _writer(folder: str | PathLike[str]) -> Any:
     return require("tensorboardX", "tensorboard").SummaryWriter(fspath(folder))
 
 
-def _write(writer: Any, moment: Moment, subjects: Mapping[str, tuple[str, str]]) -> None:
+def _write(writer: Any, moment: WatchedStep, subjects: Mapping[str, tuple[str, str]]) -> None:
     """One step of what was watched."""
     for label, found in moment.seen.items():
         role, subject = subjects[label]

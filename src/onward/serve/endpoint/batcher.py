@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.serve.endpoint.metrics import Counts
-from onward.serve.endpoint.plan import Arrays, Plan
+from onward.serve.endpoint.metrics import Counters
+from onward.serve.endpoint.plan import Arrays, RequestPlan
 from onward.serve.endpoint.probe import Joining, joined
 from onward.serve.endpoint.refusal import later
 
@@ -39,7 +39,7 @@ class Job:
         answer: what it waits for; done before the end if nobody wants it any more.
     """
 
-    plan: Plan
+    plan: RequestPlan
     joining: Joining
     feed: Arrays
     rows: int
@@ -84,7 +84,7 @@ def patience(waiting: Sequence[Job], company: int, latency: float, now: float) -
 class Batcher:
     """Computes what is put, in a thread of its own, until it is closed; nothing that was put is lost."""
 
-    def __init__(self, latency: float, most_waiting: int, counts: Counts) -> None:
+    def __init__(self, latency: float, most_waiting: int, counts: Counters) -> None:
         self.latency, self.most_waiting, self.counts = latency, most_waiting, counts
         self._changed = Condition()
         self._waiting: list[Job] = []

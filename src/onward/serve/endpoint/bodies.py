@@ -15,13 +15,13 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, nearest
 from onward.serve.endpoint.npy import array_of, arrays_of
-from onward.serve.endpoint.plan import Arrays, Input, Plan
+from onward.serve.endpoint.plan import Arrays, Input, RequestPlan
 from onward.serve.endpoint.refusal import Refusal
 
 JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
 
 
-def read(body: bytes, media_type: str, plan: Plan, most: int) -> Arrays:
+def read(body: bytes, media_type: str, plan: RequestPlan, most: int) -> Arrays:
     """The arrays of a request, of the very names, shapes and dtypes that a plan takes.
 
     Args:
@@ -45,7 +45,7 @@ def read(body: bytes, media_type: str, plan: Plan, most: int) -> Arrays:
     return _converted(given, plan)
 
 
-def rows_of(feed: Arrays, plan: Plan) -> int:
+def rows_of(feed: Arrays, plan: RequestPlan) -> int:
     """How many examples there are.
 
     Raises:
@@ -61,7 +61,7 @@ def rows_of(feed: Arrays, plan: Plan) -> int:
     return rows
 
 
-def _read_json(body: bytes, plan: Plan, most: int) -> Mapping[str, Any]:
+def _read_json(body: bytes, plan: RequestPlan, most: int) -> Mapping[str, Any]:
     try:
         found = json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_once)
     except UnicodeDecodeError as error:
@@ -78,17 +78,17 @@ def _read_json(body: bytes, plan: Plan, most: int) -> Mapping[str, Any]:
     return found
 
 
-def _read_npy(body: bytes, plan: Plan, most: int) -> Mapping[str, Any]:
+def _read_npy(body: bytes, plan: RequestPlan, most: int) -> Mapping[str, Any]:
     if len(plan.inputs) != 1:
         raise Refusal(415, f"An npy file holds one array; expected {plan.expected}. Send {NPZ} or {JSON}.")
     return {plan.inputs[0].name: array_of(body)}
 
 
-def _read_npz(body: bytes, plan: Plan, most: int) -> Mapping[str, Any]:
+def _read_npz(body: bytes, plan: RequestPlan, most: int) -> Mapping[str, Any]:
     return arrays_of(body, most, len(plan.inputs))
 
 
-_READERS: Mapping[str, Callable[[bytes, Plan, int], Mapping[str, Any]]] = {
+_READERS: Mapping[str, Callable[[bytes, RequestPlan, int], Mapping[str, Any]]] = {
     JSON: _read_json,
     NPY: _read_npy,
     NPZ: _read_npz,
@@ -106,7 +106,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _expect_names(given: Mapping[str, Any], plan: Plan) -> None:
+def _expect_names(given: Mapping[str, Any], plan: RequestPlan) -> None:
     for name in given:
         if name not in plan.by_name:
             raise Refusal(422, _surplus(name, plan))
@@ -114,7 +114,7 @@ def _expect_names(given: Mapping[str, Any], plan: Plan) -> None:
         raise Refusal(422, f"{', '.join(map(repr, missing))} was not given. Expected: {plan.expected}.")
 
 
-def _surplus(name: str, plan: Plan) -> str:
+def _surplus(name: str, plan: RequestPlan) -> str:
     if any(v.name == name for v in plan.model.test_program.inputs):
         return (
             f"{', '.join(plan.fetch)} does not depend on {name!r}. Leave it out, or ask for what does by "
@@ -125,7 +125,7 @@ def _surplus(name: str, plan: Plan) -> str:
     )
 
 
-def _converted(given: Mapping[str, Any], plan: Plan) -> Arrays:
+def _converted(given: Mapping[str, Any], plan: RequestPlan) -> Arrays:
     values = [_array(x, given[x.name], plan) for x in plan.inputs]
     try:
         arrays = [np.asarray(x) for x in plan.feeds.convert(values)]
@@ -135,7 +135,7 @@ def _converted(given: Mapping[str, Any], plan: Plan) -> Arrays:
     return {x.name: array for x, array in zip(plan.inputs, arrays, strict=True)}
 
 
-def _array(x: Input, value: Any, plan: Plan) -> np.ndarray:
+def _array(x: Input, value: Any, plan: RequestPlan) -> np.ndarray:
     """What was given as an array of the right shape, whose dtype is looked at later."""
     if isinstance(value, np.ndarray):
         _expect_shape(x, value.shape, plan)
@@ -145,7 +145,7 @@ def _array(x: Input, value: Any, plan: Plan) -> np.ndarray:
     return _listed(x, leaves, plan).reshape(shape)
 
 
-def _expect_shape(x: Input, found: tuple[int, ...], plan: Plan) -> None:
+def _expect_shape(x: Input, found: tuple[int, ...], plan: RequestPlan) -> None:
     expected = x.variable.shape
     if len(found) == len(expected) and found[x.batched :] == expected[x.batched :]:
         return
@@ -155,7 +155,7 @@ def _expect_shape(x: Input, found: tuple[int, ...], plan: Plan) -> None:
     raise Refusal(422, f"{x.name!r} has the shape {shown}.{advice} Expected: {plan.expected}.")
 
 
-def _flat(x: Input, value: Any, plan: Plan) -> tuple[tuple[int, ...], list[Any]]:
+def _flat(x: Input, value: Any, plan: RequestPlan) -> tuple[tuple[int, ...], list[Any]]:
     """The shape of nested lists, and the numbers in them.
 
     They are looked at before an array is made: NumPy would take the room of the longest text for each leaf.
@@ -175,7 +175,7 @@ def _flat(x: Input, value: Any, plan: Plan) -> tuple[tuple[int, ...], list[Any]]
     return tuple(shape), leaves
 
 
-def _listed(x: Input, leaves: list[Any], plan: Plan) -> np.ndarray:
+def _listed(x: Input, leaves: list[Any], plan: RequestPlan) -> np.ndarray:
     """The array of some numbers; whole ones are taken for every dtype that can hold them."""
     try:
         array = np.asarray(leaves)

@@ -11,13 +11,13 @@ from typing import Any
 
 from onward.core.errors import ArgumentError, OnwardError
 from onward.serve.endpoint.batcher import Batcher
-from onward.serve.endpoint.metrics import Counts
+from onward.serve.endpoint.metrics import Counters
 from onward.serve.endpoint.room import Room
 from onward.serve.endpoint.routes import Routes
 from onward.serve.endpoint.served import Served
 from onward.serve.endpoint.server import bound, is_local, serve, served_aside, url_of
 from onward.serve.endpoint.source import Source, opened
-from onward.serve.endpoint.watch import Watch
+from onward.serve.endpoint.watch import FileWatch
 
 LOG = logging.getLogger("onward.serve")
 
@@ -101,7 +101,7 @@ class Endpoint:
         self.names: tuple[str, ...] | None = None
         self._allow_nonfinite = allow_nonfinite
         self.draining = False
-        self.counts = Counts()
+        self.counts = Counters()
         self.batcher = Batcher(latency, max_waiting, self.counts)
         self._reloading = Lock()
         self._reload_error: str | None = None
@@ -135,7 +135,7 @@ class Endpoint:
             listener.listen(2048)  # who reads the address may connect at once
             print(f"{self.name} answers at {url_of(listener)}  ({self._manner()})", flush=True)
             looking = (
-                Watch(path, self._reload_or_say, self.served.source.mark)
+                FileWatch(path, self._reload_or_say, self.served.source.mark)
                 if watch and path is not None
                 else None
             )

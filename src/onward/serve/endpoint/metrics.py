@@ -32,13 +32,13 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 Labels = tuple[tuple[str, str], ...]
 
 
-class Counts:
+class Counters:
     """Counters and histograms that any thread may add to."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._counters: dict[tuple[str, Labels], float] = {}
-        self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._histograms = {name: _Buckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Count something."""
@@ -74,7 +74,7 @@ class Counts:
         ]
 
 
-class _Histogram:
+class _Buckets:
     """How many values lay below each bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:

@@ -13,7 +13,7 @@ import jax
 
 from onward.core.program import Variable
 from onward.serve.endpoint.bodies import JSON, NPY, NPZ
-from onward.serve.endpoint.plan import Input, Plan
+from onward.serve.endpoint.plan import Input, RequestPlan
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _REFUSALS = {
@@ -30,7 +30,7 @@ _REFUSALS = {
 }
 
 
-def openapi(title: str, plan: Plan, routes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+def openapi(title: str, plan: RequestPlan, routes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """The document.
 
     Args:
@@ -49,12 +49,12 @@ def openapi(title: str, plan: Plan, routes: Mapping[str, tuple[str, str]]) -> di
     }
 
 
-def example(plan: Plan) -> dict[str, Any]:
+def example(plan: RequestPlan) -> dict[str, Any]:
     """One example of every input, all zeros, as JSON would hold it."""
     return {x.name: _zeros((1, *x.shape[1:]) if x.batched else x.variable.shape) for x in plan.inputs}
 
 
-def _operation(path: str, about: str, plan: Plan) -> dict[str, Any]:
+def _operation(path: str, about: str, plan: RequestPlan) -> dict[str, Any]:
     found: dict[str, Any] = {"summary": about, "responses": {"200": {"description": about}}}
     if path == "/predict":
         fetch = {"name": "fetch", "in": "query", "schema": {"type": "string"}}
@@ -67,7 +67,7 @@ def _operation(path: str, about: str, plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _asking(plan: Plan, outputs: Mapping[str, Any]) -> dict[str, Any]:
+def _asking(plan: RequestPlan, outputs: Mapping[str, Any]) -> dict[str, Any]:
     asked = {JSON: {"schema": _object({x.name: _given(x) for x in plan.inputs})}, NPY: _BINARY, NPZ: _BINARY}
     answered = {JSON: {"schema": _object({"outputs": _object(outputs)})}, NPY: _BINARY, NPZ: _BINARY}
     error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}

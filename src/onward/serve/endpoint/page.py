@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from onward.explain.style import MONO, page, text
 from onward.serve.endpoint.bodies import NPY
 from onward.serve.endpoint.openapi import example
-from onward.serve.endpoint.plan import Input, Plan
+from onward.serve.endpoint.plan import Input, RequestPlan
 
 if TYPE_CHECKING:
     from onward.serve.endpoint.endpoint import Endpoint
@@ -64,7 +64,7 @@ def _input(x: Input) -> tuple[str, str, str]:
     return x.name, str(x.variable.dtype), f"[{', '.join('n' if n is None else str(n) for n in x.shape)}]"
 
 
-def _commands(plan: Plan, url: str) -> list[tuple[str, str]]:
+def _commands(plan: RequestPlan, url: str) -> list[tuple[str, str]]:
     """What to try, each with the command; an example that is too long to read comes from NumPy."""
     post = f"curl -s {url}/predict"
     given = json.dumps(example(plan), separators=(",", ":"))
@@ -83,7 +83,7 @@ def _commands(plan: Plan, url: str) -> list[tuple[str, str]]:
     return found
 
 
-def _long(plan: Plan, url: str) -> str:
+def _long(plan: RequestPlan, url: str) -> str:
     arrays = ", ".join(
         f"'{x.name}': numpy.zeros({(1, *x.variable.shape[1:]) if x.batched else x.variable.shape}).tolist()"
         for x in plan.inputs

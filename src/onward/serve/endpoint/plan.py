@@ -22,9 +22,9 @@ from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
 from onward.core.walk import descendants
 from onward.derive.batch import WEIGHT, batch_names
-from onward.execute.evaluator import Evaluator
 from onward.execute.feeds import Feeds, data_names
-from onward.execute.model import Model, Request
+from onward.fit.evaluator import Evaluator
+from onward.fit.model import Model, TestRequest
 from onward.serve.export.variant import Loaded
 
 Arrays = Mapping[str, np.ndarray]
@@ -58,7 +58,7 @@ class Input:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class RequestPlan:
     """What computes some Variables of a Model, from the data that they need and from no other.
 
     Attributes:
@@ -74,7 +74,7 @@ class Plan:
     feeds: Feeds
 
     @classmethod
-    def of(cls, model: Model, fetch: Iterable[str]) -> Plan:
+    def of(cls, model: Model, fetch: Iterable[str]) -> RequestPlan:
         """The plan for these names; for none, what the network returns for each example.
 
         Raises:
@@ -84,7 +84,7 @@ class Plan:
         whole = model.test_program
         split = _batched(whole)
         names = tuple(whole[name].name for name in dict.fromkeys(fetch)) or _returned(whole, split)
-        program = Request(names, only=True).program(whole)
+        program = TestRequest(names, only=True).program(whole)
         for v in (*program.inputs, *(program[name] for name in names)):
             _expect_numbers(v)
         inputs = tuple(Input(v, v.name in split) for v in program.inputs)

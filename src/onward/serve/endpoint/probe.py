@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import OnwardError
-from onward.serve.endpoint.plan import Arrays, Input, Plan
+from onward.serve.endpoint.plan import Arrays, Input, RequestPlan
 
 LOG = logging.getLogger("onward.serve")
 
@@ -57,7 +57,7 @@ class Joining:
         )
 
 
-def probe(plan: Plan, most: int, join: bool = True) -> Joining:
+def probe(plan: RequestPlan, most: int, join: bool = True) -> Joining:
     """Compile a plan for the batch sizes up to the largest, and find whether requests may be joined.
 
     Args:
@@ -84,7 +84,7 @@ def probe(plan: Plan, most: int, join: bool = True) -> Joining:
     return Joining(sizes, alone, bool(plan.lengths))
 
 
-def _sizes(plan: Plan, most: int) -> list[int]:
+def _sizes(plan: RequestPlan, most: int) -> list[int]:
     """Powers of two up to the largest, that one, and the traced size; or what the file holds."""
     if plan.lengths:
         return [n for n in plan.lengths if n <= most] or [plan.lengths[0]]
@@ -93,7 +93,9 @@ def _sizes(plan: Plan, most: int) -> list[int]:
     return sorted(size for size in {*powers, most, *traced} if 0 < size <= most)
 
 
-def _why_alone(plan: Plan, trial: _Trial, sizes: tuple[int, ...], found: dict[int, list[np.ndarray]]) -> str:
+def _why_alone(
+    plan: RequestPlan, trial: _Trial, sizes: tuple[int, ...], found: dict[int, list[np.ndarray]]
+) -> str:
     if fixed := [x.name for x in plan.inputs if not x.batched]:
         return f"{fixed[0]} has no row for each example"
     if not plan.inputs:
@@ -107,7 +109,7 @@ def _why_alone(plan: Plan, trial: _Trial, sizes: tuple[int, ...], found: dict[in
 
 
 def _differences(
-    plan: Plan, trial: _Trial, sizes: tuple[int, ...], found: dict[int, list[np.ndarray]]
+    plan: RequestPlan, trial: _Trial, sizes: tuple[int, ...], found: dict[int, list[np.ndarray]]
 ) -> Iterator[str]:
     """What shows that a row is another one in another batch: elsewhere, of another size, or among others."""
     whole, moved = found[sizes[-1]], trial.run(sizes[-1], moved=True)
@@ -123,7 +125,7 @@ def _differences(
 
 
 def _disturbed(
-    plan: Plan, trial: _Trial, size: int, looked: str, first: int, kinds: Iterable[str]
+    plan: RequestPlan, trial: _Trial, size: int, looked: str, first: int, kinds: Iterable[str]
 ) -> Iterator[str]:
     """What shows that the rows of a kind, every second one, change with the rows between them."""
     before = trial.among(looked, "usual", size, first)
@@ -155,7 +157,7 @@ def _close(a: np.ndarray, b: np.ndarray, tolerances: tuple[float, float]) -> boo
 class _Trial:
     """Made-up examples: every second one is looked at, those between are its neighbours."""
 
-    def __init__(self, plan: Plan, most: int) -> None:
+    def __init__(self, plan: RequestPlan, most: int) -> None:
         self.plan = plan
         self._rows = {
             (x.name, kind): _numbers(plan, x, most, kind) for x in plan.inputs for kind in ("usual", *_KINDS)
@@ -199,7 +201,7 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
 """Neighbours that show what a sum, a maximum or a comparison over the batch does."""
 
 
-def _numbers(plan: Plan, x: Input, rows: int, kind: str) -> np.ndarray:
+def _numbers(plan: RequestPlan, x: Input, rows: int, kind: str) -> np.ndarray:
     """Numbers of a kind; the usual ones go from 0 on, so that logarithms and roots are defined."""
     random = np.random.default_rng(sorted(("usual", *_KINDS)).index(kind))
     shape = (rows, *x.variable.shape[1:]) if x.batched else x.variable.shape
@@ -210,7 +212,9 @@ def _numbers(plan: Plan, x: Input, rows: int, kind: str) -> np.ndarray:
     return np.asarray(drawn).astype(x.variable.dtype)
 
 
-def _whole(random: np.random.Generator, plan: Plan, x: Input, kind: str, shape: tuple[int, ...]) -> Any:
+def _whole(
+    random: np.random.Generator, plan: RequestPlan, x: Input, kind: str, shape: tuple[int, ...]
+) -> Any:
     """Whole numbers within the bounds of an input; without any, the usual ones may be indices or booleans."""
     bound = {v.name: bound for v, (bound, _) in plan.feeds.program.bounds.items()}.get(x.name)
     if kind == "zeros":
@@ -222,7 +226,7 @@ def _whole(random: np.random.Generator, plan: Plan, x: Input, kind: str, shape: 
     return random.integers(0, bound or 2, shape)
 
 
-def joined(feeds: list[Arrays], plan: Plan, size: int) -> Arrays:
+def joined(feeds: list[Arrays], plan: RequestPlan, size: int) -> Arrays:
     """The rows of several requests as one batch of a size; the first row again where there are too few."""
     return {x.name: _stack([feed[x.name] for feed in feeds], size) for x in plan.inputs}
 

@@ -36,16 +36,16 @@ class Room:
         self.most, self.taken = most, 0
 
     @contextmanager
-    def part(self) -> Iterator[Part]:
+    def part(self) -> Iterator[RoomShare]:
         """The part of one request, given back at the end of the block."""
-        part = Part(self)
+        part = RoomShare(self)
         try:
             yield part
         finally:
             part.need(0)
 
 
-class Part:
+class RoomShare:
     """What one request has of the room."""
 
     def __init__(self, room: Room) -> None:

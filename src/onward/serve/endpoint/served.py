@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from threading import Lock
 
 from onward.core.errors import ArgumentError
-from onward.serve.endpoint.plan import Plan
+from onward.serve.endpoint.plan import RequestPlan
 from onward.serve.endpoint.probe import Joining, probe
 from onward.serve.endpoint.refusal import later
-from onward.serve.endpoint.source import Opened
+from onward.serve.endpoint.source import OpenedModel
 
 _MOST_WAYS = 64  # each is compiled for every batch size, which takes memory
 
@@ -20,7 +20,7 @@ _MOST_WAYS = 64  # each is compiled for every batch size, which takes memory
 class Ready:
     """A plan that is compiled, and how requests for it may be joined."""
 
-    plan: Plan
+    plan: RequestPlan
     joining: Joining
 
 
@@ -34,9 +34,9 @@ class Served:
         join: whether requests may be computed together at all.
     """
 
-    def __init__(self, source: Opened, outputs: Iterable[str], most: int, join: bool = True) -> None:
+    def __init__(self, source: OpenedModel, outputs: Iterable[str], most: int, join: bool = True) -> None:
         self.source, self.most, self.join = source, most, join
-        self.plan = Plan.of(source.model, outputs)
+        self.plan = RequestPlan.of(source.model, outputs)
         self._lock = Lock()
         self._preparer = _preparer()
         self._asked: dict[tuple[str, ...], Future[Ready]] = {}  # what was asked last stands last
@@ -90,11 +90,11 @@ class Served:
                 )
 
     def _prepared(self, fetch: tuple[str, ...]) -> Ready:
-        plan = self.plan if fetch == self.plan.fetch else Plan.of(self.source.model, fetch)
+        plan = self.plan if fetch == self.plan.fetch else RequestPlan.of(self.source.model, fetch)
         return Ready(plan, probe(plan, self.most, self.join))
 
 
-def _types(plan: Plan) -> str:
+def _types(plan: RequestPlan) -> str:
     """What comes out, in words; the length of the batch that was traced is left out."""
     rows = {x.variable.shape[0] for x in plan.inputs if x.batched}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onward.core.errors import ArgumentError, NonFiniteError
 from onward.core.structure import describe
-from onward.execute.model import Model
+from onward.fit.model import Model
 from onward.serve.endpoint.watch import Mark, mark_of
 from onward.serve.export.finite import nonfinite
 from onward.serve.export.load import load
@@ -17,7 +17,7 @@ Source = Model | str | PathLike[str]
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model with what tells one version of it from another.
 
     Attributes:
@@ -33,7 +33,7 @@ class Opened:
     mark: Mark | None = None
 
 
-def opened(source: Source, allow_nonfinite: bool = False) -> Opened:
+def opened(source: Source, allow_nonfinite: bool = False) -> OpenedModel:
     """The model itself, or the one in a file.
 
     Raises:
@@ -45,7 +45,7 @@ def opened(source: Source, allow_nonfinite: bool = False) -> Opened:
         values = {v: source.state[v] for v in source.test_program.state}
         if not allow_nonfinite and (found := nonfinite(values)):
             raise NonFiniteError(f"{found} Every answer would hold it; allow_nonfinite=True serves it.")
-        return Opened(source)
+        return OpenedModel(source)
     if not isinstance(source, str | PathLike):
         raise ArgumentError(
             f"Endpoint was given {describe(source)}; expected a Model, or a path that ow.save wrote to."
@@ -53,4 +53,4 @@ def opened(source: Source, allow_nonfinite: bool = False) -> Opened:
     path = Path(source)
     mark = mark_of(path)
     model = load(path, allow_nonfinite=allow_nonfinite)
-    return Opened(model, str(model.about["sha256"])[:16], path, mark)
+    return OpenedModel(model, str(model.about["sha256"])[:16], path, mark)

@@ -9,7 +9,7 @@ from typing import Any
 Mark = tuple[int, ...]
 
 
-class Watch:
+class FileWatch:
     """A thread that calls ``reload`` after a file was replaced and has come to rest.
 
     Args:

@@ -24,7 +24,7 @@ _WORDS = (str, bool, int, float, type(None))
 def described(structure: Structure, number: Mapping[Variable, int]) -> Any:
     """A Structure as JSON data, each Variable by its number."""
     places = [_leaf(leaf, number) for leaf in structure.leaves]
-    return _described(jax.tree.unflatten(structure.treedef, [_Place(record) for record in places]))
+    return _described(jax.tree.unflatten(structure.treedef, [_LeafPlace(record) for record in places]))
 
 
 def rebuilt(record: Any, variables: list[Variable]) -> Structure:
@@ -38,7 +38,7 @@ def rebuilt(record: Any, variables: list[Variable]) -> Structure:
     return Structure(treedef, tuple(leaves))
 
 
-class _Place:
+class _LeafPlace:
     """What stands at a leaf: no container for JAX."""
 
     def __init__(self, record: Any) -> None:
@@ -53,7 +53,7 @@ def _leaf(leaf: Variable | Static, number: Mapping[Variable, int]) -> Any:
 
 
 def _described(tree: Any) -> Any:
-    if isinstance(tree, _Place):
+    if isinstance(tree, _LeafPlace):
         return tree.record
     if tree is None:
         return {"none": True}

@@ -105,7 +105,7 @@ def _reason(program: Program, error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Executable:
+class ExportedFunction:
     """What an executable computes, and the types that it takes and gives, free lengths as text."""
 
     call: Callable[..., Sequence[Any]]
@@ -115,7 +115,7 @@ class Executable:
     platforms: tuple[str, ...]
 
 
-def loaded(data: bytes, what: str) -> Executable:
+def loaded(data: bytes, what: str) -> ExportedFunction:
     """An executable that can be called.
 
     Raises:
@@ -137,10 +137,10 @@ def loaded(data: bytes, what: str) -> Executable:
             "needs. It is not run."
         )
     takes, gives = (tuple(map(_type, avals)) for avals in (found.in_avals, found.out_avals))
-    return Executable(found.call, takes, gives, found.has_vjp(), tuple(found.platforms))
+    return ExportedFunction(found.call, takes, gives, found.has_vjp(), tuple(found.platforms))
 
 
-def expect_lowered(found: Executable, program: Program) -> None:
+def expect_lowered(found: ExportedFunction, program: Program) -> None:
     """Raise ``ValueError`` for an executable that XLA does not take, where this machine could run it."""
     wide = {v.dtype for v in reads_of(program) if v.dtype in (np.float64, np.int64, np.uint64, np.complex128)}
     settings: Any = jax.config

@@ -139,7 +139,7 @@ class Template:
         Raises:
             ValueError, TypeError, LookupError: the record is none that ``described`` makes.
         """
-        return _Reader(self.record, sizes).program()
+        return _GraphReader(self.record, sizes).program()
 
     @property
     def types(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -159,7 +159,7 @@ class Template:
         return [(name, shape) for name, _, shape, _ in listed]
 
 
-class _Reader:
+class _GraphReader:
     """One Program on its way from JSON."""
 
     def __init__(self, record: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
@@ -224,7 +224,9 @@ class _Reader:
             outputs=tuple(Type(v.shape, v.dtype) for v in outputs),
             attributes={_text(key): _text(value) for key, value in record.get("attributes", {}).items()},
             operands=tuple(_operand(o, len(inputs)) for o in record["operands"]),
-            subprograms={_text(name): _Reader(part, self.sizes).program() for name, part in parts.items()},
+            subprograms={
+                _text(name): _GraphReader(part, self.sizes).program() for name, part in parts.items()
+            },
             cost={
                 field: _count(value) for field, value in record.get("cost", {}).items() if field in _COUNTS
             },

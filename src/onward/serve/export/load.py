@@ -20,12 +20,12 @@ from onward.core.errors import ArgumentError, LossError, ModelFileError, OnwardE
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.whole import without_derivative
-from onward.execute.checkpoint.encoding import Form, decode
+from onward.execute.checkpoint.encoding import ArrayForm, decode
 from onward.execute.checkpoint.manifest import take
-from onward.execute.model import Model
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
+from onward.fit.model import Model
 from onward.serve.export import container, executable
 from onward.serve.export.container import EXPECTED, Contents
 from onward.serve.export.finite import nonfinite
@@ -62,7 +62,7 @@ def load(path: str | PathLike[str], *, sha256: str | None = None, allow_nonfinit
         >>> ow.load(path)
         Model('network', 2 parameters, 10 numbers)
     """
-    file = _File(path, "model", sha256)
+    file = _ModelFile(path, "model", sha256)
     program = file.program()
     named = {v.name: v for v in program.state}
     values = {named[name]: x for name, x in file.values(program).items()}
@@ -93,7 +93,7 @@ def load_step(
         >>> float(out.loss), state.parameters.tolist()
         (2.5, [0.5, 1.0])
     """
-    file = _File(path, "training", sha256)
+    file = _ModelFile(path, "training", sha256)
     program = file.program()
     values = file.values(program)
     file.expect_finite({v: values[v.name] for v in program.parameters if not allow_nonfinite})
@@ -102,7 +102,7 @@ def load_step(
     return step, State(step.layout, [values[v.name] for v in Layout.of(program).variables])
 
 
-class _File:
+class _ModelFile:
     """A model file that was read whole: what it says, checked as it is taken."""
 
     def __init__(self, given: Any, kind: str, sha256: str | None) -> None:
@@ -120,7 +120,7 @@ class _File:
                 f"{self.contents.sha256}; expected {sha256[:80]}."
             )
         self.said = self.contents.about
-        with _Telling(path):
+        with _Explaining(path):
             self._expect(kind)
 
     def _expect(self, kind: str) -> None:
@@ -153,7 +153,7 @@ class _File:
 
     def program(self) -> Program:
         """The Program as it was saved."""
-        with _Telling(self.path):
+        with _Explaining(self.path):
             variants, learning = take(self.said, "variants", list), self.said.get("learning", [])
             if not variants:
                 raise ValueError("it holds no Program")
@@ -165,7 +165,7 @@ class _File:
 
     def values(self, program: Program) -> dict[str, Any]:
         """The state by name."""
-        with _Telling(self.path):
+        with _Explaining(self.path):
             forms = take(self.said, "arrays", dict)
             found = {v.name: self._array(v.name, forms[v.name]) for v in program.state}
             for v in program.state:
@@ -217,7 +217,7 @@ class _File:
     def _array(self, name: str, record: Mapping[str, Any]) -> Any:
         """An array of the file in its own dtype."""
         shape, generator = tuple(take(record, "shape", list)), record.get("generator")
-        form = Form(take(record, "dtype", str), shape, generator)
+        form = ArrayForm(take(record, "dtype", str), shape, generator)
         stored: np.ndarray = self.contents.arrays[name]
         if (stored.dtype, stored.shape) != (form.stored_dtype, form.stored_shape):
             raise ValueError(f"{name[:60]!r} is not stored as it is described")
@@ -237,7 +237,7 @@ class _File:
         return self.contents.arrays[name].tobytes()
 
 
-class _Telling:
+class _Explaining:
     """Turns whatever is wrong with what a file says into a ``ModelFileError`` that names the file."""
 
     def __init__(self, path: Path) -> None:

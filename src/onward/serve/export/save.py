@@ -18,10 +18,10 @@ from onward.core.show import short_type
 from onward.core.structure import describe, expect_flag
 from onward.core.words import Kind
 from onward.execute.checkpoint.encoding import encode
-from onward.execute.model import Model
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
+from onward.fit.model import Model
 from onward.serve.export import container
 from onward.serve.export.agreement import are_alike
 from onward.serve.export.batches import Shapes, fixed_data, writings

@@ -18,11 +18,11 @@ from onward.core.errors import ArgumentError
 from onward.shell.launch.gang import Ending, Gang, Signals, blamed, name_of
 from onward.shell.launch.printer import Printer
 from onward.shell.launch.relay import Relay
-from onward.shell.launch.worker import VARIABLE, Place
+from onward.shell.launch.worker import VARIABLE, LaunchedProcess
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What to launch.
 
     Args:
@@ -42,7 +42,7 @@ class Plan:
     deadline: float = 300.0
 
 
-def launch(plan: Plan) -> int:
+def launch(plan: LaunchPlan) -> int:
     """Start the processes, print what they print, and wait; returns the exit status.
 
     Raises:
@@ -68,7 +68,7 @@ def launch(plan: Plan) -> int:
 
 
 def environment(
-    base: Mapping[str, str], place: Place, devices: int | None = None, gpus: str | None = None
+    base: Mapping[str, str], place: LaunchedProcess, devices: int | None = None, gpus: str | None = None
 ) -> dict[str, str]:
     """The environment of one process.
 
@@ -115,13 +115,13 @@ def shares(gpus: list[str], processes: int) -> list[str | None]:
     return [",".join(gpus[i * each : (i + 1) * each]) for i in range(processes)]
 
 
-def _run(plan: Plan, gpus: list[str | None], signals: Signals) -> Ending | None:
+def _run(plan: LaunchPlan, gpus: list[str | None], signals: Signals) -> Ending | None:
     """Run all processes once; returns the failure that ended them, if any."""
     printer = Printer(plan.processes)
     lifeline, end = os.pipe()  # what reads it ends when this process does, however that comes
 
     def start(index: int) -> subprocess.Popen[bytes]:
-        place = Place(index, plan.processes, relay.address, relay.target, plan.deadline, lifeline)
+        place = LaunchedProcess(index, plan.processes, relay.address, relay.target, plan.deadline, lifeline)
         process = subprocess.Popen(
             [sys.executable, "-m", "onward.shell.launch.worker", str(plan.script), *plan.arguments],
             env=environment(os.environ, place, plan.devices, gpus[index]),

@@ -29,7 +29,7 @@ _INTERRUPTED = 130  # the status of a process that Ctrl-C ended, as shells count
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedProcess:
     """What the launcher tells one process.
 
     Args:
@@ -57,7 +57,7 @@ def main() -> None:
     """Join, run the script, end."""
     if VARIABLE not in os.environ:
         sys.exit("onward.shell.launch.worker is started by the launcher: onward launch -n 2 script.py")
-    place = Place(**json.loads(os.environ.pop(VARIABLE)))
+    place = LaunchedProcess(**json.loads(os.environ.pop(VARIABLE)))
     os.set_inheritable(place.lifeline, False)
     Thread(target=_end_with, args=(place.lifeline,), name="onward-lifeline", daemon=True).start()
     keep_host_memory()
@@ -74,7 +74,7 @@ def main() -> None:
         _end(place, error)
 
 
-def join(place: Place) -> None:
+def join(place: LaunchedProcess) -> None:
     """Make this process one of several; alone it stays as it is."""
     if place.count == 1:
         return
@@ -127,7 +127,7 @@ def _status(error: BaseException) -> int:
     return GAVE_UP if isinstance(error, PeerError) else 1
 
 
-def _end(place: Place, error: BaseException) -> NoReturn:
+def _end(place: LaunchedProcess, error: BaseException) -> NoReturn:
     """End by an error, one of several at once: at the usual end JAX waits for all, and one may be dead."""
     status = _status(error)
     if status == 0 or place.count == 1:

@@ -1,0 +1,278 @@
+"""Evaluator = {Model, activations}: computes outputs, and remembers what any layer gave on the way.
+
+evaluator = Evaluator(model)                # costs nothing: the parameters are the model's
+evaluator.forward(images=images)
+evaluator.activation("fc_1")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from onward.core.compiler import compiled_alone
+from onward.core.errors import ArgumentError, StateError, nearest, not_pickled
+from onward.core.program import Program, Variable
+from onward.core.structure import describe, path_name
+from onward.core.walk import find, name_of
+from onward.execute.feeds import data_names, unshared
+from onward.execute.loop.reader import LoopReader
+from onward.execute.out import Out
+from onward.execute.spread import on_one_device, summed
+from onward.execute.state import SPENT, State
+from onward.execute.step import Step
+from onward.execute.tuning import Tuning
+from onward.fit.model import Model, TestRequest
+
+
+class Evaluator:
+    """Runs the test-time Program of a Model; made for each request, thread or purpose, for it is light.
+
+    Args:
+        model: whose parameters are read as they are at each ``forward``.
+        activations: names that every ``forward`` shall compute at once. Any other activation is computed when
+            it is first asked for, by another run up to there, from the same data and the same parameters.
+
+    Raises:
+        ArgumentError: something else than a Model.
+
+    Example:
+        >>> import numpy as np, onward as ow
+        >>> def network():
+        ...     hidden = ow.layer.fc(ow.data("x", (None, 4)), 3, act="relu")
+        ...     return ow.layer.mse(ow.layer.fc(hidden, 1), ow.data("y", (None, 1)))
+        >>> evaluator = ow.Evaluator(ow.Model(network))
+        >>> out = evaluator.forward(x=np.ones((5, 4)))      # no y, so the loss is not computed
+        >>> evaluator.activation("fc_1").shape
+        (5, 1)
+    """
+
+    def __init__(self, model: Model, activations: Iterable[str | Variable] = ()) -> None:
+        if not isinstance(model, Model):
+            raise ArgumentError(
+                f"Evaluator was given {describe(model)}; expected a Model: Model(network), or load(path) of "
+                "a file that save wrote."
+            )
+        self.model = model
+        self._fetch = tuple(find(model.test_program, name).name for name in activations)
+        self._names = data_names(model.test_program)
+        self._out: Out | None = None
+        self._seen: tuple[State, dict[str, Any]] | None = None
+        self._asked: dict[str, Any] = {}
+
+    def forward(self, *data: Any, **feed: Any) -> Out:
+        """Run forward on some data.
+
+        Args:
+            data: in the order in which the network takes or declares it; what is left out at the end, and
+                what depends on it, is not computed.
+            feed: data by name.
+
+        Returns:
+            ``out.value`` is what the network returned, ``out[name]`` one Variable.
+
+        Raises:
+            ArgumentError: data of the wrong name, shape or dtype.
+        """
+        given = self._named(data, feed) if data else feed
+        fed = {name: unshared(value) for name, value in given.items()}
+        state = self.model.state
+        self._out = out = self._forward(fed, self._fetch, only=False)(state, fed)
+        self._seen, self._asked = (state, fed), {}
+        return out
+
+    def activation(self, layer: Any) -> Any:
+        """What a layer gave in the last ``forward``.
+
+        Args:
+            layer: its name, the Variable, or what the layer returned outside of a trace.
+
+        Raises:
+            StateError: nothing was run forward yet.
+            UnknownNameError: no Variable bears this name.
+            ArgumentError: it needs data that was not given.
+        """
+        if self._seen is None or self._out is None:
+            raise StateError("There are no activations yet: call forward(...) first.")
+        name = find(self.model.test_program, layer).name
+        if name in self._out.results.position:
+            return self._out[name]
+        if name not in self._asked:
+            state, fed = self._seen
+            self._asked[name] = self._forward(fed, (name,), only=True)(state, fed)[name]
+        return self._asked[name]
+
+    def test(self, reader: Any) -> dict[str, float]:
+        """The mean of the loss and of every other number that the network returns, over a reader.
+
+        A batch counts by its number of examples. Where several processes train together, all of them call
+        this, each with its part of the data or with all of it, and get the same numbers.
+
+        Args:
+            reader: any iterable of batches, or a callable that returns one; a batch is a tuple of arrays in
+                the order of the declarations, or a dict by name.
+
+        Raises:
+            ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need.
+        """
+        total: dict[str, Any] = {}
+        count = 0
+        for batch, _ in LoopReader(reader).epoch(0):
+            fed = as_feed(batch, self._names)
+            numbers = metrics_of(self.forward(**fed))
+            if not numbers or (total and numbers.keys() != total.keys()):
+                raise ArgumentError(_no_number(self.model.test_program.name, self._names, fed))
+            size = batch_size(fed)
+            count += size
+            for name, value in numbers.items():
+                total[name] = total.get(name, 0.0) + value * size
+        everything = summed([count, *map(float, total.values())])
+        return {name: float(x) / everything[0] for name, x in zip(total, everything[1:], strict=True)}
+
+    def _named(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> dict[str, Any]:
+        """All data by name."""
+        program, names = self.model.test_program.name, self._names
+        if len(data) > len(names):
+            raise ArgumentError(
+                f"{program} takes {len(names)} data ({', '.join(names)}); {len(data)} were given."
+            )
+        fed = dict(zip(names, data, strict=False))
+        if twice := fed.keys() & feed.keys():
+            raise ArgumentError(f"{program} was given {min(twice)!r} by place and by name.")
+        return {**fed, **feed}
+
+    def _forward(self, fed: Mapping[str, Any], fetch: tuple[str, ...], only: bool) -> _Forward:
+        """How the model is run for data of these names, from the model's memory if it was before."""
+        return self.model.once((fetch, only, *fed), lambda: self._planned(frozenset(fed), fetch, only))
+
+    def _planned(self, given: frozenset[str], fetch: tuple[str, ...], only: bool) -> _Forward:
+        program = self.model.test_program
+        if unknown := sorted(given - set(self._names)):
+            raise ArgumentError(
+                f"{program.name} takes no data named {unknown[0]!r}. {nearest(unknown[0], self._names)}"
+            )
+        request = TestRequest(fetch, None if len(given) == len(self._names) else given, only)
+        return self.model.once(request, lambda: _Forward(self.model, request))
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled("An Evaluator", "It holds nothing of its own: Evaluator(model) is another one.")
+
+    def __repr__(self) -> str:
+        return f"Evaluator({self.model!r})"
+
+
+class _Forward:
+    """One way of running a Model, worked out once, so that a request costs little more than its computation.
+
+    Arrays of the very dtypes that the Program takes go straight into a jitted function, which tells their
+    shapes apart. Everything else goes through the Step, which converts it or says what is wrong.
+    """
+
+    def __init__(self, model: Model, request: TestRequest) -> None:
+        program = request.program(model.test_program)
+        self.step = step = Step(program, (), donate=False, ahead=False, tuning=Tuning())
+        self.reads = tuple(name for _, name in step.feeds.taken)
+        self._layout = model.state.layout
+        self._own = _picking([self._layout.position[v.name] for v in step.layout.variables])
+        self._dtypes = [v.dtype for v in step.program.inputs]
+        self._plain = step.feeds.flat and len(self.reads) == len(self._dtypes)
+        self._bounded = bool(step.program.bounds)
+        function = step.function
+        self._run = compiled_alone(lambda own, data: function(State(step.layout, own), *data)[1])
+        self._run_stored = compiled_alone(lambda state, data: function(state, *data)[1])
+
+    def __call__(self, state: State, fed: Mapping[str, Any]) -> Out:
+        """Run on the values of a State, which stay as they are, and on data by name."""
+        data = [fed[name] for name in self.reads]
+        if not self._is_plain(state, data):
+            return self.step(state, *data)[1]
+        if self._bounded:
+            self.step.feeds.check_bounds(data)
+        try:
+            if state.storage is not None:
+                stored = State(state.layout, on_one_device(state.buffers), state.storage)
+                out: Out = self._run_stored(stored, data)
+            else:
+                out = self._run(on_one_device(self._own(state.values)), data)
+            return out
+        except (RuntimeError, ValueError) as error:
+            if state.is_spent:
+                raise StateError(SPENT) from error
+            raise
+
+    def _is_plain(self, state: State, data: list[Any]) -> bool:
+        """Whether nothing needs to be converted, flattened or reordered."""
+        try:
+            known = self._plain and state.layout is self._layout and [x.dtype for x in data] == self._dtypes
+            return known and not any(isinstance(x, np.ma.MaskedArray) for x in data)
+        except AttributeError:
+            return False
+
+
+def _picking(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that picks these places of a tuple, at C speed where there are several."""
+    return itemgetter(*places) if len(places) > 1 else lambda values: tuple(values[i] for i in places)
+
+
+def as_feed(batch: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """A batch of a reader as data by name.
+
+    Raises:
+        ArgumentError: another number of arrays than the network takes.
+    """
+    if isinstance(batch, Mapping):
+        return {str(name_of(key)): value for key, value in batch.items()}
+    values = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    if len(values) != len(names):
+        raise ArgumentError(
+            f"The reader yielded a batch of {len(values)} arrays; the network takes {len(names)}: "
+            f"{', '.join(names)}. Yield tuples of arrays in this order, or dicts by name."
+        )
+    return dict(zip(names, values, strict=True))
+
+
+def batch_size(fed: Mapping[str, Any]) -> int:
+    """How many examples a batch has: the length of its first array that has one."""
+    shapes = (np.shape(x) for x in jax.tree.leaves(list(fed.values())))
+    return next((shape[0] for shape in shapes if shape), 1)
+
+
+def metrics_of(out: Out) -> dict[str, Any]:
+    """The loss and every other single number that the traced function returned, by name."""
+    signature = out.results.signature
+    found: dict[str, Any] = {}
+    if out.results.loss is not None:
+        found["loss"] = out.loss
+    if signature is not None and signature.has_aux:
+        for path, v in _aux(signature):
+            if v.shape == () and v.name in out.results.position:
+                found[path or "aux"] = out[v]
+    return found
+
+
+def scalars_of(program: Program, values: Mapping[str, Any]) -> dict[str, float]:
+    """The loss and every other single number that a traced function returned, from values by name."""
+    signature = program.signature
+    found = {"loss": program.loss} if program.loss is not None else {}
+    if signature is not None and signature.has_aux:
+        found |= {path or "aux": v for path, v in _aux(signature)}
+    return {n: float(values[v.name]) for n, v in found.items() if v.shape == () and v.name in values}
+
+
+def _aux(signature: Any) -> list[tuple[str, Variable]]:
+    numbered = jax.tree.unflatten(signature.result.treedef, list(range(len(signature.result.leaves))))
+    paths = jax.tree_util.tree_flatten_with_path(numbered[1])[0]
+    pairs = [(path_name(path), signature.result.leaves[i]) for path, i in paths]
+    return [(path, v) for path, v in pairs if isinstance(v, Variable)]
+
+
+def _no_number(program: str, names: tuple[str, ...], fed: Mapping[str, Any]) -> str:
+    return (
+        f"The reader yielded {', '.join(map(repr, fed))}; {program} takes {', '.join(names)}. From that none "
+        "of the numbers that are tested can be computed, or other ones than before: the loss, and every "
+        "single number that the network returns beside it (has_aux=True)."
+    )

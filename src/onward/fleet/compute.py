@@ -1,0 +1,386 @@
+"""What a trainer computes: gradients of a batch, or how far some steps of its own came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from onward.core.compiler import compiled_alone
+from onward.core.errors import ArgumentError, ClusterError, NonFiniteError, OnwardError
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.core.walk import prune
+from onward.derive.guard import is_guarded
+from onward.derive.watch.reading import NOT_NOW
+from onward.derive.watch.watch import watching_of
+from onward.distribute.split.rows import Table
+from onward.distribute.split.split import Split
+from onward.distribute.split.trainer import TRAINER, as_typed, carried_by
+from onward.execute.compile import compile
+from onward.execute.feeds import Feeds, data_names, key_of
+from onward.execute.initialize import initialized
+from onward.execute.nonfinite.find import find
+from onward.execute.nonfinite.finding import NonFinite
+from onward.execute.portions import Portions
+from onward.execute.spread import By, Spread
+from onward.execute.state import Layout, State, stored
+from onward.fit.evaluator import as_feed, batch_size, metrics_of, scalars_of
+from onward.fit.finite import check_numbers
+from onward.fleet.holding import Gradients, Values
+from onward.fleet.messages import Seen
+
+Wanted = Mapping[str, np.ndarray]
+Key = tuple[Any, ...]
+
+
+_ROUND = (
+    "Trainer {trainer}, batch {number} (counted from 0): The loss is {loss}. Nothing of this round was sent: "
+    "the servers have the parameters before it. Look at that batch and at the learning rate; guard(program) "
+    "leaves such steps out."
+)
+_STOPPED = (
+    "Trainer {trainer}, batch {number} (counted from 0): {said} Nothing of this step was sent: the servers "
+    "have the parameters before it. Look at that batch and at the learning rate; guard(program) leaves such "
+    "steps out.{why}"
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch as the Program takes it, and which rows of each table it reads.
+
+    Attributes:
+        cut: the graph for data of this shape.
+        fed: the data by the Variable's name.
+        examples: how many.
+        rows: for each table, by the parameter's name, the rows that are read, ascending.
+        number: which of the trainer's batches it is, or of several, the first.
+    """
+
+    cut: Split
+    fed: Mapping[str, Any]
+    examples: int
+    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    number: int = 0
+
+    def wanted(self, server: int) -> Wanted:
+        """The rows to ask a server for, counted from the first row of its shard."""
+        found = {}
+        for shard in self.cut.shards[server]:
+            if (rows := self.rows.get(shard.parameter.name)) is not None:
+                mine = rows[(rows >= shard.begin) & (rows < shard.end)]
+                found[str(shard)] = (mine - shard.begin).astype(np.int32)
+        return found
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What came of a batch: numbers that the function returned, what each server is sent, what was seen."""
+
+    metrics: dict[str, float]
+    gradients: list[Gradients]
+    examples: int
+    seen: tuple[Seen, ...] = ()
+
+
+class Compute(Protocol):
+    """What a trainer does between getting parameters and sending gradients."""
+
+    def prepare(self, batch: Any, number: int = 0) -> Prepared:
+        """A batch, checked, with the rows that it reads.
+
+        Raises:
+            ClusterError: it does not fit; the message names trainer and batch.
+        """
+
+    def run(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:
+        """What comes of it with these parameters."""
+
+
+class Gradient:
+    """Forward and backward pass.
+
+    Args:
+        cut: the graph.
+        trainer: which trainer this is.
+        given: values of state by name; it keeps what the graph reads and nobody replaces.
+        check: whether data and losses that are not finite end the training.
+    """
+
+    def __init__(self, cut: Split, trainer: int, given: Mapping[str, Any], check: bool = True) -> None:
+        self.cut, self.trainer, self.check = cut, trainer, check
+        self.feeds = Feeds(cut.forward)
+        self.names = data_names(cut.forward)
+        self.state = {v.name: as_typed(jax.device_put(given[v.name]), v) for v in cut.trainer.state}
+        self._cuts: dict[Key, Split] = {self._key(cut.forward.inputs): cut}
+        self._runs: dict[Key, Callable[..., Any]] = {}
+        self._places: dict[Key, Callable[..., Any]] = {}
+
+    def prepare(self, batch: Any, number: int = 0) -> Prepared:
+        """A batch, checked, with the rows that it reads."""
+        with _named(self.trainer, number):
+            return self._prepared(batch, number)
+
+    def _prepared(self, batch: Any, number: int) -> Prepared:
+        fed = as_feed(batch, self.names)
+        if self.check:
+            check_numbers(fed)
+        values = self.feeds.convert(self.feeds.read(self.feeds.named((), fed)))
+        self.feeds.check_bounds(values)
+        key = key_of(values)
+        if key not in self._cuts:
+            self._cuts[key] = self.cut.at(self.feeds.types(values))
+        cut = self._cuts[key]
+        by_name = {v.name: x for v, x in zip(self.cut.forward.inputs, values, strict=True)}
+        rows: dict[str, np.ndarray] = {}
+        if cut.places is not None:
+            rows, positions = _located(cut.tables, self._read_places(key, cut, by_name))
+            by_name |= positions
+        return Prepared(cut, by_name, batch_size(fed), rows, number)
+
+    def run(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:
+        """The gradients of a batch."""
+        cut, part = prepared.cut, prepared.cut.trainer_part
+        fed = dict(prepared.fed)
+        for variables, received in zip(part.received, values, strict=True):
+            fed |= {v.name: x for v, x in zip(variables, received.arrays, strict=True)}
+        fed |= {f"rows({t.parameter.name})": _rows(t, prepared, values) for t in cut.tables}
+        fed[TRAINER.name] = np.uint32(self.trainer)
+        state = [self.state[v.name] for v in part.program.state]
+        outputs = self._run(cut)(state, _portioned(part.program, fed))
+        made = dict(zip(part.program.outputs, outputs, strict=True))
+        numbers = {v.name: x for v, x in zip(cut.base.outputs, outputs, strict=False)}
+        metrics = scalars_of(cut.source, numbers)
+        spoilt = part.finite is not None and bool(made[part.sent[0][-1]])
+        if self._ends(metrics, spoilt):
+            raise NonFiniteError(self._told(prepared, metrics, values))
+        by_table = {
+            t.parameter.name: np.asarray(made[g]) for t, g in zip(cut.tables, part.row_gradients, strict=True)
+        }
+        shared = values[0].shared
+        gradients = [
+            Gradients(
+                tuple(np.asarray(made[v]) for v in sent),
+                _sent_rows(prepared, i, by_table),
+                {} if i == 0 else shared,
+            )
+            for i, sent in enumerate(part.sent)
+        ]
+        looked = watching_of(part.program)
+        return BatchResult(
+            metrics, gradients, prepared.examples, _seen([[made[v] for v in v2] for _, *v2 in looked])
+        )
+
+    def _ends(self, metrics: Mapping[str, float], spoilt: bool) -> bool:
+        """Whether the training ends before this step, which is not finite and nobody leaves out."""
+        if self.cut.guarding is not None:
+            return spoilt and self.cut.guarding.ends
+        return self.check and not np.isfinite(metrics.get("loss", 0.0))
+
+    def _told(self, prepared: Prepared, metrics: Mapping[str, float], values: Sequence[Values]) -> str:
+        """What is said of such a step, with the op that made the first number that is not finite."""
+        found = None
+        with suppress(OnwardError):  # the search is a help, and not what went wrong
+            found = None if prepared.rows else self._found(prepared, values)
+        loss = metrics.get("loss", 0.0)
+        said = "A gradient is NaN or infinite." if np.isfinite(loss) else f"The loss is {loss}."
+        why = "" if found is None else f"\n{found}"
+        return _STOPPED.format(trainer=self.trainer, number=prepared.number, said=said, why=why)
+
+    def _found(self, prepared: Prepared, values: Sequence[Values]) -> NonFinite | None:
+        base, pieces = prepared.cut.base, dict[str, list[Any]]()
+        for own, received in zip(prepared.cut.shards, values, strict=True):
+            for shard, x in zip(own, received.arrays, strict=False):
+                pieces.setdefault(shard.parameter.name, []).append(x)
+        more = values[0].arrays[len(prepared.cut.shards[0]) :]
+        scale = () if prepared.cut.scale is None else (prepared.cut.scale,)
+        state = {name: x[0] if len(x) == 1 else np.concatenate(x) for name, x in pieces.items()}
+        told = zip((*carried_by(base), *scale), more, strict=False)
+        state |= self.state | {v.name: as_typed(x, v) for v, x in told}
+        return find(base, state, tuple(prepared.fed[v.name] for v in base.inputs))
+
+    def _run(self, cut: Split) -> Callable[..., Any]:
+        key = self._key(cut.forward.inputs)
+        if key not in self._runs:
+            self._runs[key] = _compiled(cut.trainer)
+        return self._runs[key]
+
+    def _read_places(self, key: Key, cut: Split, fed: Mapping[str, Any]) -> list[np.ndarray]:
+        program = cut.places
+        assert program is not None
+        if key not in self._places:
+            self._places[key] = compiled_alone(lower(program, program.outputs))
+        found = self._places[key]([], [fed[v.name] for v in program.inputs])
+        by_variable = dict(zip(program.outputs, found, strict=True))
+        return [np.asarray(by_variable[program[v]]) for t in cut.tables for v in t.places]
+
+    def _key(self, inputs: Sequence[Variable]) -> Key:
+        return tuple((v.shape, v.dtype) for v in inputs)
+
+
+def _seen(parts: Sequence[Sequence[Any]]) -> tuple[Seen, ...]:
+    """What a step has looked at, if it has."""
+    found = tuple((int(at), np.asarray(numbers)) for at, numbers in parts)
+    return (found,) if any(at != NOT_NOW for at, _ in found) else ()
+
+
+def _compiled(program: Program) -> Callable[..., Any]:
+    """What runs a trainer's Program, on one device or on several."""
+    run = lower(program, program.outputs)
+    if program.replicas is not None:
+        run = Spread(program, (), program.outputs, By.SHARD_MAP).over_devices(run)
+    return compiled_alone(run)
+
+
+def _portioned(program: Program, fed: Mapping[str, Any]) -> list[Any]:
+    """The feeds in order; a batch whose examples are weighed is filled up where devices do not divide it."""
+    values = [fed[v.name] for v in program.inputs]
+    if program.replicas is None:
+        return values
+    portions = Portions(program)
+    filling = portions.filling(values)
+    return values if filling is None else portions.filled(values, filling)
+
+
+@contextmanager
+def _named(trainer: int, number: int) -> Iterator[None]:
+    """Whatever is wrong with a batch is told with the trainer and the batch."""
+    try:
+        yield
+    except Exception as error:
+        kind = NonFiniteError if isinstance(error, NonFiniteError) else ClusterError
+        raise kind(f"Trainer {trainer}, batch {number} (counted from 0): {error}") from error
+
+
+def _located(
+    tables: Sequence[Table], places: list[np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The rows that each table is read at, and where among them each lookup finds its own."""
+    supply = iter(places)
+    rows, positions = {}, {}
+    for t in tables:
+        found = [next(supply) for _ in t.places]
+        ids = np.unique(np.concatenate([x.ravel() for x in found]))
+        if len(ids) and not 0 <= ids[0] <= ids[-1] < t.parameter.shape[0]:
+            wrong = ids[0] if ids[0] < 0 else ids[-1]
+            raise ArgumentError(
+                f"The batch looks up row {wrong} of {t.parameter.name!r}, which has "
+                f"{t.parameter.shape[0]} rows."
+            )
+        rows[t.parameter.name] = ids
+        for v, x in zip(t.positions, found, strict=True):
+            positions[v.name] = np.searchsorted(ids, x).astype(np.int32)
+    return rows, positions
+
+
+def _rows(table: Table, prepared: Prepared, values: Sequence[Values]) -> np.ndarray:
+    """The rows of a batch, put together from what the servers own of them."""
+    ids = prepared.rows[table.parameter.name]
+    whole = np.zeros(table.rows.shape, table.rows.dtype)
+    for own, received in zip(prepared.cut.shards, values, strict=True):
+        for shard in own:
+            if shard.parameter.name == table.parameter.name:
+                mine = (ids >= shard.begin) & (ids < shard.end)
+                whole[: len(ids)][mine] = received.rows[str(shard)]
+    return whole
+
+
+def _sent_rows(
+    prepared: Prepared, server: int, gradients: Mapping[str, np.ndarray]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """For each table that a server has a shard of, the rows of it that were read, and their gradients."""
+    found = {}
+    for shard in prepared.cut.shards[server]:
+        if (gradient := gradients.get(shard.parameter.name)) is not None:
+            ids = prepared.rows[shard.parameter.name]
+            mine = (ids >= shard.begin) & (ids < shard.end)
+            at = (ids[mine] - shard.begin).astype(np.int32)
+            found[str(shard)] = (at, gradient[: len(ids)][mine])
+    return found
+
+
+class LocalSteps:
+    """Some whole steps with the trainer's own slots; what is sent is how far the parameters came.
+
+    Args:
+        program: the whole training Program.
+        cut: how the parameters are kept, and the differences sent.
+        trainer: which trainer this is.
+        given: the values of all state that is not initialized, by name.
+        check: whether data and losses that are not finite end the training.
+    """
+
+    def __init__(
+        self, program: Program, cut: Split, trainer: int, given: Mapping[str, Any], check: bool = True
+    ) -> None:
+        self.cut, self.trainer, self.check = cut, trainer, check
+        self.guarded = is_guarded(program)
+        self.step = compile(program)
+        self.names = data_names(program)
+        layout = Layout.of(program)
+        known = {v: stored(as_typed(given[v.name], v), v, v.name) for v in program.state if v.name in given}
+        values = initialized(program, known, 0)
+        self.state = State(layout, [values[v] for v in layout.variables])
+        part = cut.trainer_part
+        travelling = {v for received in part.received for v in received}
+        local = {v for v in part.program.inputs if v not in travelling}
+        self.local = [v for v in part.program.inputs if v in local]
+        self.owned = [p for p, _ in cut.base.gradients]
+        receive = prune(part.program, [p.name for p in (*self.owned, *cut.carried)])
+        self.receive = compiled_alone(lower(receive, receive.outputs))
+        self.receiving = receive
+        self.send = compiled_alone(lower(part.program, [v for sent in part.sent for v in sent]))
+
+    def prepare(self, batch: Any, number: int = 0) -> Prepared:
+        """The batches of a round by name."""
+        fed = []
+        for n, one in enumerate(batch, number):
+            with _named(self.trainer, n):
+                fed.append(as_feed(one, self.names))
+                if self.check:
+                    check_numbers(fed[-1])
+        return Prepared(self.cut, {"batches": fed}, sum(map(batch_size, fed)), number=number)
+
+    def run(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:
+        """The steps of a round."""
+        part = self.cut.trainer_part
+        fed: dict[str, Any] = {
+            v.name: x
+            for variables, received in zip(part.received, values, strict=True)
+            for v, x in zip(variables, received.arrays, strict=True)
+        }
+        found = self.receive([], [fed.get(v.name, np.uint32(self.trainer)) for v in self.receiving.inputs])
+        self.state = self.state.replace(
+            {v.name: x for v, x in zip(self.receiving.outputs, found, strict=True)}
+        )
+        losses: list[dict[str, Any]] = []
+        seen: list[Seen] = []
+        for n, batch in enumerate(prepared.fed["batches"], prepared.number):
+            with _named(self.trainer, n):
+                self.state, out = self.step(self.state, **batch)
+                if self.guarded:
+                    self.step.expect_going(self.state)
+            losses.append(metrics_of(out))
+            seen += _seen([(at, numbers) for _, at, numbers in out.watched.parts])
+        self._expect_finite(prepared.number, losses)
+        fed |= {v.name: self.state[self.cut.local[v.name]] for v in self.local if v.name in self.cut.local}
+        fed.setdefault(TRAINER.name, np.uint32(self.trainer))
+        sent = iter(self.send([], [fed[v.name] for v in part.program.inputs]))
+        gradients = [
+            Gradients(tuple(np.asarray(next(sent)) for _ in out), {}, values[0].shared if i else {})
+            for i, out in enumerate(part.sent)
+        ]
+        metrics = {n: float(np.mean([float(x[n]) for x in losses])) for n in losses[0]}
+        return BatchResult(metrics, gradients, prepared.examples, tuple(seen))
+
+    def _expect_finite(self, number: int, losses: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``NonFiniteError`` for a loss that is not finite, unless the step itself sees to that."""
+        for n, found in enumerate(losses, number):
+            loss = float(found.get("loss", 0.0))
+            if self.check and not self.guarded and not np.isfinite(loss):
+                raise NonFiniteError(_ROUND.format(trainer=self.trainer, number=n, loss=loss))

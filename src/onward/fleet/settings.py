@@ -1,0 +1,112 @@
+"""How a training on a cluster is set up, and the folder where its records are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onward.core.errors import ArgumentError, ClusterError
+from onward.distribute.merge import is_count
+from onward.distribute.split.devices import TrainerDevices
+from onward.execute.checkpoint.durable import sync
+from onward.fleet.faults import Faults
+from onward.fleet.keeper import Durability
+from onward.fleet.modes import Local, Mode, in_rounds
+from onward.fleet.supervisor import START
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a training on a cluster is set up; see ``train``."""
+
+    trainers: int
+    servers: int
+    mode: Mode
+    epochs: int = 1
+    sums: bool = False
+    lazy: tuple[str, ...] = ()
+    rows: bool = True
+    durability: Durability = field(default_factory=Durability)
+    folder: str | None = None
+    deadline: float = 60.0
+    restarts: int = 3
+    start_limit: float = START
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    devices: TrainerDevices | None = None
+    takes_all: bool = False
+    progress: bool | None = None
+    check: bool = True
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        for what, count in (("trainers", self.trainers), ("servers", self.servers), ("epochs", self.epochs)):
+            if not is_count(count):
+                raise ArgumentError(f"cluster: {what} is {count!r}; expected how many, at least 1.")
+        if not (self.restarts == 0 or is_count(self.restarts)):
+            raise ArgumentError(f"cluster: restarts is {self.restarts!r}; expected how many, at least 0.")
+        for what, seconds in (("deadline", self.deadline), ("start_limit", self.start_limit)):
+            if not (isinstance(seconds, int | float) and seconds > 0):
+                raise ArgumentError(f"cluster: {what} is {seconds!r}; expected seconds, more than 0.")
+        if self.lazy and isinstance(self.mode, Local):
+            raise ArgumentError(
+                "cluster: with Local a trainer makes its own updates; tables travel whole. Leave lazy= out."
+            )
+
+    @property
+    def merged(self) -> int:
+        """How many gradients one update merges."""
+        return self.trainers if in_rounds(self.mode) else 1
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a server is waited for: as many as it takes to miss it, and to start it again."""
+        return 2 * self.deadline + self.start_limit
+
+    @property
+    def outer(self) -> Any:
+        """The optimizer of the servers, where trainers have their own."""
+        return self.mode.outer if isinstance(self.mode, Local) else None
+
+
+def check_same_training(
+    folder: Path, told: dict[str, Any], driver: int, numbers: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Write down what is trained here, and with which hyperparameters; refuse a folder where it was another.
+
+    Returns:
+        the hyperparameters of every driver of this folder, this one last.
+
+    Raises:
+        ClusterError: a training of another graph, or of trainers that share the batches otherwise.
+    """
+    path = folder / "training.json"
+    try:
+        found = json.loads(path.read_text()) if path.exists() else told
+        before = found.get("hyperparameters", {})
+        if all(found.get(name) == told[name] for name in told):
+            by_driver = before | {str(driver): numbers}
+            _write_whole(path, json.dumps(told | {"hyperparameters": by_driver}))
+            return list(by_driver.values())
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ClusterError(f"The folder {folder} cannot be used for records: {error}") from error
+    names = [name for name in told if found.get(name) != told[name]]
+    was, now = ({name: side.get(name) for name in names} for side in (found, told))
+    raise ClusterError(
+        f"The folder {folder} holds the records of another training: {was}, and this one has {now}. Give "
+        "another folder, or the same settings as before."
+    )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Under another name first, so that the file is there as it was before, or as it is now."""
+    part = path.with_name(f".part-{path.name}")
+    with open(part, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    sync(path.parent)

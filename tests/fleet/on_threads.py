@@ -1,0 +1,111 @@
+"""Trainings on trainers and servers in threads of this process, and the same on one device."""
+
+import threading
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+from tests.fleet.hosting import Threads
+
+import onward as ow
+from onward.core.jaxprs.equations import Type
+from onward.distribute.split.split import Split
+from onward.fleet import compute, holding
+from onward.fleet.blueprint import Blueprint
+
+WAIT = 120.0
+
+
+@contextmanager
+def running(program, reader, **options):
+    """A training that is over, and has left nothing, at the end of the block."""
+    engine = Threads()
+    run = ow.cluster.start(program, reader, engine=engine, **options)
+    try:
+        yield run
+    finally:
+        run.stop()
+        assert not any(host.alive for host in engine.hosts)
+
+
+def trained(program, reader, **options):
+    """A training that has ended."""
+    with running(program, reader, **options) as run:
+        return run.wait(WAIT)
+
+
+def remembering():
+    """Pure functions that make graphs and executables, each with a memory: owner, name, replacement."""
+    made = [
+        (Blueprint, "program"),
+        (Blueprint, "split"),
+        (Split, "at"),
+        (Split, "server_part"),
+        (holding, "_Update"),
+        (compute, "compile"),
+        (compute, "lower"),
+        (compute, "compiled_alone"),
+    ]
+    return [(owner, name, _remembered(getattr(owner, name))) for owner, name in made]
+
+
+def _remembered(function):
+    """Called once for arguments that are the same objects, which it keeps alive."""
+    found, lock = {}, threading.RLock()
+
+    def once(*arguments):
+        key = tuple(map(_key, arguments))
+        with lock:
+            if key not in found:
+                found[key] = function(*arguments), arguments
+            return found[key][0]
+
+    return once
+
+
+def _key(argument):
+    if isinstance(argument, Blueprint):
+        b = argument
+        return (*map(id, (b.recipe.origin, *b.recipe.steps, b.outer)), str(b.data), *_shape(b))
+    if isinstance(argument, Type):
+        return argument.shape, str(argument.dtype)
+    if isinstance(argument, list | tuple):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple(argument.items())
+    return argument if isinstance(argument, int) else id(argument)
+
+
+def _shape(b):
+    return b.servers, b.count, b.lazy, b.rows, b.x64
+
+
+def alone(program, batches, parameters=None, state=None, seed=0):
+    """The State of a training on one device, and its losses."""
+    step = ow.compile(program)
+    values = step.init(seed=seed) if parameters is None else step.init(parameters, state, seed=seed)
+    losses = []
+    for batch in batches:
+        values, out = step(values, **batch) if isinstance(batch, dict) else step(values, *batch)
+        losses.append(float(out.loss))
+    return values, losses
+
+
+def together(batches, trainers):
+    """For each round the batches of all trainers as one."""
+    groups = [batches[i : i + trainers] for i in range(0, len(batches), trainers)]
+    return [jax.tree.map(lambda *parts: np.concatenate(parts), *group) for group in groups]
+
+
+def arrays(values, names):
+    return {name: np.asarray(values[name]) for name in names}
+
+
+def close(found, expected, names, rtol, atol=0.0):
+    for name in names:
+        np.testing.assert_allclose(found[name], expected[name], rtol, atol, err_msg=name)
+
+
+def equal(found, expected, names):
+    for name in names:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)

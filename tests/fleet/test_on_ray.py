@@ -1,0 +1,127 @@
+"""Processes on Ray against one device, and that none of them outlives a training that failed."""
+
+import os
+import re
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.fleet.on_threads import WAIT, alone, arrays, close, together
+
+import onward as ow
+
+STEPS, ROWS = 50, 6
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(2 * STEPS * ROWS, 5)), RNG.normal(size=(2 * STEPS * ROWS, 2))
+FIRST = {"w": RNG.normal(size=(5, 3)), "v": RNG.normal(size=(3, 2)), "b": np.zeros(2)}
+BATCHES = [(X[i : i + ROWS], Y[i : i + ROWS]) for i in range(0, 2 * STEPS * ROWS, ROWS)]
+
+pytestmark = [pytest.mark.usefixtures("ray_here")]
+
+
+@pytest.fixture(autouse=True)
+def double():
+    """For this thread alone: servers and trainers are told."""
+    with jax.enable_x64(True):
+        yield
+
+
+def loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
+
+
+def minimized(rows=ROWS):
+    types = [jax.ShapeDtypeStruct((rows, n), np.float64) for n in (5, 2)]
+    return ow.Adam(0.01).minimize(loss, FIRST, *types)
+
+
+def test_fifty_rounds_equal_fifty_steps_of_one_device():
+    run = ow.cluster.start(minimized(), BATCHES, parameters=FIRST, trainers=2, servers=2)
+    assert run.snapshot()["w"].dtype == np.float64
+    run.wait(WAIT)
+    expected, _ = alone(minimized(2 * ROWS), together(BATCHES, 2), FIRST)
+    close(run.model, expected, FIRST, 1e-9)
+    traffic = ow.plan(ow.split(minimized(), 2, 2))
+    assert set(run.history["sent"]) == {traffic.pushed}
+    assert set(run.history["received"]) == {traffic.pulled}
+    assert len(run.history["loss"]) == len(BATCHES)
+    assert [event for event in run.events if "has been starting" not in event] == []
+    assert gone({s.pid for s in run.servers}, 2)
+
+
+def test_the_norm_of_two_servers_and_what_is_watched_equal_one_device():
+    rules = [ow.ClipByGlobalNorm(0.05)]
+    types = [[jax.ShapeDtypeStruct((k * ROWS, n), np.float64) for n in (5, 2)] for k in (1, 2)]
+    half, whole = (ow.Adam(0.01, rules=rules).minimize(loss, FIRST, *t) for t in types)
+    looking = ow.watch(half, parameters="w", statistics="norm", every=2)
+    run = ow.cluster.start(looking, BATCHES[:12], parameters=FIRST, trainers=2, servers=2).wait(WAIT)
+    expected, _ = alone(whole, together(BATCHES[:12], 2), FIRST)
+    close(run.model, expected, FIRST, 1e-12, 1e-14)
+    steps, norms = run.history.watched.of("w", "norm")
+    assert steps.tolist() == [1, 3, 5]
+    np.testing.assert_allclose(norms[0], np.linalg.norm(FIRST["w"]), 1e-12)
+    np.testing.assert_array_equal(run.watched[1].of("w", "norm")[1], norms)
+
+
+def gone(pids, count):
+    """Whether so many processes were there, and are no longer."""
+    end = time.monotonic() + 20.0
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    return len(pids - {os.getpid()}) == count and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def raising():
+    """Says which process it is, and goes wrong."""
+    yield BATCHES[0]
+    yield BATCHES[1]
+    raise RuntimeError(f"the disk of {os.getpid()} is gone")
+
+
+def test_a_reader_that_raises_ends_all_processes():
+    run = ow.cluster.start(minimized(), raising, parameters=FIRST, trainers=1)
+    with pytest.raises(
+        ow.ClusterError, match="reader of trainer 0 raised RuntimeError: the disk of"
+    ) as raised:
+        run.wait(WAIT)
+    trainer = int(re.search(r"the disk of (\d+)", str(raised.value))[1])
+    assert "in raising" in raised.value.__notes__[-1]
+    assert gone({trainer, *(s.pid for s in run.servers)}, 2)
+    assert arrays(run.model, FIRST)["w"].tobytes() == FIRST["w"].tobytes()
+
+
+def holding(lock):
+    return lambda: [lock] and BATCHES
+
+
+def test_what_cannot_be_sent_is_named():
+    expected = (
+        r"trainer 0 .* cannot be sent .*: reader \(holding.*\): cannot pickle '_thread.lock' object.*open"
+    )
+    with pytest.raises(ow.ArgumentError, match=expected):
+        ow.cluster.start(minimized(), holding(threading.Lock()), parameters=FIRST)
+    open_loss = threading.Lock()
+
+    def function(params, x, y):
+        return loss(params, x, y) if open_loss else None
+
+    program = ow.SGD(0.1).minimize(function, FIRST, *BATCHES[0])
+    with pytest.raises(ow.ArgumentError, match=r"server 0 .* cannot be sent .*: function \(.*function\)"):
+        ow.cluster.start(program, BATCHES, parameters=FIRST)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"trainer_options": {"num_gpu": 1}}, ow.ArgumentError, "trainer 0: Invalid option keyword num_gpu"),
+        ({"server_options": {"resources": {"unicorn": 1}}}, ow.ClusterError, "server 0 asks for unicorn 1"),
+    ],
+)
+def test_options_that_no_machine_has(options, kind, text):
+    with pytest.raises(kind, match=text):
+        ow.cluster.start(minimized(), BATCHES, parameters=FIRST, **options)
+    with pytest.raises(ow.StateError):
+        ow.cluster.snapshot()

@@ -1,0 +1,84 @@
+"""Trainings whose trainers have several devices each, against one device; one of them on Ray."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.fleet.on_threads import WAIT, alone, close, running, together, trained
+
+import onward as ow
+
+RNG = np.random.default_rng(0)
+X, Y = (RNG.normal(size=(72, n)).astype(np.float32) for n in (5, 2))
+FIRST = {"w": RNG.normal(size=(5, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
+PARTS = [slice(i, i + 12) for i in range(0, 72, 12)]
+
+threads = pytest.mark.usefixtures("short_pauses")
+
+
+def loss(p, x, y):
+    return jnp.mean((jnp.tanh(x @ p["w"]) + p["b"] - y) ** 2)
+
+
+def weighed(p, x, y, example_weight):
+    errors = jnp.mean((jnp.tanh(x @ p["w"]) + p["b"] - y) ** 2, 1)
+    return jnp.sum(errors * example_weight) / jnp.sum(example_weight)
+
+
+@threads
+@pytest.mark.parametrize("devices", [None, 5])
+def test_a_batch_that_devices_do_not_divide_is_filled_up(devices):
+    batches = [(X[p], Y[p], RNG.uniform(0.5, 2.0, 12).astype(np.float32)) for p in PARTS[:3]]
+    batches.append((X[60:67], Y[60:67], np.ones(7, np.float32)))
+    program = ow.Adam(0.05).minimize(weighed, FIRST, *batches[0])
+    run = trained(program, batches, parameters=FIRST, trainers=1, devices=devices, merge=ow.Average())
+    expected, losses = alone(program, batches, FIRST)
+    close(run.model, expected, FIRST, 1e-5, 1e-6)
+    np.testing.assert_allclose(run.history["loss"], losses, 1e-5)
+    assert run.history["examples"].tolist() == [12, 12, 12, 7]
+
+
+@threads
+def test_what_is_not_finite_is_found_in_the_whole_batch():
+    program = ow.replicate(
+        ow.SGD(0.1).minimize(lambda w, x: jnp.mean(jnp.log(x @ w)), np.ones(2), X[:8, :2]), 4
+    )
+    x = np.abs(X[:16, :2])
+    x[13] = 0.0
+    with running(program, [(x[:8],), (x[8:],)], parameters=np.ones(2), trainers=1) as run:  # noqa: SIM117
+        with pytest.raises(
+            ow.NonFiniteError, match=r"Trainer 0, batch 1 .*The loss is -inf.*\n.*log"
+        ) as caught:
+            run.wait(WAIT)
+    assert "[5]" in str(caught.value)
+
+
+@threads
+def test_a_batch_that_devices_do_not_divide_is_named():
+    program = ow.SGD(0.1).minimize(loss, FIRST, X[:12], Y[:12])
+    batches = [(X[:12], Y[:12]), (X[:9], Y[:9])]
+    with running(program, batches, parameters=FIRST, trainers=1, devices=4) as run:  # noqa: SIM117
+        with pytest.raises(
+            ow.ClusterError, match=r"Trainer 0, batch 1 .* has 9 rows \('x'\), which 4 devices"
+        ):
+            run.wait(WAIT)
+
+
+@threads
+def test_steps_of_their_own_on_several_devices():
+    program, mode = ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12]), ow.cluster.Local(2)
+    batches = [(X[p], Y[p]) for p in PARTS]
+    one, many = (
+        trained(program, batches, parameters=FIRST, trainers=1, mode=mode, devices=devices)
+        for devices in (1, 4)
+    )
+    close(many.model, {name: one.model[name] for name in FIRST}, FIRST, 1e-5, 1e-6)
+
+
+def test_a_process_shows_as_many_host_devices_as_were_asked_for(ray_here):
+    """Twelve, where the tests themselves have eight."""
+    batches = [(X[p], Y[p]) for p in PARTS]
+    program = ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12])
+    run = ow.cluster.start(program, batches, parameters=FIRST, trainers=2, devices=12).wait(WAIT)
+    rounds = together(batches, 2)
+    expected, _ = alone(ow.Adam(0.05).minimize(loss, FIRST, *rounds[0]), rounds, FIRST)
+    close(run.model, expected, FIRST, 1e-5, 1e-6)
