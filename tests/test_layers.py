@@ -1,6 +1,7 @@
 """The alphabet is the architecture: a folder imports only from folders to its left."""
 
 import ast
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import onward
 from onward.core.primitives.table import ROWS
 
 HOUSE = Path(onward.__file__).parent
-FOLDERS = ["core", "define", "derive", "distribute", "execute", "explain", "serve", "shell"]
+FOLDERS = ["core", "define", "derive", "distribute", "execute", "explain", "fit", "fleet", "serve", "shell"]
 FILES = sorted(p for p in HOUSE.rglob("*.py") if p.parent != HOUSE)
 WORDS_AS_WELL = {"call", "check", "max", "min", "split"}  # in the house mostly no primitives
 PRIMITIVES = {row.name for row in ROWS} - WORDS_AS_WELL
@@ -16,6 +17,15 @@ NAMING_PRIMITIVES = {
     "core/primitives/table.py",
     "execute/nonfinite/finding.py",  # the advice, whose keys a test compares with the table
 }
+
+
+def class_names() -> Counter[str]:
+    return Counter(
+        node.name.lstrip("_")
+        for p in FILES
+        for node in nodes(p.read_text())
+        if isinstance(node, ast.ClassDef)
+    )
 
 
 @cache
@@ -101,3 +111,7 @@ def test_the_tests_above_find_what_they_look_for():
     assert collections_of_primitives("x = {'add': 1, 'mul': 2, 'other': 3}, {1: 'min'}") == [["add", "mul"]]
     assert collections_of_primitives("set('exp log tanh'.split())") == [["exp", "log", "tanh"]]
     assert collections_of_primitives("'what to add to a sum'") == []
+
+
+def test_a_class_name_is_one_thing_in_the_whole_house():
+    assert [name for name, count in class_names().items() if count > 1 and name not in ("L1", "L2")] == []

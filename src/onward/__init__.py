@@ -6,6 +6,8 @@
     distribute  one Program for many devices
     execute     a Program becomes an executable and runs
     explain     what a person wants to know about a Program
+    fit         a step becomes a trained model
+    fleet       one training in many processes
     serve       a trained Program becomes a file, and answers
     shell       the command line
 
@@ -28,9 +30,8 @@ from typing import Any
 
 from onward.core.first_use import from_stub
 
-_names = from_stub(
-    __name__, "ow"
-)  # they are listed in __init__.pyi, and loaded when they are first asked for
+# The names are listed in __init__.pyi, and loaded when they are first asked for.
+_names = from_stub(__name__, "ow")
 
 __all__ = list(_names.public)
 __dir__ = _names.listed

@@ -28,7 +28,7 @@ from onward.execute.loop.batches import Batches, batches
 from onward.execute.loop.plain import plain, restored
 from onward.execute.loop.prefetch import END, prefetched
 
-__all__ = ["Batches", "Reading", "batches", "prefetched"]
+__all__ = ["Batches", "LoopReader", "batches", "prefetched"]
 
 SPELLINGS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # torch and Onward, grain
 
