@@ -632,6 +632,16 @@ def test_two_lines_resume(tmp_path):
     assert [e.path for e in ow.Checkpoints(tmp_path).entries()] == written
 
 
+def test_two_lines_are_as_strict_as_they_are_told(tmp_path):
+    begun(tmp_path, reader())
+    again = {"checkpoints": tmp_path, "epochs": 1, "resume": True}
+    with pytest.raises(ow.CheckpointError, match="Momentum|velocity"):
+        ow.train(network(other), reader(), optimizer=ow.Momentum(0.01, 0.9), strict=True, **again)
+    with pytest.warns(UserWarning, match="nothing to do"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?s).*[Mm]omentum.*")
+        ow.train(network(other), reader(), optimizer=ow.Momentum(0.01, 0.9), strict=False, **again)
+
+
 def test_two_lines_fall_back_and_say_so(tmp_path):
     run(tmp_path, callbacks=[until(MIDDLE)])
     damage(tmp_path)
