@@ -1,3 +1,4 @@
+from onward import fleet as _fleet
 from onward import typing as typing
 from onward.core.check import check as check
 from onward.core.cost import cost as cost
@@ -131,6 +132,7 @@ from onward.serve.export.save import save as save
 
 __version__: str
 
+cluster = _fleet
 optimizer = _optimizers
 rule = _rules
 schedule = _schedules

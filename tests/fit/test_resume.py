@@ -216,7 +216,7 @@ def test_a_reader_that_says_nothing_is_read_again_and_skipped(half_way, tmp_path
     half_way(tmp_path, source=by_epoch)
     trainer = fresh(tmp_path, seed=8)
     trainer.restore()
-    assert trainer.position is None
+    assert trainer.standing.position is None
     trainer.train(by_epoch, epochs=EPOCHS)
     assert bits(trainer) == whole(source=by_epoch)
 
@@ -227,7 +227,7 @@ def test_a_reader_that_says_where_it_stands_is_not_read_again(tmp_path):
     reads.clear()
     trainer = fresh(tmp_path, seed=8)
     trainer.restore()
-    assert trainer.position == {"next": 2}
+    assert trainer.standing.position == {"next": 2}
     trainer.train(lambda epoch: Grain(epoch, reads), epochs=EPOCHS)
     assert reads == [3, 1, 2, 3, 1, 2, 3]
     assert bits(trainer) == whole(source=by_epoch)
@@ -538,7 +538,7 @@ def test_a_network_of_other_parameters_is_refused(half_way, tmp_path, make):
     with pytest.raises(ow.CheckpointError, match=words):
         trainer.restore()
     assert bits(trainer) == before
-    assert (trainer.step, trainer.epoch, trainer.resumed) == (0, 0, False)
+    assert (trainer.step, trainer.epoch, trainer.standing.resumed) == (0, 0, False)
 
 
 # ---------------------------------------------------------------------------- which checkpoint
@@ -630,6 +630,16 @@ def test_two_lines_resume(tmp_path):
     assert (done.step, len(done.history)) == (12, 0)
     assert bits(done) == whole()
     assert [e.path for e in ow.Checkpoints(tmp_path).entries()] == written
+
+
+def test_two_lines_are_as_strict_as_they_are_told(tmp_path):
+    begun(tmp_path, reader())
+    again = {"checkpoints": tmp_path, "epochs": 1, "resume": True}
+    with pytest.raises(ow.CheckpointError, match=r"Momentum|velocity"):
+        ow.train(network(other), reader(), optimizer=ow.Momentum(0.01, 0.9), strict=True, **again)
+    with pytest.warns(UserWarning, match="nothing to do") as told:
+        ow.train(network(other), reader(), optimizer=ow.Momentum(0.01, 0.9), strict=False, **again)
+    assert len(told) == 1
 
 
 def test_two_lines_fall_back_and_say_so(tmp_path):

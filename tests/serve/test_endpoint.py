@@ -28,11 +28,14 @@ import pytest
 from benchmarks.load import Sent, drive, garbage_of, post
 
 import onward as ow
-from onward.serve.endpoint.bodies import JSON, read
+from onward.serve.endpoint import pieces
+from onward.serve.endpoint.bodies import JSON, read, rows_of
 from onward.serve.endpoint.endpoint import Endpoint
+from onward.serve.endpoint.pieces import LARGE
 from onward.serve.endpoint.plan import RequestPlan
 from onward.serve.endpoint.probe import probe
 from onward.serve.endpoint.refusal import Refusal
+from onward.serve.endpoint.room import need_of
 from onward.serve.endpoint.routes import _announced, _read
 from onward.serve.endpoint.served import Served
 from onward.serve.endpoint.source import OpenedModel
@@ -814,6 +817,115 @@ def test_a_large_body_is_read_like_a_small_one() -> None:
         assert ask("/predict", b"[" * 300_000, content_type="application/json")[0] == 400
         status, answer, _ = ask("/predict", {"x": rows.tolist()})
     assert (status, [*answer["outputs"].values()]) == (200, [(rows * 2).tolist()])
+
+
+@pytest.fixture(scope="module")
+def two() -> RequestPlan:
+    """Takes numbers for each example and one of its own for all."""
+
+    def network() -> Any:
+        x, n, flag = ow.data("x", (None, 2, 2)), ow.data("n", (None,), "int8"), ow.data("b", (None,), "bool")
+        return x * 2.0 + n[:, None, None] + flag[:, None, None]
+
+    return RequestPlan.of(ow.Model(network), ())
+
+
+LARGE_BODIES = {
+    "numbers": b'{"x": [[[1, 2.5], [-3e-1, 4E2]]], "n": [5], "b": [true]}',
+    "white space": b' {"n" :[ 1\t,2 ] ,"b":[true,\nfalse],\r\n"x": [[[1,2],[3 , 4]],\n[ [5,6],[7,8] ] ] } \n',
+    "escaped": b'{"\\u0078": [[[1,2],[3,4]]], "n": [1], "b": [false]}',
+    "beyond float32": b'{"x": [[[1e39, 2], [3, 4]]], "n": [5], "b": [true]}',
+    "too large": b'{"x": [[[1, 2], [3, 4]]], "n": [128], "b": [true]}',
+    "no array": b'{"x": [[[1, 2], [3, 4]]], "n": [%d], "b": [true]}' % 10**400,
+    "a fraction": b'{"x": [[[1, 2], [3, 4]]], "n": [1.5], "b": [true]}',
+    "no boolean": b'{"x": [[[1, 2], [3, 4]]], "n": [1], "b": [1]}',
+    "another name": b'{"x": [[[1, 2], [3, 4]]], "z": [1]}',
+    "missing": b'{"x": [[[1, 2], [3, 4]]]}',
+    "nothing": b"{ }",
+    "twice": b'{"n": [1], "n": [1]}',
+    "ragged": b'{"x": [[[1, 2], [3]]]}',
+    "depths": b'{"x": [[[1, 2], 3]]}',
+    "no rows": b'{"x": [], "n": [], "b": []}',
+    "a number": b'{"x": 3, "n": [1], "b": [true]}',
+    "a string": b'{"x": "[[[1, 2], [3, 4]]]"}',
+    "strings": b'{"x": [[["1", 2], [3, 4]]]}',
+    "null": b'{"x": [[[null, 2], [3, 4]]]}',
+    "an object": b'{"x": {"n": 1}}',
+    "NaN": b'{"x": [[[NaN, 2], [3, 4]]]}',
+    "infinity": b'{"x": [[[-Infinity, 2], [3, 4]]]}',
+    "a comma more": b'{"x": [[[1, 2], [3, 4]],]}',
+    "a comma more after all": b'{"n": [1],}',
+    "a comma less": b'{"x": [[[1, 2] [3, 4]]]}',
+    "commas": b'{"n": [1,,2]}',
+    "two numbers": b'{"n": [1 2]}',
+    "a bracket more": b'{"n": [1]]}',
+    "a bracket less": b'{"n": [1}',
+    "an open bracket behind a number": b'{"x": [[[1[, 2], [3, 4]]]}',
+    "a list behind a number": b'{"x": [[1[,2]]]}',
+    "a closed list before a number": b'{"x": [[[1,]2]]}',
+    "a leading zero": b'{"n": [01]}',
+    "a plus": b'{"n": [+1]}',
+    "hexadecimal": b'{"n": [0x1]}',
+    "no number": b'{"n": [1e]}',
+    "no comma": b'{"n": [1] "b": [true]}',
+    "no colon": b'{"n" [1]}',
+    "no name": b"{[1]}",
+    "cut off": b'{"n": [1',
+    "more": b'{"n": [1]} x',
+    "no UTF-8": b'{"\xff": [1]}',
+    "letters": '{"n": [1é]}'.encode(),
+    "deep": b'{"n": ' + b"[" * 2000 + b"1" + b"]" * 2000 + b"}",
+}
+
+
+@pytest.mark.parametrize("case", LARGE_BODIES)
+def test_a_large_body_is_taken_or_refused_as_a_small_one(two: RequestPlan, case: str) -> None:
+    """Where a small one is no JSON or no arrays, a large one may be the other of the two."""
+    found = [_read_or_refused(two, LARGE_BODIES[case].ljust(size)) for size in (0, LARGE)]
+    if isinstance(found[0], Refusal):
+        assert isinstance(found[1], Refusal)
+        assert {refusal.status for refusal in found} <= {400, 422}
+        assert "xpected" in found[1].sentence
+        return
+    for name, array in found[0].items():
+        assert array.dtype == found[1][name].dtype
+        np.testing.assert_array_equal(found[1][name], array)
+
+
+def _read_or_refused(plan: RequestPlan, body: bytes) -> Any:
+    try:
+        feed = read(body, "application/json", plan, 2**30)
+        return rows_of(feed, plan) and feed
+    except Refusal as refusal:
+        return refusal
+
+
+def test_random_large_bodies_are_what_json_says(two: RequestPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_PIECE", 64)
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        rows = int(generator.integers(1, 40))
+        x = generator.normal(size=(rows, 2, 2)) * 10.0 ** generator.integers(-30, 30, (rows, 2, 2))
+        whole = np.where(generator.random(x.shape) < 0.5, x, 0).astype(object)
+        whole[generator.random(x.shape) < 0.5] = int(generator.integers(-(2**24), 2**24))
+        given = {"x": whole.tolist(), "n": [int(n) for n in generator.integers(-128, 128, rows)]}
+        given["b"] = (generator.random(rows) < 0.5).tolist()
+        body = json.dumps(given, indent=generator.choice([None, 1])).encode()
+        found = read(body.ljust(LARGE), "application/json", two, 2**30)
+        for name, dtype in (("x", "float32"), ("n", "int8"), ("b", "bool")):
+            np.testing.assert_array_equal(found[name], np.array(given[name]).astype(dtype))
+
+
+def test_a_large_body_takes_the_memory_that_is_reckoned_with(two: RequestPlan) -> None:
+    numbers = b"[" + b"[[1,1],[1,1]]," * 2**17 + b"[[1,1],[1,1]]]"
+    ones = b"[" + b"1," * 2**17 + b"1]"
+    for x in (numbers, b"[" + b"[]," * 2**19 + b"[]]", b"[" + b"[1]," * 2**19 + b"1]"):
+        body = b'{"n": %s, "b": %s, "x": %s}' % (ones, ones.replace(b"1", b"true"), x)
+        tracemalloc.start()
+        _read_or_refused(two, body)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most + len(body) < need_of(len(body), "application/json")
 
 
 def test_too_much_is_read_to_its_end_so_that_the_client_hears_why():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
-from onward.core.program import Variable
+from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.core.words import Kind, Placement
@@ -22,6 +22,8 @@ from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import PLACEMENTS
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.checkpoint.manifest import MANIFEST
+from onward.execute.fingerprints import differences
+from onward.execute.initialize import initialized
 from onward.execute.lying import beside
 from onward.execute.state import Layout, State, copied
 
@@ -194,3 +196,23 @@ def _misfit(v: Variable, found: Checkpoint) -> str:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def compared(
+    report: Restored, was: Mapping[str, Any], here: Mapping[str, Any], given: Mapping[str, float]
+) -> Restored:
+    """The report with what the fingerprints of a checkpoint tell, if it has some."""
+    if not was:
+        return report
+    changed = tuple(n for n in report.changed if was["given"].get(n) != given[n])
+    return replace(report, changed=changed, differences=tuple(differences(was, here)))
+
+
+def begun_anew(program: Program, layout: Layout, values: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """The values of a state, those of these names that are computed from others computed again."""
+    given = {v: x for v, x in zip(layout.variables, values, strict=True) if v.name not in names}
+    computed = {v for op in program.initializers if set(op.inputs) & set(given) for v in op.outputs}
+    if computed.issubset(given):
+        return list(values)
+    made = initialized(program, given, 0)
+    return [made[v] if v in computed else x for v, x in zip(layout.variables, values, strict=True)]

@@ -115,7 +115,7 @@ class Applier:
         feed = {gradient: given[name] for name, gradient in self.names.items()}
         state, _ = self._step(self.trainer.joined(), **feed)
         self.trainer.take(state)
-        self.trainer.step += 1
+        self.trainer.standing.step += 1
 
     def _named(self, gradients: Any) -> dict[str, Any]:
         """The gradients by the name of their parameter: of each that is trained, and of no other."""

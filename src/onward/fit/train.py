@@ -81,6 +81,7 @@ def train(
     seed: int = 0,
     checkpoints: Checkpoints | str | PathLike[str] | None = None,
     resume: bool = False,
+    strict: bool | None = None,
     devices: int | None = 1,
     merge: Merge | None = None,
     check_finite: bool = False,
@@ -98,6 +99,7 @@ def train(
         checkpoints: where, how often and how many to save.
         resume: continue from the latest checkpoint, if there is one. Without it a folder that holds another
             run is refused, before anything is computed.
+        strict: what to do where that checkpoint is of another training; see ``Trainer.restore``.
         devices: how many devices to train on, each on its part of every batch; None for all.
         merge: how their gradients become one; see ``replicate``.
         check_finite: raise ``NonFiniteError`` where a step is not finite, and name the op; see ``compile``.
@@ -142,7 +144,7 @@ def train(
         if store is not None:
             trainer.identity = store.identity
             if resume and not store.is_empty():
-                trainer.restore(fallback=True)
+                trainer.restore(fallback=True, strict=strict)
         trainer.train(reader, epochs=epochs, **options)
         return trainer
 

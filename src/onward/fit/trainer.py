@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from math import nan
 from os import PathLike
@@ -20,30 +19,29 @@ from onward.core.errors import ArgumentError, NonFiniteError, UnknownNameError, 
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
-from onward.core.walk import Where, listed
-from onward.derive.check_finite import check_finite as checked
+from onward.core.walk import Where
 from onward.derive.for_evaluation import evaluated_parameters
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
-from onward.distribute.replicate import replicate
 from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.feeds import data_names
+from onward.execute.fingerprints import FINGERPRINTS, of_program, of_training
 from onward.execute.initialize import initialized
 from onward.execute.loop.history import History
 from onward.execute.loop.interrupt import Interruptible
-from onward.execute.loop.plain import plain, restored
 from onward.execute.out import Out
-from onward.execute.restore import Restored, loaded, matched
+from onward.execute.restore import Restored, begun_anew, compared, loaded, matched
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
 from onward.execute.tuning import StepPlan, Tuning
 from onward.fit.concurrent import Applier, Crew
 from onward.fit.evaluator import Evaluator
-from onward.fit.fingerprints import FINGERPRINTS, differences, of_program, of_training
 from onward.fit.model import Model
+from onward.fit.standing import Standing
 from onward.fit.telling import CALLBACKS, Telling
 from onward.fit.training import Training
+from onward.fit.training_program import training_program
 
 
 class Trainer:
@@ -67,7 +65,8 @@ class Trainer:
     Attributes:
         history: loss and metrics of every step, and of every test.
         identity: who this training is; what it resumes gives it another.
-        epoch, batch, step: where the training stands: epochs and batches of this epoch done, steps in all.
+        standing: where the training stands, beside its State.
+        epoch, batch, step: of it: epochs and batches of this epoch done, steps in all.
 
     Example:
         >>> import numpy as np, onward as ow
@@ -96,25 +95,15 @@ class Trainer:
         if not isinstance(model, Model):
             raise ArgumentError(f"Trainer was given {describe(model)}; expected a Model: Model(network).")
         self.model = model
-        self.program = _program(model, optimizer, parameter_list)
-        if devices != 1 or merge is not None:
-            self.program = replicate(self.program, devices, merge)
-        if check_finite:
-            self.program = checked(self.program)
+        self.program = training_program(model, optimizer, parameter_list, devices, merge, check_finite)
         self.evaluator = Evaluator(model)
         self.checkpoints = store_of(checkpoints)
         self.identity = Identity.new()
         self.history = History()
         self.names = data_names(self.program)
-        self.epoch = self.batch = self.step = self.begun = 0
-        self.position: Any = None
-        self.resumed = self.to_test = False
-        self.strict: bool | None = None
-        self.metrics: Mapping[str, Any] = {}
+        self.standing = Standing()
         self.telling = Telling()
-        self.words: Mapping[str, str] = {}
         layout = Layout.of(self.program)
-        _check_same(model.state.layout, layout)
         mine = model.state.layout.position
         given = {v: model.state[v] for v in layout.variables if v.name in mine}
         values = initialized(self.program, given, 0)
@@ -139,7 +128,7 @@ class Trainer:
         with self._kept():
             state, out = self._step(self.joined(), *data, **feed)
         self.take(state)
-        self.step += 1
+        self.standing.step += 1
         return out
 
     def apply(self, gradients: Mapping[str, Any]) -> None:
@@ -190,7 +179,7 @@ class Trainer:
         except NonFiniteError as error:
             if error.state is not None:
                 self.take(error.state)
-                self.step -= error.undone
+                self.standing.step -= error.undone
             raise
 
     def train(
@@ -242,7 +231,7 @@ class Trainer:
             CheckpointError: the folder holds another run, or another process writes to it: ``Checkpoints``.
         """
         training = Training(self, reader, epochs, test, callbacks, progress, prefetch, check)
-        training.run(self._loop(training) if threads == 1 else Crew(self, threads, training).loop)
+        training.run(training.loop if threads == 1 else Crew(self, threads, training).loop)
         return self.history
 
     def test(self, reader: Any) -> dict[str, float]:
@@ -305,6 +294,21 @@ class Trainer:
         self._taken = self.model.state
 
     @property
+    def epoch(self) -> int:
+        """How many epochs are done."""
+        return self.standing.epoch
+
+    @property
+    def batch(self) -> int:
+        """How many batches of this epoch are done."""
+        return self.standing.batch
+
+    @property
+    def step(self) -> int:
+        """How many steps were made in all."""
+        return self.standing.step
+
+    @property
     def state(self) -> State:
         """Everything the next step needs, in buffers of its own."""
         with self.model.lock:
@@ -349,10 +353,9 @@ class Trainer:
         target.claim(self.identity)
         with self.model.lock:
             state = self.joined()
-            extra = {"epoch": self.epoch, "batch": self.batch, "begun": self.begun, "position": self.position}
-            extra["to_test"], extra[CALLBACKS] = self.to_test, self.telling.record()
-            extra[FINGERPRINTS] = {**self._fingerprints, "reader": dict(self.words), "given": self._given}
-            extra["metrics"] = {name: plain(float(x)) for name, x in self.metrics.items()}
+            extra = {**self.standing.record(), CALLBACKS: self.telling.record()}
+            words = dict(self.standing.words)
+            extra[FINGERPRINTS] = {**self._fingerprints, "reader": words, "given": self._given}
             return target.save(state, self.step, metrics=metrics or {}, extra=extra)
 
     def restore(
@@ -386,20 +389,14 @@ class Trainer:
         with self.model.lock:
             state = self.joined()
             values, report = matched(state, self.model.state.layout.variables, found)
-            report = self._compared(report, found.extra.get(FINGERPRINTS, {}))
+            report = compared(report, found.extra.get(FINGERPRINTS, {}), self._fingerprints, self._given)
             if strict:
                 report.expect_all(found.path)
-            self.take(State(state.layout, self._begun_anew(values, report.kept)))
-            self.step = found.step
-            self.epoch, self.batch = found.extra.get("epoch", 0), found.extra.get("batch", 0)
-            self.begun, self.position = found.extra.get("begun", 0), found.extra.get("position")
-            self.to_test, self.metrics = (
-                found.extra.get("to_test", False),
-                restored(found.extra.get("metrics", {})),
-            )
-            self.resumed, self.strict = True, strict
+            values = begun_anew(self.program, state.layout, values, report.kept)
+            self.take(State(state.layout, values))
+            words = found.extra.get(FINGERPRINTS, {}).get("reader", {})
+            self.standing = Standing.restored(found.extra, found.step, words, strict)
             self.telling.expect(found.extra.get(CALLBACKS))
-            self.words = found.extra.get(FINGERPRINTS, {}).get("reader", {})
         if self.checkpoints is not None and self.checkpoints.is_at(found.path.parent):
             self.checkpoints.follow(found)
             self.identity = found.identity
@@ -407,46 +404,9 @@ class Trainer:
             report.warn(found.path)
         return report
 
-    def _compared(self, report: Restored, was: Mapping[str, Any]) -> Restored:
-        """The report with what the fingerprints of a checkpoint tell, if it has some."""
-        if not was:
-            return report
-        given = was["given"]
-        changed = (n for n in report.changed if given.get(n) != self._given[n])
-        return replace(
-            report, changed=tuple(changed), differences=tuple(differences(was, self._fingerprints))
-        )
-
     @cached_property
     def _fingerprints(self) -> Mapping[str, Any]:
         return {"program": of_program(self.model.topology), **of_training(self.program)}
-
-    def _begun_anew(self, values: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """The values, those of these names that are computed from others computed again."""
-        state = self._step.layout.variables
-        given = {v: x for v, x in zip(state, values, strict=True) if v.name not in names}
-        computed = {v for op in self.program.initializers if set(op.inputs) & set(given) for v in op.outputs}
-        if computed.issubset(given):
-            return list(values)
-        made = initialized(self.program, given, 0)
-        return [made[v] if v in computed else x for v, x in zip(state, values, strict=True)]
-
-    def _loop(self, training: Training) -> Callable[[Any], None]:
-        """How one thread trains on the batches of an epoch."""
-
-        def loop(batches: Any) -> None:
-            for batch in batches:
-                training.before()
-                with training.uninterrupted:
-                    try:
-                        with self.model.lock:
-                            out = self.advance((), batch.fed)
-                    except ArgumentError as error:
-                        raise training.blaming(batch, error) from error
-                    training.done(out, batch)
-                training.after()
-
-        return loop
 
     def __reduce__(self) -> NoReturn:
         raise not_pickled(
@@ -457,27 +417,3 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"Trainer({self.model!r}, step {self.step})"
-
-
-def _check_same(model: Layout, training: Layout) -> None:
-    """Raise ``ArgumentError`` unless a training Program keeps all that the model does, of the same types."""
-    kept = {v.name: v for v in training.variables}
-    for v in model.variables:
-        found = kept.get(v.name)
-        if found is None or (found.shape, found.dtype) != (v.shape, v.dtype):
-            what = "nothing of that name" if found is None else found.type
-            raise ArgumentError(
-                f"The model keeps {v.name!r} ({v.type}), and the training Program keeps {what}. Make it of "
-                "the model's own network: optimizer.minimize(model.topology)."
-            )
-
-
-def _program(model: Model, optimizer: Optimizer | Program, parameter_list: Iterable[Where] | None) -> Program:
-    if isinstance(optimizer, Program):
-        return optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(
-            f"Trainer was given {describe(optimizer)} as the optimizer; expected one such as Adam(1e-3)."
-        )
-    chosen = None if parameter_list is None else listed(parameter_list)
-    return optimizer.minimize(model.topology, parameter_list=chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from math import nan
 from threading import current_thread, main_thread
@@ -19,6 +19,7 @@ from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.derive.guard import is_guarded
 from onward.execute.feeds import unshared
+from onward.execute.fingerprints import differences, of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining
 from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.loop.prefetch import prefetched
@@ -28,7 +29,6 @@ from onward.execute.peers.deadline import deadline_of
 from onward.execute.restore import say
 from onward.execute.spread import place_among_processes
 from onward.fit.evaluator import as_feed, batch_size, metrics_of
-from onward.fit.fingerprints import differences, of_reader
 from onward.fit.finite import check_numbers
 from onward.fit.progress import Progress
 from onward.fit.telling import Telling
@@ -69,20 +69,19 @@ class Training:
         self.guarded = is_guarded(trainer.program)
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
-        self.saved = trainer.step if trainer.resumed else -1
-        was_resumed = self._again = trainer.resumed
+        self.saved = trainer.step if trainer.standing.resumed else -1
+        was_resumed = self._again = trainer.standing.resumed
         words = of_reader(reader)
         if was_resumed:
-            say(differences({"reader": trainer.words}, {"reader": words}), trainer.strict)
-            self.telling.restore(trainer.telling, trainer, trainer.strict)
+            say(differences({"reader": trainer.standing.words}, {"reader": words}), trainer.standing.strict)
+            self.telling.restore(trainer.telling, trainer, trainer.standing.strict)
         else:
-            trainer.begun, trainer.metrics = trainer.epoch, {}
-        trainer.telling, trainer.words, trainer.resumed = self.telling, words, False
-        self.last = trainer.begun + epochs
+            trainer.standing.begun, trainer.standing.metrics = trainer.epoch, {}
+        trainer.telling, trainer.standing.words, trainer.standing.resumed = self.telling, words, False
+        self.last = trainer.standing.begun + epochs
         if was_resumed and epochs and trainer.epoch >= self.last:
-            message = _FINISHED.format(
-                epochs=epochs, done=trainer.epoch - trainer.begun, more=trainer.epoch - trainer.begun + 1
-            )
+            done = trainer.epoch - trainer.standing.begun
+            message = _FINISHED.format(epochs=epochs, done=done, more=done + 1)
             warnings.warn(message, stacklevel=user_level())
         length = self.reading.length
         total = None if length is None else max(0, (self.last - trainer.epoch) * length - trainer.batch)
@@ -135,12 +134,12 @@ class Training:
         trainer = self.trainer
         try:
             self.event(EventKind.BEGIN)
-            if trainer.to_test:
+            if trainer.standing.to_test:
                 self.tests()
             while trainer.epoch < self.last:
                 self.epoch(loop)
         except StopTraining as reason:
-            trainer.to_test = False
+            trainer.standing.to_test = False
             self.progress.message(f"Stopped: {reason}")
         with suppress(StopTraining):
             self.save()
@@ -160,8 +159,9 @@ class Training:
                 batches.close()
         self.look_for_nan(0)
         with self.uninterrupted:
-            trainer.epoch, trainer.batch, trainer.position = trainer.epoch + 1, 0, self.reading.end
-            trainer.to_test = self.test is not None
+            standing = trainer.standing
+            standing.epoch, standing.batch, standing.position = trainer.epoch + 1, 0, self.reading.end
+            trainer.standing.to_test = self.test is not None
             self.note(EventKind.EPOCH)
         self.telling.tell()
         self.tests()
@@ -173,7 +173,7 @@ class Training:
             return
         tested = {f"test_{name}": x for name, x in trainer.test(self.test).items()}
         with self.uninterrupted:
-            self.tested, self.tested_at, trainer.to_test = tested, trainer.step, False
+            self.tested, self.tested_at, trainer.standing.to_test = tested, trainer.step, False
             if len(trainer.history):
                 trainer.history.amend(**tested)
             else:  # resumed at the end of an epoch: its last step was made by the process before
@@ -189,12 +189,12 @@ class Training:
         """The batches of this epoch by name, checked, read ahead by a thread."""
         trainer = self.trainer
         skip = 0
-        if trainer.batch and trainer.position is not None:
-            self.reading.restore(trainer.position)
+        if trainer.batch and trainer.standing.position is not None:
+            self.reading.restore(trainer.standing.position)
         elif trainer.batch:
             skip = trainer.batch
         elif self._again:
-            self.reading.restore(trainer.position, ended=True)
+            self.reading.restore(trainer.standing.position, ended=True)
         self._again = False
         pairs = self.reading.epoch(trainer.epoch, skip)
         numbered = (
@@ -225,6 +225,20 @@ class Training:
             f"Batch {batch.number} of epoch {self.trainer.epoch} (both counted from 0): {error}"
         )
 
+    def loop(self, batches: Iterable[NumberedBatch]) -> None:
+        """How one thread trains on the batches of an epoch."""
+        trainer = self.trainer
+        for batch in batches:
+            self.before()
+            with self.uninterrupted:
+                try:
+                    with trainer.model.lock:
+                        out = trainer.advance((), batch.fed)
+                except ArgumentError as error:
+                    raise self.blaming(batch, error) from error
+                self.done(out, batch)
+            self.after()
+
     def done(self, out: Out, batch: NumberedBatch) -> None:
         """Note that a step was made.
 
@@ -233,14 +247,14 @@ class Training:
         trainer = self.trainer
         self._ahead[batch.number] = batch.position
         while trainer.batch in self._ahead:
-            trainer.position = self._ahead.pop(trainer.batch)
-            trainer.batch += 1
-        trainer.metrics = metrics_of(out)
-        trainer.history.record(step=trainer.step, epoch=trainer.epoch, **trainer.metrics)
+            trainer.standing.position = self._ahead.pop(trainer.batch)
+            trainer.standing.batch += 1
+        trainer.standing.metrics = metrics_of(out)
+        trainer.history.record(step=trainer.step, epoch=trainer.epoch, **trainer.standing.metrics)
         trainer.history.watched.record(out.watched, step=trainer.step, epoch=trainer.epoch)
-        if "loss" in trainer.metrics:
-            self._recent.append((trainer.step, trainer.epoch, batch.number, trainer.metrics["loss"]))
-        self.progress.advance(batch_size(batch.fed), **trainer.metrics)
+        if "loss" in trainer.standing.metrics:
+            self._recent.append((trainer.step, trainer.epoch, batch.number, trainer.standing.metrics["loss"]))
+        self.progress.advance(batch_size(batch.fed), **trainer.standing.metrics)
         self.note(EventKind.STEP)
 
     def after(self) -> None:
@@ -310,7 +324,7 @@ class Training:
 
     def _numbers(self, best: str | None) -> dict[str, float]:
         """The metrics of this moment; the best's is NaN while no test of these parameters was made."""
-        numbers = {name: float(value) for name, value in self.trainer.metrics.items()}
+        numbers = {name: float(value) for name, value in self.trainer.standing.metrics.items()}
         if self.tested_at == self.trainer.step:
             numbers |= self.tested
         to_come = not numbers or best in self.tested or (self.test is not None and not self.tested)
@@ -327,7 +341,7 @@ class Training:
         """Let every callback hear of this when it is told."""
         if self.telling.callbacks:
             trainer = self.trainer
-            values = trainer.metrics if metrics is None else metrics
+            values = trainer.standing.metrics if metrics is None else metrics
             self.telling.note(Event(kind, trainer.epoch, trainer.batch, trainer.step, values, trainer))
 
 

@@ -204,16 +204,16 @@ class Run:
         s = self.settings
         servers = [
             ServerSpec(
-                self.blueprint,
-                i,
-                s.trainers,
-                s.mode,
-                s.sums,
-                self._owned(i),
-                None if folder is None else f"{folder}/server-{i}",
-                s.durability,
-                s.faults,
-                self._driver,
+                blueprint=self.blueprint,
+                index=i,
+                trainers=s.trainers,
+                mode=s.mode,
+                sums=s.sums,
+                given=self._owned(i),
+                folder=None if folder is None else f"{folder}/server-{i}",
+                durability=s.durability,
+                faults=s.faults,
+                driver=self._driver,
             )
             for i in range(s.servers)
         ]
@@ -221,19 +221,19 @@ class Run:
         kept = self._given if isinstance(s.mode, Local) else kept
         trainers = [
             TrainerSpec(
-                self.blueprint,
-                t,
-                1,
-                s.trainers,
-                s.mode,
-                (),
-                reader,
-                s.epochs,
-                kept,
-                s.patience,
-                s.check,
-                s.faults,
-                self._driver,
+                blueprint=self.blueprint,
+                trainer=t,
+                incarnation=1,
+                trainers=s.trainers,
+                mode=s.mode,
+                servers=(),
+                reader=reader,
+                epochs=s.epochs,
+                given=kept,
+                deadline=s.patience,
+                check=s.check,
+                faults=s.faults,
+                driver=self._driver,
             )
             for t in range(s.trainers)
         ]

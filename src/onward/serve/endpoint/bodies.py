@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, nearest
+from onward.serve.endpoint import pieces
 from onward.serve.endpoint.npy import array_of, arrays_of
+from onward.serve.endpoint.pieces import LARGE, refuse_constant, values_of
 from onward.serve.endpoint.plan import Arrays, Input, RequestPlan
 from onward.serve.endpoint.refusal import Refusal
 
+_TWICE = "an object holds the same name twice"
 JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
 
 
@@ -62,8 +66,10 @@ def rows_of(feed: Arrays, plan: RequestPlan) -> int:
 
 
 def _read_json(body: bytes, plan: RequestPlan, most: int) -> Mapping[str, Any]:
+    if len(body) >= LARGE:
+        return _read_large(body, plan)
     try:
-        found = json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_once)
+        found = json.loads(body.decode(), parse_constant=refuse_constant, object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         raise Refusal(400, f"The body is no JSON: byte {error.start} is not UTF-8.") from None
     except RecursionError:
@@ -75,6 +81,25 @@ def _read_json(body: bytes, plan: RequestPlan, most: int) -> Mapping[str, Any]:
     for name, value in found.items():
         if not isinstance(value, list | int | float):
             raise Refusal(422, f"{name[:80]!r} is {_kind(value)}; expected numbers: {plan.expected}.")
+    return found
+
+
+def _read_large(body: bytes, plan: RequestPlan) -> Mapping[str, Any]:
+    """The same of a large body, in the memory of the body and of its arrays."""
+    found: dict[str, np.ndarray] = {}
+    try:
+        for name, place in values_of(body):
+            if name in found:
+                raise Refusal(400, f"The body is no JSON: {_TWICE}.")
+            if name not in plan.by_name:
+                raise Refusal(422, _surplus(name, plan))
+            x = plan.by_name[name]
+            listed, expect = partial(_listed, x, plan=plan), partial(_expect_shape, x, plan=plan)
+            found[name] = pieces.array_of(name, body, place, x.variable.dtype, listed, expect)
+    except Refusal as refusal:
+        if plan.expected in refusal.sentence:
+            raise
+        raise Refusal(refusal.status, f"{refusal.sentence} Expected: {plan.expected}.") from None
     return found
 
 
@@ -95,14 +120,10 @@ _READERS: Mapping[str, Callable[[bytes, RequestPlan, int], Mapping[str, Any]]] =
 }
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number that JSON can hold; such numbers travel as {NPY}")
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("an object holds the same name twice")
+        raise ValueError(_TWICE)
     return found
 
 

@@ -42,8 +42,8 @@ class Endpoint:
         timeout: seconds that a body may take to come, and an answer to be computed.
         max_body: bytes that a request may have.
         max_memory: bytes that the bodies of all requests in flight, and what they are read into, may take
-            together; further ones are refused, to be asked again later. A body of JSON takes up to 32 times
-            its size while it is read, npy 4 times.
+            together; further ones are refused, to be asked again later. A body of JSON takes up to 10 times
+            its size while it is read (its first 256 KiB 32 times), npy and npz 4 times.
         max_waiting: requests that may wait; further ones are refused at once, to be asked again later.
         reload_token: who knows it may exchange the model by ``POST /reload``; nobody without it.
         hosts: names under which it may be asked where it listens at this machine alone, beside ``localhost``:

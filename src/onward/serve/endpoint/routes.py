@@ -18,6 +18,7 @@ from onward.serve.endpoint.batcher import Job
 from onward.serve.endpoint.bodies import NPZ, read, rows_of
 from onward.serve.endpoint.openapi import openapi
 from onward.serve.endpoint.page import docs
+from onward.serve.endpoint.pieces import LARGE
 from onward.serve.endpoint.refusal import Refusal, later
 from onward.serve.endpoint.room import need_of
 from onward.serve.endpoint.served import Ready, Served
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("onward.serve")
 _SOON = 0.05  # seconds before it is looked whether the client is still there
-_LARGE = 2**18  # bytes of a body that is read in a thread, so that the others do not wait for it
 _COPIES = 3  # of its arrays that a request has: as read, in the batch, on the device
 _FOREIGN = (
     "This server answers on this machine alone, as localhost, and was asked as {host!r}. If it is to be "
@@ -177,7 +177,7 @@ class Routes:
 
     async def _job(self, body: bytes, media_type: str, ready: Ready) -> Job:
         plan, arguments = ready.plan, (body, media_type, ready.plan, self.endpoint.max_body)
-        feed = read(*arguments) if len(body) < _LARGE else await asyncio.to_thread(read, *arguments)
+        feed = read(*arguments) if len(body) < LARGE else await asyncio.to_thread(read, *arguments)
         rows, most = rows_of(feed, plan), ready.joining.most
         if rows > most:
             raise Refusal(

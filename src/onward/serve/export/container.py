@@ -4,8 +4,8 @@ Whatever opens safetensors reads the parameters. What else a model is, the graph
 arrays of bytes in the same file; what is said about it stands in the header, as JSON. Nothing in it is code
 of Python, and no name in it is a path.
 
-Those arrays of bytes are named with a SHA-256 each: JAX reads an executable with a flipped bit as another
-one, crashes, or never comes back. So whoever changes a file and seals it again is refused before JAX sees it.
+Those arrays of bytes have a SHA-256 each in the header as well: JAX reads an executable with a flipped bit as
+another one, crashes, or never comes back. So a file that was changed and sealed again is refused before that.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.fit.fingerprints import FINGERPRINTS, differences, of_program, of_reader, of_training
+from onward.execute.fingerprints import FINGERPRINTS, differences, of_program, of_reader, of_training
 
 ROOT = Path(__file__).parents[2]
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
