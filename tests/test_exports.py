@@ -19,7 +19,7 @@ FUNCTIONS = [path for path in NAMES if inspect.isfunction(VALUES[path])]
 OPTIMIZERS = [
     path for path in NAMES if inspect.isclass(VALUES[path]) and issubclass(VALUES[path], ow.Optimizer)
 ]
-ROOMS = ("core", "define", "derive", "distribute", "execute", "explain", "serve", "shell")
+ROOMS = ("core", "define", "derive", "distribute", "execute", "explain", "fit", "fleet", "serve", "shell")
 
 # A process that has read the top of the house, and then does what a script does.
 FIRST_USE = """

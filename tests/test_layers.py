@@ -70,8 +70,10 @@ def collections_of_primitives(source: str) -> list[list[str]]:
 
 
 def is_a_list(text: str) -> bool:
-    """Whether words stand in it, and more of them are primitives than are not."""
+    """Whether nothing but words stand in it, and more of them are primitives than are not."""
     words = text.split()
+    if not all(word.replace("-", "_").isidentifier() for word in words):
+        return False
     return 2 * len(PRIMITIVES.intersection(words)) > len(words)
 
 
