@@ -22,7 +22,7 @@ class Builder:
     >>> double = body_of(lambda x: [2 * x], jax.ShapeDtypeStruct((), jnp.float32))
     >>> (twice,) = builder.add("double", [program.loss], ["twice"], double)
     >>> builder.program(outputs=(twice,)).ops[-1]
-    twice = double(reduce_sum)
+    twice = double(2.0, reduce_sum)
 
     Args:
         source: the Program that grows.

@@ -79,7 +79,7 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Derivat
     >>> from onward.core.jaxprs.body import body_of
     >>> body = body_of(lambda x, y: [x * y], jnp.ones(3), jnp.ones(3))
     >>> rule_for(body, wanted=[0], given=[0]).reads
-    (Read(source='input', position=1), Read(source='cotangent', position=0))
+    (GradientRead(source='input', position=1), GradientRead(source='cotangent', position=0))
     """
     settings: Any = jax.config  # what JAX's own rules may depend on beside the op
     ambient = settings.jax_enable_x64, settings.jax_default_matmul_precision, current_axis()

@@ -3,7 +3,7 @@
 An optimizer has one step counter. Updates that are run one after the other, as parts of one step, all count
 from where that step began.
 
->>> counts = Counts()
+>>> counts = UpdateCounts()
 >>> for part in (["w"], ["b"], ["w"], ["b"]):
 ...     print(counts.shifts(part, is_read=True))
 ...     counts.add(part)

@@ -5,7 +5,7 @@ of which the server knows alone, and one that begins again may make a step twice
 
 >>> told = []
 >>> steps = Steps(lambda row: told.append((row.trainer, row.sequence)))
->>> row = Row(0, 7, {}, 0, 0, 1, 0, 0, 0.1, 0.0, 0.0)
+>>> row = HistoryRow(0, 7, {}, 0, 0, 1, 0, 0, 0.1, 0.0, 0.0)
 >>> steps.expect(row), steps.note(row), steps.note(row), steps.give_up(0)
 (None, None, None, None)
 >>> told

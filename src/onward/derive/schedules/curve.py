@@ -32,7 +32,7 @@ def real() -> Any:
 def along(n: Any, *phases: CurvePhase) -> Any:
     """The values at steps ``n`` of phases one after the other; the last value stays.
 
-    >>> along(jnp.arange(6), Phase(2, 0.0, 1.0, straight), Phase(2, 1.0, 0.5, straight)).tolist()
+    >>> along(jnp.arange(6), CurvePhase(2, 0.0, 1.0, straight), CurvePhase(2, 1.0, 0.5, straight)).tolist()
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.5]
     """
     long = [phase for phase in phases if phase.steps]

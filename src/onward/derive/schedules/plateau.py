@@ -162,7 +162,7 @@ class plateau:
 
         Example:
             >>> lower = plateau(patience=2)
-            >>> heard = lower.after(lower.after(Heard(), 1.0), 1.0)
+            >>> heard = lower.after(lower.after(PlateauMemory(), 1.0), 1.0)
             >>> heard.waited, heard.lowers, lower.after(heard, 1.0).lowers
             (1, False, True)
         """

@@ -38,7 +38,7 @@ KEY = "key"
 class ArrayForm:
     """What an array is once it is decoded: a dtype by name, a shape, and for random keys their generator.
 
-    >>> Form("bfloat16", (3,)).stored_dtype, Form("complex128", (3,)).stored_shape
+    >>> ArrayForm("bfloat16", (3,)).stored_dtype, ArrayForm("complex128", (3,)).stored_shape
     (dtype('uint16'), (3, 2))
     """
 

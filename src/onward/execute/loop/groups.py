@@ -1,6 +1,6 @@
 """Batches of one shape laid on top of each other, so that one call can run over them.
 
->>> batches = [Batch(i, (), {}, [x], key_of([x])) for i, x in enumerate(map(np.zeros, (2, 2, 2, 1)))]
+>>> batches = [StackableBatch(i, (), {}, [x], key_of([x])) for i, x in enumerate(map(np.zeros, (2, 2, 2, 1)))]
 >>> [(len(group.batches), group.stacked is not None) for group in grouped(batches, 2)]
 [(2, True), (1, False), (1, False)]
 """

@@ -3,7 +3,7 @@
 A reader is any iterable of batches, or a callable that makes one. Reading gives it one method, ``epoch``, and
 asks it after each batch where it stands, so that a training can be continued in the middle of an epoch.
 
->>> for batch, position in Reading(["first", "second"]).epoch(0):
+>>> for batch, position in LoopReader(["first", "second"]).epoch(0):
 ...     print(batch, position)
 first None
 second None
@@ -49,10 +49,10 @@ class LoopReader:
         ArgumentError: nothing that yields batches.
 
     Example:
-        >>> reading = Reading(lambda epoch: [epoch, epoch + 1])
+        >>> reading = LoopReader(lambda epoch: [epoch, epoch + 1])
         >>> list(reading.epoch(7))
         [(7, None), (8, None)]
-        >>> list(Reading(batches([np.arange(2)], 1)).epoch(0))[0]
+        >>> list(LoopReader(batches([np.arange(2)], 1)).epoch(0))[0]
         ((array([0]),), {'epoch': 0, 'batch': 1})
     """
 

@@ -1,6 +1,6 @@
 """A thread that works for somebody who may not wait for the end.
 
->>> background = Background("worker")
+>>> background = TaskThread("worker")
 >>> background.begin(lambda: 6 * 7)
 >>> background.result(timeout=5.0)
 (42, None)

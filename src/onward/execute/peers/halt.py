@@ -8,7 +8,7 @@ Who says that it would halt begins the step only after somebody else has, or aft
 >>> members = [Member(("127.0.0.1", 0), "spark", 4241 + i) for i in range(2)]
 >>> def found(**word):
 ...     heard = [Heard(0.0), Heard(at=99.9, number=7, word=Word(**word))]
-...     return all_halt(View(0, members, heard, step=18, label="", now=100.0, silence=2.0))
+...     return all_halt(PeerView(0, members, heard, step=18, label="", now=100.0, silence=2.0))
 >>> found(begun=17, finished=17, halt=18), found(begun=18, finished=17, halt=17)
 (True, False)
 >>> print(found(begun=17, finished=17, halt=17))

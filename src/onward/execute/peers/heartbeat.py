@@ -4,7 +4,7 @@ A process that died tells nothing; its silence is what gives it away. Each one s
 second, and when a step begins or ends, how far it is. Datagrams carry a code that only those can make who
 know the token of the run, and are numbered: what is forged, damaged or said twice is dropped unread.
 
->>> datagram = pack(Word(begun=18, finished=17, text="batch [32,784]"), 1, 5, b"token")
+>>> datagram = pack(PeerWord(begun=18, finished=17, text="batch [32,784]"), 1, 5, b"token")
 >>> unpack(datagram, b"token")
 (1, 5, Word(begun=18, finished=17, status=<Status.RUNNING: 0>, text='batch [32,784]', halt=0))
 >>> unpack(datagram, b"another") is None

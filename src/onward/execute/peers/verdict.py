@@ -1,8 +1,8 @@
 """Why a step that needs all processes does not end, in words, from what was heard of the others.
 
 >>> members = [Member(("127.0.0.1", 0), "spark", 4241), Member(("127.0.0.1", 0), "spark", 4242)]
->>> heard = [Heard(0.0), Heard(at=87.5, number=350, word=Word(begun=17, finished=17))]
->>> print(verdict(View(0, members, heard, step=18, label="x [32, 784]", now=100.0, silence=2.0)))
+>>> heard = [LastWord(0.0), LastWord(at=87.5, number=350, word=PeerWord(begun=17, finished=17))]
+>>> print(verdict(PeerView(0, members, heard, step=18, label="x [32, 784]", now=100.0, silence=2.0)))
 Process 1 (pid 4242 on spark) was last heard of 12.5 s ago, after step 17: it died or was stopped. A step
 needs all processes: end them, and start all again from the last checkpoint. onward launch --restarts 1 does
 so by itself.

@@ -47,7 +47,7 @@ def place_of(path: str, known: Collection[str]) -> InstructionOrigin:
     name of a pass.
 
     >>> place_of("jit(f)/backward/a/while/body/forward/a/fc/dot_general", {"a", "a/fc"})
-    Place(made_by=<Pass.BACKWARD: 'backward'>, scope='a/fc')
+    InstructionOrigin(made_by=<Pass.BACKWARD: 'backward'>, scope='a/fc')
     """
     words = path.split("/")
     marked = next((i for i, word in enumerate(words) if word in _PASSES), None)

@@ -15,7 +15,7 @@ Scope = Sequence[SummaryRow]
 def folded(rows: Sequence[SummaryRow]) -> Iterator[SummaryRow]:
     """The rows of a summary with those of repeated layers in one.
 
-    >>> row = Row("", None, 1, 0, "f32[]", 9, 8, 4, 0, 4, 0)
+    >>> row = SummaryRow("", None, 1, 0, "f32[]", 9, 8, 4, 0, 4, 0)
     >>> [r.scope for r in folded([replace(row, scope=s) for s in ("a/x", "b/x", "c/x", "d")])]
     ['a/x ... d']
     """

@@ -101,7 +101,7 @@ def summary(program: Program, depth: int | None = 1, sort: str | None = None) ->
         ...     return jnp.mean(y)
         >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((64, 32)), jnp.ones((16, 64)))
         >>> summary(program).sorted("flops").rows[0]  # doctest: +ELLIPSIS
-        Row(scope='layer', made_by=<Pass.FORWARD: 'forward'>, ops=2, parameters=2048, output='f32[16,32]', ...
+        SummaryRow(scope='layer', made_by=<Pass.FORWARD: 'forward'>, ops=2, parameters=2048, ...
         >>> summary(program).total.flops == ow.cost(program).flops
         True
     """

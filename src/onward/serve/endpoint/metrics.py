@@ -2,7 +2,7 @@
 
 The format: https://prometheus.io/docs/instrumenting/exposition_formats/
 
->>> counts = Counts()
+>>> counts = Counters()
 >>> counts.add("onward_requests_total", route="/predict", status="200")
 >>> print(counts.text().splitlines()[2])
 onward_requests_total{route="/predict",status="200"} 1

@@ -3,7 +3,7 @@
 >>> import numpy as np, onward as ow
 >>> def network():
 ...     return ow.layer.fc(ow.data("x", (None, 4)), 2)
->>> plan = Plan.of(ow.Model(network), ())
+>>> plan = RequestPlan.of(ow.Model(network), ())
 >>> plan.fetch, [str(x) for x in plan.inputs]
 (('fc_0',), ['x float32[n,4]'])
 """

@@ -73,7 +73,7 @@ def environment(
     """The environment of one process.
 
     Example:
-        >>> place = Place(0, 2, "127.0.0.1:4000", "127.0.0.1:4001", 300.0, 5)
+        >>> place = LaunchedProcess(0, 2, "127.0.0.1:4000", "127.0.0.1:4001", 300.0, 5)
         >>> environment({"XLA_FLAGS": "--xla_dump_to=/tmp/dump"}, place, devices=4)["XLA_FLAGS"]
         '--xla_dump_to=/tmp/dump --xla_force_host_platform_device_count=4'
     """
