@@ -26,7 +26,7 @@ from onward.execute.spread import on_one_device, summed
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
-from onward.fit.model import Model, TestRequest
+from onward.fit.model import Model, EvaluationRequest
 
 
 class Evaluator:
@@ -155,7 +155,7 @@ class Evaluator:
             raise ArgumentError(
                 f"{program.name} takes no data named {unknown[0]!r}. {nearest(unknown[0], self._names)}"
             )
-        request = TestRequest(fetch, None if len(given) == len(self._names) else given, only)
+        request = EvaluationRequest(fetch, None if len(given) == len(self._names) else given, only)
         return self.model.once(request, lambda: _Forward(self.model, request))
 
     def __reduce__(self) -> NoReturn:
@@ -172,7 +172,7 @@ class _Forward:
     shapes apart. Everything else goes through the Step, which converts it or says what is wrong.
     """
 
-    def __init__(self, model: Model, request: TestRequest) -> None:
+    def __init__(self, model: Model, request: EvaluationRequest) -> None:
         program = request.program(model.test_program)
         self.step = step = Step(program, (), donate=False, ahead=False, tuning=Tuning())
         self.reads = tuple(name for _, name in step.feeds.taken)

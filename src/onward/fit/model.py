@@ -198,7 +198,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class TestRequest:
+class EvaluationRequest:
     """What is asked of a test Program: further names, and which data is given (None: all of it)."""
 
     fetch: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from onward.core.walk import descendants
 from onward.derive.batch import WEIGHT, batch_names
 from onward.execute.feeds import Feeds, data_names
 from onward.fit.evaluator import Evaluator
-from onward.fit.model import Model, TestRequest
+from onward.fit.model import Model, EvaluationRequest
 from onward.serve.export.variant import Loaded
 
 Arrays = Mapping[str, np.ndarray]
@@ -84,7 +84,7 @@ class RequestPlan:
         whole = model.test_program
         split = _batched(whole)
         names = tuple(whole[name].name for name in dict.fromkeys(fetch)) or _returned(whole, split)
-        program = TestRequest(names, only=True).program(whole)
+        program = EvaluationRequest(names, only=True).program(whole)
         for v in (*program.inputs, *(program[name] for name in names)):
             _expect_numbers(v)
         inputs = tuple(Input(v, v.name in split) for v in program.inputs)
