@@ -26,7 +26,7 @@ from onward.execute.spread import on_one_device, summed
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
-from onward.fit.model import Model, EvaluationRequest
+from onward.fit.model import EvaluationRequest, Model
 
 
 class Evaluator:

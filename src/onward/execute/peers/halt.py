@@ -4,10 +4,10 @@ No process finishes a step before all have begun it, so where one that was asked
 step, nobody has finished that. One that does not know of it may have begun it: then all take part in it.
 Who says that it would halt begins the step only after somebody else has, or after all have said so.
 
->>> from onward.execute.peers.heartbeat import Heard, Member, Word
+>>> from onward.execute.peers.heartbeat import LastWord, Member, PeerWord
 >>> members = [Member(("127.0.0.1", 0), "spark", 4241 + i) for i in range(2)]
 >>> def found(**word):
-...     heard = [Heard(0.0), Heard(at=99.9, number=7, word=Word(**word))]
+...     heard = [LastWord(0.0), LastWord(at=99.9, number=7, word=PeerWord(**word))]
 ...     return all_halt(PeerView(0, members, heard, step=18, label="", now=100.0, silence=2.0))
 >>> found(begun=17, finished=17, halt=18), found(begun=18, finished=17, halt=17)
 (True, False)

@@ -6,7 +6,7 @@ know the token of the run, and are numbered: what is forged, damaged or said twi
 
 >>> datagram = pack(PeerWord(begun=18, finished=17, text="batch [32,784]"), 1, 5, b"token")
 >>> unpack(datagram, b"token")
-(1, 5, Word(begun=18, finished=17, status=<Status.RUNNING: 0>, text='batch [32,784]', halt=0))
+(1, 5, PeerWord(begun=18, finished=17, status=<Status.RUNNING: 0>, text='batch [32,784]', halt=0))
 >>> unpack(datagram, b"another") is None
 True
 """

@@ -24,7 +24,7 @@ from onward.core.walk import descendants
 from onward.derive.batch import WEIGHT, batch_names
 from onward.execute.feeds import Feeds, data_names
 from onward.fit.evaluator import Evaluator
-from onward.fit.model import Model, EvaluationRequest
+from onward.fit.model import EvaluationRequest, Model
 from onward.serve.export.variant import Loaded
 
 Arrays = Mapping[str, np.ndarray]
