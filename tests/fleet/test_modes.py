@@ -1,7 +1,10 @@
 """Trainers and servers against one device: rounds are equal to it, the other modes learn as well."""
 
+import subprocess
+import sys
 import time
 from functools import cache
+from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -495,3 +498,31 @@ def test_a_bound_holds_back_who_is_far_ahead(mode, bound):
     assert len(run.history["loss"]) == 24
     applied = sum(s.pushes for s in run.servers)
     assert applied == 2 * 24
+
+
+ENDING = """
+import atexit, itertools, sys
+import jax.numpy as jnp, numpy as np, onward as ow
+from tests.fleet.hosting import Threads
+
+engine, x = Threads(), np.ones((4, 3), np.float32)
+program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), np.ones(3, np.float32), x)
+atexit.register(lambda: print("running:", run.is_running, any(host.alive for host in engine.hosts)))
+run = ow.cluster.start(
+    program, lambda epoch: itertools.repeat((x,)), engine=engine, parameters=np.ones(3, np.float32)
+)
+sys.exit(3)
+"""
+
+
+def test_a_training_is_taken_down_before_the_interpreter_ends():
+    """Ray ends next, and a thread that calls Ray after that ends the process with another status."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (3, "running: False False"), ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 import threading
@@ -39,6 +40,7 @@ from onward.fleet.supervisor import Supervisor
 _LOOK = 0.1  # seconds between two looks at servers and trainers
 _LOAD = 1.0  # seconds between two records of the servers' load
 _HOLD = 30.0  # seconds that a snapshot may hold up the next round
+_LEAVE = 20.0  # seconds that taking it down may take when the interpreter ends
 
 
 class Run:
@@ -77,7 +79,7 @@ class Run:
         self._driver = 0
         self._changed: dict[str, Any] = {}
         self._stack = ExitStack()
-        self._stopping = threading.Event()
+        self._stopping, self._leaving = threading.Event(), False
         self._reading, self._closed = threading.Lock(), False
         self._loads: dict[int, tuple[float, ServerStatus]] = {}
         self._busy: dict[int, float] = {}
@@ -102,6 +104,7 @@ class Run:
             self.supervisor.begin()
             self._stack = stack.pop_all()
         self._thread = threading.Thread(target=self._watch, name="onward cluster", daemon=True)
+        atexit.register(self._leave)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> Self:
@@ -126,6 +129,12 @@ class Run:
         """End the training now; the parameters are then those of the last update."""
         self._stopping.set()
         self._thread.join(120.0)
+
+    def _leave(self) -> None:
+        """End it because the interpreter ends: Ray is next, and ends the process of who calls it later."""
+        self._leaving = True
+        self._stopping.set()
+        self._thread.join(_LEAVE)
 
     @property
     def is_running(self) -> bool:
@@ -261,7 +270,8 @@ class Run:
             while not self.supervisor.look() and not self._stopping.is_set():
                 self._note_load()
                 sleep(_LOOK)
-            self._end()
+            if not self._leaving:
+                self._end()
         except NonFiniteError as error:
             self._error = error
             with suppress(Exception):
@@ -269,6 +279,7 @@ class Run:
         except BaseException as error:
             self._error = error
         finally:
+            atexit.unregister(self._leave)
             with self._reading:
                 self._closed = True
             self.progress.close()
