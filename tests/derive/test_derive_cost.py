@@ -72,7 +72,7 @@ def test_gradients_by_remembered_rules_are_jax_s():
 
 
 def test_a_rule_is_found_by_many_lookups_however_full_the_memory(monkeypatch):
-    monkeypatch.setattr(differentiate, "_rules", differentiate._Memory(2))
+    monkeypatch.setattr(differentiate, "_rules", differentiate._RuleCache(2))
     x = np.ones((3, WIDTH), np.float32)
     program = ow.append_backward(ow.trace(loss, parameters(2), x))
     assert len(differentiate._rules.rules) == 2
@@ -80,7 +80,7 @@ def test_a_rule_is_found_by_many_lookups_however_full_the_memory(monkeypatch):
 
 
 def test_rules_are_forgotten_oldest_first():
-    memory = differentiate._Memory(2)
+    memory = differentiate._RuleCache(2)
     for name in "ab":
         memory.put(name, name)
     assert memory.get("a") == "a"

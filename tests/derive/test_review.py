@@ -66,7 +66,7 @@ def test_rules_are_derived_for_the_precision_at_hand():
 
 def test_arrays_captured_by_a_forgotten_function_are_let_go(monkeypatch):
     assert differentiate._rules_by_identity.size <= 256
-    monkeypatch.setattr(differentiate, "_rules_by_identity", differentiate._Memory(8))
+    monkeypatch.setattr(differentiate, "_rules_by_identity", differentiate._RuleCache(8))
 
     def once(number):
         captured = jnp.full(1000, float(number))

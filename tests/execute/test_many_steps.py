@@ -243,7 +243,7 @@ def test_batches_are_stacked_where_they_lie(monkeypatch, platform, where):
     x = Mock(spec=jax.Array, dtype=np.dtype("float32"), devices=lambda: [lies_on])
     monkeypatch.setattr(groups, "_stacked_on_device", lambda values: "device")
     monkeypatch.setattr(groups.np, "stack", lambda values: "host")
-    batches = [groups.Batch(i, (), {}, [x], ()) for i in range(2)]
+    batches = [groups.StackableBatch(i, (), {}, [x], ()) for i in range(2)]
     assert [group.stacked for group in groups.grouped(batches, 2)] == [[where]]
 
 

@@ -41,7 +41,7 @@ def remembering():
         (Blueprint, "split"),
         (Split, "at"),
         (Split, "server_part"),
-        (holding, "_Update"),
+        (holding, "_CompiledUpdate"),
         (compute, "compile"),
         (compute, "lower"),
         (compute, "compiled_alone"),

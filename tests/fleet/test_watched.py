@@ -46,12 +46,19 @@ def equal(history, expected):
 
 
 @pytest.mark.parametrize(
-    ("how", "mode"), [("plain", "sync"), ("plain", "async"), ("float16", "sync"), ("plain", "local")]
+    ("how", "mode", "devices"),
+    [
+        ("plain", "sync", 2),
+        ("plain", "async", 1),
+        ("float16", "sync", 1),
+        ("plain", "local", 1),
+        ("plain", "local", 2),
+    ],
 )
-def test_one_trainer_sees_what_one_device_sees(how, mode):
+def test_one_trainer_sees_what_one_device_sees(how, mode, devices):
     program = ow.watch(minimized(how), gradients=True, updates=mode == "local", every=3, **SEEN)
     mode = ow.cluster.Local(2, ow.SGD(1.0)) if mode == "local" else mode
-    run = trained(program, BATCHES, parameters=FIRST, servers=2, trainers=1, mode=mode)
+    run = trained(program, BATCHES, parameters=FIRST, servers=2, trainers=1, mode=mode, devices=devices)
     expected = on_one_device(program, BATCHES)
     assert len(expected) == 3 if how == "plain" else run.skipped
     equal(run.history.watched, expected)

@@ -141,10 +141,6 @@ REFUSED = {
         lambda: ow.replicate(ow.split(PLAIN, 2).trainer, 4),
         "(a trainer's: split(replicate(program, devices), servers).trainer)",
     ),
-    "watched": (
-        lambda: ow.split(ow.replicate(ow.watch(PLAIN, gradients=True), 2), 1),
-        "is watched, and neither a trainer nor a server has all",
-    ),
 }
 
 
