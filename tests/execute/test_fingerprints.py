@@ -185,7 +185,7 @@ def everything():
 
 
 def test_another_process_with_another_hash_seed_finds_the_same():
-    code = "from tests.fit.test_fingerprints import everything; print(everything())"
+    code = "from tests.execute.test_fingerprints import everything; print(everything())"
     told = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

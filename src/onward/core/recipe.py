@@ -30,9 +30,10 @@ class Phase(IntEnum):
     BACKWARD = 5
     GRADIENT = 6
     UPDATE = 7
-    DEVICES = 8  # one Program for many devices
-    MICRO_BATCHES = 9
-    STEP = 10  # looks at a step as a whole: guards, checks
+    LOOK = 8  # what is watched
+    DEVICES = 9  # one Program for many devices
+    MICRO_BATCHES = 10
+    STEP = 11  # decides about a step as a whole: guards, checks
 
 
 class Origin(Protocol):

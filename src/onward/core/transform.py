@@ -57,7 +57,7 @@ def _transform(function: Callable[..., Program], phase: Phase | None) -> Callabl
         expect_program(program, function.__name__.strip("_"))
         values, options = tuple(map(_kept, args)), {key: _kept(value) for key, value in kwargs.items()}
         step = _step(applied, values, options, phase or Phase.FORWARD)
-        if phase is not None and _acts_before_layout(step, program.recipe):
+        if phase is not None and _moves(step, program.recipe):
             recipe = recipe_of(program, f"with {function.__name__} before it is laid out", _ORDER)
             return build(recipe.including(step), whole_types(program))
         with _devices_of(program):
@@ -75,9 +75,13 @@ def _transform(function: Callable[..., Program], phase: Phase | None) -> Callabl
 _ORDER = "Apply it before replicate and accumulate"
 
 
-def _acts_before_layout(step: Applied, recipe: Recipe | None) -> bool:
-    """Whether a transform belongs before what laid out the batch of a Program."""
-    return recipe is not None and any(s.lays_out_batch and s.phase > step.phase for s in recipe.steps)
+def _moves(step: Applied, recipe: Recipe | None) -> bool:
+    """Whether a transform belongs before what laid out the batch of a Program, and can be moved there.
+
+    What derives a Program further is not: the merge of devices was chosen for what there was to merge.
+    """
+    later = [] if recipe is None else [s for s in recipe.steps if s.lays_out_batch and s.phase > step.phase]
+    return bool(later) and (step.phase is Phase.LOOK or later[0].phase is not Phase.DEVICES)
 
 
 def remembered(

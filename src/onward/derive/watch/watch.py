@@ -122,7 +122,7 @@ def watch(
     return watched(program, Watch(entries, found, int(every)), values)
 
 
-@transform(phase=Phase.UPDATE)
+@transform(phase=Phase.LOOK)
 def watched(program: Program, how: Watch, values: tuple[str, ...]) -> Program:
     """The Program with the ops that look; ``values`` are the names of what is watched as it is.
 
