@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from tests.fleet.on_threads import WAIT
 
 import onward as ow
 from onward.core import extras
+from onward.define.traces import Traces
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(48, 5)).astype(np.float32), RNG.normal(size=(48, 2)).astype(np.float32)
@@ -32,6 +34,19 @@ NUMBERS = itertools.count(2)
 
 def another_every_time(params, x, y):
     return loss(params, x, y) * next(NUMBERS)
+
+
+class Apart(Traces):
+    """What a process knows of the traces of another one: nothing."""
+
+    def found(self, key, trace):
+        return trace()
+
+
+def traced_apart(program):
+    """As in processes of their own, each of which traces the function itself."""
+    origin = replace(program.recipe.origin, traces=Apart())
+    return replace(program, recipe=replace(program.recipe, origin=origin))
 
 
 def refused(engine, program=PROGRAM, reader=BATCHES, **options):
@@ -240,7 +255,7 @@ LATER = {
         "The reader of trainer 0 raised ArgumentError: The reader yielded no batch in epoch 0",
     ),
     "another graph": (
-        {"program": ow.SGD(0.1).minimize(another_every_time, FIRST, *BATCHES[0])},
+        {"program": traced_apart(ow.SGD(0.1).minimize(another_every_time, FIRST, *BATCHES[0]))},
         "Server 0 makes the graph [0-9a-f]{16} of .*, and here it makes [0-9a-f]",
     ),
 }

@@ -16,6 +16,7 @@ import pytest
 
 import onward as ow
 from onward.core.described import DescribedBody
+from onward.core.recipe import build
 
 
 def images(n, seed=0):
@@ -125,7 +126,7 @@ def test_shapes_that_the_graph_shows_follow_the_batch(loaded):
     recipe = loaded.topology.recipe
     assert recipe is not None
     types = jax.ShapeDtypeStruct((21, 6, 6, 1), "float32"), jax.ShapeDtypeStruct((21,), "int32")
-    assert recipe.replay(types)["dropout_0"].shape == (21, 144)
+    assert build(recipe, types)["dropout_0"].shape == (21, 144)
 
 
 def test_what_the_file_says_of_itself(saved, loaded):
