@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +115,7 @@ def pack(change: Change, serial: int) -> tuple[Header, list[memoryview]]:
     return header, pieces
 
 
-def frames_of(path: Path, serial: int) -> Iterator[Frame]:
+def frames_of(path: Path, serial: int) -> Generator[Frame, None, None]:
     """The frames of a file; what follows the last whole one was never acknowledged."""
     if not path.exists():
         return

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -76,7 +77,7 @@ def line(folder: Path) -> list[File]:
     return found
 
 
-def history(base: File) -> Iterator[Frame]:
+def history(base: File) -> Generator[Frame, None, None]:
     """The frame of a whole record, then those of its log, and of the logs that go on from there.
 
     Raises:
@@ -91,16 +92,23 @@ def history(base: File) -> Iterator[Frame]:
     for file in (base, *later):
         if file.version != last and file.path.exists():  # a way back, or another beginning
             return
-        for frame in frames_of(file.log, file.serial):
-            if frame.start == 0 and file.version != last:
-                raise damage(file.log, 0, GAP.format(begin=file.version, end=last))
-            yield frame
-            last = frame.header.version
+        with closing(frames_of(file.log, file.serial)) as frames_in_log:
+            for frame in frames_in_log:
+                if frame.start == 0 and file.version != last:
+                    raise damage(file.log, 0, GAP.format(begin=file.version, end=last))
+                yield frame
+                last = frame.header.version
 
 
 def rebuild(base: File, version: int | None, replay: Replay | None) -> Record:
     """A whole record with the changes of the logs made to it, up to a version."""
-    frames = takewhile(lambda f: version is None or f.header.version <= version, history(base))
+    with closing(history(base)) as told:
+        return _with_changes(
+            base, takewhile(lambda f: version is None or f.header.version <= version, told), replay
+        )
+
+
+def _with_changes(base: File, frames: Iterator[Frame], replay: Replay | None) -> Record:
     last = load(next(frames))
     ledger, arrays = dict(last.ledger), dict(last.arrays)
     for last in map(load, frames):
