@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import onward as ow
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError
-from onward.core.transform import replayed
+from onward.core.recipe import rebuilt
 from onward.derive.recompute.measure import compiled
 from onward.derive.recompute.min_cut import Task, choices
 from onward.derive.recompute.recompute import recompute
@@ -142,7 +142,7 @@ def test_ops_run_again_behind_the_gradient_that_arrives():
 
 def test_the_choice_is_replayed_for_another_batch():
     program = within(0.6)
-    other = replayed(program, (jnp.ones((32, WIDTH)),))
+    other = rebuilt(program, (jnp.ones((32, WIDTH)),))
     assert [op.type for op in other.ops] == [op.type for op in program.ops]
     found, expected = trained(program, 3, X[:32]), trained(plain(), 3, X[:32])
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from onward.execute.loop import progress as module
+from onward.fit import progress as module
 from onward.fit.progress import Progress
 
 
