@@ -21,6 +21,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,8 +30,6 @@ from onward.core.show import listing, sentence
 from onward.core.words import Kind, Pass, Placement, UpdateType
 
 if TYPE_CHECKING:
-    import jax
-
     from onward.core.jaxprs.body import Body
     from onward.core.recipe import Recipe
     from onward.core.source import Source
@@ -55,6 +54,21 @@ class Variable:
     def type(self) -> str:
         """Dtype and shape in one word, as the listing shows it: ``float32[8,10]``."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype, as JAX takes them."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds real or complex floating point numbers."""
+        return bool(jnp.issubdtype(self.dtype, np.inexact))
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it holds typed random keys."""
+        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
 
     @property
     def ndim(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 from onward.core.described import DescribedBody
 from onward.core.errors import GraphError, LossError
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.program import Code, Op, Program, Variable
 from onward.core.words import Pass
 
@@ -69,7 +68,7 @@ def _loaded(code: Code, reads: tuple[Variable, ...], wanted: tuple[Variable, ...
         found = code.called([values[place[v.name]] if v.name in place else None for v in code.reads])
         return [found[i] for i in chosen]
 
-    body = body_of(computed, *(Type(v.shape, v.dtype) for v in reads))
+    body = body_of(computed, *(v.aval for v in reads))
     return Op(LOADED, reads, wanted, body, Pass.FORWARD)
 
 

@@ -16,7 +16,7 @@ from onward.core.names import Names
 from onward.core.program import SEED, Op, Program, Variable
 from onward.core.structure import Signature, Static, Structure, describe
 from onward.core.words import Kind
-from onward.define.arguments import Leaf, Specification, Type
+from onward.define.arguments import Leaf, Specification
 from onward.define.context import Context, Declared
 
 
@@ -160,7 +160,7 @@ def initialization(v: Variable, initializer: Callable[..., Any]) -> Op:
             )
         return [value]
 
-    body, kept = body_of(first, Type(SEED.shape, SEED.dtype)).restricted([0])
+    body, kept = body_of(first, SEED.aval).restricted([0])
     kind = getattr(initializer, "name", getattr(initializer, "__name__", "initialize")).strip("_")
     return Op(kind, (SEED,) if kept else (), (v,), body)
 

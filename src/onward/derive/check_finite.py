@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs.body import Body, body_over, program_of
-from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.signature import BodySignature
 from onward.core.marks import CHECK, GO_ON, Mark
 from onward.core.primitives.table import of
@@ -88,14 +87,14 @@ def check_of(program: Program) -> Check | None:
 
 def looked_at(program: Program) -> tuple[tuple[Variable, ...], Body]:
     """What is looked at, and how: all numbers, but for those that may have been infinite before."""
-    following = {new: old for old, new in program.next_state.items() if _is_float(new) and new is not old}
+    following = {new: old for old, new in program.next_state.items() if new.is_float and new is not old}
     lenient = [(new, old) for new, old in following.items() if may_be_infinite(old)]
     before = () if is_guarded(program) else watched_by_update(program)
     if program.loss is None and not following:
         before = program.outputs
     excepted = {new for new, _ in lenient}
     shown = _shown(program, following.keys() - excepted)
-    looked = (v for v in dict.fromkeys((*before, *following)) if _is_float(v))
+    looked = (v for v in dict.fromkeys((*before, *following)) if v.is_float)
     strict = [v for v in looked if v not in excepted and v not in shown]
     pairs = [v for pair in lenient for v in pair]
 
@@ -132,17 +131,13 @@ def _handed_on(body: Body, place: int) -> set[int]:
         divides = op.type == "div" and op.body.operands[0] == 0
         read = op.inputs[:1] if divides else op.inputs
         if (divides or of(op.type).spreads_nonfinite) and not reached.isdisjoint(read):
-            reached.update(v for v in op.outputs if _is_float(v))
+            reached.update(v for v in op.outputs if v.is_float)
     return {j for j, v in enumerate(part.outputs) if v in reached}
 
 
 def _types(strict: Sequence[Variable], pairs: Sequence[Variable]) -> tuple[Any, ...]:
-    kinds = [[Type(v.shape, v.dtype) for v in group] for group in (strict, pairs)]
+    kinds = [[v.aval for v in group] for group in (strict, pairs)]
     return kinds[0], *kinds[1]
-
-
-def _is_float(v: Variable) -> bool:
-    return bool(jnp.issubdtype(v.dtype, jnp.inexact))
 
 
 def may_be_infinite(v: Variable) -> bool:

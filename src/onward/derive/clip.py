@@ -13,7 +13,6 @@ import numpy as np
 from onward.core.builder import Builder
 from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs.body import Body, body_of, body_over
-from onward.core.jaxprs.equations import Type
 from onward.core.placement import expect_one_device
 from onward.core.program import Program, Variable
 from onward.core.recipe import Phase
@@ -59,14 +58,14 @@ def clip_by_global_norm(program: Program, max_norm: float) -> Program:
     builder = Builder(program, program.ops, made_by=Pass.UPDATE)
     gradients = tuple(dict.fromkeys(g for _, g in program.gradients))
     dtype = np.dtype(jnp.result_type(np.float32, *(np.abs(np.empty(0, g.dtype)).dtype for g in gradients)))
-    body = body_over(partial(_norm, dtype), [*map(_type, gradients)])
+    body = body_over(partial(_norm, dtype), [v.aval for v in gradients])
     (norm,) = builder.add("global_norm", gradients, ["global_norm"], body, UpdateType.ACROSS)
     clipped: dict[Variable, Variable] = {}
     bodies: dict[tuple[Any, ...], Body] = {}
     for g in gradients:
         kind = (g.shape, g.dtype)
         if kind not in bodies:
-            bodies[kind] = body_of(lambda x, n: [_clipped(x, n, max_norm)], _type(g), _type(norm))
+            bodies[kind] = body_of(lambda x, n: [_clipped(x, n, max_norm)], g.aval, norm.aval)
         clipped[g] = builder.named(f"clip({g.name})", g, Kind.GRADIENT)
         builder.add("clip", [g, norm], [clipped[g]], bodies[kind], UpdateType.ACROSS)
     return builder.program(gradients=tuple((p, clipped[g]) for p, g in program.gradients))
@@ -81,7 +80,3 @@ def _clipped(gradient: Any, norm: Any, max_norm: float) -> Any:
     down = jnp.where(norm > half, 1 / half, 1).astype(norm.dtype)
     wide = gradient.astype(jnp.promote_types(gradient.dtype, np.float32))
     return shortened(wide, Length(norm * down, down), max_norm).astype(gradient.dtype)
-
-
-def _type(v: Variable) -> Type:
-    return Type(v.shape, v.dtype)

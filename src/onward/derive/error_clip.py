@@ -14,7 +14,6 @@ import numpy as np
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Program, Variable
@@ -83,6 +82,6 @@ def _behind(program: Program, picked: set[Variable], limit: float) -> tuple[Op, 
         ops.append(replace(op, inputs=tuple(instead.get(v, v) for v in op.inputs)))
         for v in (v for v in op.outputs if v in picked):
             instead[v] = replace(v, name=names.new(f"error_clip({v.name})"))
-            body = body_of(lambda x: [back_in_range(x, limit)], Type(v.shape, v.dtype))
+            body = body_of(lambda x: [back_in_range(x, limit)], v.aval)
             ops.append(Op("error_clip", (v,), (instead[v],), body, scope=op.scope, source=op.source))
     return tuple(ops)

@@ -8,7 +8,6 @@ from typing import Any
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.marks import SCHEDULE
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
@@ -167,6 +166,6 @@ def _evaluated(
         made = values.seen_by(rule, env, [parameter]).evaluated(widened(env[value]), read)
         return [made.astype(parameter.dtype)]
 
-    body, kept = body_of(run, *(Type(v.shape, v.dtype) for v in inputs)).restricted([0])
+    body, kept = body_of(run, *(v.aval for v in inputs)).restricted([0])
     made = Variable(names.new(f"evaluated({parameter.name})"), parameter.shape, parameter.dtype)
     return Op(rule.name, tuple(inputs[i] for i in kept), (made,), body, Pass.FORWARD)

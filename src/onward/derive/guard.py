@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -75,7 +74,7 @@ def skipping(program: Program) -> tuple[Program, Variable]:
     finite = guarded.look(watched_by_update(program))
     skipped = guarded.number("skipped", (), np.int32)
     guarded.count("count_skipped", (skipped, finite), (skipped,), lambda n, ok: [n + ~ok])
-    guarded.keep(finite, lambda v: not is_key(v))
+    guarded.keep(finite, lambda v: not v.is_key)
     return guarded.program(), finite
 
 
@@ -183,7 +182,7 @@ class Guard(Builder):
             found = jnp.stack(list(map(all_finite, arrays)))
             return [found if each else jnp.all(found)]
 
-        types = list(map(_type, watched))
+        types = [v.aval for v in watched]
         body = body_of(lambda *xs: finite_of(xs), *types) if each else body_over(finite_of, types)
         return self.told(FINITE, watched, body)
 
@@ -194,7 +193,7 @@ class Guard(Builder):
             return finite
         axis = current_axis()
         assert axis is not None, "what differs from device to device runs on several"
-        least = body_of(lambda x: [lax.pmin(x.astype(jnp.int32), axis.name) > 0], _type(finite))
+        least = body_of(lambda x: [lax.pmin(x.astype(jnp.int32), axis.name) > 0], finite.aval)
         return self.add("all_min", [finite], [f"all_min({FINITE})"], least, made_by=Pass.COLLECTIVE)[0]
 
     def number(self, name: str, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Variable:
@@ -211,7 +210,7 @@ class Guard(Builder):
     ) -> None:
         """An op that gives state Variables their next values, and others after these."""
         outputs: list[str | Variable] = [*(f"next({v.name})" for v in replaced), *others]
-        body = body_of(function, *map(_type, inputs))
+        body = body_of(function, *(v.aval for v in inputs))
         following = self.add(kind, inputs, outputs, body, UpdateType.BOOKKEEPING)
         self.follow(dict(zip(replaced, following, strict=False)))
 
@@ -273,12 +272,3 @@ def all_finite(x: Any) -> Any:
 def _choice(shape: tuple[int, ...], dtype: Any) -> Body:
     kind = Type(shape, dtype)
     return body_of(lambda ok, new, old: [jnp.where(ok, new, old)], Type((), np.bool_), kind, kind)
-
-
-def is_key(v: Variable) -> bool:
-    """Whether it holds random keys, which move on whatever becomes of a step."""
-    return bool(jnp.issubdtype(v.dtype, jax.dtypes.prng_key))
-
-
-def _type(v: Variable) -> Type:
-    return Type(v.shape, v.dtype)

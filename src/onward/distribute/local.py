@@ -15,7 +15,6 @@ from jax import lax
 from onward.core.builder import Builder
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.lower import lower
 from onward.core.marks import COUNT, LOCAL
 from onward.core.names import Names
@@ -66,7 +65,7 @@ class LocalSGD(Merge):
         """The Program whose forward and backward pass read each device's own parameters."""
         names = Names(program.variables)
         local = {p: _local(p, names) for p, _ in program.gradients}
-        kinds = {p: Type(p.shape, p.dtype) for p in local}
+        kinds = {p: p.aval for p in local}
         inits = (
             Op(LOCAL, (p,), (v,), body_of(lambda x: [x], kinds[p]), Pass.COLLECTIVE) for p, v in local.items()
         )
@@ -101,7 +100,7 @@ class LocalSGD(Merge):
         builder = Builder(draft, made_by=Pass.COLLECTIVE)
         following = {}
         for p, own in zip(draft.state, draft.inputs, strict=True):
-            body = body_of(lambda x: [devices.mean(x)], Type(p.shape, p.dtype))
+            body = body_of(lambda x: [devices.mean(x)], p.aval)
             following[p] = builder.add("all_mean", [own], [f"all_mean({own.name})"], body)[0]
         return replace(draft, ops=builder.ops, next_state=following)
 
@@ -146,7 +145,7 @@ class DiLoCo(LocalSGD):
         """The update of the outer optimizer, by the mean way that the devices went."""
         builder, way = Builder(draft), {}
         for p, own in zip(draft.state, draft.inputs, strict=True):
-            kind = Type(p.shape, p.dtype)
+            kind = p.aval
             way[p] = builder.named(f"way({p.name})", p, Kind.GRADIENT)
             builder.add("sub", (p, own), (way[p],), body_of(lambda w, x: [w - x], kind, kind))
         known = builder.program(gradients=tuple(way.items()))
@@ -188,7 +187,7 @@ def _now_and_then(
     inputs = (step, *given)
     replaced = (*local.values(), *changing)
     outputs = tuple(Variable(names.new(f"next({v.name})"), v.shape, v.dtype) for v in replaced)
-    body = body_of(sometimes, *(Type(v.shape, v.dtype) for v in inputs))
+    body = body_of(sometimes, *(v.aval for v in inputs))
     return replace(
         program,
         state=(*program.state, *renamed.values()),

@@ -286,7 +286,7 @@ def _merged(
 
     inputs = [*group, *kept]
     names = [*(f"{strategy.name}({g.name})" for g in group), *(f"next({v.name})" for v in kept)]
-    body = body_of(merge, *(Type(v.shape, v.dtype) for v in inputs))
+    body = body_of(merge, *(v.aval for v in inputs))
     outputs = builder.add(strategy.name, inputs, names, body)
     builder.follow(dict(zip(kept, outputs[len(group) :], strict=True)))
     return outputs[: len(group)]

@@ -23,7 +23,6 @@ from onward.core.builder import Builder
 from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import along
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Op, Program, Replicas, Variable
@@ -217,7 +216,7 @@ def _forward(
 
 def _expect_alike(program: Program) -> None:
     """Raise ``GraphError`` for a Program from a file in which devices had to differ, or to exchange."""
-    carried = [v for v in program.state if v in program.next_state or _is_key(v)]
+    carried = [v for v in program.state if v in program.next_state or v.is_key]
     updates = any(op.made_by is not Pass.FORWARD for op in program.ops)
     if program.code is None or not (carried or updates):
         return
@@ -236,10 +235,10 @@ def _with_own_keys(program: Program, devices: Devices) -> Program:
     Keys that came with the examples of a device are its own already.
     """
     builder = Builder(program, made_by=Pass.COLLECTIVE)
-    equal = {v for v in equal_variables(program) if _is_key(v)}
+    equal = {v for v in equal_variables(program) if v.is_key}
 
     def own(op: Op) -> Op:
-        if all(map(_is_key, op.outputs)):
+        if all(v.is_key for v in op.outputs):
             return op
         keys = {v: builder.once(v, partial(_own_key, builder, v, devices)) for v in op.inputs if v in equal}
         return replace(op, inputs=tuple(keys.get(v, v) for v in op.inputs)) if keys else op
@@ -254,7 +253,7 @@ def _own_key(builder: Builder, key: Variable, devices: Devices) -> Variable:
         each = jax.vmap(lambda k: jax.random.fold_in(k, devices.index))(keys.ravel())
         return [each.reshape(keys.shape)]
 
-    body = body_of(own, Type(key.shape, key.dtype))
+    body = body_of(own, key.aval)
     return builder.add("own_key", [key], [f"own({key.name})"], body)[0]
 
 
@@ -273,7 +272,7 @@ def _next(builder: Builder, old: Variable, new: Variable, devices: Devices) -> V
     """The mean of a float over the devices; of an integer, which counts, the sum of what each one added."""
     if not jnp.issubdtype(new.dtype, np.integer):
         return _reduced(builder, new, devices)
-    types = (Type(v.shape, v.dtype) for v in (old, new))
+    types = (v.aval for v in (old, new))
     body = body_of(lambda was, now: [was + devices.sum(now - was)], *types)
     return builder.add(Sum().name, [old, new], [f"{Sum().name}({new.name})"], body)[0]
 
@@ -330,7 +329,7 @@ def _reduced(
     def reduce(x: Any, *factor: Any) -> list[Any]:
         return [how.merge(weighed_by(x, *factor) if factor else x, {}, devices)[0]]
 
-    body = body_of(reduce, *(Type(x.shape, x.dtype) for x in inputs))
+    body = body_of(reduce, *(x.aval for x in inputs))
     return builder.add(how.name, inputs, [f"{how.name}({v.name})"], body)[0]
 
 
@@ -356,10 +355,6 @@ def _grown(whole: Program, local: Program) -> set[str]:
         for theirs, mine in pairs
         if theirs.shape != mine.shape or (rows == before and mine.shape and mine.shape[0] in rows)
     }
-
-
-def _is_key(v: Variable) -> bool:
-    return bool(jnp.issubdtype(v.dtype, jax.dtypes.prng_key))
 
 
 def _strategy(merge: object) -> Merge:

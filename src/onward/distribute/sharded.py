@@ -13,7 +13,6 @@ from jax import lax
 from onward.core.builder import Builder
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.marks import PART
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Variable
@@ -103,7 +102,7 @@ def _part(builder: Builder, p: Variable, devices: Devices) -> Variable:
         rows = devices.padded(x).reshape(devices.size, size)  # as a vector its places may not fit an int32
         return [lax.dynamic_index_in_dim(rows, devices.index, keepdims=False)]
 
-    return builder.add(PART, [p], [f"part({p.name})"], body_of(part, Type(p.shape, p.dtype)))[0]
+    return builder.add(PART, [p], [f"part({p.name})"], body_of(part, p.aval))[0]
 
 
 def _scattered(builder: Builder, g: Variable, devices: Devices, merged: bool) -> Variable:
@@ -114,7 +113,7 @@ def _scattered(builder: Builder, g: Variable, devices: Devices, merged: bool) ->
     def scatter(x: Any) -> list[Any]:
         return [devices.scatter_mean(devices.padded(x))]
 
-    body = body_of(scatter, Type(g.shape, g.dtype))
+    body = body_of(scatter, g.aval)
     return builder.add("scatter_mean", [g], [f"scatter_mean({g.name})"], body)[0]
 
 
@@ -133,7 +132,7 @@ def _whole(builder: Builder, part: Variable, p: Variable, devices: Devices) -> V
     def gather(x: Any) -> list[Any]:
         return [devices.join(x, p.shape)]
 
-    body = body_of(gather, Type(part.shape, part.dtype))
+    body = body_of(gather, part.aval)
     return builder.add("all_gather", [part], [f"next({p.name})"], body)[0]
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from onward.core.builder import Builder
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.marks import SCALE, WEIGH
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import descendants, substitute
@@ -43,7 +42,7 @@ class Share:
         if self._value is None:
             w = self.weight
             share = partial(_share, dtype=self._dtype, devices=self.devices)
-            body = body_of(lambda weights: [share(weights)], Type(w.shape, w.dtype))
+            body = body_of(lambda weights: [share(weights)], w.aval)
             self._value = builder.add("share", [w], [f"share({w.name})"], body)[0]
         return self._value
 
@@ -55,7 +54,7 @@ class Share:
         assert signature is not None
         builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
         factor = self.value(builder)
-        types = (Type(v.shape, v.dtype) for v in (loss, factor))
+        types = (v.aval for v in (loss, factor))
         times = body_of(lambda x, f: [weighed_by(x, f)], *types)
         (weighed,) = builder.add(
             WEIGH, [loss, factor], [f"weighed({loss.name})"], times, made_by=Pass.FORWARD
@@ -93,7 +92,7 @@ def _adds_up(op: Op) -> bool:
 
 
 def _counted(raw: Variable, gradient: Variable, factor: Variable) -> Op:
-    types = (Type(v.shape, v.dtype) for v in (raw, factor))
+    types = (v.aval for v in (raw, factor))
     body = body_of(lambda x, f: [jnp.where(f == 0, 0, x).astype(x.dtype)], *types)
     return Op("count_in", (raw, factor), (gradient,), body, Pass.COLLECTIVE)
 

@@ -12,12 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from onward.core.builder import Builder
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.marks import SCALE
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
@@ -78,7 +75,7 @@ def _is_additive(trace: Callable[[int], Program], split: Collection[str], count:
     asked = following.needs or following.numbers or following.mixing
     found = {v: following.found[v] for v in (*part.outputs, *part.next_state.values())}
     plain = (How.SAME, How.MEAN, How.ROWS)
-    return not asked and all(f.kind in plain and not (f.power and _is_float(v)) for v, f in found.items())
+    return not asked and all(f.kind in plain and not (f.power and v.is_float) for v, f in found.items())
 
 
 def _with_statistics(local: Program, following: Following, devices: Devices) -> Program:
@@ -120,7 +117,7 @@ def _merged(builder: Builder, v: Variable, power: int, devices: Devices) -> Vari
         return [total if power == 1 else (total * scale).astype(x.dtype)]
 
     kind = "all_sum" if power else "all_mean"
-    body = body_of(merge, Type(v.shape, v.dtype))
+    body = body_of(merge, v.aval)
     return builder.add(kind, [v], [f"{kind}({v.name})"], body)[0]
 
 
@@ -139,12 +136,12 @@ def _extreme(builder: Builder, v: Variable, which: How, devices: Devices) -> Var
         return found, devices.sum(has * tangents[0]) / devices.sum(has)
 
     kind = "all_max" if which is How.MOST else "all_min"
-    body = body_of(lambda x: [extreme(x)], Type(v.shape, v.dtype))
+    body = body_of(lambda x: [extreme(x)], v.aval)
     return builder.add(kind, [v], [f"{kind}({v.name})"], body)[0]
 
 
 def _times(builder: Builder, v: Variable, factor: float) -> Variable:
-    body = body_of(lambda x: [(x * factor).astype(x.dtype)], Type(v.shape, v.dtype))
+    body = body_of(lambda x: [(x * factor).astype(x.dtype)], v.aval)
     return builder.add(SCALE, [v], [f"scaled({v.name})"], body, made_by=Pass.FORWARD)[0]
 
 
@@ -158,7 +155,7 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
             extreme: Variable = builder.once(v, lambda: _extreme(builder, v, how.kind, devices))
             return extreme
         summed = v is program.loss and is_sum
-        if how is None or not how.power or how.kind not in (How.MEAN, How.SAME) or summed or not _is_float(v):
+        if how is None or not how.power or how.kind not in (How.MEAN, How.SAME) or summed or not v.is_float:
             return v
         scaled: Variable = builder.once(v, lambda: _times(builder, v, float(devices.size) ** how.power))
         return scaled
@@ -173,10 +170,6 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
         signature=replace(signature, result=signature.result.mapped(new)),
         ops=builder.ops,
     )
-
-
-def _is_float(v: Variable) -> bool:
-    return bool(jnp.issubdtype(v.dtype, np.inexact))
 
 
 def _other_graph(whole: Program, local: Program) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest, not_pickled
 from onward.core.program import Variable
@@ -112,7 +111,7 @@ class GradientMachine:
         """The model's State; for a machine with a number, its own random keys in it."""
         if not self.number:
             return state
-        names = [v.name for v in state.layout.variables if _is_key(v)]
+        names = [v.name for v in state.layout.variables if v.is_key]
         own = {n: self._keys.get(n, jax.random.fold_in(state[n], self.number)) for n in names}
         return state.replace(own) if own else state
 
@@ -120,7 +119,7 @@ class GradientMachine:
         """Publish what the network itself carries to the next step; numbered machines keep their keys."""
         changed = {v.name: state[v] for v in self._step.layout.changed}
         if self.number:
-            self._keys = {v.name: changed.pop(v.name) for v in self._step.layout.changed if _is_key(v)}
+            self._keys = {v.name: changed.pop(v.name) for v in self._step.layout.changed if v.is_key}
         with self.model.lock:
             current = self.model.state
             values = [
@@ -140,7 +139,3 @@ class GradientMachine:
 def _backward_step(model: Model, chosen: tuple[str, ...] | None, fetch: tuple[str, ...]) -> Step:
     program = append_backward(model.topology, None, chosen)
     return Step(program, [*(g for _, g in program.gradients), *fetch], donate=False, ahead=False)
-
-
-def _is_key(v: Variable) -> bool:
-    return bool(jnp.issubdtype(v.dtype, jax.dtypes.prng_key))

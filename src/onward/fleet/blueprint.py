@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.jaxprs.equations import Type
 from onward.core.program import Program
 from onward.core.recipe import Recipe, build, recipe_of
 from onward.derive.optimizer import Optimizer
@@ -50,7 +49,7 @@ class Blueprint:
         """The blueprint of ``split(program, servers, count)``, or with ``outer`` of ``split_local``."""
         recipe = recipe_of(program, "in another process", "Build it with optimizer.minimize")
         assert program.signature is not None
-        data = tuple(s.unflatten(Type(v.shape, v.dtype) for v in s.variables) for s in program.signature.data)
+        data = tuple(s.unflatten(v.aval for v in s.variables) for s in program.signature.data)
         stripped = Recipe(recipe.origin, steps=recipe.steps)
         return cls(stripped, data, servers, count, tuple(lazy), rows, outer, _has_x64())
 

@@ -18,7 +18,7 @@ from onward.core.program import Program, Variable
 from onward.core.walk import producers
 from onward.distribute.split.server import ServerPart
 from onward.distribute.split.split import Split
-from onward.distribute.split.trainer import as_typed, is_key, plain
+from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.initialize import initialized
 
 Rows = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -240,7 +240,7 @@ class Holding:
         return self.cut.server_part(self.index, dict(zip(names, counts, strict=True)))
 
     def _placed(self, v: Variable, value: Any) -> Any:
-        if is_key(v):
+        if v.is_key:
             return as_typed(value, v)
         return jnp.array(value, v.dtype, copy=True)
 

@@ -9,7 +9,7 @@ import numpy as np
 import onward as ow
 from onward.core.lower import lower
 from onward.distribute.split.in_words import in_words
-from onward.distribute.split.trainer import TRAINER, is_key, plain
+from onward.distribute.split.trainer import TRAINER, plain
 from onward.execute.initialize import initialized
 from onward.execute.spread import By, Spread
 
@@ -101,7 +101,7 @@ class ByHand:
     def given(self, i):
         """What a server gives to all trainers."""
         return [
-            np.asarray(plain(x) if is_key(v) else x)
+            np.asarray(plain(x) if v.is_key else x)
             for v in self.parts[i].given
             for x in [self.states[i][v.name]]
         ]

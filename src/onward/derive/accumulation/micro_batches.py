@@ -239,7 +239,7 @@ class _LoopPlan:
 
         axis = program.replicas
         with nullcontext() if axis is None else along(axis):
-            closed = traced(run, *(Type(v.shape, v.dtype) for v in inputs.values()))
+            closed = traced(run, *(v.aval for v in inputs.values()))
         body = MicroBatchLoop(closed, self.how.steps, turn)
         return Op(ACCUMULATE, tuple(inputs.values()), tuple(outputs), body, Pass.BACKWARD)
 

@@ -83,7 +83,7 @@ def _adjusted(
     builder = Builder(program, program.ops, made_by=Pass.UPDATE)
     good = builder.carry("good_steps", lambda: jnp.int32(0))
     reads = scale, good, finite
-    body = body_of(_adjusting(growth_every, factor), *map(_type, reads))
+    body = body_of(_adjusting(growth_every, factor), *(v.aval for v in reads))
     names = [f"next({v.name})" for v in (scale, good)]
     following = builder.add("adjust_scale", reads, names, body, UpdateType.BOOKKEEPING)
     builder.follow(dict(zip((scale, good), following, strict=True)))
@@ -115,7 +115,7 @@ def _seed(program: Program) -> Op:
 
 def _begun_with(loss_scale: Variable, seed: Op) -> Op:
     (v,) = seed.outputs
-    body = body_of(lambda scale: [scale.astype(v.dtype)], _type(loss_scale))
+    body = body_of(lambda scale: [scale.astype(v.dtype)], loss_scale.aval)
     return replace(seed, type=SCALE_LOSS, inputs=(loss_scale,), body=body)
 
 
@@ -126,7 +126,3 @@ def _initially(v: Variable, value: float) -> Op:
 @lru_cache(maxsize=1024)
 def _quotient(shape: tuple[int, ...], dtype: Any) -> Body:
     return body_of(lambda g, scale: [(g / scale).astype(dtype)], Type(shape, dtype), Type((), np.float32))
-
-
-def _type(v: Variable) -> Type:
-    return Type(v.shape, v.dtype)

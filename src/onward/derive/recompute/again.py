@@ -24,7 +24,6 @@ from jax import lax
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.marks import Mark
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
@@ -135,7 +134,7 @@ class _Recomputing:
                 type=BARRIER,
                 inputs=inputs,
                 outputs=outputs,
-                body=_barrier_of(tuple(map(_type, inputs)), len(leaves)),
+                body=_barrier_of(tuple(v.aval for v in inputs), len(leaves)),
                 made_by=Pass.BACKWARD,
                 scope=ops[0].scope,
             )
@@ -174,10 +173,6 @@ def _without_residuals(op: Op, read: set[Variable]) -> Op:
     if not read.isdisjoint(op.outputs[count:]):
         return op
     return replace(op, outputs=op.outputs[:count], body=op.primal, primal=None)
-
-
-def _type(v: Variable) -> Type:
-    return Type(v.shape, v.dtype)
 
 
 @lru_cache(maxsize=1024)

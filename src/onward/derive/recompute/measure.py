@@ -55,7 +55,7 @@ def compiled(program: Program) -> int:
         return run([own[v] for v in program.state], data)
 
     groups = (changed, lent, program.inputs)
-    types = ([jax.ShapeDtypeStruct(v.shape, v.dtype) for v in group] for group in groups)
+    types = ([v.aval for v in group] for group in groups)
     memory = jax.jit(step, donate_argnums=0).lower(*types).compile(compiler_options()).memory_analysis()
     assert memory is not None, "the device at hand tells what a compiled step takes"
     return int(memory.temp_size_in_bytes)

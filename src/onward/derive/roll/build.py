@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import traced
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
@@ -162,7 +161,7 @@ class RolledLoop:
             final, laid = self.turns(layer, dict(zip(inputs, values, strict=True)))
             return [*(final[n] for n in ends.values()), *laid]
 
-        closed = traced(run, *(Type(v.shape, v.dtype) for v in inputs))
+        closed = traced(run, *(v.aval for v in inputs))
         body = Layers(closed, self.run, self.scope)
         outputs = (*ends, *parts.values())
         return Op("scan", inputs, outputs, body, scope=self.scope, source=self.source)

@@ -120,7 +120,7 @@ class Act:
 
     def body(self) -> Body:
         """The rule as a function of the inputs: the results, then what the slots become."""
-        return body_of(self._run, *(Type(v.shape, v.dtype) for v in self.inputs))
+        return body_of(self._run, *(v.aval for v in self.inputs))
 
     def tight(self) -> tuple[Body, tuple[int, ...]]:
         """The body without the inputs that it does not read, and the positions of those it does."""

@@ -72,7 +72,7 @@ class UpdateDraft:
         """An op that is no rule's; the results are named so, and typed as these Variables are."""
         key = (kind, tuple((v.shape, v.dtype) for v in (*inputs, *(like for _, like in results))))
         if key not in self.bodies:
-            body = body_of(lambda *xs: list(function(*xs)), *(Type(v.shape, v.dtype) for v in inputs))
+            body = body_of(lambda *xs: list(function(*xs)), *(v.aval for v in inputs))
             self.bodies[key] = (body, ())
         outputs = [Variable(self.names.new(name), like.shape, like.dtype) for name, like in results]
         op = update_op(kind, inputs, tuple(outputs), self.bodies[key][0], UpdateType.ELEMENTWISE)
@@ -109,7 +109,7 @@ class UpdateDraft:
         ]
         if not made:
             return []
-        whole = Type(parameter.shape, parameter.dtype)
+        whole = parameter.aval
         length = place.length if sharded else None
         key = (owner, whole.shape, whole.dtype, length)
         if key not in self.bodies:

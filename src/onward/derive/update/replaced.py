@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs.drawing import Deciding, DrawsAlike
@@ -96,7 +94,7 @@ def _stays(program: Program, v: Variable) -> bool:
 def _drawn_alike(program: Program) -> list[Variable]:
     """The state that alone decides a draw, and that no step replaces."""
     env: dict[Variable, Deciding] = dict.fromkeys(program.constants, frozenset())
-    env.update({v: frozenset({v}) for v in program.state if _stays(program, v) and not _is_float(v)})
+    env.update({v: frozenset({v}) for v in program.state if _stays(program, v) and not v.is_float})
     if len(env) == len(program.constants):
         return []
     walk = DrawsAlike()
@@ -116,7 +114,7 @@ def _left_behind(program: Program) -> list[Variable]:
     unused = [
         v
         for v in program.state
-        if (_stays(program, v) and not (_is_float(v) and v in needed))
+        if (_stays(program, v) and not (v.is_float and v in needed))
         or (v.kind is Kind.PARAMETER and v.shape and v not in needed | results)
     ]
     if not unused:
@@ -197,10 +195,6 @@ def _library_of(program: Program) -> str:
 
     jax.tree.leaves(parameters.unflatten(parameters.variables), is_leaf=seen)
     return next((lib for lib in _RECIPES if lib and any(f"{m}.".startswith(f"{lib}.") for m in modules)), "")
-
-
-def _is_float(v: Variable) -> bool:
-    return bool(jnp.issubdtype(v.dtype, np.inexact))
 
 
 def _listed(found: Iterable[Variable]) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.program import Variable
 from onward.derive.watch.choice import Role, WatchEntry
 from onward.derive.watch.reading import NOT_NOW, Cell
@@ -80,7 +79,7 @@ def looking(
         env = dict(zip(inputs, values, strict=True))
         return [x for look in looks for x in look.numbers(statistics, env)]
 
-    pieces = body_of(found, *(Type(v.shape, v.dtype) for v in inputs)).out_types
+    pieces = body_of(found, *(v.aval for v in inputs)).out_types
     dtype = jnp.result_type(np.float32, *(piece.dtype for piece in pieces))
     sizes = [prod(piece.shape) for piece in pieces]
     begins = accumulate(sizes, initial=0)

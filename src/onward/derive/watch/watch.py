@@ -16,7 +16,6 @@ import numpy as np
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import COUNT, WATCH
 from onward.core.names import Names
@@ -187,7 +186,7 @@ def unwatched(program: Program) -> Program:
 def _op(looks: Sequence[Look], how: Watch, step: Variable | None, names: Names) -> Op:
     """The op that computes the statistics of all these; every so many steps, if there is a counter."""
     function, cells, inputs = looking(looks, how.statistics, how.every, step)
-    body = body_of(function, *(Type(v.shape, v.dtype) for v in inputs))
+    body = body_of(function, *(v.aval for v in inputs))
     outputs = tuple(
         Variable(names.new(name), t.shape, t.dtype)
         for name, t in zip(("watched_at", "watched"), body.out_types, strict=True)

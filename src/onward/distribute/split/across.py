@@ -140,7 +140,7 @@ def summed(across: Across, gradients: Sequence[Variable], names: Names, downhill
         found = across.rule.sums(wide)
         return [jnp.asarray(x, v.dtype) for x, v in zip(found, outputs, strict=True)]
 
-    body = body_of(sums, *(Type(v.shape, v.dtype) for v in gradients))
+    body = body_of(sums, *(v.aval for v in gradients))
     return Op("sums", tuple(gradients), outputs, body, Pass.UPDATE, update=UpdateType.ACROSS)
 
 
@@ -152,7 +152,7 @@ def added(parts: Sequence[Sequence[Variable]], outputs: Sequence[Variable]) -> O
         return [sum(values[k + count :: count], values[k]) for k in range(count)]
 
     inputs = tuple(v for part in parts for v in part)
-    body = body_of(add, *(Type(v.shape, v.dtype) for v in inputs))
+    body = body_of(add, *(v.aval for v in inputs))
     return Op("add", inputs, tuple(outputs), body, Pass.COLLECTIVE)
 
 

@@ -27,7 +27,7 @@ from onward.core.program import Program, Variable
 from onward.core.recipe import Applied
 from onward.core.words import Pass, UpdateType
 from onward.derive.check_finite import check_finite, looked_at
-from onward.derive.guard import Guard, guard, is_key, watched_by_update
+from onward.derive.guard import Guard, guard, watched_by_update
 from onward.derive.mixed.loss_scale import adjust_scale, scale_loss, with_adjusted_scale
 
 GUARDS = (guard, adjust_scale, check_finite)
@@ -147,7 +147,7 @@ def guarded(program: Program, told: Variable, scale: Variable | None, how: Guard
     if how.skips and index == 0:
         skipped = looks.number("skipped", (), np.int32)
         looks.count("count_skipped", (skipped, counts), (skipped,), lambda n, ok: [n + ~ok])
-    looks.keep(counts, lambda v: not (how.skips and is_key(v)))
+    looks.keep(counts, lambda v: not (how.skips and v.is_key))
     made = looks.program()
     if scale is not None and how.growth is not None:
         made = with_adjusted_scale(made, scale, counts, how.scale, *how.growth)

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
 from onward.derive.optimizer import Optimizer
@@ -65,7 +63,7 @@ def _rows_merged(
         total = jnp.zeros(made[1].shape, made[1].dtype).at[place].add(jnp.concatenate(gradients))
         return [touched, total]
 
-    return Op("merge_rows", tuple(inputs), made, body_of(merge, *map(_type, inputs)), Pass.COLLECTIVE)
+    return Op("merge_rows", tuple(inputs), made, body_of(merge, *(v.aval for v in inputs)), Pass.COLLECTIVE)
 
 
 def _row_update(
@@ -96,7 +94,7 @@ def _row_update(
             for old, value in zip(olds, new, strict=True)
         ]
 
-    return replace(op, inputs=inputs, body=body_of(update, *map(_type, inputs)))
+    return replace(op, inputs=inputs, body=body_of(update, *(v.aval for v in inputs)))
 
 
 def _rule_for_rows(table: Variable, few: Variable, optimizer: Optimizer) -> Callable[..., list[Any]]:
@@ -117,7 +115,3 @@ def _without(op: Op, output: Variable) -> Op:
         outputs=tuple(op.outputs[k] for k in places),
         body=body,
     )
-
-
-def _type(v: Any) -> Type:
-    return jax.ShapeDtypeStruct(v.shape, v.dtype)

@@ -14,7 +14,6 @@ optimizer.
 from __future__ import annotations
 
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
@@ -65,7 +64,7 @@ def _differences(program: Program) -> tuple[Program, dict[str, str]]:
     for p, _ in program.gradients:
         own = fed[p] = Variable(names.new(f"{p.name}/local"), p.shape, p.dtype, Kind.DATA)
         delta = Variable(names.new(f"delta({p.name})"), p.shape, p.dtype, Kind.GRADIENT)
-        kind = Type(p.shape, p.dtype)
+        kind = p.aval
         ops.append(
             Op("delta", (p, own), (delta,), body_of(lambda x, y: [x - y], kind, kind), Pass.COLLECTIVE)
         )

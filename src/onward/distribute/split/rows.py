@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.patterns import row_lookup
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
@@ -118,7 +117,7 @@ def _inside(table: Table, computed: Variable, place: Variable) -> Op:
     def inside(at: Any) -> list[jax.Array]:
         return [jnp.clip(_wide(at[..., :1]), 0, table.parameter.shape[0] - 1).astype(_INTEGER)]
 
-    return Op("inside", (computed,), (place,), body_of(inside, Type(computed.shape, computed.dtype)))
+    return Op("inside", (computed,), (place,), body_of(inside, computed.aval))
 
 
 def _from_rows(
@@ -142,7 +141,7 @@ def _from_rows(
 
     few = rows[table]
     others = (position,) if lookup.fill is None else (position, place)
-    body = body_of(look_up, *(Type(v.shape, v.dtype) for v in (few, *others)))
+    body = body_of(look_up, *(v.aval for v in (few, *others)))
     return replace(op, type="lookup", inputs=(table, *others), body=body)
 
 

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from onward.core.check import check
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import prune, substitute
@@ -28,7 +26,7 @@ from onward.distribute.split.guarding import Guarding, guarded
 from onward.distribute.split.lazy import with_lazy
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.shares import times, weighed
-from onward.distribute.split.trainer import SPOILT, is_key, plain, travelling, typed
+from onward.distribute.split.trainer import SPOILT, plain, travelling, typed
 
 
 @dataclass(frozen=True)
@@ -258,7 +256,7 @@ class _ServerHead:
         owned = (*self.parameters, *self.tables)
         gradients = tuple(Variable(f"grad({p.name})", p.shape, p.dtype, Kind.GRADIENT) for p in owned)
         following = tuple(Variable(f"next({v.name})", v.shape, v.dtype) for v in self.carried)
-        body = body_of(self._merged, *map(_type, received))
+        body = body_of(self._merged, *(v.aval for v in received))
         finite = () if self.finite is None else (self.finite,)
         made = (*gradients, *following, *self.sent_sums, *finite)
         recv = Op("recv", received, made, body, Pass.COLLECTIVE)
@@ -309,7 +307,7 @@ class _ServerHead:
                 return values[0]
             return weighed(values, shares / jnp.maximum(jnp.sum(shares), 1e-30))
         first = values[0] if shares is None else jnp.stack(values)[jnp.argmax(shares > 0)]
-        return typed(first, v.dtype) if is_key(v) else first
+        return typed(first, v.dtype) if v.is_key else first
 
     def made_lazy(self, program: Program, routing: Routing) -> Program:
         """The Program whose update of a lazy table reads and writes the rows that were sent, no others."""
@@ -330,7 +328,7 @@ class _Sending:
         outputs = tuple(
             travelling(v, names.new(f"to_trainers/{v.name}"), Kind.ACTIVATION) for v in self.given
         )
-        body = body_of(lambda *values: [plain(x) for x in values], *map(_type, inputs))
+        body = body_of(lambda *values: [plain(x) for x in values], *(v.aval for v in inputs))
         self.op = Op("send", inputs, outputs, body, Pass.COLLECTIVE)
 
 
@@ -378,7 +376,3 @@ def _fed_shared(program: Program, read: Sequence[Variable]) -> tuple[Program, li
     )
     rewired = substitute(rest, fed)
     return replace(rewired, inputs=(*rewired.inputs, *fed.values())), list(fed.values())
-
-
-def _type(v: Any) -> Type:
-    return jax.ShapeDtypeStruct(v.shape, v.dtype)

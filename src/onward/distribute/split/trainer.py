@@ -119,9 +119,9 @@ class _TrainerDraft:
         self.own.update(zip(self.got, state, strict=False))
         made = [*parts, *state]
         fed = tuple(travelling(v, self.names.new(f"from_server_{i}/{v.name}"), Kind.DATA) for v in made)
-        drawn = any(map(is_key, state))
+        drawn = any(v.is_key for v in state)
         inputs = (*fed, TRAINER) if drawn else fed
-        body = body_of(_Received(tuple(map(_type, made))), *map(_type, inputs))
+        body = body_of(_Received(tuple(v.aval for v in made)), *(v.aval for v in inputs))
         if made:
             self.begin.append(Op("recv", inputs, tuple(made), body, Pass.COLLECTIVE))
         self.received.append(fed)
@@ -145,7 +145,7 @@ class _TrainerDraft:
             found = [plain(values[k] if s is None else s.of(values[k])) for k, s in places]
             return found + [~values[at[v]] for v in told]
 
-        body = body_of(pack, *map(_type, inputs))
+        body = body_of(pack, *(v.aval for v in inputs))
         outputs = tuple(
             Variable(self.names.new(name), tuple(t.shape), t.dtype)
             for name, t in zip(names, body.out_avals, strict=True)
@@ -161,7 +161,7 @@ class _TrainerDraft:
             if len(parts) > 1:
                 p = self.parameter[name]
                 v = Variable(self.names.new(name), p.shape, p.dtype, Kind.PARAMETER)
-                body = body_of(lambda *xs: [jnp.concatenate(xs)], *map(_type, parts))
+                body = body_of(lambda *xs: [jnp.concatenate(xs)], *(v.aval for v in parts))
                 self.begin.append(Op("join", tuple(parts), (v,), body, Pass.COLLECTIVE))
                 parts = [v]
             found[self.parameter[name]] = parts[0]
@@ -222,14 +222,9 @@ class _Received:
         return jnp.where(trainer == 0, key, fold(key, trainer + jnp.uint32(2**31)))
 
 
-def is_key(v: Variable) -> bool:
-    """Whether its value is a typed random key."""
-    return bool(jnp.issubdtype(v.dtype, jax.dtypes.prng_key))
-
-
 def travelling(v: Variable, name: str, kind: Kind) -> Variable:
     """A Variable as it travels: random keys as the integers they hold."""
-    form = jax.eval_shape(plain, _type(v))
+    form = jax.eval_shape(plain, v.aval)
     return Variable(name, tuple(form.shape), form.dtype, kind)
 
 
@@ -242,7 +237,7 @@ def plain(value: Any) -> Any:
 
 def as_typed(value: Any, v: Variable) -> Any:
     """A value that has travelled as its Variable has it."""
-    return typed(jnp.asarray(value), v.dtype) if is_key(v) and value.dtype != v.dtype else value
+    return typed(jnp.asarray(value), v.dtype) if v.is_key and value.dtype != v.dtype else value
 
 
 def typed(data: Any, dtype: Any) -> Any:
@@ -250,7 +245,3 @@ def typed(data: Any, dtype: Any) -> Any:
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), Type((), dtype))
     return jax.random.wrap_key_data(data, impl=found[0])
-
-
-def _type(v: Any) -> Type:
-    return Type(v.shape, v.dtype)

@@ -85,7 +85,7 @@ def lifted(program: Program, wanted: Sequence[Variable]) -> Program:
     names = Names(program.variables)
     made = [Variable(names.new(f"lifted({v.name})"), (1, *v.shape), v.dtype) for v in wanted]
     added = [
-        Op("lift", (v,), (out,), body_of(lambda x: [x[None]], Type(v.shape, v.dtype)), Pass.UPDATE)
+        Op("lift", (v,), (out,), body_of(lambda x: [x[None]], v.aval), Pass.UPDATE)
         for v, out in zip(wanted, made, strict=True)
     ]
     return _returning(program, added, made)

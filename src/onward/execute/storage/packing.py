@@ -121,7 +121,7 @@ class _Packing:
         whole = [self.stack_of(group) if len(group) > 1 else self.value(group[0]) for group in groups]
         result = dict(zip(members, made, strict=False))
         outputs = [self.laid(tuple(result[v] for v in group)) for group in groups] if made else op.outputs
-        body = collected.remade([Type(v.shape, v.dtype) for v in whole])
+        body = collected.remade([v.aval for v in whole])
         inputs = (*whole, *map(self.value, others))
         self.ops.append(replace(op, inputs=inputs, outputs=tuple(outputs), body=body))
 

@@ -64,7 +64,7 @@ def exported(program: Program, gives: Sequence[Variable], derivable: bool) -> Wr
     def function(*values: Any) -> list[Any]:
         return run(values[: len(state)], values[len(state) :])
 
-    types = [Type(v.shape, v.dtype) for v in reads]
+    types = [v.aval for v in reads]
     try:
         return _written(function, types, PLATFORMS, derivable)
     except Exception as first:
@@ -147,7 +147,7 @@ def expect_lowered(found: ExportedFunction, program: Program) -> None:
     if jax.default_backend() not in found.platforms or (wide and not settings.jax_enable_x64):
         return
     try:
-        jax.jit(found.call).lower(*(Type(v.shape, v.dtype) for v in reads_of(program)))
+        jax.jit(found.call).lower(*(v.aval for v in reads_of(program)))
     except Exception as error:
         said = " ".join(str(error).split())[:200]
         raise ValueError(f"its executable is none that XLA takes ({said})") from error

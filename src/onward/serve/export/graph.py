@@ -220,8 +220,8 @@ class _GraphReader:
         parts = record.get("subprograms", {})
         return Description(
             type=record["type"],
-            inputs=tuple(Type(v.shape, v.dtype) for v in inputs),
-            outputs=tuple(Type(v.shape, v.dtype) for v in outputs),
+            inputs=tuple(v.aval for v in inputs),
+            outputs=tuple(v.aval for v in outputs),
             attributes={_text(key): _text(value) for key, value in record.get("attributes", {}).items()},
             operands=tuple(_operand(o, len(inputs)) for o in record["operands"]),
             subprograms={
