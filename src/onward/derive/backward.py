@@ -242,7 +242,7 @@ class _Backward:
         return active
 
     def body(self, op: Op) -> Body:
-        """What to differentiate: the op before it saved residuals, unless its gradient is differentiated too.
+        """The body to differentiate: without saved residuals, unless the gradient is differentiated too.
 
         A function with a rule of its own is differentiated by that rule the first time, and through what the
         rule computes the second time, as JAX does.

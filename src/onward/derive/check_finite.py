@@ -2,7 +2,7 @@
 
 ``guard`` looks at what the update reads, and leaves a bad step out or stops. This looks at what the update
 made as well, so that nothing that is not finite ever gets into the state, and it says one thing only, which
-costs less: whether everything was finite. Who runs the step then asks which op it was.
+costs less: whether everything was finite. The caller of the step then asks which op it was.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> program = ow.SGD(0.5).minimize(lambda w, x: jnp.sum(jnp.log(w * x)), jnp.ones(2), jnp.ones(2))
@@ -32,7 +32,7 @@ _FEW = 4096  # numbers that are looked at twice without a thought
 
 
 class Check(NamedTuple):
-    """What of a checked Program tells whether its steps are finite.
+    """The Variables of a checked Program that tell whether its steps are finite.
 
     ``finite`` is the state Variable that stays True until a step is not finite, and then False; ``following``
     its next value. ``watched`` are the Variables that are looked at.
@@ -77,7 +77,7 @@ def check_finite(program: Program) -> Program:
 
 
 def check_of(program: Program) -> Check | None:
-    """What tells whether the steps of a Program are finite; None if nothing does."""
+    """The Variables that tell whether the steps of a Program are finite; None if none do."""
     made = {op.type: op for op in program.ops if isinstance(op.type, Mark)}
     if CHECK not in made or GO_ON not in made:
         return None
@@ -86,7 +86,10 @@ def check_of(program: Program) -> Check | None:
 
 
 def looked_at(program: Program) -> tuple[tuple[Variable, ...], Body]:
-    """What is looked at, and how: all numbers, but for those that may have been infinite before."""
+    """The Variables to check, and the body that checks whether all their numbers are finite.
+
+    A Variable for which ``may_be_infinite`` holds passes as well if it was not finite before the step.
+    """
     following = {new: old for old, new in program.next_state.items() if new.is_float and new is not old}
     lenient = [(new, old) for new, old in following.items() if may_be_infinite(old)]
     before = () if is_guarded(program) else watched_by_update(program)
@@ -141,5 +144,5 @@ def _types(strict: Sequence[Variable], pairs: Sequence[Variable]) -> tuple[Any, 
 
 
 def may_be_infinite(v: Variable) -> bool:
-    """Whether infinity may stand in it on purpose, and it is small enough to look at it before and after."""
+    """Whether it may hold infinity on purpose, and is small enough to be checked before and after a step."""
     return v.kind is Kind.STATE and v.size <= _FEW

@@ -155,7 +155,7 @@ def _forward(body: Body, wanted: tuple[int, ...], given: tuple[int, ...]) -> tup
 
 @dataclass(frozen=True)
 class _Pullback:
-    """What ``jax.vjp`` returns, with its traced leaves taken out."""
+    """The pullback that ``jax.vjp`` returns, with its traced leaves taken out."""
 
     treedef: Any
     traced: list[bool]

@@ -109,16 +109,16 @@ def _fenced(program: Program, places: frozenset[Variable]) -> Program:
 
 @cache
 def _body(shape: tuple[int, ...], dtype: Any) -> Body:
-    """Equal to its input, NaN and infinity and minus zero among it, and no longer of one operand."""
+    """A body that returns its input, be it NaN, infinity or minus zero, by an operation on two operands."""
     return body_of(lambda x: [jnp.maximum(x, x - 1)], Type(shape, dtype))
 
 
 @dataclass
 class _Value:
-    """What the compiler would do for one value, as far as it goes.
+    """A model of how the compiler would compute and store one value.
 
     Attributes:
-        variable: the one that stands for it; what only passes it on bears other names.
+        variable: the Variable that stands for it; Variables that only pass it on share this entry.
         reads: how many ops read it.
         generation: how many operations that are never fused, such as products, lead to it one by one.
         lasting: whether some op reads it together with a value of a later generation, or is never fused.

@@ -61,7 +61,7 @@ def evaluated_parameters(program: Program) -> Program:
 
 
 def averages_of(program: Program) -> Averages | None:
-    """What a training Program keeps to evaluate with; None where it keeps nothing."""
+    """The averages that a training Program keeps for evaluation; None if it keeps none."""
     recipe = recipe_of(program, "for evaluation", "Trace the network with training=False")
     optimizer = next((optimizer_of(step) for step in recipe.of(append_update)), None)
     if optimizer is None:
@@ -73,7 +73,7 @@ def averages_of(program: Program) -> Averages | None:
 
 @dataclass(frozen=True, eq=False)
 class Averages:
-    """What a training Program keeps to evaluate with; the same for batches of every length.
+    """The averages that a training Program keeps for evaluation; the same for every batch size.
 
     Attributes:
         evaluated: parameter by parameter the rule that has another one to evaluate with, its slots, and its
@@ -90,7 +90,7 @@ class Averages:
 
     @classmethod
     def of(cls, update: Update) -> Averages:
-        """What an update pass keeps."""
+        """The averages that an update pass keeps."""
         return cls(
             [(t.parameter, rule, slots, values) for t, rule, slots, values in update.evaluated],
             tuple(update.draft.state),
@@ -101,7 +101,7 @@ class Averages:
 
 @transform
 def read_averages(program: Program, averages: Averages) -> Program:
-    """The Program behind ops that compute what it shall read in place of parameters."""
+    """The Program, preceded by ops that compute the averages that it reads in place of parameters."""
     own = {v.name: v for v in program.state}
     program = _given_way(program, averages)
     names = Names(program.variables)
@@ -128,7 +128,7 @@ def read_averages(program: Program, averages: Averages) -> Program:
 
 
 def _given_way(program: Program, averages: Averages) -> Program:
-    """The Program, in which no activation bears the name of a slot."""
+    """The Program, with every activation renamed that has the name of a slot."""
     taken = {v.name for v in averages.state} | {v.name for op in averages.schedules for v in op.outputs}
     names = Names(taken | program.variables.keys())
     computed = (v for op in program.ops for v in op.outputs)
@@ -156,7 +156,7 @@ def _evaluated(
     values: Hyperparameters,
     names: Names,
 ) -> Op:
-    """The op that computes what a rule has of a parameter for evaluation."""
+    """The op that computes the value of a parameter that a rule has for evaluation."""
     arrays = [v for slot in slots.values() for v in slot.arrays]
     inputs = tuple(dict.fromkeys((value, *arrays, *values.variables)))
 

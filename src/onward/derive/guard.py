@@ -36,8 +36,8 @@ def guard(program: Program, action: str = "skip") -> Program:
 
     Adds ops, changes none. With ``"skip"`` such a step is left out, and the state Variable ``skipped`` counts
     these (what optax calls apply-if-finite); only random keys move on. With ``"stop"`` all state stays as it
-    was before the first such step, be there more steps or not: ``stopped`` is then True, and who runs the
-    steps raises ``NonFiniteError``.
+    was before the first such step, whether more steps are run or not: ``stopped`` is then True, and the
+    caller of the steps raises ``NonFiniteError``.
 
     The gradients are looked at as the backward pass and the merge of many devices give them, and once more as
     the update reads them, where rules such as clipping stand in between. Hyperparameters and what schedules
@@ -98,7 +98,7 @@ def _stopping(program: Program) -> Program:
 
 
 class Stop(NamedTuple):
-    """What of a Program with ``guard(program, "stop")`` tells whether and why it stopped.
+    """The Variables of a Program with ``guard(program, "stop")`` that tell whether and why it stopped.
 
     ``stopped`` and ``culprits`` are state Variables, the latter one bool for each of ``watched``: the loss
     and the gradients, with the ops that make them. ``step`` counts the updates.
@@ -110,7 +110,7 @@ class Stop(NamedTuple):
     watched: tuple[tuple[Variable, Op | None], ...]
 
     def message(self, culprits: Sequence[bool], step: int | None) -> str:
-        """What was not finite, in which step, and what to do about it."""
+        """The error message: which values were not finite, in which step, and what to do about it."""
         guilty = [pair for pair, is_culprit in zip(self.watched, culprits, strict=True) if is_culprit]
         first = [(v, op) for v, op in guilty if op is None or op.made_by is not Pass.UPDATE]
         found = [f"{v.name!r}{_place(op)}" for v, op in first or guilty]
@@ -124,7 +124,7 @@ class Stop(NamedTuple):
 
 
 def stop_of(program: Program) -> Stop | None:
-    """What tells whether a Program has stopped; None if it never does so."""
+    """The Variables that tell whether and why a Program stopped; None if it never does so."""
     made = {op.type: op for op in program.ops if isinstance(op.type, Mark)}
     if STOP not in made:
         return None
@@ -187,7 +187,7 @@ class Guard(Builder):
         return self.told(FINITE, watched, body)
 
     def told(self, kind: str, watched: Sequence[Variable], body: Body) -> Variable:
-        """What an op says of these; what it says on the device that says no."""
+        """Add an op that checks these Variables; a check that fails on one device fails on all."""
         (finite,) = self.add(kind, watched, [FINITE], body, UpdateType.ACROSS)
         if equal_variables(self.source).issuperset(watched):
             return finite

@@ -1,4 +1,4 @@
-"""What an optimizer is: a frozen dataclass with an ``init`` and an ``update``; and ``minimize``.
+"""An optimizer is a frozen dataclass with an ``init`` and an ``update``; it inherits ``minimize``.
 
 Nothing else is needed to write a new one:
 
@@ -119,7 +119,7 @@ class Optimizer(Rule):
     if not TYPE_CHECKING:  # a type checker shall know the methods that there are, and no other
 
         def __getattr__(self, name: str) -> Any:
-            """Refuse what is no method, with the name here of what other libraries have."""
+            """Refuse an unknown attribute, and name the counterpart here of a method of other libraries."""
             advice = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{advice}")
 
@@ -242,7 +242,7 @@ class Optimizer(Rule):
         return cast("Program", found)
 
     def plan(self, program: Program) -> UpdatePlan:
-        """What this optimizer will do with each parameter of a Program, and in which order.
+        """The plan of what this optimizer will do with each parameter of a Program, and in which order.
 
         Args:
             program: a Program with or without backward and update pass.
@@ -261,14 +261,14 @@ class Optimizer(Rule):
         return plan_update(program, self)
 
     def _derived(self, what: str, network: Any, derive: Callable[[Program], Program]) -> Program:
-        """What a pass makes of a Program, or of what describes one."""
+        """Apply a pass to a Program, a declared cost, or a function that declares what it needs."""
         found = derived(network, derive)
         if found is None:
             expect_program(network, f"{type(self).__name__}.{what}")
         return cast("Program", found)
 
     def _trained(self, program: Program, chosen: Iterable[Where] | None) -> Iterable[Where] | None:
-        """What is asked for, without what is frozen."""
+        """The parameters to train without the frozen ones; ``chosen`` itself if none is frozen."""
         routing = Routing.of(self, program.parameters)
         if not any(route.frozen for route in routing):
             return chosen

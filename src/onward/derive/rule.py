@@ -1,4 +1,4 @@
-"""What every rule of an update is: a frozen dataclass with hyperparameters, an ``init`` and an ``update``.
+"""The base of update rules: a frozen dataclass with hyperparameters, an ``init`` and an ``update``.
 
 Three kinds are built on it: an ``Optimizer`` updates parameters, a ``GradientRule`` changes gradients before
 that, a ``ParameterRule`` changes what the optimizer made of the parameters.
@@ -221,10 +221,10 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What a rule across parameters knows of the others where it is given pieces of some.
+    """The places of the pieces that a rule across parameters is given, and the sums over all pieces.
 
     Attributes:
-        pieces: for each array that it is given, what it is.
+        pieces: for each array that it is given, which rows of which parameter it holds.
         sums: what ``sums`` returned of all pieces, wherever they are, added up.
     """
 

@@ -125,7 +125,7 @@ def _looped(program: Program, recipe: Recipe, how: Accumulation) -> Program:
 
 
 def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumulation) -> Accumulation:
-    """What the graph tells: whether the loss is a sum over examples, and which other results are."""
+    """Tell from the graph whether the loss is a sum over examples, and which other results are."""
     whole = recipe.origin.trace(data)
     if how.weight is not None or how.steps == 1 or how.rows(whole) == 1:
         return how

@@ -12,8 +12,8 @@ from onward.core.words import Pass
 class LoopCut:
     """The ops of a Program that go into the loop, those it needs before, and those that come after it.
 
-    Into the loop go forward and backward ops, and of the collectives what these need, what makes the state
-    that the forward pass carries, and what reads how much a device's part of a micro-batch counts.
+    The loop holds the forward and backward ops, and those collectives that these need, that make the state
+    carried by the forward pass, or that read how much a device's part of a micro-batch counts.
     """
 
     def __init__(self, program: Program) -> None:
@@ -38,7 +38,7 @@ class LoopCut:
 
     @property
     def proposed(self) -> dict[Variable, Variable]:
-        """What a guard keeps or takes for the next state, by what it makes of that."""
+        """The next state that the update proposes to a guard, by the Variables that the guard makes of it."""
         keeping = (op for op in self.program.ops if op.type is KEEP and op.made_by is Pass.UPDATE)
         return {op.outputs[0]: op.inputs[1] for op in keeping}
 
@@ -71,7 +71,7 @@ class LoopCut:
 
     @property
     def ports(self) -> list[Variable]:
-        """What is read of the Program outside of the loop, in an order that another size does not change."""
+        """The Variables that are read outside of the loop, in the same order for every batch size."""
         program = self.program
         read = [v for op in self.outside for v in op.inputs]
         following = [program.next_state[v] for v in program.state if v in program.next_state]
@@ -80,7 +80,7 @@ class LoopCut:
 
     @property
     def of_loss(self) -> set[Variable]:
-        """What the loop makes that the loss is merged from."""
+        """The Variables made in the loop from which the loss is merged."""
         needed = {self.program.loss}
         for op in reversed(self.outside):
             if not needed.isdisjoint(op.outputs):
@@ -89,7 +89,7 @@ class LoopCut:
 
 
 def _late(program: Program) -> set[Variable]:
-    """What the backward pass makes, and all that depends on it."""
+    """The Variables that the backward pass makes, and all that depend on them."""
     found: set[Variable] = set()
     for op in program.ops:
         if op.made_by is Pass.BACKWARD or not found.isdisjoint(op.inputs):

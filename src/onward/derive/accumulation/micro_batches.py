@@ -66,7 +66,7 @@ class Accumulation:
 
 
 class MicroBatchLoop(Body):
-    """What an ``accumulate`` op computes; the Program of one turn is to be looked into."""
+    """The body of an ``accumulate`` op, which lets the Program of one iteration be inspected."""
 
     def __init__(self, closed: Any, steps: int, turn: Program) -> None:
         super().__init__(closed)
@@ -79,7 +79,7 @@ class MicroBatchLoop(Body):
 
     @cached_property
     def subprograms(self) -> Mapping[str, Program]:
-        """What is run on each micro-batch."""
+        """The Program that is run on each micro-batch."""
         return {"micro_batch": self._turn}
 
 
@@ -115,7 +115,7 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
 
 @dataclass(frozen=True)
 class _LoopResult:
-    """What the loop makes of a Variable: a sum over the micro-batches, or their parts along an axis."""
+    """The result of the loop for a Variable: a sum over micro-batches, or their parts along an axis."""
 
     whole: Variable
     part: Variable
@@ -130,7 +130,7 @@ class _LoopResult:
         return Type(self.part.shape, wide)
 
     def joined(self, parts: Any) -> Any:
-        """The array of the whole batch from ``[steps, ...]``, without what filled up."""
+        """The array of the whole batch from ``[steps, ...]``, without the padding."""
         assert self.axis is not None
         laid = jnp.moveaxis(parts, 0, self.axis)
         shape = (*self.part.shape[: self.axis], -1, *self.part.shape[self.axis + 1 :])
@@ -139,7 +139,7 @@ class _LoopResult:
 
 
 class _LoopPlan:
-    """What the loop is given, carries, adds up and joins."""
+    """The plan of the loop: the Variables that it is given, carries, adds up and joins."""
 
     def __init__(self, whole: LoopCut, part: LoopCut, how: Accumulation) -> None:
         self.whole, self.part, self.how = whole, part, how
@@ -159,7 +159,7 @@ class _LoopPlan:
         self.turn = self._turn()
 
     def _thread(self, old: Variable, new: Variable, names: Names) -> tuple[Variable, Variable, Variable]:
-        """State of the micro-batch, what replaces it there, and in the whole Program."""
+        """State of the micro-batch, the Variable that replaces it there, and the one in the whole Program."""
         program = self.whole.program
         mine = program[old.name]
         if (mine.shape, mine.dtype) != (old.shape, old.dtype):
@@ -275,7 +275,7 @@ class _LoopPlan:
         return list(map(_strong, found[:count])), scaled[: len(self.sums)], scaled[len(self.sums) :]
 
     def _pieces(self, x: Any, v: Variable) -> Any:
-        """An array over the batch as ``[steps, rows, ...]``, filled up with examples of weight 0."""
+        """An array over the batch as ``[steps, rows, ...]``, padded with examples of weight 0."""
         steps, rows = self.how.steps, v.shape[0]
         if steps * rows != x.shape[0]:
             place = np.arange(steps * rows)
@@ -296,7 +296,7 @@ class _LoopPlan:
         return jnp.where(total == 0, 1 / self.how.steps, each / jnp.where(total == 0, 1, total))
 
     def _scaled(self, x: Any, scale: Any) -> Any:
-        """What a micro-batch adds to a mean; nothing if none of its examples counts, be it NaN for that."""
+        """The part of a mean that a micro-batch adds; 0 if none of its examples counts, even if it is NaN."""
         wide = x.astype(jnp.promote_types(x.dtype, np.float32))
         if scale is None:
             return wide * (1 / self.how.steps)

@@ -141,7 +141,7 @@ def _scaling(dtype: str, scale: float | None, growth_every: int, factor: float) 
 
 
 def _after(step: Applied, scaling: _Scaling | None) -> tuple[Applied, ...]:
-    """What loss scaling adds after a transform of the recipe."""
+    """The transforms that loss scaling adds after a transform of the recipe."""
     if scaling is not None and step.function is append_backward:
         return (Applied(scale_loss, (scaling.scale,), {}, step.phase),)
     if scaling is not None and step.function is append_update:

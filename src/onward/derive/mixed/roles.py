@@ -89,7 +89,7 @@ class Lowering:
         return is_layout and self.body(op) is not None and all(map(self.is_pliant, op.inputs))
 
     def body(self, op: Op) -> Body | None:
-        """What an op computes in the low dtype; None if it cannot."""
+        """The body of an op in the low dtype; None if it cannot compute in that."""
         key = op.body.signature
         if key not in self.bodies:
             self.bodies[key] = retyped(op.body, self.dtype)

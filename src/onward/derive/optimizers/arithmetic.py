@@ -1,4 +1,4 @@
-"""What the rules of several optimizers compute alike."""
+"""Computations that the rules of several optimizers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several optimizers ask of the fields that are fixed when a Program is derived."""
+"""Checks, shared by several optimizers, of the fields that are fixed when a Program is derived."""
 
 from __future__ import annotations
 

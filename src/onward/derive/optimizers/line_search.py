@@ -11,7 +11,7 @@ from jax import lax
 
 
 class Point(NamedTuple):
-    """What a function of one variable is at one place: where, its value and its slope."""
+    """A point on the graph of a function of one variable: where it is, its value and its slope."""
 
     step: Any
     value: Any

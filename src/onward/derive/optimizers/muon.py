@@ -95,7 +95,7 @@ class Muon(Optimizer):
         return parameter - self.learning_rate * step.reshape(parameter.shape), {"momentum": buffer}
 
     def factor(self, shape: tuple[int, ...]) -> float:
-        """What the orthogonal matrix is multiplied with, by its numbers of rows and columns."""
+        """The factor by which the orthogonal matrix is scaled, from its numbers of rows and columns."""
         rows, columns = shape
         if self.scale == "match_rms":
             return 0.2 * math.sqrt(max(rows, columns))

@@ -1,4 +1,4 @@
-"""What a schedule is: a frozen dataclass that computes a number from an int32 step.
+"""A schedule is a frozen dataclass that computes a number from an int32 step.
 
 >>> import onward as ow
 >>> decay = ow.schedule.linear(1.0, 0.0, steps=4)

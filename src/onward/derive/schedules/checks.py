@@ -1,4 +1,4 @@
-"""What the numbers of a schedule may be, and the words when they are not so.
+"""Checks of the numbers of a schedule, and the error messages where a number is not valid.
 
 A field of a schedule is annotated with one of the names below, by which it is checked.
 """

@@ -24,7 +24,7 @@ Holder = TypeVar("Holder")
 
 @dataclass(frozen=True)
 class PlateauMemory:
-    """What a plateau remembers of the values it heard.
+    """The state of a plateau: what it keeps of the values that it was given.
 
     Attributes:
         best: the best one; None before the first.
@@ -158,7 +158,7 @@ class plateau:
         return holder if replaced is None else replaced
 
     def after(self, heard: PlateauMemory, value: float) -> PlateauMemory:
-        """What it remembers once it has heard one more value; a pure function.
+        """Return the memory after one more value; a pure function.
 
         Example:
             >>> lower = plateau(patience=2)
@@ -178,11 +178,11 @@ class plateau:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a Trainer's checkpoint keeps, for a resumed training to go on as the whole one would have."""
+        """The memory for a Trainer's checkpoint, with which training resumes as if never interrupted."""
         return asdict(self.heard)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Restore the memory that ``state_dict`` returned."""
         self.heard = PlateauMemory(**state)
 
     def __repr__(self) -> str:
