@@ -1,4 +1,4 @@
-"""What a function is traced with, from the command line: ``x=f32[32,4] params/w=f32[4,1] key=seed``."""
+"""The arguments to trace with, from the command line: ``x=f32[32,4] params/w=f32[4,1] key=seed``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHOLE = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
 
 
 def fed(feed: Iterable[str], module: ModuleType) -> Mapping[str, Any]:
-    """What each argument is, from ``NAME=WHAT`` and ``NAME/PATH=WHAT``.
+    """Parse ``NAME=WHAT`` and ``NAME/PATH=WHAT`` into the type or value of each argument.
 
     Args:
         feed: WHAT is a type as a listing shows it, ``f32[32,4]``, or the name of something in the module; a
@@ -53,7 +53,7 @@ def value_of(name: str, value: Any) -> Any:
     """A value, or what a function without arguments returns.
 
     Raises:
-        ArgumentError: a function that takes arguments, which nobody has.
+        ArgumentError: a function that takes arguments, since there are none to pass.
     """
     if inspect.isroutine(value) and takes_arguments(value):
         raise ArgumentError(
@@ -94,7 +94,7 @@ _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 
 
 def _value(module: ModuleType, name: str) -> Any:
-    """What a name stands for in a module, or what the function of this name returns."""
+    """The value of a name in a module, or the result of the function of this name."""
     try:
         found = attribute(module, name)
     except ArgumentError as error:

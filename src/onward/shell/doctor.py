@@ -81,7 +81,7 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def requirements(lines: Iterable[str]) -> list[Requirement]:
-    """What the metadata of a package says that it needs.
+    """Parse the requirements in the metadata of a package.
 
     Example:
         >>> requirements(["jax>=0.10.2", "ray>=2.60; extra == 'cluster'"])[1]

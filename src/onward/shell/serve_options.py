@@ -1,4 +1,4 @@
-"""What ``onward serve`` takes."""
+"""The options of ``onward serve``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onward.shell.serve import serve
 
 
 def add_serve(commands: Any) -> None:
-    """The command, with what it takes."""
+    """Add the command with its options."""
     command = add_command(
         commands,
         "serve",

@@ -33,7 +33,7 @@ _EXPECTED = "a function, a Program, a Step, a Model, or what a layer returned"
 
 @dataclass(frozen=True)
 class ShowRequest:
-    """What is to be shown, and how: the options of ``onward show``."""
+    """The options of ``onward show``: what to show, and how."""
 
     target: str
     feed: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ def _views(request: ShowRequest, program: Program) -> Iterator[Any]:
 
 
 def program_of(request: ShowRequest, target: str) -> Program:
-    """The Program of what is named, with the optimizer's part if one is asked for."""
+    """The Program of a target, with the optimizer's part if one is asked for."""
     if Path(target).is_file() and not target.endswith(".py"):
         return _saved(request, target)
     named = find(target)
@@ -131,7 +131,7 @@ def _expect_traced(request: ShowRequest, name: str) -> None:
 
 
 def _made(value: Any) -> Any:
-    """What a function without arguments returns, if it can run outside of a trace; else the function.
+    """The result of a function without arguments; the function itself if it cannot run outside of a trace.
 
     A network cannot, once it computes with what it declares.
     """
@@ -144,7 +144,7 @@ def _made(value: Any) -> Any:
 
 
 def _held(value: Any) -> Program | None:
-    """The Program of what has one."""
+    """The Program that a value is or holds; None if there is none."""
     if isinstance(value, Program):
         return value
     if isinstance(value, Step | Trainer):
@@ -167,7 +167,7 @@ def _traced(request: ShowRequest, named: UserName) -> Program:
 
 
 def _arguments(name: str, named: UserName) -> Any:
-    """What ``--args`` names: in the same file, or ``FILE:function``."""
+    """The value that ``--args`` names: in the same file, or ``FILE:function``."""
     return value_of(name, find(name).value if ":" in name else attribute(named.module, name))
 
 

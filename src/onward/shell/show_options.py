@@ -1,4 +1,4 @@
-"""What ``onward show`` takes."""
+"""The options of ``onward show``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onward.shell.show import ShowRequest, show
 
 
 def add_show(commands: Any) -> None:
-    """The command, with what it takes."""
+    """Add the command with its options."""
     command = add_command(
         commands,
         "show",

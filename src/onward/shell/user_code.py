@@ -1,4 +1,4 @@
-"""What a person names on the command line: ``train.py:loss``, ``package.train:loss``."""
+"""The lookup of names given on the command line: ``train.py:loss``, ``package.train:loss``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UserName:
 
 
 def find(target: str) -> UserName:
-    """What ``FILE:name`` or ``module:name`` stands for; it is imported, as ``python FILE`` would find it.
+    """Look up ``FILE:name`` or ``module:name``; it is imported, as ``python FILE`` would find it.
 
     Args:
         target: a path or the dotted name of a module, a colon, a name in it, with dots if it lies deeper.
@@ -53,10 +53,10 @@ def find(target: str) -> UserName:
 
 
 def attribute(module: ModuleType, name: str) -> Any:
-    """What a name, with dots if it lies deeper, stands for in a module.
+    """The value of a name in a module; the name has dots if it lies deeper.
 
     Raises:
-        ArgumentError: nothing; the message lists what is there.
+        ArgumentError: there is no such name; the message lists what is there.
     """
     value: Any = module
     for part in name.split("."):

@@ -1,1 +1,1 @@
-"""What changed from one Program to another."""
+"""The differences between two Programs."""

@@ -1,4 +1,4 @@
-"""What differs between two ops that are the same op, and between what two Programs are given and hand out."""
+"""The differences between paired ops, and between the values that two Programs take and return."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Fact:
 
 
 def compared(old: Op, new: Op, twins: Mapping[Variable, Variable]) -> Pair:
-    """What differs between an op and its partner."""
+    """Compare an op with its partner: the inputs that were replaced, and all other differences."""
     return Pair(old, new, _replaced(old, new, twins), tuple(_differences(old, new, twins)))
 
 
@@ -122,7 +122,7 @@ def _other_numbers(old: Op, new: Op) -> Iterator[str]:
 
 
 def facts(a: Program, b: Program, matching: Matching) -> Iterator[Fact]:
-    """What differs around the ops."""
+    """List the differences outside of the ops, such as in feeds, state, constants, results and gradients."""
     twins = matching.variables
     if a.replicas != b.replicas:
         yield Fact("devices", "~", "", f"{_devices(a)} -> {_devices(b)}")
@@ -186,7 +186,7 @@ def _begins(a: Program, b: Program, twins: Mapping[Variable, Variable]) -> Itera
 
 
 def _beginning(op: Op | None) -> str:
-    """What state begins as: a few numbers, or the op that makes it."""
+    """The initial value of state as text: "given", a few numbers, or the type of the op that makes it."""
     if op is None:
         return "given"
     return op.type if op.inputs or len(op.outputs) > 1 else _few_numbers(op.body()[0]) or op.type

@@ -1,4 +1,4 @@
-"""What a transform did: the ops it added, removed, changed and re-wired, and what is kept and handed out.
+"""The changes that a transform makes: ops added, removed, changed and re-wired; state and results.
 
     diff(program, replicate(program, 8))
 
@@ -24,7 +24,7 @@ from onward.explain.diff.page import html, text
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Diff:
-    """From one Program to another; print it. It is false where nothing differs.
+    """The differences from one Program to another; print it. It is false if nothing differs.
 
     Attributes:
         before: the first Program.
@@ -83,7 +83,7 @@ class Diff:
 
 
 def diff(a: Program, b: Program) -> Diff:
-    """What changed from one Program to another.
+    """List the changes from one Program to another.
 
     Ops that a transform shares are known as objects; what it built anew is recognized by what it computes,
     so that a Program in another precision, or traced again, does not look all new. Equal changes in many

@@ -1,4 +1,4 @@
-"""What a diff says: a headline, and one line for each kind of change.
+"""The text of a diff: a headline, and one line for each kind of change.
 
 Equal changes in many places are one line, which tells how many they are and one of them.
 """
@@ -90,7 +90,7 @@ def _counts(*pairs: tuple[int, str]) -> Iterator[str]:
 
 
 def _gradients(found: Diff) -> Iterator[str]:
-    """What became of the seam, if one thing became of all of it."""
+    """Say which type of added op makes every gradient now, if it is one type for all."""
     twins, before = found.matching.variables, dict(found.before.gradients)
     pairs = [(before.get(twins[p]), g) for p, g in found.after.gradients if p in twins]
     both = [(old, new) for old, new in pairs if old is not None]

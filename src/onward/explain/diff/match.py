@@ -78,7 +78,7 @@ class _Pairs:
             self._pair_given(first, second)
 
     def _pair_given(self, first: Iterable[Variable], second: Iterable[Variable]) -> None:
-        """What a Program is given is the same where it is one object or bears one name."""
+        """Pair the Variables given to both Programs that are one object or have the same name."""
         known = {v.name: v for v in first}
         for v in second:
             if v.name in known:

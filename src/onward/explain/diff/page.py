@@ -57,7 +57,7 @@ def _cut(words: str, most: int) -> str:
 
 
 def costs(found: Diff) -> str:
-    """What both Programs cost, and how many ops are as they were."""
+    """The costs of both Programs and the number of unchanged ops, as a line of text."""
     told = [f"{len(found.same):,} ops as before"]
     for what, pair in found.costs.items():
         if any(pair):

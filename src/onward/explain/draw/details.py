@@ -1,4 +1,4 @@
-"""What the panel of a page says about a box that was clicked: plain data for the script."""
+"""The details that the panel of a page shows for a clicked box, as plain data for the script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Details = dict[str, Any]
 
 
 def box_details(box: Box, title: str, facts: Facts) -> Details:
-    """What there is to say about a box."""
+    """The details of a box: those of its op, of its several ops, or of its Variables."""
     ops = [facts.program.ops[place] for place in box.ops]
     if len(ops) == 1:
         return op_details(ops[0], facts)

@@ -57,7 +57,7 @@ def quoted(text: str) -> str:
 
 
 def _given(program: Program) -> list[Variable]:
-    """What is given and read by any op but updates, which read state of their own."""
+    """List the feeds, state and constants read by ops other than updates, which read state of their own."""
     read = dict.fromkeys(v for op in program.ops if op.made_by is not Pass.UPDATE for v in op.inputs)
     given = {*program.inputs, *program.state, *program.constants}
     return [v for v in read if v in given]

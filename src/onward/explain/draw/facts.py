@@ -1,4 +1,4 @@
-"""What boxes say: what is known of a Program's ops, and the words and numbers for it."""
+"""The contents of boxes: facts about a Program's ops, and the words and numbers for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TURNS = ("length", "steps")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a Program.
+    """The facts about a Program that its picture shows.
 
     Attributes:
         program: the Program.
@@ -48,13 +48,13 @@ def facts_of(program: Program) -> Facts:
 
 
 def _length(op: Op, is_endless: bool) -> str:
-    """How often a loop runs, or that nobody knows."""
+    """The number of times a loop runs, as text; ``⟳`` if it is unknown, empty for other ops."""
     length = next((op.attributes[key] for key in _TURNS if key in op.attributes), None)
     return f"× {length}" if length else "⟳" if is_endless else ""
 
 
 def together(ops: Collection[Op]) -> str:
-    """What to call several ops: by their type if it is the same."""
+    """A title for several ops: how many there are, and their type if they share one."""
     types = {op.type for op in ops}
     if len(types) == 1:
         return f"{shortened(types.pop(), _LONGEST_TYPE)} × {len(ops)}"

@@ -130,7 +130,7 @@ class _TreeBuilder:
         return {op: own[home] for op, home in self.homes.items() if home is not None and home in own}
 
     def members(self) -> tuple[dict[Op, list[Op]], dict[Op, list[Op]], tuple[Op, ...]]:
-        """What is drawn beside each op of the spine, what it stands for, and what belongs to none."""
+        """Group the ops: those beside each spine op, those that it stands for, and those without a home."""
         beside: dict[Op, list[Op]] = {}
         standing: dict[Op, list[Op]] = {}
         loose: list[Op] = []

@@ -126,7 +126,7 @@ class _Stage:
         return Lane(str(made_by), begin, max(end - begin, _LEAST_LANE))
 
     def put_gates(self, x: float) -> float:
-        """What reads many gradients stands upright before the updates; returns where these begin."""
+        """Place ops that read several gradients upright before the updates; returns where these begin."""
         sources = {op: [b for b in map(self.maker_box, op.inputs) if b] for op in self.tree.loose}
         wide = [(op, found) for op, found in sources.items() if len(set(found)) > 1]
         for i, (op, boxes) in enumerate(wide if self.root is self.tree.root else ()):

@@ -1,4 +1,4 @@
-"""What a picture consists of: boxes and edges at their places, as plain data that any format can be made of.
+"""The elements of a picture: boxes and edges at their places, as plain data for any format.
 
 Lengths are in pixels, measured from the upper left corner.
 

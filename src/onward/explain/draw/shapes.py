@@ -1,4 +1,4 @@
-"""What is drawn for a leaf or a closed group: its boxes around the middle of the main one, lane by lane."""
+"""The shape of a leaf or a closed group: its boxes around the middle of the main one, lane by lane."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class _Shaper:
         return [replace(pill, x=-pill.width / 2, y=0)]
 
     def pills(self, above: Sequence[Box]) -> list[Box]:
-        """What is read of feeds and state, and the small ops that prepare it."""
+        """The boxes of the feeds and state that are read here, and of the small ops that prepare them."""
         shown = {name for box in above for name in box.variables}
         feeds = [v for v in self.feeds() if v.name not in shown]
         ops = self.by_pass[self.spine]

@@ -1,4 +1,4 @@
-"""What one sees with some groups open: leaves and closed groups, and which of them reads of which."""
+"""The visible nodes with some groups open: leaves and closed groups, and which of them reads from which."""
 
 from __future__ import annotations
 

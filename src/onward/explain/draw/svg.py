@@ -36,7 +36,7 @@ def svg_of(scene: Scene) -> str:
 
 
 def content(scene: Scene) -> str:
-    """What stands inside of the ``svg`` element."""
+    """The markup inside the ``svg`` element."""
     parts = (
         f'<rect class="page" width="{_n(scene.width)}" height="{_n(scene.height)}" rx="10" '
         'style="fill:var(--ow-page)"/>',

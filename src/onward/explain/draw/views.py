@@ -79,7 +79,7 @@ class Album:
         return scene_of(self.tree, self.facts, opened, self.caption(opened), root)
 
     def caption(self, opened: frozenset[Node]) -> str:
-        """What the picture does not show; nothing if it shows all."""
+        """How many ops the closed groups of a picture hide, as text; empty if no group is closed."""
         seen = list(visible(self.tree.root, opened))
         closed = [node for node in seen if node.children]
         if not closed:

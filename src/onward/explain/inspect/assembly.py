@@ -115,7 +115,7 @@ def _structure(specification: Specification, variables: Sequence[Variable]) -> S
 
 
 def _leaves(found: TracedStep, outputs: Sequence[Variable]) -> tuple[Variable | Static, ...]:
-    """What the step returned: a Variable for every array, and what is none."""
+    """The leaves of the step's result: a Variable for every array, and the static values of the others."""
     supply = iter(outputs)
     return tuple(next(supply) if static is None else static for static in found.statics)
 
@@ -123,7 +123,7 @@ def _leaves(found: TracedStep, outputs: Sequence[Variable]) -> tuple[Variable | 
 def _in_place(
     modules: Sequence[Variable], found: TracedStep, outputs: Sequence[Variable]
 ) -> dict[Variable, Variable]:
-    """What replaces the arrays of modules that a step changes in place."""
+    """Map each array of a module that a step changes in place to the Variable that replaces it."""
     supply = iter(outputs[sum(static is None for static in found.statics) :])
     pairs = [(v, next(supply)) for v, is_there in zip(modules, found.in_place, strict=True) if is_there]
     return {

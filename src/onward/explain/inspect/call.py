@@ -70,7 +70,7 @@ class CalledStep:
         return replace(self, plain={i: _fixed(s, kinds) for i, s in self.plain.items()})
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """What the step returns, and for each array in the modules what became of it."""
+        """Run the step; returns its result, and the new value of each array in the modules, None if gone."""
         supply = iter(leaves)
         values = {i: s.fill(supply) for i, s in self.plain.items()}
         if self.graph is None:

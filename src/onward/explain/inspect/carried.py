@@ -1,4 +1,4 @@
-"""What a step carries on to the next one: which results replace which arguments.
+"""The values that a step carries on to the next one: which results replace which arguments.
 
 A result replaces an argument if it is built as that is, container for container and type for type, and is
 computed from it otherwise than by differentiation: by the update, or in the forward pass as statistics are.
@@ -43,7 +43,7 @@ def carried(arguments: Iterable[TreePart], results: Sequence[TreePart], flow: Pr
 
 
 def _beside(numbers: Iterable[Choice], pairs: Sequence[Pair]) -> list[Choice]:
-    """What is left to choose for numbers that lie beside one of these pairs, or in no container."""
+    """The choices that remain for numbers that lie beside one of these pairs, or in no container."""
     news, olds = [new for new, _ in pairs], [old for _, old in pairs]
     left = [
         (new, [o for o in fitting if o.is_accompanied(olds) and not any(_overlap(o, old) for old in olds)])
@@ -92,7 +92,7 @@ def next_values(pairs: Iterable[Pair]) -> Mapping[Variable, Variable]:
 
 
 def without(structure: Structure, pairs: Sequence[Pair]) -> Structure:
-    """What a step returns, with None in place of every result that replaces an argument."""
+    """The result of a step, with None in place of every result that replaces an argument."""
     gone = [result for result, _ in pairs]
 
     def left(treedef: Any, start: int) -> Any:

@@ -1,4 +1,4 @@
-"""What the results of a step are computed from: which arguments, by which of its passes."""
+"""The provenance of the results of a step: the arguments they are computed from, and by which passes."""
 
 from __future__ import annotations
 

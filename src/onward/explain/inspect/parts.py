@@ -39,7 +39,7 @@ class TreePart:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What two parts must have in common: the types of all leaves."""
+        """The types of all leaves, which must be equal for one part to replace another."""
         return tuple((v.shape, v.dtype) if isinstance(v, Variable) else None for v in self.leaves)
 
     @property

@@ -1,7 +1,7 @@
 """Which pass each op of a traced training step belongs to, read off what JAX has wrapped around it.
 
 JAX marks every equation of a forward pass ``jvp(...)`` and every equation of a backward pass
-``transpose(jvp(...))``. What bears no mark is told by what it reads and what reads it.
+``transpose(jvp(...))``. The pass of an op without a mark is told by what it reads and what reads it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def _marked(op: Op, marks: frozenset[str]) -> Pass | None:
 
 
 def _collectives(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
-    """What only exchanges numbers, but for what belongs to the forward pass, such as a shared batch norm."""
+    """Mark ops that only exchange numbers as collective, except in the forward pass (a shared batch norm)."""
     for i, op in enumerate(ops):
         if made_by[i] is not Pass.FORWARD and op.body.collectives and not op.subprograms:
             made_by[i] = Pass.COLLECTIVE
 
 
 def _after_gradients(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
-    """What depends on a gradient and bears no mark updates."""
+    """Mark every unmarked op that depends on a gradient as part of the update."""
     reached: set[Variable] = set()
     for i, op in enumerate(ops):
         follows = not reached.isdisjoint(op.inputs)
@@ -69,7 +69,7 @@ def _after_gradients(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
 def _before(
     ops: Sequence[Op], made_by: list[Pass | None], word: Pass, readers: Collection[Pass | None]
 ) -> None:
-    """What bears no mark, and what an op of one of these passes depends on, takes this word."""
+    """Give the pass ``word`` to every unmarked op that an op of the passes ``readers`` depends on."""
     needed: set[Variable] = set()
     for i in reversed(range(len(ops))):
         if made_by[i] is None and not needed.isdisjoint(ops[i].outputs):
@@ -79,7 +79,7 @@ def _before(
 
 
 def _left_over(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
-    """What only results depend on: from scalars alone, such as a step counter, update, the rest forward."""
+    """Mark ops that only results need: update if from scalars alone, such as a step counter; else forward."""
     trains = any(found in (Pass.BACKWARD, Pass.UPDATE) for found in made_by)
     wide: set[Variable] = set()
     for i, op in enumerate(ops):

@@ -1,4 +1,4 @@
-"""What the Variables and ops of an inspected step are to each other: loss, gradients, facing forward ops."""
+"""The roles of the Variables and ops of an inspected step: loss, gradients, facing forward ops."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def parameters_among(ops: Sequence[Op], following: Mapping[Variable, Variable]) 
 
 
 def _read_forward(ops: Sequence[Op]) -> set[Variable]:
-    """What the forward pass reads, or an op that is forward and backward at once."""
+    """The Variables read by the forward pass, or by an op that is forward and backward at once."""
     needed: set[Variable] = set()
     for op in reversed(ops):
         marked = op.made_by in (Pass.FORWARD, Pass.BACKWARD)
@@ -154,7 +154,7 @@ def _read_forward(ops: Sequence[Op]) -> set[Variable]:
 
 
 def _computed_from(ops: Sequence[Op], v: Variable) -> set[Variable]:
-    """What a Variable is computed from, itself included."""
+    """The Variables that a Variable is computed from, itself included."""
     needed = {v}
     for op in reversed(ops):
         if not needed.isdisjoint(op.outputs):

@@ -19,7 +19,7 @@ from onward.explain.inspect.call import CalledStep, is_array
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """What a trace found.
+    """The result of tracing a step.
 
     Attributes:
         closed: the jaxpr: the arrays of what the step returns, then those of ``in_place``.

@@ -1,4 +1,4 @@
-"""How many bytes a step takes from its first op to its last, and what holds them when they are most.
+"""The bytes that a step takes from its first op to its last, and the arrays that hold them at the peak.
 
     memory(program)                                    # in a notebook the picture and the table
     memory(program).beside(recompute(program, 0.5))    # both on one scale
@@ -50,7 +50,7 @@ from onward.explain.memory.table import place, rows, side_by_side, text
 
 
 class MemoryShare(StrEnum):
-    """What bytes are taken for, what lasts first.
+    """The purposes that memory is taken for, the longest-lived first.
 
     ``SAVED`` was made by the forward pass for the backward pass, ``GRADIENTS`` by the backward pass for the
     update; ``RESULTS`` is handed out, next state among it that has no place in the old one. All else that is
@@ -88,7 +88,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class PeakMoment:
-    """What is taken while one op runs, where it takes most."""
+    """The memory in use while one op runs, at the moment when it is most."""
 
     op: Op
     bytes: int
@@ -160,12 +160,12 @@ class Memory:
 
     @property
     def peak_op(self) -> Op | None:
-        """The op at which they are; None if the Program has no ops."""
+        """The op at the peak; None if the Program has no ops."""
         return self.curve[self.peak_number].op if self.curve else None
 
     @cached_property
     def peak_number(self) -> int:
-        """The number of that op, counted from 0."""
+        """The number of the op at the peak, counted from 0."""
         return max(range(len(self.curve)), key=lambda i: self.curve[i].bytes, default=0)
 
     @property
@@ -175,7 +175,7 @@ class Memory:
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        """What lies in memory at the peak, the largest first; without what a loop takes within."""
+        """The arrays in memory at the peak, the largest first; without those inside of a loop."""
         known = set(self.program.variables.values())
         return tuple(self._held(array, known) for array in self._lives.alive(self._lives.peak))
 
@@ -196,7 +196,7 @@ class Memory:
         return Beside((self, other if isinstance(other, Memory) else memory(other)), labels)
 
     def chart(self, title: str | None = None) -> Chart:
-        """What the picture shows of it."""
+        """The data of the picture: a title, and the bytes at each op by what they are taken for."""
         points = [
             OpPoint(str(m.op.made_by), place(m.op), m.bytes, {str(s): n for s, n in m.shares.items()})
             for m in self.curve

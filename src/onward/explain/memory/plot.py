@@ -203,7 +203,7 @@ def _peak(points: Sequence[OpPoint], across: float, up: float, width: int) -> It
 
 
 def _spot(i: int, point: OpPoint, across: float, width: int) -> str:
-    """What a pointer finds: the op of this place, told in the lines above the area."""
+    """The hover target of one op, with the text about it that appears above the area."""
     rect = f'<rect class="spot" x="{i * across:.2f}" y="0" width="{across:.2f}" height="{_HEIGHT}"/>'
     return f'<g class="at">{rect}<g class="told">{_told(point, "here", width)}</g></g>'
 

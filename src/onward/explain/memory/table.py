@@ -1,4 +1,4 @@
-"""The memory of a step as text: what it is taken for, and what lies there when it is most."""
+"""The memory of a step as text: the bytes for each purpose, and the arrays in memory at the peak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH = 32
 
 
 def text(found: Memory) -> str:
-    """What ``print(memory(program))`` shows."""
+    """The text that ``print(memory(program))`` shows."""
     op = found.peak_op
     head = f"Memory of {found.program.name}: {human_bytes(found.peak)} at the peak"
     if op is not None:
@@ -44,7 +44,7 @@ def side_by_side(memories: Sequence[Memory], labels: Sequence[str]) -> str:
 
 
 def rows(found: Memory) -> list[tuple[str, ...]]:
-    """What lies in memory at the peak, a row each; what repeated layers hold in one."""
+    """The arrays in memory at the peak, a row each; those of repeated layers in one row."""
     alike: dict[tuple[str, ...], list[Held]] = {}
     for held in found.held:
         ends = (

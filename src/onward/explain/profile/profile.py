@@ -37,7 +37,7 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """What one scope takes in one pass.
+    """The time, operations and bytes of one scope in one pass.
 
     Attributes:
         scope: empty for ops outside of any scope; ``"total"`` in totals.
@@ -158,7 +158,7 @@ def _cut(place: InstructionOrigin, depth: int) -> InstructionOrigin:
 
 
 def _costs(program: Program, depth: int) -> Mapping[InstructionOrigin, Cost]:
-    """What the ops cost by pass and scope on all devices, those within a loop where the loop stands."""
+    """The costs of the ops by pass and scope on all devices; ops in a loop count where the loop stands."""
     devices = program.replicas.count if program.replicas is not None else 1
     found: dict[InstructionOrigin, Cost] = {}
     for op in program.ops:

@@ -1,4 +1,4 @@
-"""What JAX's profiler saw of a computation: how long each instruction took, all threads together."""
+"""Times recorded by JAX's profiler: how long each instruction took, all threads together."""
 
 from __future__ import annotations
 

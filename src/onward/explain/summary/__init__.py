@@ -1,1 +1,1 @@
-"""What a Program costs, scope by scope and pass by pass."""
+"""The costs of a Program, scope by scope and pass by pass."""

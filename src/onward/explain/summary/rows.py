@@ -1,4 +1,4 @@
-"""What a Program costs, counted by scope and pass: the numbers of a summary, before anybody lays them out."""
+"""The costs of a Program by scope and pass: the numbers of a summary, before they are laid out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onward.core.words import Pass
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """What the ops of one scope and one pass take together.
+    """The total cost of the ops of one scope and one pass.
 
     Attributes:
         scope: where the ops belong; empty for those outside of any scope. ``"total"`` in totals.
@@ -56,7 +56,7 @@ class Count:
         self.place = {op: i for i, op in enumerate(program.ops)}
 
     def row(self, scope: str, made_by: Pass | None, ops: Iterable[Op]) -> SummaryRow:
-        """What these ops take together."""
+        """The total cost of these ops as a row."""
         chosen = list(ops)
         spent = sum(map(cost, chosen), Cost())
         return SummaryRow(
@@ -86,7 +86,7 @@ class Count:
 
     @cached_property
     def _saved(self) -> frozenset[Variable]:
-        """What the forward pass computes and the backward pass reads."""
+        """The Variables that the forward pass computes and the backward pass reads."""
         late = (op for op in self.program.ops if op.made_by is Pass.BACKWARD)
         made = {v for op in self.program.ops if op.made_by is Pass.FORWARD for v in op.outputs}
         return frozenset(v for op in late for v in op.inputs if v in made)

@@ -1,4 +1,4 @@
-"""Where memory and arithmetic go: what a Program costs, as a table.
+"""The costs of a Program in memory and arithmetic, as a table.
 
 ``print`` shows it, a notebook shows it in colour and sorts it at a click, and ``rows`` are plain dataclasses,
 of which pandas makes a frame.
@@ -25,7 +25,7 @@ from onward.explain.summary.words import HEADS, NUMBERS, lines, shown_columns
 
 @dataclass(frozen=True)
 class Summary:
-    """What a Program costs; print it, or leave it as the last line of a notebook cell.
+    """The costs of a Program; print it, or leave it as the last line of a notebook cell.
 
     Attributes:
         title: what the Program is, in a line.
@@ -79,7 +79,7 @@ class Summary:
 
 
 def summary(program: Program, depth: int | None = 1, sort: str | None = None) -> Summary:
-    """What a Program costs, by scope and pass.
+    """Tabulate the costs of a Program by scope and pass.
 
     Each op counts in the scope in which people look for it: a gradient op in that of its forward op, an
     update in that of the first op which reads its parameter. Layers that take the same are shown once.

@@ -1,1 +1,1 @@
-"""What ``watch`` saw over a training: as a picture, as TensorBoard files."""
+"""The statistics that ``watch`` recorded over a training: as a picture, as TensorBoard files."""

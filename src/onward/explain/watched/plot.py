@@ -1,4 +1,4 @@
-"""What ``watch`` saw as a picture: a panel for each statistic, lines for a few things, a map for many.
+"""A picture of what ``watch`` recorded: a panel for each statistic, lines for a few things, a map for many.
 
 In a map each row is one thing that is watched, in the order of the network, and time runs to the right: where
 gradients vanish or explode along the depth is seen at a glance.

@@ -1,4 +1,4 @@
-"""What ``watch`` saw as files that TensorBoard reads, after the training or while it runs.
+"""The records of ``watch`` as files that TensorBoard reads, after the training or while it runs.
 
 One scalar for each statistic, tagged ``gradient_norm/layers/0/w`` so that TensorBoard shows a section for
 each statistic; histograms as histograms, in the bins that the step counted; what the training measured

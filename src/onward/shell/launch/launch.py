@@ -23,7 +23,7 @@ from onward.shell.launch.worker import VARIABLE, LaunchedProcess
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to launch.
+    """The options of a launch: the script, and how its processes run.
 
     Args:
         script: a Python file.
@@ -95,7 +95,7 @@ def environment(
 
 
 def shares(gpus: list[str], processes: int) -> list[str | None]:
-    """What each process sees of the GPUs, each as many; None: what this one sees.
+    """The GPUs that each process sees, equally many each; None: those that this process sees.
 
     Raises:
         ArgumentError: there are fewer GPUs than processes.

@@ -30,7 +30,7 @@ _INTERRUPTED = 130  # the status of a process that Ctrl-C ended, as shells count
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """What the launcher tells one process.
+    """The settings that the launcher passes to one process.
 
     Args:
         index: which of the processes it is.
