@@ -1,4 +1,4 @@
-"""What a Program is.
+"""The Program: its data, the rules it keeps, and the walks that count, show and lower it.
 
 words       the closed sets of words
 program     Variable, Op, Program: frozen data

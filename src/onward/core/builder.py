@@ -1,4 +1,4 @@
-"""A Program as it grows: what adds ops to one makes them, their state and their names here."""
+"""A builder of Programs: adds ops and state to one, under names that are free."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Builder:
         return v
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned the first time."""
+        """The result of ``make()``, which is called once for each key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

@@ -1,11 +1,11 @@
-"""What an op costs: operations on numbers, bytes read and written, bytes exchanged between devices.
+"""The cost of an op: operations on numbers, bytes read and written, bytes exchanged between devices.
 
 Operations are counted by ``core.flops``, as XLA counts them: two for each multiply-add of a product. A loop
 costs its length times its body, where XLA counts one turn; of the branches of a ``cond`` the dearest counts;
-a ``while`` loop, whose length nobody knows, counts as one turn.
+a ``while`` loop, whose length is not known, counts as one turn.
 
 Bytes are those of an op that reads its inputs and writes its outputs once; a loop and a branch, those of the
-ops within. What picks rows of a table reads the rows, not the table.
+ops within. An op that picks rows of a table reads the rows, not the table.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> program = ow.trace(lambda w, x: jnp.sum(x @ w), jnp.ones((8, 4)), jnp.ones((2, 8)))
@@ -38,7 +38,7 @@ from onward.core.program import Op, Program
 
 @dataclass(frozen=True, repr=False)
 class Cost:
-    """What is computed, moved and exchanged.
+    """The cost of an op or a Program: operations, bytes read and written, bytes exchanged.
 
     Attributes:
         flops: operations on numbers.
@@ -87,9 +87,9 @@ class Cost:
 
 
 def cost(of: Op | Program) -> Cost:
-    """What an op costs, or all ops of a Program together.
+    """Compute the cost of an op, or of all ops of a Program together.
 
-    On many devices: what each of them computes, and puts into collectives.
+    On many devices: the cost on each of them, with the bytes that it puts into collectives.
 
     Args:
         of: an op, or a Program at any stage.
@@ -109,7 +109,7 @@ def cost(of: Op | Program) -> Cost:
 
 
 def size(v: Any) -> int:
-    """The bytes of what has a shape and a dtype; those of a random key as of the words it holds.
+    """The bytes of anything with a shape and a dtype; a random key counts as the words it holds.
 
     >>> size(jax.ShapeDtypeStruct((3, 2), "float16"))
     12

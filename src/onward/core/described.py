@@ -1,7 +1,7 @@
-"""A Body of which only the description is there: what an op of a Program from a file is.
+"""A Body without a jaxpr, only a description: that of an op of a Program loaded from a file.
 
 It has types, attributes and operands, so that a Program can be printed, drawn, checked and pruned; it has no
-jaxpr, so that it can neither be run alone nor differentiated. What computes the Program is ``Program.code``.
+jaxpr, so that it can neither be run alone nor differentiated. ``Program.code`` computes the Program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onward.core.program import Program
 
 @dataclass(frozen=True, eq=False)
 class Description:
-    """What is known of a Body.
+    """The description of a Body: its types, attributes, operands, subprograms and cost.
 
     Attributes:
         type: the word for what it computes.
@@ -58,7 +58,7 @@ class DescribedBody(Body):
 
     @property
     def text(self) -> str:
-        """What stands in place of a jaxpr."""
+        """The text shown in place of a jaxpr."""
         return f"{self.description.type}, loaded from a file"
 
     @cached_property
@@ -111,7 +111,7 @@ class DescribedBody(Body):
 
     @property
     def operands(self) -> tuple[int | str, ...]:
-        """What it is called with: positions of inputs, and literal numbers as text."""
+        """Its operands: positions of inputs, and literal numbers as text."""
         return self.description.operands
 
     @cached_property

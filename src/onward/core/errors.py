@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""The errors and warnings of Onward, as one tree.
 
     OnwardError
     ├── TraceError          (TypeError)     a function that cannot become a Program
@@ -6,7 +6,7 @@
     ├── LossError           (ValueError)    a loss that has no gradient to follow
     ├── HyperparameterError (ValueError)    a hyperparameter that is no finite number, or out of range
     ├── GraphError          (ValueError)    a Program that breaks the rules of the graph
-    ├── UnknownNameError    (LookupError)   a name that no Variable bears
+    ├── UnknownNameError    (LookupError)   a name that no Variable has
     ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
     ├── NonFiniteError      (FloatingPointError)  a loss, gradient or next state that is no finite number
@@ -44,7 +44,7 @@ class LossError(OnwardError, ValueError):
 
 
 class UnknownNameError(OnwardError, LookupError):
-    """No Variable bears this name."""
+    """No Variable has this name."""
 
 
 class HyperparameterError(OnwardError, ValueError):

@@ -1,7 +1,7 @@
 """Names that a module imports when they are first asked for.
 
 They stand once, in the stub beside the module: the ``.pyi`` that type checkers and editors read in its place
-holds ordinary imports. So a program loads the rooms that it enters and no others.
+holds ordinary imports. So a program loads the modules that it uses and no others.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def _pairs(node: ast.ImportFrom) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _imported(module: str, name: str) -> Any:
-    """What ``from module import name`` gives, without asking for the module's own ``__getattr__``."""
+    """The value that ``from module import name`` gives, without asking the module's own ``__getattr__``."""
     held = vars(import_module(module))
     return held[name] if name in held else import_module(f"{module}.{name}")

@@ -100,12 +100,12 @@ class _Homes:
         return (op for op in self.program.ops if op.made_by in passes and op not in self.place)
 
     def of_reader(self, op: Op) -> Op | None:
-        """Where the first gradient op lives that reads this one."""
+        """The home of the first gradient op that reads this one and has a home."""
         readers = (r for v in op.outputs for r in self.readers.get(v, ()) if r.made_by is Pass.BACKWARD)
         return next((home for r in readers if (home := self.homes.get(r)) is not None), None)
 
     def of_flow(self, op: Op) -> Op | None:
-        """Where the op stands whose values this one reads; the last one for values of the forward pass."""
+        """The last forward op whose values it reads; else the first that the gradients it reads lead to."""
         forward = [self.makers[v] for v in op.inputs if v in self.makers and self.makers[v] in self.place]
         if forward:
             return max(forward, key=self.place.__getitem__)
@@ -116,12 +116,12 @@ class _Homes:
         return self.homes.get(self.makers[v])
 
     def above(self, gradient: Variable, home: Op) -> Op:
-        """What made the input of an op whose gradient this may be: the first of its type and shape."""
+        """The op that made the first input of ``home`` with the gradient's dtype and shape; else ``home``."""
         makers = (self.makers.get(v) for v in home.inputs if v.type == gradient.type)
         return next((maker for maker in makers if maker in self.place), home)
 
     def of_update(self, op: Op) -> Op | None:
-        """Where the state is first read whose next value this is; else where what it reads is made."""
+        """The first reader of the state that it updates; else the common home of the ops it reads from."""
         replaced = [old for v in op.outputs for old in self.before.get(v, ())]
         trained = [old for old in replaced if old.kind is Kind.PARAMETER] or replaced
         if (home := self.common(filter(None, map(self.first_reader, trained)))) is not None:

@@ -1,6 +1,6 @@
-"""What a parameter of an operation is, as a key: two keys are equal only where the values do the same.
+"""Keys of the parameters of operations: two keys are equal only if the values do the same.
 
-What is of exactly a builtin type, NumPy's or JAX's is known by what it holds. Whatever else there is, a
+A value of exactly a builtin type, NumPy's or JAX's is known by what it holds. Anything else, a
 function or an object of the user's own, is known by identity: nobody can tell from outside what it will do.
 
 >>> key_of([1, 2.0]) == key_of([1, 2.0]), key_of([1]) == key_of([True]), key_of(0.0) == key_of(-0.0)
@@ -119,7 +119,7 @@ def _by_value(value: Any, kind: type) -> Hashable:
 
 
 def _captured(function: FunctionType) -> list[Any]:
-    """What a function captured; an ellipsis for what has no value yet."""
+    """The values that a function captured; an ellipsis for a variable that has no value yet."""
     found = []
     for cell in function.__closure__ or ():
         try:

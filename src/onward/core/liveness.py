@@ -1,4 +1,4 @@
-"""What lies in memory while a step runs: one walk over its ops that counts what a compiler would keep.
+"""The arrays in memory while a step runs: one walk over its ops counts those a compiler would keep.
 
 ``walk.liveness`` tells which Variables are alive behind each op; this tells which arrays exist for that, and
 how long. A compiler writes far fewer arrays than a Program has Variables, by rules that hold on any device:
@@ -36,9 +36,9 @@ from onward.core.steps import Equation, steps
 
 @dataclass(eq=False)
 class Array:
-    """A piece of memory: who lies there, its bytes, and from which step to which, both included.
+    """A piece of memory: the Variables in it, its bytes, and its first and last step, both included.
 
-    What is there before the first step begins at -1; what stays ends behind the last step.
+    An array that is there before the first step begins at -1; one that stays ends behind the last step.
     """
 
     variables: list[Variable]
@@ -65,7 +65,7 @@ class Lifetimes:
 
     @cached_property
     def bytes(self) -> tuple[int, ...]:
-        """What is taken at each step."""
+        """The bytes taken at each step."""
         change = [0] * (len(self.steps) + 2)
         for array in self.arrays:
             change[max(array.begin, 0)] += array.bytes
@@ -78,16 +78,16 @@ class Lifetimes:
         return max(range(len(self.bytes)), key=self.bytes.__getitem__, default=0)
 
     def alive(self, step: int) -> tuple[Array, ...]:
-        """What lies in memory at a step, the largest first."""
+        """The arrays in memory at a step, the largest first."""
         there = (array for array in self.arrays if array.begin <= step <= array.end and array.bytes)
         return tuple(sorted(there, key=lambda array: -array.bytes))
 
 
 def lifetimes(program: Program, results: Iterable[Variable] = ()) -> Lifetimes:
-    """What lies in memory while a Program runs, op by op in its order.
+    """Compute which arrays are in memory while a Program runs, op by op in its order.
 
     Args:
-        program: a Program; of a replicated one what lies on one device is told.
+        program: a Program; of a replicated one the arrays on one device are counted.
         results: what is handed out beside the outputs and the next state.
 
     Example:
@@ -112,7 +112,7 @@ class _LivenessWalk:
         self.arrays: list[Array] = []
 
     def _readers(self) -> dict[Variable, list[Equation]]:
-        """Who reads each Variable, of the steps that compute something anybody wants."""
+        """The steps that read each Variable, without those whose results nothing needs."""
         readers: dict[Variable, list[Equation]] = {}
         for step in reversed(self.steps):
             if not step.outputs or any(v in readers or v in self.results for v in step.outputs):
@@ -141,7 +141,7 @@ class _LivenessWalk:
         self.read[v] = (array,)
 
     def _run(self, i: int, step: Equation, last: dict[Array, int]) -> None:
-        """What a step makes, and until when what it reads is needed."""
+        """Record the arrays that a step makes, and that those it reads are needed until then."""
         outputs = [v for v in step.outputs if v in self.readers or v in self.results]
         if step.outputs and not outputs:
             return
@@ -169,7 +169,7 @@ class _LivenessWalk:
         return self.read.get(v, ())
 
     def _is_done_on_the_way(self, step: Equation) -> bool:
-        """Whether nobody sees the result of this arithmetic but other arithmetic, which can do it itself."""
+        """Whether only arithmetic and reductions read this result, which can compute it themselves."""
         if not of(step.kind).is_fusible or len(step.outputs) != 1 or step.outputs[0] in self.results:
             return False
         readers = self._behind_views(step.outputs[0])
@@ -179,7 +179,7 @@ class _LivenessWalk:
         return all(kind.is_fusible or kind.reduces is not None for kind in kinds)
 
     def _behind_views(self, v: Variable) -> list[Equation]:
-        """Who reads a Variable, be it by another view; a view that is a result counts itself."""
+        """The steps that read a Variable, also through views; a view that is a result counts itself."""
         found = []
         for reader in self.readers.get(v, ()):
             if not of(reader.kind).is_view:
@@ -191,7 +191,7 @@ class _LivenessWalk:
         return found
 
     def _over_state(self, last: dict[Array, int]) -> None:
-        """The next value of state lies where the old one lay, if that is not read any more."""
+        """Write the next value of state over the old one, if that is not read any more."""
         taken = set()
         for old, new in self.program.next_state.items():
             (array,) = self.read[old]
@@ -203,7 +203,7 @@ class _LivenessWalk:
         self.arrays = [array for array in self.arrays if array not in taken]
 
     def _over_operands(self) -> None:
-        """What ends where something as large begins that may be written over it."""
+        """End an array one step earlier where a result as large begins that may be written over it."""
         ending: dict[tuple[int, int], list[Array]] = {}
         for array in self.arrays:
             if 0 <= array.begin < array.end < len(self.steps):
@@ -214,7 +214,7 @@ class _LivenessWalk:
                 before.pop().end -= 1
 
     def _turn(self, program: Program) -> int:
-        """What a turn of a loop takes beside what it is given."""
+        """The bytes that a turn of a loop takes at most, besides its inputs and constants."""
         if program not in self.turns:
             walk = _LivenessWalk(program, (), self.turns)
             inside = walk.lifetimes()

@@ -65,9 +65,9 @@ def _at_once(program: Program, outputs: Sequence[Variable]) -> Callable[..., lis
 
 
 def _by_code(program: Program, code: Code, outputs: Sequence[Variable]) -> Callable[..., list[Any]]:
-    """What a loaded Program computes, and then the ops that were added behind it.
+    """The function that runs the code of a loaded Program, and then the ops that were added behind it.
 
-    Data and state that nothing of what is asked for depends on may be missing.
+    Data and state that none of the requested values depends on may be missing.
     """
     expect_whole(program)
     added = [op for op in program.ops if op not in code.ops]

@@ -1,4 +1,4 @@
-"""What a Program computes, as JSON data that another process can compare with its own.
+"""The computation of a Program as JSON data that another process can compare with its own.
 
 It depends on operators, how they are wired, the numbers in them, the constants and the names of state; not on
 other names, places in the code, or lengths of activations. ``difference`` says where two part, for people.
@@ -37,7 +37,7 @@ _LARGEST = 2**20  # bytes of a constant that are looked at
 
 
 def outline(program: Program) -> Outline:
-    """What a Program computes, as JSON data.
+    """Describe the computation of a Program as JSON data.
 
     Returns:
         ``given``: the names of data and constants; ``lines``: for each constant and op what it is, its

@@ -1,4 +1,4 @@
-"""What is equal on all devices when a Program runs on many: a proof by one walk over the ops.
+"""The Variables that are equal on all devices of a Program: a proof by one walk over the ops.
 
 State that is placed ``replicated`` begins equal. An op of equal inputs gives equal outputs, a merging
 collective (a sum or mean over all devices) gives equal outputs whatever it reads, everything else differs.
@@ -66,7 +66,7 @@ def expect_divisible(program: str, rows: int, name: str, count: int, where: str 
 
 
 def local_copies(program: Program) -> dict[Variable, Variable]:
-    """For each parameter the state in which every device has its own of it, where that is so."""
+    """For each parameter the state that holds every device's own copy of it, if there is one."""
     made = (op for op in program.initializers if op.type is LOCAL and op.made_by is Pass.COLLECTIVE)
     return {op.inputs[0]: op.outputs[0] for op in made}
 
@@ -81,7 +81,7 @@ def whole_shape(v: Variable, replicas: Replicas | None) -> tuple[int, ...]:
 
 
 def _why(program: Program, v: Variable, equal: set[Variable]) -> str:
-    """Where a Variable begins to differ, as near to it as can be told."""
+    """The op that computes a Variable, and those of its inputs that differ between devices, in words."""
     for op in program.ops:
         if v in op.outputs:
             differing = [x.name for x in op.inputs if x not in equal]

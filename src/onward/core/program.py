@@ -1,4 +1,4 @@
-"""What a Program is: a straight line of Ops over Variables, frozen, data without behaviour.
+"""The Program: a straight line of Ops over Variables, frozen, data without behaviour.
 
 A Variable is given a value exactly once. An Op computes Variables from Variables. A Program lists
 the Variables it is fed and the state it keeps, the Ops in order, what it returns, and which Variable
@@ -151,7 +151,7 @@ class Replicas:
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """What computes a loaded Program as a whole: its ops say what they are, and have no code of their own.
+    """The code of a loaded Program as a whole; its ops describe themselves, and have no code of their own.
 
     Attributes:
         call: from the values of ``reads``, in this order, to those of ``gives``.
@@ -170,7 +170,7 @@ class Code:
     lacks: str = ""
 
     def called(self, values: Sequence[Any | None]) -> Sequence[Any]:
-        """The values of ``gives``; what nothing depends on of what is asked for may be None."""
+        """The values of ``gives``; a value that nothing requested depends on may be None."""
         pairs = zip(self.reads, values, strict=True)
         return self.call(*(jnp.empty(v.shape, v.dtype) if x is None else x for v, x in pairs))
 
@@ -233,7 +233,7 @@ class Program:
         return {v.name: v for v in (*given, *computed)}
 
     def __getitem__(self, name: str | Variable) -> Variable:
-        """The Variable of this name; ``"loss"`` is the loss, unless a Variable bears that name."""
+        """The Variable of this name; ``"loss"`` is the loss, unless a Variable has that name."""
         name = name.name if isinstance(name, Variable) else name
         if name == "loss" and name not in self.variables and self.loss is not None:
             return self.loss

@@ -122,7 +122,7 @@ def listing(
 
 
 def headline(program: Program) -> str:
-    """What a Program is, in one line."""
+    """A Program in one line: its name and devices, and how many feeds, parameters and ops it has."""
     parts = [_count(len(program.inputs), "feed")]
     if program.parameters:
         numbers = _count(_numbers(program.parameters), "number")

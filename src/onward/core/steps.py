@@ -105,7 +105,7 @@ def _is_called(program: Program, op: Op) -> bool:
 
 
 def _own(now: dict[Variable, Variable], v: Variable) -> Variable:
-    """What stands for a Variable in this call."""
+    """The Variable that stands for another one in this call, made when it is first needed."""
     if v not in now:
         now[v] = replace(v)
     return now[v]

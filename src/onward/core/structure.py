@@ -133,7 +133,7 @@ def expect_flag(value: Any, what: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """What a value is, in a few words.
+    """Describe a value in a few words.
 
     >>> describe({"a": 1}), describe((1, 2)), describe(np.ones(3)), describe("fast")
     ('a dict of 1', 'a tuple of 2', 'an array of shape (3,)', "'fast'")

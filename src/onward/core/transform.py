@@ -1,4 +1,4 @@
-"""What a transform is: a pure function Program -> Program that ends in ``check`` and is remembered.
+"""Transforms: pure functions Program -> Program that end in ``check`` and are remembered.
 
 A Program carries its ``Recipe``: the traced function and the transforms applied to it, so that it can be
 built for a batch of another shape, as ``jax.jit`` retraces.
@@ -108,7 +108,7 @@ def _remembered(program: Program, result: Program, step: Applied) -> Program:
 
 
 def _devices_of(program: Program) -> AbstractContextManager[None]:
-    """Where a transform of a replicated Program may trace collectives."""
+    """The context in which a transform of a replicated Program may trace collectives."""
     return nullcontext() if program.replicas is None else along(program.replicas)
 
 

@@ -7,7 +7,7 @@ from onward.core.errors import UnknownNameError, nearest
 
 
 class Words(StrEnum):
-    """A closed set of words, which says what is in it to who gives another one."""
+    """A closed set of words; any other word raises an error that offers the nearest ones."""
 
     @classmethod
     def _missing_(cls, value: Any) -> None:
@@ -16,7 +16,7 @@ class Words(StrEnum):
 
 
 class Kind(Words):
-    """What a Variable is for."""
+    """The role of a Variable in a Program."""
 
     DATA = "data"
     PARAMETER = "parameter"

@@ -45,7 +45,7 @@ class LowPrecision(Merge):
             raise ArgumentError(f"LowPrecision: feedback is {self.feedback!r}; expected True or False.")
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
-        """What rounding has lost so far."""
+        """The rounding error so far, zero at first; nothing without ``feedback``."""
         return {"error": jnp.zeros_like(gradient)} if self.feedback else {}
 
     def merge(
@@ -81,7 +81,7 @@ class TopK(Merge):
             )
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
-        """What was not sent so far."""
+        """The part of the gradient not sent so far, zero at first."""
         return {"error": jnp.zeros_like(gradient)}
 
     def merge(
@@ -117,7 +117,7 @@ class PowerSGD(Merge):
             raise ArgumentError(f"PowerSGD: rank is {self.rank!r}; expected a whole number of at least 1.")
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
-        """What was not sent so far, and the right factor of the last step."""
+        """The part not sent so far and the right factor of the last step; nothing if it is sent whole."""
         if not self._is_worth_it(gradient):
             return {}
         columns = gradient.size // gradient.shape[0]

@@ -97,7 +97,7 @@ class Devices:
 @dataclass_transform(frozen_default=True, kw_only_default=False)
 @dataclass(frozen=True)
 class Merge:
-    """The base of every merge strategy; a subclass is a frozen dataclass without being told so.
+    """The base of every merge strategy; a subclass becomes a frozen dataclass by itself.
 
     ``exact`` says whether the result is the mean (or sum) up to rounding.
     """
@@ -109,7 +109,7 @@ class Merge:
         dataclass(frozen=True)(cls)
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
-        """What each device keeps for a gradient, by name, before the first step; nothing by default."""
+        """The state that a device keeps for a gradient, by name, before the first step; none by default."""
         return {}
 
     def merge(
@@ -205,7 +205,7 @@ class Bucketed(Merge):
         object.__setattr__(self, "exact", self.inner.exact)
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
-        """What the inner strategy keeps."""
+        """The state that the inner strategy keeps."""
         return self.inner.init(gradient)
 
     @property
@@ -308,7 +308,7 @@ def expect_way(what: str, merge: object) -> None:
 
 
 def _begin(strategy: Merge, name: str, like: Type) -> Body:
-    """What a strategy keeps under this name before the first step."""
+    """The Body that computes the state of this name of a strategy before the first step."""
     begun = body_of(lambda: [strategy.init(jnp.zeros(like.shape, like.dtype))[name]])
     return begun.restricted([0])[0]
 

@@ -1,4 +1,4 @@
-"""What a replicated Program sends and keeps, known before it runs: bytes for each device.
+"""The bytes that each device of a replicated Program sends and keeps, known before it runs.
 
 Of a Program that was split for trainers and servers, ``plan`` says the same: see ``Traffic``.
 
@@ -66,7 +66,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each of the devices that run a Program sends at a step, and what it keeps.
+    """The bytes that each device of a Program sends at a step, and those that it keeps.
 
     Attributes:
         name: the Program's.
@@ -113,7 +113,7 @@ def plan(program: Split) -> Traffic: ...
 
 
 def plan(program: Program | Split) -> Plan | Traffic:
-    """What each device, or each server of a Split, sends at a step and what it keeps.
+    """Compute the bytes that each device, or each server of a Split, sends at a step and keeps.
 
     Bytes sent are those of the ring algorithms, which send least: 2 (n - 1) / n of what goes into an
     all-reduce, (n - 1) / n of what goes into a reduce-scatter or comes out of an all-gather. What a ``while``

@@ -129,7 +129,7 @@ def replicate(
 
 
 def devices_step(replicas: Replicas, merge: Merge, split: tuple[str, ...]) -> Applied:
-    """What lays out the data of these names over devices, as a step of a recipe."""
+    """The step of a recipe that lays out the data of these names over devices."""
     return Applied(replicated, (replicas, merge, split), {}, Phase.DEVICES, lays_out_batch=True)
 
 
@@ -258,7 +258,7 @@ def _own_key(builder: Builder, key: Variable, devices: Devices) -> Variable:
 
 
 def _with_merged_state(program: Program, devices: Devices) -> Program:
-    """What the network itself carries (running statistics, counters) becomes that of the whole batch."""
+    """Merge the state of the network (running statistics, counters) into that of the whole batch."""
     equal = equal_variables(program)
     builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     following = {}
@@ -280,7 +280,7 @@ def _next(builder: Builder, old: Variable, new: Variable, devices: Devices) -> V
 def _with_merged_results(
     program: Program, devices: Devices, grown: set[str], merge: Merge, share: Share | None
 ) -> Program:
-    """What the function returns: numbers of the whole batch; arrays over examples stay with their device."""
+    """Merge the results into numbers of the whole batch; arrays over examples stay on their device."""
     equal = equal_variables(program)
     builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     merged = {

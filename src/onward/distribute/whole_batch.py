@@ -79,7 +79,7 @@ def _is_additive(trace: Callable[[int], Program], split: Collection[str], count:
 
 
 def _with_statistics(local: Program, following: Following, devices: Devices) -> Program:
-    """What ops read that are not linear in a statistic becomes that of the whole batch."""
+    """Let ops that are not linear in a statistic read the statistic of the whole batch."""
     if not following.needs and not following.numbers:
         return local
     builder = Builder(local, made_by=Pass.COLLECTIVE)

@@ -1,4 +1,4 @@
-"""What an Op computes: a small closed jaxpr over positions, without names.
+"""The computation of an Op: a small closed jaxpr over positions, without names.
 
 >>> import jax.numpy as jnp
 >>> body = body_of(lambda x, y: (x * y, x), jnp.ones(3), jnp.ones(3))
@@ -81,7 +81,7 @@ class Call:
 
 
 class Body:
-    """What an Op computes: a closed jaxpr from positions to positions."""
+    """The computation of an Op: a closed jaxpr from positions to positions."""
 
     collected: Collected | None = None
 
@@ -90,7 +90,7 @@ class Body:
 
     @property
     def closed(self) -> Any:
-        """The jaxpr itself, for this room and for the curious."""
+        """The jaxpr itself, for this package and for inspection."""
         return self._closed
 
     def __reduce__(self) -> NoReturn:
@@ -279,7 +279,7 @@ class Body:
 
     @property
     def operands(self) -> tuple[int | str, ...]:
-        """What the equation is called with: positions of inputs, and literal numbers as text."""
+        """The operands of the equation: positions of inputs, and literal numbers as text."""
         if len(self.equations) != 1:
             return tuple(range(len(self.in_avals)))
         at = {id(v): i for i, v in enumerate(self.closed.jaxpr.invars)}
@@ -369,7 +369,7 @@ class EquationBody(Body):
 
 
 def body_of(function: Callable[..., Any], *types: Any) -> Body:
-    """What an Op computes: the Body of a function of arrays that returns a sequence of arrays.
+    """Make the Body of an Op from a function of arrays that returns a sequence of arrays.
 
     Args:
         function: Pure; takes the op's inputs, returns a value for each of its outputs.

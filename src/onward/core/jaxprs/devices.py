@@ -1,4 +1,4 @@
-"""What devices exchange in a jaxpr, what is equal on all of them, and what is spread over them."""
+"""Devices in a jaxpr: the collectives, the values equal on all devices, and the computation on each."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
 
 
 def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
-    """What is equal of a loop's results: what is carried must be so from one turn to the next."""
+    """The results of a scan that are equal on all devices; a carried value must stay so at every turn."""
     (turn,) = jaxprs_in(eqn.params["jaxpr"])
     begin, count = carry_of_scan(eqn)
     carried = range(begin, begin + count)
@@ -100,7 +100,7 @@ def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
 
 
 def _same_of_while(eqn: Any, told: Sequence[bool]) -> set[int]:
-    """What is equal of a loop's results, if all devices leave it at the same turn."""
+    """The results of a while loop that are equal on all devices; none unless all leave it at one turn."""
     condition, turn = (jaxprs_in(eqn.params[name])[0] for name in ("cond_jaxpr", "body_jaxpr"))
     asked, begin = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     fixed, known = told[:asked], [*told[asked:]]
@@ -127,7 +127,7 @@ def _tells_devices_apart(eqn: Any) -> bool:
 
 @dataclass(frozen=True)
 class OnDevices:
-    """What every device computes of what ``shard_map`` or ``pmap`` spreads, and where arrays lie."""
+    """The computation that ``shard_map`` or ``pmap`` runs on each device, and the placement of arrays."""
 
     closed: Any
     replicas: Replicas
@@ -136,7 +136,7 @@ class OnDevices:
 
 
 def on_devices(closed: Any) -> OnDevices | None:
-    """What every device computes; None unless all of it is spread, over one axis, whole or by first axes."""
+    """The computation on each device; None unless all is spread, over one axis, whole or by first axes."""
     jaxpr = closed.jaxpr
     if len(jaxpr.eqns) != 1 or jaxpr.constvars:
         return None
@@ -161,7 +161,7 @@ def on_devices(closed: Any) -> OnDevices | None:
 
 
 def _unstacked(found: OnDevices) -> OnDevices:
-    """Without the axis of length 1 that ``pmap`` takes off what each device is given, and puts on again."""
+    """The same without the axis of length 1 that ``pmap`` removes from inputs and adds to outputs."""
     jaxpr = found.closed.jaxpr
     readers: dict[Any, list[Any]] = {}
     for eqn in jaxpr.eqns:

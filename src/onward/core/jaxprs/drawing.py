@@ -40,7 +40,7 @@ class DrawsAlike:
         self.decided: set[Any] = set()
 
     def run(self, body: Body, given: Sequence[Deciding]) -> list[Deciding]:
-        """What decides the outputs, where this decides the inputs."""
+        """For each output what alone decides it, given the same for each input."""
         jaxpr = body.closed.jaxpr
         env: dict[Any, Deciding] = dict.fromkeys(jaxpr.constvars, frozenset())
         env.update(zip(jaxpr.invars, given, strict=True))
@@ -87,6 +87,6 @@ class DrawsAlike:
 
 
 def _both(deciding: Sequence[Deciding]) -> Deciding:
-    """What decides a value that is computed from these."""
+    """The union of what decides several values; None if that of any is None."""
     known = [d for d in deciding if d is not None]
     return frozenset[Any]().union(*known) if len(known) == len(deciding) else None

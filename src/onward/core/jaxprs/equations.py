@@ -1,4 +1,4 @@
-"""What stands in a jaxpr: equations, literals, and the jaxprs that an equation runs within."""
+"""The parts of a jaxpr: equations, literals, and the jaxprs inside an equation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def called_by(eqn: Any) -> list[Any]:
 
 @cache
 def nothing() -> Any:
-    """A trace of next to nothing, to take from it what bears no names."""
+    """A small closed jaxpr without names, for its source and debug info."""
     closed = jax.make_jaxpr(jax.lax.neg)(Type((), np.float32))
     return close(closed.jaxpr.replace(debug_info=closed.jaxpr.debug_info.with_unknown_names()), [])
 

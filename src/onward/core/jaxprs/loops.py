@@ -1,4 +1,4 @@
-"""What a loop hands from one turn to the next, and what stands inside of it."""
+"""Loops: the values carried from one turn to the next, and the transforms inside."""
 
 from __future__ import annotations
 

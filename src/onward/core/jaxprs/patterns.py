@@ -1,4 +1,4 @@
-"""What one equation does that a pass looks for: rows of a table by number, the largest in each window."""
+"""Patterns of one equation that passes look for: rows of a table by number, the largest of each window."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowLookup:
 
 
 def row_lookup(body: Body) -> RowLookup | None:
-    """How it picks whole rows of its first input by the numbers in its second; None if it does not."""
+    """The lookup of whole rows of the first input by the numbers in the second; None if it is not one."""
     if len(body.equations) != 1 or body.equations[0].primitive.name != "gather":
         return None
     (eqn,) = body.equations

@@ -31,7 +31,7 @@ _declare.def_abstract_eval(lambda *, name, type: jax.core.ShapedArray(type.shape
 
 @dataclass(frozen=True)
 class Reading:
-    """What ``read_jaxpr`` found; with ``apart``, for each op the transforms around its equation."""
+    """The result of ``read_jaxpr``; with ``apart``, for each op the transforms around its equation."""
 
     ops: tuple[Op, ...]
     outputs: tuple[Variable, ...]

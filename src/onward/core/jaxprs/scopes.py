@@ -29,5 +29,5 @@ def entries(stack: Any, kind: str) -> str:
 
 
 def transforms_around(eqn: Any) -> frozenset[str]:
-    """What JAX has wrapped around an equation, such as ``jvp`` and ``transpose``."""
+    """The transforms that JAX has wrapped around an equation, such as ``jvp`` and ``transpose``."""
     return frozenset(entries(eqn.source_info.name_stack, "Transform").split("/")) - {""}

@@ -1,4 +1,4 @@
-"""Equal for what computes the same: one object a computation, however deep the jaxprs in it."""
+"""Signatures of computations: one object for all that are equal, however deep the jaxprs in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onward.core.keys import Same, key_of
 
 
 class BodySignature:
-    """What a computation is, one object for all that are equal while anything holds it."""
+    """The identity of a computation: one object for all that are equal, while anything holds it."""
 
     __slots__ = ("__weakref__",)
 

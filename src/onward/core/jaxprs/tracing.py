@@ -1,4 +1,4 @@
-"""Functions are traced, along an axis of devices where one is given."""
+"""Trace functions, along an axis of devices if one is given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _replicas: ContextVar[Replicas | None] = ContextVar("replicas", default=None)
 
 @contextmanager
 def along(replicas: Replicas | None) -> Iterator[None]:
-    """Whatever is traced meanwhile may use collectives along this axis; None: along none."""
+    """Let functions traced within use collectives along this axis; None: along none."""
     token = _replicas.set(replicas)
     try:
         yield
@@ -25,7 +25,7 @@ def along(replicas: Replicas | None) -> Iterator[None]:
 
 
 def current_axis() -> Replicas | None:
-    """The devices that what is traced now will run on, or None for one alone."""
+    """The devices on which the function that is traced now will run; None for one alone."""
     return _replicas.get()
 
 

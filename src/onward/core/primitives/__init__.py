@@ -1,4 +1,4 @@
-"""What each primitive of JAX is, in one table; whoever walks over ops asks it, and holds no names itself.
+"""The traits of JAX's primitives, in one table; walks over ops ask it, and hold no names themselves.
 
     traits   what can be said of a primitive
     table    one row for each

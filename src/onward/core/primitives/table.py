@@ -364,5 +364,5 @@ _UNKNOWN = Primitive("")
 
 
 def of(name: str) -> Primitive:
-    """What is known of the primitive of this name; of one without a row that it is opaque."""
+    """The row of the primitive of this name; that of an opaque primitive if it has none."""
     return _TABLE.get(name, _UNKNOWN)

@@ -1,4 +1,4 @@
-"""What can be said of a primitive of JAX: the traits, each a fact about what it computes or how.
+"""The traits of JAX's primitives, each a fact about what a primitive computes or how.
 
 A trait speaks of the primitive, never of who asks: a walk that needs something new to be known of primitives
 gets a new trait here, and a column in the table.
@@ -36,7 +36,7 @@ class Work(Enum):
 
 
 class Moves(Enum):
-    """Where the numbers of its operand stand in its result, of what computes no other numbers."""
+    """Where a primitive that only moves numbers puts those of its operand in its result."""
 
     KEEPS = auto()  # where they stood
     HOLDS = auto()  # where they stood, until all of several operands are there
@@ -54,7 +54,7 @@ class Moves(Enum):
 
 
 class Reduces(Enum):
-    """What it makes of the numbers along the axes that it takes away."""
+    """The reduction of the numbers along the axes that a primitive takes away."""
 
     SUM = auto()
     PRODUCT = auto()
@@ -76,7 +76,7 @@ class Linear(Enum):
 
 
 class Exchanges(Enum):
-    """What devices exchange in it."""
+    """The exchange between devices in a collective primitive."""
 
     SUM = auto()  # each gets the sum of what all have
     EXTREME = auto()
@@ -109,7 +109,7 @@ class Precision(Enum):
 
 
 class OnCpu(Enum):
-    """What XLA's CPU compiler does with it."""
+    """The treatment of a primitive by XLA's CPU compiler."""
 
     APART = auto()  # computed by itself, its result in memory
     ONCE = auto()  # fused with what it reads, and never done twice
@@ -117,7 +117,7 @@ class OnCpu(Enum):
 
 
 class Index(Enum):
-    """What becomes of an array of places in it."""
+    """The result of a primitive on an array of places (indices): places again, or something else."""
 
     STAYS = auto()  # places: counted from elsewhere, or some of them
     ENDS = auto()  # something else, by what they are for: they are looked at, or told from negative ones
@@ -131,7 +131,7 @@ _OF_ONE = (*_SAME_ORDER, Moves.PERMUTES, Moves.REPEATS, Moves.CUTS, Moves.CUTS_A
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
-    """One row of the table. What stands nowhere else is what holds of a primitive that nobody knows.
+    """One row of the table; the defaults are those of an unknown primitive.
 
     Attributes:
         name: as JAX has it.
@@ -213,7 +213,7 @@ class Primitive:
 
     @property
     def may_overwrite(self) -> bool:
-        """Whether its result may be written over an operand that nobody reads later."""
+        """Whether its result may be written over an operand that is not read later."""
         return self.is_fusible or self.is_loop or self.update > 0
 
     @property

@@ -4,7 +4,7 @@ A rule such as ``ClipByGlobalNorm`` reads of the other servers' gradients a few 
 updates for one trainer at a time, this one has all gradients, and sends the sums with them. Where a server
 merges the gradients of several, the merged ones are nowhere together: each of the other servers has a Program
 that computes its part, the first one adds all parts up, updates, and keeps the sums, with which the others
-update. Who carries them is none of these Programs' business.
+update. How they travel is not up to these Programs.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> optimizer = ow.SGD(0.1, rules=[ow.ClipByGlobalNorm(1.0)])
@@ -71,7 +71,7 @@ class Across:
 
 
 def across_of(program: Program, routing: Routing, shards: Shards, trainers: int) -> tuple[Across, ...]:
-    """Those of a training Program; none where there is one server.
+    """The rules of a training Program that look across parameters; none if there is one server.
 
     Raises:
         GraphError: a rule needs sums over what another one makes of such sums.
@@ -157,7 +157,7 @@ def added(parts: Sequence[Sequence[Variable]], outputs: Sequence[Variable]) -> O
 
 
 def zero(v: Variable) -> Op:
-    """What gives a sum its first value."""
+    """The op that gives a sum its first value, zero."""
     body = body_of(lambda: [jnp.zeros(v.shape, v.dtype)])
     return Op("constant", (), (v,), body, Pass.UPDATE)
 

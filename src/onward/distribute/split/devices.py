@@ -40,7 +40,7 @@ class TrainerDevices:
 
     @classmethod
     def of(cls, program: Program) -> TrainerDevices:
-        """Those of a replicated Program.
+        """The devices of a replicated Program.
 
         Raises:
             GraphError: its devices update, too.
@@ -58,12 +58,12 @@ class TrainerDevices:
         return cls(replicas, merge, tuple(names))
 
     def counting(self, count: int) -> TrainerDevices:
-        """As many of them."""
+        """The same for this number of devices."""
         return replace(self, replicas=replace(self.replicas, count=count))
 
     @property
     def step(self) -> Applied:
-        """What lays out a batch over them."""
+        """The step of a recipe that lays out a batch over them."""
         return devices_step(self.replicas, self.merge, self.split)
 
     def over(self, program: Program) -> Program:

@@ -36,7 +36,7 @@ GUARDS = (guard, adjust_scale, check_finite)
 
 @dataclass(frozen=True)
 class Guarding:
-    """What a Program does about a step that is not finite.
+    """The handling of steps that are not finite in a Program.
 
     Attributes:
         skips: it is left out.
@@ -56,7 +56,7 @@ class Guarding:
 
     @classmethod
     def of(cls, steps: Sequence[Applied], servers: int) -> Guarding | None:
-        """That of a recipe; None if it does nothing."""
+        """The handling that a recipe asks for; None if it asks for none."""
         made = {step.function: step for step in steps}
         if not any(function in made for function in GUARDS):
             return None
@@ -106,7 +106,7 @@ def looking(base: Program) -> Program:
 
 
 def verdict_of(base: Program) -> Variable:
-    """What that op tells."""
+    """The Variable that tells whether the loss and all gradients are finite."""
     return next(op.outputs[0] for op in base.ops if op.type is FINITE)
 
 

@@ -1,6 +1,6 @@
-"""What ``watch`` looks at where a Program is cut: each trainer, at what it computes itself.
+"""``watch`` for a Program that is cut: each trainer looks at the values that it computes itself.
 
-The step, of which every k-th is looked at, is the first server's, which tells it to trainers.
+The step counter, by which every k-th step is looked at, is the first server's, which tells it to trainers.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(6), jnp.ones((8, 6)))
@@ -41,7 +41,7 @@ _INSIDE = (
 
 
 def expect_seen(base: Program, watches: Sequence[Watch], tables: Sequence[Table], trainers: int) -> None:
-    """Refuse by its name what no trainer has.
+    """Refuse by its name a watched value that no trainer has.
 
     Raises:
         GraphError: an update; a gradient that is merged, or of a table by rows; a value inside of a loop.
@@ -66,7 +66,7 @@ def _unseen(base: Program, entry: WatchEntry, tables: set[str], trainers: int) -
 def looked_at(
     base: Program, watches: Sequence[Watch], counter: Variable | None
 ) -> tuple[Program, tuple[Variable, ...]]:
-    """Forward and backward pass with the ops that look, and what counts the steps, if there is such."""
+    """Forward and backward pass with the ops that look, and the step counter, if there is one."""
     if not watches or counter is None:
         step = None
     else:

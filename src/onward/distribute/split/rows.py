@@ -112,7 +112,7 @@ def _is_lookup(forward: Program, p: Variable, op: Op) -> bool:
 
 
 def _inside(table: Table, computed: Variable, place: Variable) -> Op:
-    """What makes row numbers that there are of those that the data tell."""
+    """The op that clips row numbers computed from the data to rows that the table has."""
 
     def inside(at: Any) -> list[jax.Array]:
         return [jnp.clip(_wide(at[..., :1]), 0, table.parameter.shape[0] - 1).astype(_INTEGER)]

@@ -1,4 +1,4 @@
-"""What a parameter server runs: it receives gradients, merges them, and updates the parameters it owns."""
+"""The Program of a parameter server: it receives and merges gradients, and updates its parameters."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ServerPart:
 
 @dataclass(frozen=True)
 class Duties:
-    """What one server is there for.
+    """The duties of one server: the parameters and state that it keeps, and the rules that it applies.
 
     Attributes:
         index: which server it is; the first one has the step, the schedules and the hyperparameters.
@@ -145,7 +145,7 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
 
 
 def shared_part(first: ServerPart, others: Sequence[ServerPart]) -> Program:
-    """What the first server tells the others through the trainers, as the next update reads it."""
+    """The Program of the values that trainers bring the others from the first server, for the next update."""
     return prune(first.update, list(dict.fromkeys(v.name for part in others for v in part.shared)))
 
 
@@ -199,7 +199,7 @@ class _ServerHead:
     def sharing(
         self, draft: UpdateDraft, rule: Rule, parameters: Sequence[Variable], gradients: Sequence[Variable]
     ) -> Shared:
-        """What a rule across parameters is told, with the ops that make it."""
+        """The pieces and sums for a rule across parameters; adds the ops that make them to the draft."""
         a = next(a for a in self.duties.across if a.rule == rule)
         pieces = tuple(a.pieces[p.name] for p in parameters)
         if not a.sums or a.by_trainer:
@@ -221,7 +221,7 @@ class _ServerHead:
         return following
 
     def measured(self, program: Program) -> tuple[Program | None, Program]:
-        """What makes this server's part of the sums, and the Program that is fed the whole of them."""
+        """The Program of this server's part of the sums, or None, and the Program fed the whole of them."""
         if not self.parts:
             return None, program
         parts = set(self.parts)
@@ -350,14 +350,14 @@ def _shared(program: Program) -> set[Variable]:
 
 
 def _reserved(base: Program, program: Program) -> Program:
-    """The Program in which no name is free that a parameter of another server bears, such as ``step``."""
+    """The Program with the names of other servers' parameters, such as ``step``, reserved as constants."""
     mine = {v.name for v in (*program.inputs, *program.state)}
     others = (v for v in (*base.inputs, *base.state, *base.constants) if v.name not in mine)
     return replace(program, constants={replace(v, kind=Kind.CONSTANT): jnp.zeros(()) for v in others})
 
 
 def _read(program: Program, shared: set[Variable]) -> list[Variable]:
-    """What the updates read of them."""
+    """The Variables among the shared ones that updates read."""
     updates = (op for op in program.ops if op.update is not UpdateType.BOOKKEEPING)
     return list(dict.fromkeys(v for op in updates for v in op.inputs if v in shared))
 

@@ -58,7 +58,7 @@ from onward.distribute.split.trainer import TrainerPart, carried_by, trainer_par
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """What a trainer runs, what each server runs, and which rows of which parameters each server owns.
+    """The Programs of a trainer and of each server, and the rows of parameters that each server owns.
 
     Attributes:
         source: the training Program that was cut.
@@ -94,7 +94,7 @@ class Split:
 
     @property
     def advice(self) -> str:
-        """What to write where a Program is expected, and a Split is given."""
+        """The advice for a call that expects a Program and is given a Split."""
         return (
             "A Split is several already: trainer, servers. A trainer on several devices is "
             "split(replicate(program, devices), servers)."
@@ -102,17 +102,17 @@ class Split:
 
     @property
     def trainer(self) -> Program:
-        """What a trainer runs."""
+        """The Program of a trainer."""
         return self.trainer_part.program
 
     @property
     def servers(self) -> tuple[Program, ...]:
-        """What each server runs."""
+        """The Program of each server."""
         return tuple(part.program for part in self.server_parts)
 
     @cached_property
     def trainer_part(self) -> TrainerPart:
-        """What a trainer runs, and what of it travels."""
+        """The Program of a trainer, and which of its feeds and outputs travel."""
         own = self.own
         finite = None if self.guarding is None else verdict_of(own)
         sent = [a for a in self.across if a.by_trainer]
@@ -132,12 +132,12 @@ class Split:
 
     @cached_property
     def server_parts(self) -> tuple[ServerPart, ...]:
-        """What each server runs where a trainer touches as many rows as it can, and what of it travels."""
+        """The Program of each server if trainers touch as many rows as they can, and what of it travels."""
         most = {t.parameter.name: t.rows.shape[0] for t in self.tables}
         return tuple(self.server_part(i, most) for i in range(len(self.shards)))
 
     def server_part(self, index: int, touched: Mapping[str, int]) -> ServerPart:
-        """What one server runs where each trainer sends so many rows of each table."""
+        """The part of one server if each trainer sends so many rows of each table."""
         by_row = {t.parameter for t in self.tables}
         own = self.shards[index]
         duties = Duties(
@@ -170,7 +170,7 @@ class Split:
 
     @cached_property
     def shared(self) -> Program | None:
-        """What the first server tells the others through the trainers; None where it is alone."""
+        """The Program of the values that trainers bring others from the first server; None if it is alone."""
         first, *others = self.server_parts
         return shared_part(first, others) if others else None
 
@@ -219,7 +219,7 @@ class Split:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for cuts of the same graph, in any process: what peers compare before they talk.
+        """A digest that peers compare before they talk: equal for cuts of the same graph, in any process.
 
         How many devices a trainer has is its own matter.
         """
@@ -227,7 +227,7 @@ class Split:
 
     @property
     def continued(self) -> str:
-        """Equal for cuts one of which can go on where another ended: with any first values, and rates."""
+        """A digest, equal for cuts that can continue each other: with any first values, and rates."""
         return self._digest(beginning=False)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What the parts of a Split send and keep, known before any of them runs: bytes for each server.
+"""The bytes that the parts of a Split send and keep, for each server, known before any of them runs.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> params = {"table": jnp.ones((1000, 16)), "w": jnp.ones((16, 4))}
@@ -39,7 +39,7 @@ NUMBER = 4
 
 @dataclass(frozen=True)
 class RowTraffic:
-    """What one row costs of a table's shard on one server.
+    """The bytes that travel for one row of a table's shard on one server.
 
     Attributes:
         table: the name of the whole parameter.
@@ -58,7 +58,7 @@ class RowTraffic:
 
 @dataclass(frozen=True)
 class ServerTraffic:
-    """What one server keeps, and what it exchanges with one trainer at a step.
+    """The bytes that one server keeps, and those that it exchanges with one trainer at a step.
 
     Attributes:
         parameters: bytes of the parameters that it owns.
@@ -86,7 +86,7 @@ class ServerTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the servers of a Split keep, and what travels between them and one trainer at a step.
+    """The bytes that a Split's servers keep, and those exchanged between them and one trainer at a step.
 
     Counted are the arrays, whole buffers of them; not what a transport puts around them: names, sequence
     numbers, acknowledgements, frames.
@@ -144,7 +144,7 @@ class Traffic:
 
     @property
     def balance(self) -> float:
-        """What the server with the most state keeps, in terms of the mean: 1 at best."""
+        """The bytes of the server with the most state, as a multiple of the mean: 1 at best."""
         return max(s.kept for s in self.servers) * len(self.servers) / self.kept
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ class Traffic:
 
 
 def traffic(cut: Split) -> Traffic:
-    """What the servers of a Split keep, and what one trainer exchanges with each at a step.
+    """Compute the bytes that a Split's servers keep, and that one trainer exchanges with each at a step.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -1,4 +1,4 @@
-"""What a trainer runs: it receives parameters, computes gradients, and sends them."""
+"""The Program of a trainer: it receives parameters, computes gradients, and sends them."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class _TrainerDraft:
 
 @dataclass(frozen=True)
 class _Received:
-    """What has come, as the forward pass reads it; of a random key, a trainer draws one of its own."""
+    """The received values as the forward pass reads them; a trainer derives its own random keys."""
 
     types: tuple[Type, ...]
 
@@ -229,19 +229,19 @@ def travelling(v: Variable, name: str, kind: Kind) -> Variable:
 
 
 def plain(value: Any) -> Any:
-    """A value as it travels."""
+    """A value as it travels: a random key as the integers it holds."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(value)
     return value
 
 
 def as_typed(value: Any, v: Variable) -> Any:
-    """A value that has travelled as its Variable has it."""
+    """A received value as its Variable has it: a random key again, if it is one."""
     return typed(jnp.asarray(value), v.dtype) if v.is_key and value.dtype != v.dtype else value
 
 
 def typed(data: Any, dtype: Any) -> Any:
-    """The random key of this dtype that the integers are."""
+    """The random key of this dtype that holds these integers."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), Type((), dtype))
     return jax.random.wrap_key_data(data, impl=found[0])
