@@ -19,7 +19,7 @@ from onward.distribute.split.split import Split, split
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What it takes to make a Program, and the cut of it, in another process.
+    """A description of a Program and its split, from which another process makes both again.
 
     Arrays and jaxprs are no part of it: what travels is the user's function, the names of the transforms, and
     types. That the other process makes the same graph of it is proven by ``Split.fingerprint``.

@@ -1,4 +1,4 @@
-"""What a trainer computes: gradients of a batch, or how far some steps of its own came."""
+"""The computation of a trainer: gradients of a batch, or the parameter change over some local steps."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What came of a batch: numbers that the function returned, what each server is sent, what was seen."""
+    """The result of a batch: numbers that the function returned, gradients by server, watched values."""
 
     metrics: dict[str, float]
     gradients: list[Gradients]
@@ -89,7 +89,7 @@ class BatchResult:
 
 
 class Compute(Protocol):
-    """What a trainer does between getting parameters and sending gradients."""
+    """The work of a trainer between receiving parameters and sending gradients."""
 
     def prepare(self, batch: Any, number: int = 0) -> Prepared:
         """A batch, checked, with the rows that it reads.
@@ -99,7 +99,7 @@ class Compute(Protocol):
         """
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:
-        """What comes of it with these parameters."""
+        """Compute the result of a batch with these parameters."""
 
 
 class Gradient:
@@ -183,7 +183,7 @@ class Gradient:
         return self.check and not np.isfinite(metrics.get("loss", 0.0))
 
     def _told(self, prepared: Prepared, metrics: Mapping[str, float], values: Sequence[Values]) -> str:
-        """What is said of such a step, with the op that made the first number that is not finite."""
+        """The message about a step that is not finite, with the op, if found, of the first such number."""
         found = None
         with suppress(OnwardError):  # the search is a help, and not what went wrong
             found = None if prepared.rows else self._found(prepared, values)
@@ -224,13 +224,13 @@ class Gradient:
 
 
 def _seen(parts: Sequence[Sequence[Any]]) -> tuple[Seen, ...]:
-    """What a step has looked at, if it has."""
+    """The statistics that a step watched, in a tuple of one; an empty tuple if it watched nothing."""
     found = tuple((int(at), np.asarray(numbers)) for at, numbers in parts)
     return (found,) if any(at != NOT_NOW for at, _ in found) else ()
 
 
 def _compiled(program: Program) -> Callable[..., Any]:
-    """What runs a trainer's Program, on one device or on several."""
+    """Compile a trainer's Program to a function, on one device or on several."""
     run = lower(program, program.outputs)
     if program.replicas is not None:
         run = Spread(program, (), program.outputs, By.SHARD_MAP).over_devices(run)
@@ -249,7 +249,7 @@ def _portioned(program: Program, fed: Mapping[str, Any]) -> list[Any]:
 
 @contextmanager
 def _named(trainer: int, number: int) -> Iterator[None]:
-    """Whatever is wrong with a batch is told with the trainer and the batch."""
+    """Raise any error of the block again as one that names the trainer and the batch."""
     try:
         yield
     except Exception as error:

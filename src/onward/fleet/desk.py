@@ -1,4 +1,4 @@
-"""What a parameter server needs to know, and what all do the same way: greet, refuse, give, count."""
+"""The specification of a parameter server, and the work that all share: greet, refuse, give, count."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Wanted = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What it takes to start a server, and to start it again.
+    """The specification from which a server is started, and restarted.
 
     Attributes:
         blueprint: the graph.
@@ -63,7 +63,7 @@ class ServerSpec:
 
 
 class Desk:
-    """What both kinds of server do the same way: greet, know who is who, give, count.
+    """The work that both kinds of server share: greet, tell trainers apart, give values, count.
 
     Args:
         spec: what to serve.
@@ -85,7 +85,7 @@ class Desk:
 
     @property
     def epoch(self) -> Epoch:
-        """Which driver, and which process of this server; every answer bears it."""
+        """The driver, and the process of this server; every answer contains them."""
         return Epoch(self.spec.driver, self.keeper.epoch.start)
 
     def ending(self) -> str | None:

@@ -207,7 +207,7 @@ class Engine:
         return link
 
     def place(self, link: Link, timeout: float = 60.0) -> HostAddress:
-        """Where the object lives, once it is there.
+        """The address of the object, once it is there.
 
         Raises:
             ClusterError: it is not there in time.
@@ -222,7 +222,7 @@ class Engine:
             raise ClusterError(SLOW.format(name=own.name, timeout=timeout, found=free)) from error
 
     def awaited(self, link: Link) -> str:
-        """What the start of an object waits for, as far as is known here."""
+        """Describe what the start of an object waits for, as far as is known here."""
         own = cast("_RayLink", link)
         try:
             place: HostAddress = _RayPending(own.name, own.actor.process.remote()).result(1.0)
@@ -283,7 +283,7 @@ class _RayPending:
 
 
 class _Host:
-    """What runs in the process of an object."""
+    """The Ray actor that makes a hosted object in a process of its own and calls its methods."""
 
     reborn: ClassVar[bool] = False
     _name = "a hosted object"  # until its factory has arrived
@@ -344,7 +344,7 @@ def _was_restarted() -> bool:
 
 
 def _translated(error: Any, name: str) -> Exception:
-    """What Ray says, in our words."""
+    """The exception to raise for one of Ray's, with a message in Onward's terms."""
     kinds = require("ray", "cluster").exceptions
     lost = kinds.RayActorError, kinds.ObjectLostError, kinds.NodeDiedError, kinds.LocalRayletDiedError
     said = textwrap.shorten(str(error), 600)
@@ -359,7 +359,7 @@ def _translated(error: Any, name: str) -> Exception:
 
 
 def _raised_there(error: Any, name: str) -> Exception:
-    """What the method raised, with the lines where it did as a note."""
+    """The exception that the method raised, with its remote traceback as a note."""
     ray = require("ray", "cluster")
     cause = error.cause
     if isinstance(cause, ray.exceptions.RayError):
@@ -394,7 +394,7 @@ def _check_room(name: str, options: Mapping[str, Any], ray: Any) -> None:
 
 
 def _text(resources: Mapping[str, float]) -> str:
-    """What a person may ask for."""
+    """Format the resources that a user may ask for, leaving out those that only Ray uses."""
     told = {k: f"{v / 2**30:.1f} GiB" if k == "memory" else f"{v:g}" for k, v in sorted(resources.items())}
     hidden = ("node:", "object_store_memory")
     return ", ".join(f"{k} {v}" for k, v in told.items() if not k.startswith(hidden)) or "nothing"

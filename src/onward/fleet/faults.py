@@ -22,7 +22,7 @@ BETWEEN = "between parts and whole"
 
 
 class Faults:
-    """What happens at each edge: nothing."""
+    """The faults at the edges of the protocol: none here; tests override the methods."""
 
     def reach(self, who: str, edge: str) -> None:
         """Called by ``who`` ("server 0", "trainer 1") at an edge."""

@@ -245,7 +245,7 @@ def _here() -> dict[str, Any]:
 
 
 def _who(path: Path) -> str:
-    """Who wrote a file, as far as it says."""
+    """Name the process that wrote a file, as far as the file says."""
     try:
         told = json.loads(path.read_text())
         return f"pid {told['pid']} on {told['host']}"

@@ -48,9 +48,9 @@ Pushed = tuple[tuple[int, tuple[str, ...], tuple[str, ...]] | None, ...]
 
 @dataclass(frozen=True)
 class Change:
-    """What is new since the last version: lines of the ledger, whole arrays, (numbers, values) of rows.
+    """The changes since the last version: lines of the ledger, whole arrays, (numbers, values) of rows.
 
-    Or what it came of: with ``pushed`` the arrays are, in order, those that trainers sent.
+    Or the inputs of its update: with ``pushed`` the arrays are, in order, those that trainers sent.
     """
 
     version: int
@@ -188,7 +188,7 @@ def _expect(file: BinaryIO, crc: int) -> int:
 
 @contextmanager
 def judged(path: Path, start: int) -> Iterator[None]:
-    """Whatever is wrong with a file becomes a sentence that says what to do about it."""
+    """Raise an error about a file again as a ``CheckpointError`` that says what to do about it."""
     try:
         yield
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What one server holds: its parameters and slots as arrays on its device, and the compiled update."""
+"""The state of one server: its parameters and slots as arrays on its device, and the compiled update."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SMALLEST = 8  # rows that an update is compiled for, at least
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one trainer sends to one server: plain arrays in the order of the graph.
+    """The gradients that one trainer sends to one server: plain arrays in the order of the graph.
 
     Attributes:
         arrays: the gradients of what the server owns, and to the first one the next carried state.
@@ -55,7 +55,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Values:
-    """What one trainer gets from one server: plain arrays in the order of the graph, rows by table."""
+    """The values that one trainer receives from one server: plain arrays in graph order, rows by table."""
 
     arrays: tuple[np.ndarray, ...]
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Holding:
     def measured(
         self, gradients: Sequence[Gradients | None], shares: Sequence[float]
     ) -> tuple[np.ndarray, ...]:
-        """What this server adds to the sums that an update of what the trainers sent is to be told."""
+        """Compute this server's part of the sums over all servers that an update of these gradients needs."""
         if self.part.measuring is None:
             return ()
         return self._update(gradients).measured(self.state, gradients, shares)
@@ -134,7 +134,7 @@ class Holding:
         return len(told) == len(self.part.told)
 
     def known(self, told: Mapping[int, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-        """What an update is fed of that."""
+        """The values of ``told`` by the name of the input that an update reads them from."""
         feeds = [self.cut.server_parts[0].whole] if self.index else self.part.told
         pairs = zip(feeds, (told[i] for i in sorted(told)), strict=True)
         return {v.name: x for vs, xs in pairs for v, x in zip(vs, xs, strict=True)}
@@ -145,7 +145,7 @@ class Holding:
         gradients: Sequence[Gradients | None],
         shares: Sequence[float],
     ) -> dict[str, np.ndarray]:
-        """What an update makes of other arrays; its own stay as they are."""
+        """Compute the update of other arrays; the server's own stay as they are."""
         kept = self.state
         try:
             self.load(arrays)
@@ -183,7 +183,7 @@ class Holding:
         return Values(tuple(_plain(self.state[v.name]) for v in self.part.given), rows, self.shared())
 
     def shared(self) -> Mapping[str, np.ndarray]:
-        """What the first of several servers tells the others, as the next update reads it."""
+        """The values that the first of several servers tells the others, as the next update reads them."""
         if self.index or self.cut.shared is None:
             return {}
         values = self._shared([self.state[v.name] for v in self.cut.shared.state])
@@ -280,7 +280,7 @@ class _CompiledUpdate:
     def spoilt(
         self, state: Mapping[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
     ) -> str:
-        """What of an update is not finite, in words."""
+        """Name the values of an update that are not finite, three at most."""
         fed = self._fed(self.program, gradients, shares)
         run = lower(self.program, self.part.watched)
         values = run([state[v.name] for v in self.program.state], [fed[v] for v in self.program.inputs])
@@ -291,7 +291,7 @@ class _CompiledUpdate:
     def measured(
         self, state: Mapping[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
     ) -> tuple[np.ndarray, ...]:
-        """What the server adds to the sums over all."""
+        """Compute this server's part of the sums over all servers."""
         program = self.part.measuring
         assert program is not None
         fed = self._fed(program, gradients, shares)

@@ -48,7 +48,7 @@ class Durability:
 
 
 class Keeper:
-    """What a server knows, in memory and on the disk.
+    """The state of a server in memory and on the disk: parameters, slots, version and ledger.
 
     Args:
         cut: the graph.
@@ -139,12 +139,12 @@ class Keeper:
         self.busy += perf_counter() - begun
 
     def measured(self, pushes: Sequence[Push | None], shares: Sequence[float]) -> tuple[np.ndarray, ...]:
-        """What this server adds to the sums that an update with these gradients is to be told."""
+        """Compute this server's part of the sums over all servers that an update of these gradients needs."""
         self._refuse_if_broken()
         return self.holding.measured([None if p is None else p.gradients for p in pushes], shares)
 
     def give(self, wanted: Mapping[str, np.ndarray]) -> Values:
-        """What a trainer reads."""
+        """The values that a trainer reads, with the wanted rows of tables."""
         self._refuse_if_broken()
         return self.holding.give(wanted)
 
@@ -181,7 +181,7 @@ class Keeper:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """What it could go back to."""
+        """The versions that the server could go back to."""
         return tuple(self.store.versions()) if self.store is not None else ()
 
     def _is_logged(self, pushes: Sequence[Push | None]) -> bool:
@@ -231,7 +231,7 @@ class Keeper:
             self.place.expect()
 
     def _refuse_if_broken(self) -> None:
-        """What an update left half done is neither built upon nor given to anybody; nor by a lost process."""
+        """Raise if an update was left half done, which nobody may read or update, or if the place is lost."""
         self.expect()
         if self.broken is not None:
             raise ClusterError(

@@ -13,7 +13,7 @@ class Pending(Protocol):
     """A call that is under way."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the method returned.
+        """Wait for the value that the method returns.
 
         Raises:
             Unreachable: the process died before it could tell.
@@ -33,7 +33,7 @@ class Link(Protocol):
 
 
 class HostAddress(NamedTuple):
-    """Where a hosted object lives."""
+    """The address of a hosted object."""
 
     pid: int
     host: str

@@ -1,4 +1,4 @@
-"""What trainers sent for one update, as arrays in a row, for a log that is replayed.
+"""The gradients that trainers sent for one update, as a flat sequence of arrays, for a log to replay.
 
 >>> arrays, pushed = flat([Gradients((np.ones(3),)), None], [1.0, 0.0])
 >>> pushed, list(arrays)
@@ -31,7 +31,7 @@ def flat(
 
 
 def unflat(arrays: Mapping[str, np.ndarray], pushed: Pushed) -> tuple[list[Gradients | None], list[float]]:
-    """What the trainers sent, and the shares."""
+    """Rebuild the gradients of each trainer, and the shares."""
     supply = iter(arrays.values())
     gradients: list[Gradients | None] = []
     for told in pushed:

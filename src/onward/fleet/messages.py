@@ -1,4 +1,4 @@
-"""What trainers and servers say to each other."""
+"""The messages that trainers and servers exchange."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ServerWord(StrEnum):
 
 @dataclass(frozen=True)
 class Sender:
-    """Who speaks: a trainer's number, how often it was started, its generation, and its driver."""
+    """The sender of a message: a trainer's number, how often it was started, its generation, its driver."""
 
     trainer: int
     incarnation: int
@@ -71,7 +71,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Told:
-    """What a server is told of the others' gradients, by the server that says so.
+    """Reports to a server about the gradients of the others, by the server that they come from.
 
     Attributes:
         of: by server, which start of each trainer sent the gradients that it speaks of.
@@ -113,7 +113,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a server tells a trainer that says hello: where it stands, and what it has of this trainer."""
+    """A server's answer to a trainer that says hello: where it stands, and what it has of this trainer."""
 
     version: int
     generation: int

@@ -166,7 +166,7 @@ def _why(address: str | None, token: Any, error: Exception) -> str:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about a start that failed, by what is found to be wrong."""
+    """Advice on a start that failed, by the cause that is found."""
     for folder, needed in ROOM.items():
         with suppress(OSError):
             if (free := shutil.disk_usage(folder).free >> 20) < needed:
@@ -177,7 +177,7 @@ def _advice(error: Exception) -> str:
 
 
 def busy() -> str:
-    """That more processes want to run here than can, where it is so; else nothing."""
+    """A sentence on the load if more processes want to run here than can; else an empty string."""
     load, count = getattr(os, "getloadavg", lambda: (0.0,))()[0], os.cpu_count() or 1
     return BUSY.format(load=load, count=count) if load > 1.5 * count else ""
 
@@ -200,7 +200,7 @@ def _patient() -> Iterator[None]:
 
 
 def _own_code() -> list[str]:
-    """Where modules are found here that are not installed; Ray tells others only of the script's folder.
+    """The folders of modules here that are not installed; Ray tells others only of the script's folder.
 
     The last one comes first: each is put before those that are there.
     """

@@ -1,4 +1,4 @@
-"""What a parameter server has on the disk: who pushed what, version, parameters and slots, as one record.
+"""The record of a parameter server on the disk: who pushed what, version, parameters and slots.
 
 A checkpoint is written now and then, for people; a record is written before every acknowledgement, so that
 a server killed between any two instructions comes back with what it acknowledged. There are two kinds of

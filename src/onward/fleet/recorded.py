@@ -1,4 +1,4 @@
-"""What a folder of records holds: whole ones, what is logged behind them, the versions that they make.
+"""The contents of a folder of records: whole ones, the logs behind them, the versions that they make.
 
 A log goes on where the one before it ends: a whole record may still be on its way to the disk, and those who
 read take the way over the one before it::
@@ -53,7 +53,7 @@ class File(NamedTuple):
 
     @property
     def log(self) -> Path:
-        """What was logged from this version on."""
+        """The path of the log of changes from this version on."""
         return self.path.with_name(f"{self.path.name}.log")
 
 

@@ -205,7 +205,7 @@ class Run:
 
     @property
     def _told(self) -> dict[str, Any]:
-        """What two trainings must have in common, if one goes on in the folder of the other."""
+        """The properties that two trainings must share if one is to continue in the folder of the other."""
         s = self.settings
         return {"graph": self.cut.continued, "trainers": s.trainers, "mode": repr(s.mode), "sums": s.sums}
 
@@ -295,7 +295,7 @@ class Run:
             self.model.replace(self._read())
 
     def _read(self) -> dict[str, Any]:
-        """What all servers have: in rounds of one version."""
+        """Collect the values of all servers by name; in rounds, all of one version."""
         replies = self._all_pulled()
         if self.settings.durability.every is None:
             for i in range(len(replies)):
@@ -317,7 +317,7 @@ class Run:
         return {v.name: as_typed(found[v.name], v) for v in kept}
 
     def _all_pulled(self) -> list[Reply]:
-        """What all servers have; again, if one of them went back meanwhile."""
+        """Pull the values of all servers; pull again if one of them went back meanwhile."""
         end = monotonic() + self.settings.patience
         while monotonic() < end:
             try:
@@ -335,7 +335,7 @@ class Run:
         raise ClusterError(f"The servers did not come to one version within {self.settings.patience:g} s.")
 
     def _pulled(self, i: int, first: ServerStatus, end: float, told: Told) -> Reply:
-        """What one server has, tables whole, at the version of the first."""
+        """Pull the values of one server, tables whole, at the version of the first."""
         wanted = {v.name: np.arange(v.shape[0]) for v in self.cut.server_parts[i].tables}
         while True:
             asker = Sender(-1, 0, first.generation, self._driver)

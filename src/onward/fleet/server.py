@@ -64,7 +64,7 @@ class RoundServer:
         return self.desk.say(ServerWord.DONE)
 
     async def pull(self, sender: Sender, version: int, wanted: Wanted, told: Told = NOTHING) -> Reply:
-        """What it has at this version, which the first server may have yet to decide, the others to make."""
+        """Give the values of this version, once the first server has decided it or another has made it."""
         if objection := self.desk.objection(sender):
             return objection
         keeper = self.desk.keeper
@@ -96,7 +96,7 @@ class RoundServer:
         return await self.pull(push.sender, push.sequence + 1, wanted, told)
 
     async def measure(self, sender: Sender, version: int) -> Reply:
-        """What it adds to the sums that the update of this version is to be told; nothing if that is made."""
+        """Give this server's part of the sums that this version's update needs; nothing if that is made."""
         if objection := self.desk.objection(sender):
             return objection
         keeper = self.desk.keeper
@@ -136,7 +136,7 @@ class RoundServer:
         return await self.status()
 
     async def versions(self) -> tuple[int, ...]:
-        """What it could go back to."""
+        """The versions that the server could go back to."""
         return self.desk.keeper.versions
 
     async def go_back(self, version: int, generation: int) -> None:
@@ -207,12 +207,12 @@ class RoundServer:
             await self._decide()
 
     def _present(self) -> tuple[list[Push], list[Push | None], list[float]]:
-        """What is staged, of whom there is a gradient, and how much it counts."""
+        """The staged pushes, the same with None for those without a gradient, and the share of each."""
         pushes = [self.staged[t] for t in range(self.spec.trainers)]
         return pushes, [p if p.gradients is not None else None for p in pushes], self._shares(pushes)
 
     def _part(self) -> Told:
-        """What this server adds to the sums of the round that is decided."""
+        """Compute this server's part of the sums of the round that is decided."""
         _, present, shares = self._present()
         found = self.desk.keeper.measured(present, shares)
         self.spec.faults.reach(f"server {self.spec.index}", BETWEEN)
@@ -276,7 +276,7 @@ class FreeServer:
         return replace(reply, staleness=staleness, lag=lag)
 
     async def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
-        """What it has, once the trainer may begin its next step."""
+        """Give the values, once the trainer may begin its next step."""
         if objection := self.desk.objection(sender):
             return objection
         if not await self.desk.until(lambda: self.may_begin(sender.trainer)):

@@ -22,7 +22,7 @@ PAUSE = 0.1  # seconds between two calls of someone who does not answer
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """What it takes to start a trainer.
+    """The specification from which a trainer is started.
 
     Attributes:
         blueprint: the graph.

@@ -1,4 +1,4 @@
-"""Who looks after servers and trainers while they work: asks how they are, replaces them, ends them."""
+"""The supervisor of servers and trainers while they work: asks how they are, replaces them, ends them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Supervisor:
             self.runs.append(run)
 
     def _checked(self, asked: _Asked) -> tuple[int, int, str]:
-        """What a server answers when it is there; one that dies while it starts is waited for again."""
+        """Wait for a server's answer to ``check``; one that dies while it starts is waited for again."""
         end, limit = monotonic() + REBORN, monotonic() + self.start_limit
         pending: Pending | None = None
         while True:
@@ -255,7 +255,7 @@ class Supervisor:
         self.births[i] = status.birth
 
     def _rows_wanted(self, i: int) -> tuple[int, str] | tuple[()]:
-        """What to ask a server besides: the first one for the steps that it applied."""
+        """Extra arguments of a status request: they ask the first server for the steps that it applied."""
         return (self.rows_seen, self.births[0]) if i == 0 else ()
 
     def _heard_rows(self, status: ServerStatus) -> None:
@@ -340,7 +340,7 @@ class Supervisor:
             a.pending = a.answer = None
 
     def _of_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What all servers answer; None for one that is away."""
+        """Call a method of all servers and list their answers; None for one that is away."""
         calls: list[Pending | None] = [None] * len(self.servers)
         answers: list[Any] = [None] * len(self.servers)
         for i, asked in enumerate(self.servers):

@@ -79,7 +79,7 @@ class TrainerActor:
             number += 1
 
     def computed(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:
-        """What comes of a batch."""
+        """Compute the result of a batch."""
         self.where = "computes"
         result = self.compute.run(prepared, values)
         self.where = "waits for servers"
@@ -92,7 +92,7 @@ class TrainerActor:
 
 
 def _computing(spec: TrainerSpec, cut: Split) -> Compute:
-    """What a trainer computes, on the devices of its process."""
+    """The computation of a trainer, on the devices of its process."""
     devices = spec.blueprint.own_devices()
     if not isinstance(spec.mode, Local):
         return Gradient(cut.over(devices), spec.trainer, spec.given, spec.check)
@@ -130,7 +130,7 @@ class _MadeStep:
 
 
 class _Way:
-    """What both ways of working have: a step, and gradients on their way."""
+    """The part that both ways of working share: a step, and the gradients to send."""
 
     def __init__(self, trainer: TrainerActor) -> None:
         self.trainer, self.servers = trainer, trainer.servers
@@ -142,7 +142,7 @@ class _Way:
         return _MadeStep(self.trainer.computed(prepared, values), begun, sum(v.nbytes for v in values))
 
     def pushes(self, sequence: int, replies: Sequence[Reply], step: _MadeStep | None) -> list[Push]:
-        """What goes to each server."""
+        """The Push for each server; the first one carries the row for the history."""
         weight = 0.0 if step is None else float(step.result.examples)
         gradients = [None] * len(replies) if step is None else step.result.gradients
         row = None if step is None else step.row(self.trainer.spec.trainer, sequence)
@@ -194,7 +194,7 @@ class _Rounds(_Way):
     def values(
         self, version: int, prepared: Prepared | None, pushes: Sequence[Push] = ()
     ) -> list[Reply] | None:
-        """What all servers have at this version, once they have the gradients before it; None: over."""
+        """The replies of all servers at this version, after the gradients before it; None: it is over."""
         wanted = self.wanted(prepared)
         staged = self.servers.all("push", [(p,) for p in pushes[1:]], first=1) if pushes else []
         if any(r.word is not ServerWord.DONE for r in staged):
@@ -245,7 +245,10 @@ class _Rounds(_Way):
         return answer
 
     def parts(self, version: int, pushes: Sequence[Push]) -> Told:
-        """What all servers but the first add to sums of the next round, as far as they have its gradients."""
+        """Collect the parts that all servers but the first add to the sums of the next round.
+
+        A server that has yet to get gradients of that round is left out.
+        """
         others = range(1, self.servers.count)
         replies = self.servers.all("measure", [(self.servers.sender, version)] * len(others), first=1)
         found = Told()

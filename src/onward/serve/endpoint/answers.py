@@ -81,7 +81,7 @@ def write(arrays: Mapping[str, np.ndarray], form: str) -> bytes:
 
 
 def _pack(file: io.BytesIO, arrays: Mapping[str, np.ndarray]) -> None:
-    """What ``numpy.savez`` would write, for names that need not be those of arguments."""
+    """Write the archive that ``numpy.savez`` would, for names that need not be those of arguments."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w") as entry:

@@ -53,7 +53,7 @@ class Job:
 
 
 def choose(waiting: Sequence[Job]) -> list[Job]:
-    """What is computed next: the oldest, and those that may be joined with it and still fit, in order."""
+    """Choose the next batch: the oldest job, and those that may be joined with it and still fit, in order."""
     first, *others = waiting
     chosen, rows = [first], first.rows
     for job in others:
@@ -170,7 +170,7 @@ class Batcher:
         self._changed.wait(seconds)
 
     def _computed(self, jobs: list[Job]) -> list[Outcome]:
-        """What each request gets. If a batch fails, each of its requests is tried alone."""
+        """Compute the outcome of each request. If a batch fails, each of its requests is tried alone."""
         try:
             return list(self._run(jobs))
         except Exception as error:

@@ -157,7 +157,7 @@ def _converted(given: Mapping[str, Any], plan: RequestPlan) -> Arrays:
 
 
 def _array(x: Input, value: Any, plan: RequestPlan) -> np.ndarray:
-    """What was given as an array of the right shape, whose dtype is looked at later."""
+    """The given value as an array of the right shape, whose dtype is checked later."""
     if isinstance(value, np.ndarray):
         _expect_shape(x, value.shape, plan)
         return value.astype(value.dtype.newbyteorder("="), copy=False)

@@ -54,7 +54,7 @@ class Endpoint:
     Raises:
         NonFiniteError, ModelFileError: parameters that are no numbers, of a Model and in a file.
         ArgumentError: nothing that could be served is returned or named; the message lists layers.
-        UnknownNameError: an output that no Variable bears the name of.
+        UnknownNameError: no Variable has the name of an output.
         MissingExtraError: starlette is not installed.
 
     Example:
@@ -212,7 +212,7 @@ class Endpoint:
         }
 
     def metrics(self) -> str:
-        """What was counted, in the text format of Prometheus."""
+        """The metrics of the endpoint, in the text format of Prometheus."""
         return self.counts.text(
             onward_waiting=(self.batcher.waiting, "Requests that wait to be computed."),
             onward_memory_bytes=(self.room.taken, "Memory set aside for the requests in flight."),

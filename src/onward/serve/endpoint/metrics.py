@@ -1,4 +1,4 @@
-"""What is counted while requests are answered, in the text format of Prometheus.
+"""Metrics that are counted while requests are answered, in the text format of Prometheus.
 
 The format: https://prometheus.io/docs/instrumenting/exposition_formats/
 
@@ -52,7 +52,7 @@ class Counters:
             self._histograms[name].add(value)
 
     def total(self, name: str) -> float:
-        """What was counted under a name, whatever the labels."""
+        """The total of a counter over all its labels."""
         with self._lock:
             return sum(amount for (known, _), amount in self._counters.items() if known == name)
 

@@ -65,7 +65,7 @@ def _input(x: Input) -> tuple[str, str, str]:
 
 
 def _commands(plan: RequestPlan, url: str) -> list[tuple[str, str]]:
-    """What to try, each with the command; an example that is too long to read comes from NumPy."""
+    """Requests to try, each with its command; an example that is too long to read comes from NumPy."""
     post = f"curl -s {url}/predict"
     given = json.dumps(example(plan), separators=(",", ":"))
     json_too = f"{post} -H 'content-type: application/json' -d '{given}'"

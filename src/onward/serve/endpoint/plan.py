@@ -59,7 +59,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class RequestPlan:
-    """What computes some Variables of a Model, from the data that they need and from no other.
+    """The computation of some Variables of a Model, from the data that they need and from no other.
 
     Attributes:
         model: whose parameters are read as they are when a batch is computed.
@@ -78,7 +78,7 @@ class RequestPlan:
         """The plan for these names; for none, what the network returns for each example.
 
         Raises:
-            UnknownNameError: no Variable bears such a name.
+            UnknownNameError: no Variable has such a name.
             ArgumentError: nothing is named and the network returns nothing for each example, or no array.
         """
         whole = model.test_program
@@ -97,7 +97,7 @@ class RequestPlan:
 
     @property
     def expected(self) -> str:
-        """What goes in, in words."""
+        """The inputs, in words."""
         return ", ".join(map(str, self.inputs)) or "nothing"
 
     @cached_property
@@ -153,7 +153,7 @@ def _batched(program: Program) -> tuple[str, ...]:
 
 
 def _per_example(program: Program, split: tuple[str, ...]) -> set[Variable]:
-    """What has as many rows as there are examples and depends on them."""
+    """The Variables that depend on the examples and have one row for each of them."""
     read = [v for v in program.inputs if v.name in split]
     rows = {v.shape[0] for v in read}
     return {v for v in descendants(program, read) if v.shape and v.shape[0] in rows} - set(read)

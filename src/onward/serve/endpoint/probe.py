@@ -111,7 +111,7 @@ def _why_alone(
 def _differences(
     plan: RequestPlan, trial: _Trial, sizes: tuple[int, ...], found: dict[int, list[np.ndarray]]
 ) -> Iterator[str]:
-    """What shows that a row is another one in another batch: elsewhere, of another size, or among others."""
+    """Yield reasons why a row differs in another batch: at another place, of another size, among others."""
     whole, moved = found[sizes[-1]], trial.run(sizes[-1], moved=True)
     for k, name in enumerate(plan.fetch):
         if not np.isfinite(np.asarray(whole[k][0], float)).all():
@@ -127,7 +127,7 @@ def _differences(
 def _disturbed(
     plan: RequestPlan, trial: _Trial, size: int, looked: str, first: int, kinds: Iterable[str]
 ) -> Iterator[str]:
-    """What shows that the rows of a kind, every second one, change with the rows between them."""
+    """Yield a reason for each output whose every second row, of one kind, changes with those between."""
     before = trial.among(looked, "usual", size, first)
     for kind in kinds:
         after = trial.among(looked, kind, size, first)

@@ -38,7 +38,7 @@ def need_of(size: int, media_type: str) -> int:
 
 
 class Room:
-    """What there is for all requests, and what of it is taken; used by one event loop."""
+    """The memory that all requests may take, and how much of it is taken; used by one event loop."""
 
     def __init__(self, most: int) -> None:
         self.most, self.taken = most, 0
@@ -54,7 +54,7 @@ class Room:
 
 
 class RoomShare:
-    """What one request has of the room."""
+    """The share of one request in the memory of a Room."""
 
     def __init__(self, room: Room) -> None:
         self._room, self._size = room, 0

@@ -1,4 +1,4 @@
-"""What is answered where: one ASGI application over one Endpoint."""
+"""The routes and their answers: one ASGI application over one Endpoint."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Routes:
         return self._json(found, 200 if found["ready"] else 503)
 
     async def metrics(self, request: Any) -> Any:
-        """What was counted."""
+        """The metrics, as text for Prometheus."""
         return self._text(self.endpoint.metrics(), "text/plain; version=0.0.4")
 
     async def program(self, request: Any) -> Any:

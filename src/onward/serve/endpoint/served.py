@@ -42,10 +42,10 @@ class Served:
         self._asked: dict[tuple[str, ...], Future[Ready]] = {}  # what was asked last stands last
 
     def ask(self, names: Iterable[str] = ()) -> Future[Ready]:
-        """What computes these names, once it is compiled; for none, the outputs.
+        """A future of the compiled plan for these names; for none, of that for the outputs.
 
         Raises:
-            UnknownNameError: no Variable bears such a name.
+            UnknownNameError: no Variable has such a name.
             Refusal: too many different choices are being compiled already.
         """
         program = self.source.model.test_program
@@ -95,7 +95,7 @@ class Served:
 
 
 def _types(plan: RequestPlan) -> str:
-    """What comes out, in words; the length of the batch that was traced is left out."""
+    """The outputs, in words; the length of the batch that was traced is left out."""
     rows = {x.variable.shape[0] for x in plan.inputs if x.batched}
 
     def lengths(shape: tuple[int, ...]) -> str:

@@ -42,7 +42,7 @@ class FileWatch:
 
 
 def mark_of(path: Path) -> Mark | None:
-    """What changes when a file does; None while there is none."""
+    """The modification time, size and inode of a file, by which a change shows; None while there is none."""
     try:
         status = path.stat()
     except OSError:

@@ -54,7 +54,7 @@ def are_alike(program: Program, other: Program) -> bool:
 
 
 def _facts(program: Program, sizes: Mapping[str, int]) -> list[Any]:
-    """What its ops compute, and of what, where symbols have these sizes; what gives lengths is left out."""
+    """List the ops and their operands, for these sizes of the symbols; ops that give lengths are left out."""
     lengths = _lengths(program)
     given = (*program.inputs, *program.state, *program.constants)
     place = {v: i for i, v in enumerate(given)}
@@ -74,7 +74,7 @@ def _facts(program: Program, sizes: Mapping[str, int]) -> list[Any]:
 
 
 def _lengths(program: Program) -> set[Variable]:
-    """What is computed of the lengths of the batch alone."""
+    """The Variables that are computed from the lengths of the batch alone."""
     lengths: set[Variable] = set()
     for op in program.ops:
         if op.type == _LENGTH or (op.inputs and lengths.issuperset(op.inputs)):

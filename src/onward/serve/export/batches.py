@@ -32,7 +32,7 @@ Shapes = Mapping[str, Sequence[int | str]]
 def writings(
     program: Program, values: Mapping[str, Any], batch: Any, shapes: Shapes | None, trainable: bool
 ) -> list[Writing]:
-    """What is written of a Program: once for any batch, or once for each length.
+    """The Writings of a Program: one for any batch, or one for each length.
 
     Raises:
         ArgumentError: lengths or shapes that make no sense, or a Program that cannot be exported.

@@ -55,7 +55,7 @@ EXPECTED = "Expected a file that onward.save wrote. Nothing was loaded."
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds: what is said about it, its arrays by name, and the seal of them all."""
+    """The contents of a file: its description, its arrays by name, and the seal of them all."""
 
     about: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
@@ -87,7 +87,7 @@ def write(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 
 
 def read(path: Path) -> Contents:
-    """What a file holds, every bit as it was written.
+    """Read the contents of a file, every bit as it was written.
 
     Raises:
         ModelFileError: there is no such file, or anything at all is not as it was written.

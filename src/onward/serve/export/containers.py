@@ -39,7 +39,7 @@ def rebuilt(record: Any, variables: list[Variable]) -> Structure:
 
 
 class _LeafPlace:
-    """What stands at a leaf: no container for JAX."""
+    """A placeholder for a leaf, which is no container for JAX."""
 
     def __init__(self, record: Any) -> None:
         self.record = record

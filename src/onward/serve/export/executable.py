@@ -75,7 +75,7 @@ def exported(program: Program, gives: Sequence[Variable], derivable: bool) -> Wr
 
 
 def reads_of(program: Program) -> tuple[Variable, ...]:
-    """What the executable of a Program takes, in order."""
+    """The Variables that the executable of a Program takes, in order."""
     return (*program.state, *program.constants, *program.inputs)
 
 
@@ -106,7 +106,7 @@ def _reason(program: Program, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ExportedFunction:
-    """What an executable computes, and the types that it takes and gives, free lengths as text."""
+    """The function of an executable, and the types that it takes and gives, free lengths as text."""
 
     call: Callable[..., Sequence[Any]]
     takes: tuple[str, ...]

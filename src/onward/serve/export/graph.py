@@ -247,7 +247,7 @@ class _GraphReader:
 
 
 def _cost(op: Op) -> dict[str, int]:
-    """What of its cost is not 0."""
+    """The entries of the cost of an op that are not 0."""
     return {field: value for field, value in vars(cost(op)).items() if value}
 
 

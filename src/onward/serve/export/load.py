@@ -141,7 +141,7 @@ class _ModelFile:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the file says of itself, for people."""
+        """The description that the file has of itself, for people."""
         fields = ("name", "onward", "jax", "license", "about", "inputs", "outputs")
         found = {field: self.said.get(field) for field in fields}
         return {"path": str(self.path), "sha256": self.contents.sha256, **found}
@@ -184,7 +184,10 @@ class _ModelFile:
     def _call(
         self, i: int, said: Mapping[str, Any], template: Template, sizes: Mapping[str, int]
     ) -> tuple[Callable[..., Sequence[Any]], str]:
-        """What computes a variant, and why it has no derivative; if JAX has moved on too far, says so."""
+        """The function of a variant, and why it has no derivative.
+
+        If JAX has moved on too far, the function raises a ``ModelFileError`` that says so.
+        """
         convention = take(said, "convention", int)
         first = export.minimum_supported_calling_convention_version
         last = export.maximum_supported_calling_convention_version

@@ -148,7 +148,7 @@ def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, di
 
 
 def _trained(values: Mapping[Variable, Any], kind: str) -> Mapping[Variable, Any]:
-    """What has to be finite: of a step the parameters, since slots may hold anything."""
+    """The values that have to be finite: of a step the parameters, since slots may hold anything."""
     return {v: x for v, x in values.items() if kind == "model" or v.kind is Kind.PARAMETER}
 
 

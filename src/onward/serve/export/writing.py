@@ -34,7 +34,7 @@ class Writing:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What the header says of it."""
+        """The entry of this Program in the header."""
         written = self.executable
         return {
             "sizes": dict(self.sizes),
