@@ -53,7 +53,7 @@ def compile(  # noqa: A001
             and ``step.expect_going`` after it. What ``guard`` or a loss scale leaves out is no fault.
 
     Raises:
-        UnknownNameError: a name in ``fetch`` that no Variable bears.
+        UnknownNameError: a name in ``fetch`` that no Variable has.
         ArgumentError: a Program for more devices than there are.
         GraphError: ``roll=True`` where no layer repeats.
 

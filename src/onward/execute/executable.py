@@ -28,7 +28,7 @@ from onward.execute.storage.storage import Storage
 
 
 class Executable:
-    """What runs: ``function`` under a trace, ``compiled`` on arrays.
+    """A Program ready to run: by ``function`` under a trace, by a call on arrays.
 
     With a storage, its state is the buffers of that: ``layout`` is theirs.
     """
@@ -79,7 +79,7 @@ class Executable:
 
     @property
     def text(self) -> str:
-        """What XLA made of it, as text; compile first."""
+        """The compiled XLA computation as text; empty before it is compiled."""
         found = self._compiled.as_text() if self._compiled is not None else None
         return found or ""
 

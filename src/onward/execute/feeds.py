@@ -153,7 +153,7 @@ class Feeds:
         return self._narrowed(np.asarray(value), v)
 
     def _no_numbers(self, value: Any, v: Variable) -> str:
-        """What to say of an array of strings, objects or Python integers that no device can hold."""
+        """The error message for an array of strings, objects or Python integers that no device can hold."""
         large = next((x for x in value.flat if isinstance(x, int) and abs(x) >= 2**63), None)
         if large is not None:
             return (
@@ -226,7 +226,7 @@ def data_names(program: Program) -> tuple[str, ...]:
 
 
 def key_of(values: Sequence[Any]) -> Key:
-    """What tells one compiled shape from another."""
+    """The key of a compiled computation: the shape and dtype of each value."""
     return tuple((v.shape, v.dtype) for v in values)
 
 

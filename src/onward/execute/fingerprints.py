@@ -63,7 +63,7 @@ def of_training(program: Program) -> dict[str, Any]:
 
 
 def of_reader(reader: Any) -> dict[str, str]:
-    """What a reader says of itself: its kind, how many batches and examples, batch size, order."""
+    """The fingerprint of a reader: its kind, its numbers of batches and examples, batch size, order."""
     told = {"kind": getattr(reader, "__qualname__", type(reader).__qualname__)}
     told |= {name: x for name in _OF_READERS if _is_word(x := getattr(reader, name, None))}
     told |= {"batches": _length(reader), "data": _length(getattr(reader, "dataset", None))}

@@ -1,7 +1,7 @@
 """Where the arrays of a step lie: on the devices that they were put on, as under ``jax.jit``.
 
-A step runs where its arrays lie. What nobody put anywhere goes along: what the optimizer keeps of a parameter
-lies as the parameter does, all else is on every device.
+A step runs where its arrays lie. Arrays that were not put on a device follow the others: the optimizer state
+of a parameter lies as the parameter does, all else is on every device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _APART = (
 
 
 def lying(values: Sequence[Any]) -> Lying:
-    """Where each array was put by somebody; None for what may lie anywhere.
+    """The sharding with which each array was put on devices; None for an array that may lie anywhere.
 
     >>> import numpy as np
     >>> lying([np.zeros(2), jnp.zeros(2)])
@@ -38,7 +38,7 @@ def lying(values: Sequence[Any]) -> Lying:
 
 
 def lies_elsewhere(values: Sequence[Any]) -> bool:
-    """Whether somebody put an array on other devices than the one that is taken where nothing is said."""
+    """Whether an array was put on devices other than the default one."""
     found = {frozenset(s.device_set) for s in lying(values) if s is not None}
     return bool(found) and found != {frozenset(jnp.zeros(()).devices())}
 

@@ -1,4 +1,4 @@
-"""What a step returns for the person."""
+"""The results of a step, as users read them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Results:
 
     @cached_property
     def places(self) -> tuple[int, ...] | None:
-        """Where what the function returned stands among the values; None if some of it is not computed."""
+        """The places of the function's results among the values; None if some are not computed."""
         if self.signature is None:
             return None
         found = [self.position.get(v.name) for v in self.signature.result.variables]
@@ -58,7 +58,7 @@ class Results:
 
 @jax.tree_util.register_pytree_node_class
 class Out:
-    """What a step returned for the person: the loss, auxiliary outputs, fetched Variables.
+    """The results of a step: the loss, auxiliary outputs, fetched Variables.
 
     Values are JAX arrays that may still be computing; reading one waits for it.
     """
@@ -102,7 +102,7 @@ class Out:
 
     @property
     def aux(self) -> Any:
-        """What the traced function returned beside the loss (``has_aux=True``)."""
+        """The auxiliary outputs that the traced function returned beside the loss (``has_aux=True``)."""
         signature = self.results.signature
         if signature is None or not signature.has_aux:
             raise UnknownNameError(
@@ -130,7 +130,7 @@ class Out:
 
 
 def _lost(results: Results) -> str:
-    """What to say when some of what the function returned is not computed."""
+    """The error message when some results of the traced function are not computed."""
     assert results.signature is not None
     lost = [v.name for v in results.signature.result.variables if v.name not in results.position]
     there = ", ".join(map(repr, results.position)) or "nothing: ask for activations"

@@ -1,4 +1,4 @@
-"""What many steps returned for the person: an Out with one more axis."""
+"""The results of many steps: an Out with one more axis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OutsPart(NamedTuple):
 
 
 class Outs:
-    """What the steps of a run returned, one more axis in front: ``outs.loss`` has one loss for each step.
+    """The results of the steps of a run, with a new first axis: ``outs.loss`` has one loss for each step.
 
     Reading a value waits for it and gives NumPy arrays. A result that has another shape in some of the steps,
     because it follows the length of the batch, is a list of one array for each step.
@@ -75,7 +75,7 @@ class Outs:
 
     @property
     def aux(self) -> Any:
-        """What the traced function returned beside the loss (``has_aux=True``)."""
+        """The auxiliary outputs that the traced function returned beside the loss (``has_aux=True``)."""
         return self._over(lambda out: out.aux)
 
     @property

@@ -1,4 +1,4 @@
-"""What each process and each device gets of a batch, filled up where it does not divide."""
+"""The share of a batch for each process and each device, filled up where it does not divide."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Filling:
         return where(counts, weights[self.rows], np.zeros((), weights.dtype))
 
     def emptied(self, value: Any) -> Any:
-        """Of an array over all places, what stands there for itself, in the order in which it came."""
+        """The rows of an array over all places, without those that fill up, in their original order."""
         if value.shape[0] % len(self.rows):
             return value
         each = value.reshape(len(self.rows), -1, *value.shape[1:])[np.flatnonzero(self.counts)]

@@ -30,7 +30,7 @@ from onward.execute.state import Layout, State, copied
 
 @dataclass(frozen=True)
 class Restored:
-    """What became of a checkpoint's values: names of those that were taken, and of the others.
+    """The report on restoring a checkpoint: the names of the values that were taken, and of the others.
 
     Attributes:
         taken: Variables that have the value of the checkpoint.

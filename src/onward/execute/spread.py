@@ -35,14 +35,14 @@ _UNEVEN = (
 
 
 class By(StrEnum):
-    """What of JAX runs the devices; the results are equal."""
+    """The JAX transform that runs a Program on the devices; the results are equal."""
 
     SHARD_MAP = "shard_map"
     PMAP = "pmap"
 
     @classmethod
     def of(cls, word: str) -> By:
-        """The one that this word names, or ``ArgumentError``."""
+        """The member that this word names; raises ``ArgumentError`` if there is none."""
         try:
             return cls(word)
         except ValueError:
@@ -167,7 +167,7 @@ class Spread:
         ]
 
     def of_all(self, results: Sequence[Any]) -> list[Any]:
-        """What ``local`` gave each process, laid end to end in the order of the devices."""
+        """The results of ``local`` on every process, laid end to end in the order of the devices."""
         return [
             x if p is Placement.REPLICATED else multihost_utils.process_allgather(np.asarray(x), tiled=True)
             for x, p in zip(results, self.results, strict=True)

@@ -75,7 +75,7 @@ class Layout:
         )
 
     def identity_of(self, v: Variable) -> tuple[str, tuple[int, ...], Any]:
-        """What makes a Variable the same one in two Programs."""
+        """The identity of a Variable across Programs: its name, its shape over all devices, and its dtype."""
         return v.name, whole_shape(v, self.replicas), v.dtype
 
     def whole(self, v: Variable) -> Variable:
@@ -139,7 +139,7 @@ class State:
         """The value of a state Variable.
 
         Raises:
-            UnknownNameError: no state Variable bears this name.
+            UnknownNameError: no state Variable has this name.
             StateError: a step has taken the buffer over.
         """
         i = self._position(name)
@@ -165,7 +165,7 @@ class State:
 
     @property
     def model_state(self) -> Any:
-        """What was passed as ``state=``, as it is now; None where nothing was."""
+        """The model state that was passed as ``state=``, as it is now; None if none was passed."""
         signature = self.layout.signature
         if signature is None or signature.model_state is None:
             return None

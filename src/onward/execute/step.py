@@ -268,7 +268,7 @@ class Step:
         return pure
 
     def plan(self) -> StepPlan:
-        """What was done to the Program before it was compiled, and which buffers hold its state.
+        """The changes made to the Program before it was compiled, and the buffers that hold its state.
 
         Example:
             >>> import jax.numpy as jnp, onward as ow
@@ -291,7 +291,7 @@ class Step:
         return StepPlan(self.program, self._first.program, notes, self.storage)
 
     def executable(self, state: State, /, *data: Any, **feed: Any) -> Executable:
-        """What runs this data, compiled: for those who look at it."""
+        """The compiled Executable that runs this data, for inspection."""
         values = self.feeds.named(data, feed) if feed else data
         executable, _, _ = self._find(self._accepted(state), values)
         self._compile(executable)
@@ -324,7 +324,7 @@ class Step:
             return self._executable_for(state.storage, values), values, filling
 
     def _executable_for(self, storage: Storage | None, values: Sequence[Any]) -> Executable:
-        """What runs data of these shapes on state that is stored so."""
+        """The Executable for data of these shapes on state in this storage."""
         key = storage, key_of(values)
         if key not in self._executables:
             tuned = self._tuned.get(key[1]) or self._retraced(values)

@@ -1,4 +1,4 @@
-"""What ``compile`` makes of a Program before it runs: the same results, less to do.
+"""Transform a Program before it is compiled: the same results with less work.
 
 A Step keeps the Program that people gave it, by whose names they fetch. What is compiled is made of that:
 repeated layers are a loop where this gains something, bodies are others where the device is slow at these,
@@ -58,7 +58,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What may be done to a Program before it is compiled.
+    """Options of the transformations of a Program before it is compiled.
 
     Attributes:
         is_on: whether anything may be done that is not asked for.

@@ -17,7 +17,7 @@ from onward.execute.state import State
 
 
 def applied(program: Program, state: State, parameters: Any, data: Sequence[Any]) -> Any:
-    """What a forward Program returns for these parameters and data; what else it reads is in the State.
+    """The results of a forward Program for these parameters and data; all else that it reads is in the State.
 
     Raises:
         ArgumentError: other containers or shapes than it takes, or the wrong number of arguments.

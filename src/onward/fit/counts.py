@@ -32,7 +32,7 @@ class UpdateCounts:
         self.had = Counter(had or {})
 
     def shifts(self, trained: Sequence[str], is_read: bool) -> tuple[int, int]:
-        """What to add to the step counter before these parameters are updated, and afterwards.
+        """The amounts to add to the step counter before these parameters are updated, and afterwards.
 
         Raises:
             StateError: the counter is read, and they have had different numbers of updates.

@@ -86,14 +86,14 @@ class Evaluator:
         return out
 
     def activation(self, layer: Any) -> Any:
-        """What a layer gave in the last ``forward``.
+        """The value of a layer in the last ``forward``.
 
         Args:
             layer: its name, the Variable, or what the layer returned outside of a trace.
 
         Raises:
             StateError: nothing was run forward yet.
-            UnknownNameError: no Variable bears this name.
+            UnknownNameError: no Variable has this name.
             ArgumentError: it needs data that was not given.
         """
         if self._seen is None or self._out is None:

@@ -90,7 +90,7 @@ class Model:
         return self.state[name]
 
     def __call__(self, parameters: Any, *data: Any) -> Any:
-        """What the network returns for these parameters, when nothing is trained: a pure function.
+        """Evaluate the network at test time with these parameters: a pure function.
 
         It can be part of a loss, so that a network from a file is trained for something else. Nothing is
         dropped, and what the network itself carries, such as statistics, is read as it is now.
@@ -184,7 +184,7 @@ class Model:
         return self.once("test", lambda: _test_program(self.topology))
 
     def once(self, request: Hashable, make: Callable[[], T]) -> T:
-        """What answers a request, made once and shared by everything that uses this model."""
+        """The object that answers a request, made once and shared by everything that uses this model."""
         found: T | None = self._made.get(request)
         if found is None:
             with self.lock:
@@ -199,7 +199,7 @@ class Model:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is asked of a test Program: further names, and which data is given (None: all of it)."""
+    """A request to a test Program: further names, and which data is given (None: all of it)."""
 
     fetch: tuple[str, ...] = ()
     given: frozenset[str] | None = None

@@ -90,7 +90,7 @@ class Owners:
 
         Raises:
             StateError: it reads what several optimizers keep, or what a checkpoint keeps for another one; or
-                two layers that nobody named would share a parameter.
+                two unnamed layers would share a parameter.
         """
         new = [v for v in program.state if v not in self._stored]
         self._expect_makers(program, new)

@@ -29,7 +29,7 @@ class Progress:
     """Epoch, steps and examples per second, and the latest metrics, in a terminal or a notebook.
 
     Args:
-        total: steps in all, or None when nobody knows.
+        total: steps in all, or None if that is unknown.
         enabled: whether to show anything; None: when stderr is a terminal, or in a notebook.
         description: stands before the bar.
         start: how many of these steps were done before, in a training that is resumed.

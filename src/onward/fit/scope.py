@@ -85,7 +85,7 @@ class Scope(Mapping[str, Any]):
             owner: the optimizer of the training Program that it is a part of.
 
         Raises:
-            StateError: a Variable of another type bears the name, or nothing says how to begin.
+            StateError: a Variable of another type has the name, or nothing says how to begin.
         """
         names = self.owners.names(program, owner)
         whole = Layout.of(program).whole

@@ -113,9 +113,9 @@ class Session:
         Raises:
             ArgumentError: data that is missing, misspelt, or of another shape or dtype.
             GraphError: targets of several Programs, or of another one.
-            UnknownNameError: a target or fetch that no Variable bears.
+            UnknownNameError: a target or fetch that names no Variable.
             StateError: a Variable without a first value; two layers outside of a function that were numbered
-                alike, each traced apart, because nobody named them; or parameters together that had different
+                alike, each traced apart, because they are unnamed; or parameters together that had different
                 numbers of updates, by an optimizer that reads its step counter.
         """
         try:
@@ -193,7 +193,7 @@ class Session:
         self.scope[name] = value
 
     def _plan(self, targets: list[Any], fetch: list[Any], fed: Mapping[str, Any]) -> _RunPlan:
-        """What to run for these targets, from memory if they were run before."""
+        """The plan for these targets, from the cache if they were run before."""
         if not targets and not fetch:
             raise ArgumentError("run was given neither target nor fetch: there is nothing to run.")
         program = self._chosen([*targets, *fetch], fed)
@@ -248,7 +248,7 @@ class _RunPlan:
         self.owner, self.part = owner_of(aimed.program), CountedPart.of(self.step.program)
 
     def data(self, fed: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the step reads of the feed, in its order."""
+        """The data of the feed that the step reads, in its order."""
         return self.step.feeds.named((), {name: x for name, x in fed.items() if name in self.reads})
 
     def check(self, fed: Mapping[str, Any]) -> None:
@@ -273,7 +273,7 @@ def _named(feed: Mapping[Any, Any] | None) -> dict[str, Any]:
 
 
 def _key(target: Any) -> Any:
-    """What a target is remembered by: names by value, everything else by identity."""
+    """The cache key of a target: names by value, everything else by identity."""
     if isinstance(target, Target):
         return id(target.program), id(target.op)
     return target if isinstance(target, str) else id(target)

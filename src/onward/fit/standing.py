@@ -44,7 +44,7 @@ class Standing:
     words: Mapping[str, str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON data."""
+        """The part of it that a checkpoint keeps, as JSON data."""
         kept = {name: getattr(self, name) for name in _KEPT}
         return {**kept, "metrics": {name: plain(float(x)) for name, x in self.metrics.items()}}
 

@@ -1,4 +1,4 @@
-"""What a Session is asked to run: from targets of all kinds to a Program and names in it."""
+"""Resolve the targets of a Session, of all kinds, to a Program and names in it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def listed(choice: Any) -> list[Any]:
 
 
 def aim(program: Program, targets: Sequence[Any], fetch: Sequence[Any]) -> Aim:
-    """What to compute for these targets; with an update also the step counter, keys and statistics.
+    """List what to compute for these targets; with an update also the step counter, keys and statistics.
 
     Raises:
         GraphError: a target of another Program.
-        UnknownNameError: a name that no Variable of the Program bears.
+        UnknownNameError: a name that no Variable of the Program has.
     """
     wanted = [v for target in targets for v in _variables(program, target)]
     names = tuple(_found(program, f).name for f in fetch)
@@ -125,7 +125,7 @@ def _found(program: Program, target: Any) -> Variable:
 def _goes_along(
     program: Program, old: Variable, new: Variable, wanted: Sequence[Variable], needed: set[Variable]
 ) -> bool:
-    """Whether a state Variable moves on because of what is run, though nobody names it."""
+    """Whether a run also updates this state Variable, though no target names it."""
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
         return old in needed
     maker = next(op for op in program.ops if new in op.outputs) if new not in program.state else None

@@ -55,7 +55,7 @@ class Telling:
                 callback(owed.popleft())
 
     def owed_to(self, callback: Any) -> tuple[Event, ...]:
-        """What one callback has not heard, of what a checkpoint keeps."""
+        """The events that one callback has not heard, of the kinds that a checkpoint keeps."""
         found = (o for c, o in zip(self.callbacks, self._owed, strict=True) if c is callback)
         return tuple(event for event in next(found, ()) if event.kind in _KEPT)
 
@@ -68,7 +68,7 @@ class Telling:
         return [{"name": n, "state": s, "owed": [*map(_event, o)]} for n, s, o in told if s is not _LOST]
 
     def expect(self, told: Sequence[Mapping[str, Any]] | None) -> None:
-        """What a checkpoint says of callbacks, for those of the training to come."""
+        """Keep what a checkpoint says of callbacks for those of the training to come."""
         self._waiting = told
 
     def restore(self, before: Telling, trainer: Any, strict: bool | None) -> None:
@@ -107,7 +107,7 @@ def _expect_both(callback: Any) -> None:
 
 
 def _names(callbacks: Callbacks) -> list[str]:
-    """What each is found by in a checkpoint: its class, and which one of that class it is."""
+    """The name of each callback in a checkpoint: its class, and which one of that class it is."""
     seen: dict[str, int] = {}
     named = []
     for name in map(_name, callbacks):

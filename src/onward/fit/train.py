@@ -87,7 +87,7 @@ def train(
     check_finite: bool = False,
     **options: Any,
 ) -> Trainer:
-    """Train a cost on what a reader yields; the first batch shows the shapes that nobody wrote.
+    """Train a cost on what a reader yields; shapes that were left open are those of the first batch.
 
     Args:
         cost: what a cost layer returned, a traced Program, or a function that declares what it needs; or a
@@ -185,7 +185,7 @@ def _peeked(reader: Any) -> tuple[Any, Any]:
 
 
 def _told(cost: Any) -> tuple[Optimizer, dict[str, Any]]:
-    """What ``optimize`` was told about a cost."""
+    """The optimizer and the options that ``optimize`` was given for a cost; Adam(1e-3) if none."""
     try:
         return _optimizers.get(cost, (Adam(1e-3), {}))
     except TypeError:  # nothing that can be remembered

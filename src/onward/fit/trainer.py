@@ -275,7 +275,7 @@ class Trainer:
         return self._state[name]
 
     def plan(self) -> StepPlan:
-        """What was done to the training Program before it was compiled; see ``Step.plan``."""
+        """The changes made to the training Program before it was compiled; see ``Step.plan``."""
         return self._step.plan()
 
     def replace(self, values: Mapping[str, Any]) -> None:
@@ -317,7 +317,7 @@ class Trainer:
     def joined(self) -> State:
         """The Model's values and the Trainer's own as the State of the training Program; no copy.
 
-        Where each device has parameters of its own, they follow what somebody else gave the model.
+        Where each device has parameters of its own, they follow values that others gave the model.
         """
         model, before = self.model.state, self._taken
         if model is before:

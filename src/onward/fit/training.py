@@ -51,7 +51,7 @@ Loop = Callable[[Iterator[NumberedBatch]], None]
 
 
 class Training:
-    """What a Trainer's ``train`` does around its steps."""
+    """One run of a Trainer's ``train``: everything around its steps."""
 
     def __init__(
         self,
@@ -295,9 +295,9 @@ class Training:
         self.event(EventKind.CHECKPOINT, {"path": path})
 
     def rescue(self, interrupt: BaseException) -> None:
-        """Save before Ctrl-C, SIGTERM or ``sys.exit`` ends the training; why that failed is said.
+        """Save before Ctrl-C, SIGTERM or ``sys.exit`` ends the training; if that fails, say why.
 
-        Whoever catches the interrupt finds the Trainer in it.
+        The interrupt carries the Trainer as its attribute ``trainer``.
         """
         if self.interrupts.uninterrupted.termination is not None:
             self.interrupts.uninterrupted.termination.answer()

@@ -24,7 +24,7 @@ def training_program(
     merge: Merge | None,
     check_finite: bool,
 ) -> Program:
-    """What a Trainer runs; the arguments are its own.
+    """The training Program that a Trainer runs; the arguments are the Trainer's.
 
     Raises:
         ArgumentError: the optimizer is none, or the Program keeps other Variables than the model.

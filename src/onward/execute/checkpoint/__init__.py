@@ -1,1 +1,1 @@
-"""What is on disk: whole checkpoints, or none."""
+"""Checkpoints on disk: written whole, or not at all."""

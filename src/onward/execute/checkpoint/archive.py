@@ -32,7 +32,7 @@ NAMED = re.compile(r"(\d{6,18})-step-(\d{1,18})")
 
 
 def name_of(sequence: int, step: int) -> str:
-    """What the folder of a checkpoint is called.
+    """The name of the folder of a checkpoint.
 
     >>> name_of(7, 120)
     '000007-step-120'
@@ -42,7 +42,7 @@ def name_of(sequence: int, step: int) -> str:
 
 @dataclass(frozen=True)
 class Content:
-    """What is to be written: each variable's form and bits by name, and what is said about them."""
+    """The contents of a checkpoint to write: each variable's form and bits by name, and their metadata."""
 
     variables: Mapping[str, tuple[ArrayForm, np.ndarray]]
     sequence: int
@@ -129,7 +129,7 @@ def by_age(found: Sequence[FoundFolder]) -> list[Path]:
 
 
 def newest_first(found: Iterable[FoundFolder]) -> list[FoundFolder]:
-    """The newest first; what tells no age comes last."""
+    """The newest first; folders of unknown age come last."""
     return sorted(found, key=lambda f: (f.place or (-1, -1), f.path.name), reverse=True)
 
 
@@ -149,7 +149,7 @@ def _restore(name: str, v: Stored, found: np.ndarray) -> Any:
 def _time_of_checkpoint(path: Path) -> int | None:
     """When a folder changed; None if it is no checkpoint, or has just been removed by a writer.
 
-    One that bears the name of a checkpoint was one, be it empty by now.
+    A folder with the name of a checkpoint was one, even if it is empty by now.
     """
     try:
         marked = not {entry.name for entry in path.iterdir()}.isdisjoint(MARKS) or NAMED.fullmatch(path.name)

@@ -28,7 +28,7 @@ BackendName: TypeAlias = Literal["safetensors", "orbax"]
 
 
 class Backend(Protocol):
-    """What a store needs of a file format."""
+    """The interface that a store of checkpoints requires of a file format."""
 
     name: ClassVar[BackendName]
 

@@ -1,4 +1,4 @@
-"""Writing beside the training: in a thread, what went wrong told to whoever waits."""
+"""Write beside the training, in a thread, and report errors to the caller that waits for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WritingThread:
         self._notes: list[str] = []
 
     def note(self, text: str) -> None:
-        """What whoever waits shall be warned about."""
+        """Keep a warning for the caller that waits for the writing."""
         self._notes.append(text)
 
     def run(self, write: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class WritingThread:
             atexit.register(self._report)
 
     def _report(self) -> None:
-        """Print an error, or what was to be warned about, for which nobody waited."""
+        """Print an error, and the warnings, for which no caller waited."""
         if self._error is not None:
             print(f"CheckpointError: {self._error}", file=sys.stderr)
         for note in self._notes:

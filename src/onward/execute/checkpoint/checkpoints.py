@@ -381,7 +381,7 @@ class Checkpoints:
         return sorted(having, key=lambda e: sign * e.metrics[best])
 
     def _candidates(self, which: str | os.PathLike[str]) -> list[Path]:
-        """What to try, the first choice last."""
+        """List the checkpoints to try, the first choice last."""
         if which not in ("latest", "best"):
             return _up_to(by_age(look(self.folder)), Path(which))
         found = self._by_metric() if which == "best" else by_age(look(self.folder))
@@ -399,7 +399,7 @@ class Checkpoints:
 
 
 def store_of(checkpoints: Any) -> Checkpoints | None:
-    """What a person gave as ``checkpoints=``: a store, or a folder of which one is made.
+    """The store for ``checkpoints=``: the given one, or one made from a folder; None if none was given.
 
     Raises:
         ArgumentError: anything else.

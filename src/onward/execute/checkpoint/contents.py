@@ -1,4 +1,4 @@
-"""What a loop of one's own saves: a State, and beside it the place in the data, a random key, a history."""
+"""The checkpoint of a user's own loop: a State, the position in the data, a random key, a history."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Folders that appear whole or not at all, and vanish the same way.
 
-A folder is filled under a temporary name, forced to the disk, and renamed. Whoever is killed half way leaves
-only names that begin with ``.part-`` or ``.trash-``, which nobody reads and the next writer sweeps away.
+A folder is filled under a temporary name, forced to the disk, and renamed. A process killed half way leaves
+only names that begin with ``.part-`` or ``.trash-``, which are never read; the next writer removes them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _is_stale(name: str, pid: int) -> bool:
-    """Whether nobody on this host writes to a temporary folder any more."""
+    """Whether no process on this host writes to a temporary folder any more."""
     if pid == os.getpid():
         return name not in _writing
     try:

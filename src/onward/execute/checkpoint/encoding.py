@@ -36,7 +36,7 @@ KEY = "key"
 
 @dataclass(frozen=True)
 class ArrayForm:
-    """What an array is once it is decoded: a dtype by name, a shape, and for random keys their generator.
+    """The form of an array once it is decoded: a dtype by name, a shape, and for random keys their generator.
 
     >>> ArrayForm("bfloat16", (3,)).stored_dtype, ArrayForm("complex128", (3,)).stored_shape
     (dtype('uint16'), (3, 2))

@@ -1,4 +1,4 @@
-"""What a person gives to a store of checkpoints is looked at when it is given."""
+"""Check the arguments of a store of checkpoints as soon as they are given."""
 
 from __future__ import annotations
 

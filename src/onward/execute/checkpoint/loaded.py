@@ -1,4 +1,4 @@
-"""What a checkpoint gives back, and what its manifest tells without reading it."""
+"""A loaded checkpoint, and an entry that its manifest describes without reading the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onward.execute.loop.history import History
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved: arrays by name (NumPy, or JAX arrays of random keys), and what was said about them."""
+    """A loaded checkpoint: arrays by name (NumPy, or JAX arrays of random keys), and their metadata."""
 
     arrays: Mapping[str, Any]
     step: int

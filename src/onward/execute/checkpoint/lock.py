@@ -1,7 +1,7 @@
 """One writer for a folder: a lock of the operating system on a file in it, which ends with its process.
 
-The lock is on the file, not that the file exists: what a killed process leaves behind stands in nobody's way.
-The file says who holds it, for the message of the one who has to wait.
+The lock is on the file, not that the file exists: the file that a killed process leaves behind blocks none.
+It says which process holds the lock, for the message of one that has to wait.
 """
 
 from __future__ import annotations

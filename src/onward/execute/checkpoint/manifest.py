@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and whether that is true.
+"""The manifest of a checkpoint, and whether its files agree with it.
 
 ``manifest.json`` lists every file with its size and SHA-256 and every variable with its dtype, shape and
 CRC-32; ``manifest.sha256`` seals the manifest. So a changed bit anywhere is found, and the variable in which
@@ -112,13 +112,13 @@ class Manifest:
         )
 
     def expected(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What the backend has to read, by key."""
+        """The shapes and dtypes that the backend has to read, by key."""
         forms = {v.key: v.form for v in self.variables.values()}
         return {key: jax.ShapeDtypeStruct(f.stored_shape, f.stored_dtype) for key, f in forms.items()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and its seal; raises ValueError if nobody would read one so large."""
+    """Write the manifest and its seal; raises ValueError if it is too large to be read again."""
     data = manifest.to_bytes()
     if len(data) > LARGEST:
         raise ValueError(
@@ -156,7 +156,7 @@ def check_files(folder: Path, manifest: Manifest, backend: Backend) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a checkpoint, and which of its files is damaged, if it is one of them."""
+    """A fault in a checkpoint, and the damaged file if the fault lies in one."""
 
     sentence: str
     file: str | None = None

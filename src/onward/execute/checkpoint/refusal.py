@@ -1,4 +1,4 @@
-"""The words in which a folder is refused that holds another run."""
+"""The error message that refuses a folder which holds another run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onward.execute.checkpoint.identity import moment
 
 
 def of_another_run(folder: Path, found: Sequence[FoundFolder]) -> str:
-    """What a folder holds, and both ways out."""
+    """The message for a folder that holds another run: its contents, and both ways out."""
     placed = [f.place[1] for f in reversed(newest_first(found)) if f.place is not None]
     steps = [str(step) for step in placed] or ["unknown"]
     listed = ", ".join(steps if len(steps) < 8 else [*steps[:3], "...", *steps[-3:]])

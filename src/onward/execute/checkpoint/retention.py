@@ -56,7 +56,7 @@ def superfluous(
     keep: int,
     is_whole: Callable[[FoundFolder], bool],
 ) -> list[FoundFolder]:
-    """What is not needed beside ``keep`` whole ones and the best whole one, of a run's checkpoints.
+    """List a run's checkpoints not needed beside the ``keep`` newest whole ones and the best whole one.
 
     Args:
         newest: all, the newest first.
@@ -74,7 +74,7 @@ def superfluous(
 
 
 def _print(path: Path) -> Print:
-    """What tells whether somebody touched the data; the manifest is read every time."""
+    """The name, size, times and inode of each data file, to detect changes; the manifest is always read."""
     stats = (
         (name, file.stat()) for name, file in sorted(files_in(path).items()) if name not in (MANIFEST, SEAL)
     )

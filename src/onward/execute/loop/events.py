@@ -1,4 +1,4 @@
-"""What a training loop tells its callbacks, and the callback that ends a training which no longer improves.
+"""The events of a training loop for its callbacks, and a callback that ends one that no longer improves.
 
 A callback is any function of one Event. It reads; to end the training it raises StopTraining:
 
@@ -111,7 +111,7 @@ class EarlyStop:
             self._complain()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a Trainer's checkpoint keeps, for a resumed training to stop when the whole one would have."""
+        """The state for a Trainer's checkpoint: a resumed training stops when the whole one would have."""
         return {"best": self._best, "waited": self._waited, "kind": self._kind}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

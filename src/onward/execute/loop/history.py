@@ -1,7 +1,7 @@
 """The numbers of a training, one record a step, kept without waiting for the device.
 
 A step returns its loss before it is computed. History keeps the promise, and turns promises into numbers in
-bulk: when somebody reads, or when a record is so old that it has long been computed.
+bulk: when it is read, or when a record is so old that it has long been computed.
 
 >>> history = History()
 >>> for step in range(1, 4):

@@ -212,7 +212,7 @@ class Termination:
             raise Terminated
 
     def answer(self) -> None:
-        """Somebody saves now: do not ask again. The time goes on."""
+        """Note that the state is being saved: do not ask again. The time goes on."""
         self.pending, self.is_answered = False, True
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""What readers and callbacks remember, as the JSON data of a checkpoint, and back.
+"""Convert the state of readers and callbacks to the JSON data of a checkpoint, and back.
 
 >>> told = plain({"best": float("inf"), "seen": (1, b"x"), "mean": np.float32(0.5)})
 >>> told

@@ -45,7 +45,7 @@ def prefetched(iterator: Iterator[T], size: int, place: Callable[[T], T]) -> Gen
 
 
 class _Ahead(Generic[T]):
-    """What the thread and its consumer share.
+    """The state that the thread and its consumer share.
 
     A free place is a True in ``places``, so that the thread waits only for its consumer and never to hand
     something over. Both queues are C: an interrupt cannot leave a lock behind, as in ``queue.Queue``.

@@ -68,7 +68,7 @@ class WatchHistory(Sequence[WatchedStep]):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What is watched, such as ``"grad(w)"``."""
+        """The labels of the watched values, such as ``"grad(w)"``."""
         return tuple(dict.fromkeys(label for moment in self for label in moment.seen))
 
     @property

@@ -1,4 +1,4 @@
-"""What a Step looks at before and after it runs: whether training stopped, and where it became not finite.
+"""The checks of a Step before and after it runs: whether training stopped, and where NaN or infinity arose.
 
 The step itself tells whether it was finite, and changes nothing if not, nor do the steps after it. So the
 host need not wait: it looks at what is known by now, and at what is two calls old. A step that was not finite
@@ -34,7 +34,7 @@ _AT_LEAST = 64  # calls after which a State of which nothing is known is waited 
 
 
 class _CallVerdict(NamedTuple):
-    """What a call said of its steps, which may still be computing, and their batches."""
+    """Whether each step of a call was finite, which may still be computing, and the batches of the steps."""
 
     finite: Any
     batches: Sequence[Arguments]
@@ -48,7 +48,7 @@ class _CallLine(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody can go on from that State."""
+        """Whether no step can continue from that State: its flag is gone, or deleted."""
         return (flag := self.flag()) is None or is_deleted(flag)
 
 
@@ -104,7 +104,7 @@ class Checked:
         return flag if is_one else None
 
     def _verdicts(self, flag: Any) -> tuple[_CallVerdict, ...]:
-        """What is open of the State with this flag."""
+        """The verdicts still open for the calls that led to the State with this flag."""
         line = self._lines.get(id(flag))
         return line.verdicts if line is not None and line.flag() is flag else ()
 

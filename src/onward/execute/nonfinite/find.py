@@ -53,7 +53,7 @@ def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> N
 
 
 def looked_at(program: Program, flags: Flags) -> list[Variable]:
-    """What must be finite: the loss, gradients, next state that was not infinite before; or the outputs."""
+    """The Variables that must be finite: loss, gradients, next state not infinite before; or the outputs."""
     check = check_of(program)
     before = {new: old for old, new in program.next_state.items()}
     if check is None:
@@ -115,7 +115,7 @@ class _ObservedStep:
         self.data = values
 
     def flags(self) -> Flags:
-        """What is not finite among all values."""
+        """Compute the flags of all floats: which are NaN or infinite."""
         watched = floats(self.program)
         if not watched:
             return {}
@@ -124,7 +124,7 @@ class _ObservedStep:
         return dict(zip(watched, by_variable, strict=True))
 
     def values(self, variables: Sequence[Variable], device: int) -> list[Any]:
-        """What these hold on a device."""
+        """Compute the values of these Variables on a device."""
         distinct = list(dict.fromkeys(variables))
         found = self._results(lifted(self.program, distinct))
         each = [x.reshape(-1, *v.shape) for x, v in zip(found, distinct, strict=True)]

@@ -1,4 +1,4 @@
-"""What is told of the first value that was not finite."""
+"""The report on the first value that was not finite."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class NonFinite:
 
     @property
     def advice(self) -> str:
-        """What usually helps."""
+        """The remedy that usually helps."""
         if self.op is None:
             return _GIVEN.get(self.variable.kind, _BEFORE)
         if self.is_written:

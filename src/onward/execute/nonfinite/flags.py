@@ -1,4 +1,4 @@
-"""What of a value is not finite, as three flags: NaN, infinity, minus infinity.
+"""Three flags that tell how a value is not finite: NaN, infinity, minus infinity.
 
 >>> import jax.numpy as jnp
 >>> flags_of(jnp.array([1.0, -jnp.inf])).tolist()

@@ -89,7 +89,7 @@ class _ProgramWithin:
     names: Sequence[str]
 
     def name(self, v: Variable) -> str:
-        """What a person calls a Variable of it."""
+        """The name of one of its Variables as users know it."""
         return dict(zip(self.program.inputs, self.names, strict=False)).get(v, v.name)
 
 
@@ -207,6 +207,6 @@ def _while(
 
 
 def _operands(body: Body, values: Sequence[Any]) -> list[Any]:
-    """What the equation is called with: the values, and the numbers that stand in it."""
+    """The operands of the equation: the given values, and the numbers written in it."""
     written = iter(numbers(body))
     return [values[x] if isinstance(x, int) else next(written) for x in body.operands]

@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Numbers:
-    """What an array holds.
+    """A summary of the numbers in an array.
 
     Attributes:
         name, type: of its Variable.
@@ -39,7 +39,7 @@ class Numbers:
 
     @classmethod
     def of(cls, name: str, value: Any) -> Self:
-        """What this array holds."""
+        """Summarize this array."""
         kind = f"{value.dtype}[{','.join(map(str, value.shape))}]"
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return cls(name, kind, value.size)
@@ -55,12 +55,12 @@ class Numbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers are."""
+        """Whether all numbers are finite."""
         return self.nan == self.infinite == 0
 
     @property
     def bad(self) -> str:
-        """What is not finite, in words: ``3 of 8 are NaN and 1 is infinite, the first at [0, 2]``."""
+        """The non-finite values in words: ``3 of 8 are NaN and 1 is infinite, the first at [0, 2]``."""
         counts = [(self.nan, "NaN"), (self.infinite, "infinite")]
         if self.size == 1:
             return next((word for count, word in counts if count), "finite")
@@ -74,7 +74,7 @@ class Numbers:
 
     @property
     def range(self) -> str:
-        """What is finite, in words: ``from 0 to 3, mean 1.5``."""
+        """The range of the finite values, in words: ``from 0 to 3, mean 1.5``."""
         if self.low is None or self.high is None or self.mean is None:
             return ""
         if self.low == self.high:
@@ -83,7 +83,7 @@ class Numbers:
 
     @property
     def words(self) -> str:
-        """Both."""
+        """The values that are not finite, if any, and the range of the others."""
         if self.is_finite:
             return self.range
         return f"{self.bad}; the others {self.range}" if self.range else self.bad

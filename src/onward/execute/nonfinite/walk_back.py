@@ -1,4 +1,4 @@
-"""From what must be finite and is not, back through what is not finite either, to the op that began it.
+"""Walk back from a value that must be finite and is not, through others like it, to the op that began it.
 
 A value that is not finite and reaches nothing that is looked at is harmless: minus infinity in a mask, which
 a softmax makes zero. So the walk begins at the end. It follows a NaN through NaNs only, for an infinity
@@ -59,7 +59,7 @@ class FaultWalk:
     given: list[FaultOrigin]
 
     def first(self, program: Program) -> FaultOrigin | None:
-        """The one to tell of: what was given before what was made, what was made before what was meant."""
+        """The origin to report: a given value before a computed one, a computed one before one on purpose."""
         number = {op: i for i, op in enumerate(program.ops)}
         order = {v: i for i, v in enumerate((*program.inputs, *program.state))}
         if self.given:
@@ -109,7 +109,7 @@ def walk_back(program: Program, flags: Flags, starts: Iterable[BadValue], device
 
 
 def _before(op: Op, flags: Flags, place: BadValue, devices: int) -> list[BadValue]:
-    """What an op reads that may have made a place what it is: NaNs for a NaN, if there are any."""
+    """The inputs of an op that may have made a value not finite: for a NaN only NaNs, if there are any."""
     found = [
         BadValue(v, d, bad)
         for d in (range(devices) if op.body.collectives else (place.device,))

@@ -1,4 +1,4 @@
-"""A thread that works for somebody who may not wait for the end.
+"""A worker thread for a caller that may not wait for the end of the work.
 
 >>> background = TaskThread("worker")
 >>> background.begin(lambda: 6 * 7)
@@ -32,7 +32,7 @@ class TaskThread:
         self._work.put(work)
 
     def result(self, timeout: float | None) -> tuple[Any, BaseException | None] | None:
-        """What the work returned, and what it raised; None if it is not done."""
+        """The return value of the work, and the exception that it raised; None if it is not done."""
         try:
             return self._done.get(timeout=timeout)
         except Empty:

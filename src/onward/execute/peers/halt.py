@@ -1,8 +1,8 @@
 """Whether all processes end before the same step, of which one or several were asked to: a pure function.
 
 No process finishes a step before all have begun it, so where one that was asked to end has not begun the next
-step, nobody has finished that. One that does not know of it may have begun it: then all take part in it.
-Who says that it would halt begins the step only after somebody else has, or after all have said so.
+step, none has finished that. One that does not know of it may have begun it: then all take part in it.
+A process that says it would halt begins the step only after another has, or after all have said so.
 
 >>> from onward.execute.peers.heartbeat import LastWord, Member, PeerWord
 >>> members = [Member(("127.0.0.1", 0), "spark", 4241 + i) for i in range(2)]
@@ -26,7 +26,7 @@ _PATIENCE = 4
 
 
 def all_halt(view: PeerView) -> bool | None:
-    """Whether all end before ``view.step``; None: somebody has yet to say so, or to begin it."""
+    """Whether all end before ``view.step``; None while a process has yet to say so, or to begin it."""
     yet = [i for i in view.others if view.heard[i].word.halt != view.step]
     if not yet:
         return True

@@ -1,6 +1,6 @@
-"""What the processes of one computation tell each other of themselves, in datagrams.
+"""The datagrams in which the processes of one computation report their progress to each other.
 
-A process that died tells nothing; its silence is what gives it away. Each one says about every quarter of a
+A process that died sends nothing, and is known by its silence. Each one says about every quarter of a
 second, and when a step begins or ends, how far it is. Datagrams carry a code that only those can make who
 know the token of the run, and are numbered: what is forged, damaged or said twice is dropped unread.
 
@@ -33,7 +33,7 @@ _LARGEST = _HEAD.size + _TEXT + _CODE
 
 
 class Status(IntEnum):
-    """What a process does."""
+    """The status of a process."""
 
     RUNNING = 0
     FINISHED = 1  # its program came to its end
@@ -65,7 +65,7 @@ class Member:
 
 @dataclass(frozen=True)
 class PeerWord:
-    """What a process says of itself.
+    """The report of a process on its own progress.
 
     Args:
         begun: the last step that it began; the first one is step 1.

@@ -1,4 +1,4 @@
-"""What the processes of one computation know of each other, so that none waits for ever for a dead one.
+"""The processes of one computation watch each other, so that none waits for ever for a dead one.
 
 A step over several processes ends when all take part. When one dies, is stopped, or has no data left, the
 others block inside XLA, where Python reaches nothing. ``Peers`` runs the step in a thread of its own, waits
@@ -43,7 +43,7 @@ _INTERRUPTED = (
 
 
 class Peers:
-    """What the processes of one computation know of each other: who is alive, and how far each one is.
+    """The processes of one computation, as one of them knows them: which are alive, and how far each one is.
 
     Every process makes one with ``Peers.meet()``. The constructor is for processes that found each other in
     another way.
@@ -209,7 +209,7 @@ class Peers:
         return found is not False
 
     def _word(self, begun: int, finished: int) -> PeerWord:
-        """What this process says of itself."""
+        """The report of this process on its own progress."""
         return PeerWord(begun, finished, text=self._label, halt=self._halt)
 
     def _run(self, step: _WaitedStep, work: Callable[[], T]) -> T:
@@ -242,7 +242,7 @@ class _WaitedStep:
 
     @property
     def view(self) -> PeerView:
-        """What is known now."""
+        """The processes as they are known now."""
         heard = self.heartbeat
         silence = SILENCE * heard.interval
         return PeerView(
@@ -263,7 +263,7 @@ class _WaitedStep:
             self.heartbeat.news.wait(self.moment)
 
     def wait_for_end(self, background: TaskThread) -> tuple[Any, BaseException | None]:
-        """What the work returned, and what it raised.
+        """Wait for the work; return its value, and the exception that it raised.
 
         Raises:
             PeerError: it cannot end, or the time is over.
@@ -276,7 +276,7 @@ class _WaitedStep:
         return done
 
     def is_fault_of_others(self, error: BaseException) -> bool:
-        """Whether it is an error of the exchange, or one that came when somebody was missing."""
+        """Whether it is an error of the exchange, or one raised while a process was missing."""
         if not isinstance(error, Exception) or isinstance(error, OnwardError):
             return False
         if OF_THE_EXCHANGE.search(str(error)):
@@ -286,7 +286,7 @@ class _WaitedStep:
         return bool(self.view.kinds & GONE)
 
     def failed(self, error: BaseException) -> PeerError:
-        """What to raise when the work raised."""
+        """The error to raise when the work raised one."""
         found = self._error("failed in the exchange between the processes")
         return PeerError(f"{found} The error was: {summary(error)}")
 
@@ -308,7 +308,7 @@ class _WaitedStep:
             raise self._error(f"did not end within {self.deadline:g} s")
 
     def _error(self, what: str) -> PeerError:
-        """What happened, and because of whom."""
+        """The error that says what happened, and because of which process."""
         self._settle()
         return PeerError(f"Step {self.number} {what}. {verdict(self.view)}")
 

@@ -33,7 +33,7 @@ _SIZE = 512  # bytes of a card
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a process knows after all have met.
+    """The members of a computation and the mailbox of one of them, after all have met.
 
     Args:
         index: which of the members it is.
@@ -73,7 +73,7 @@ def summary(error: BaseException) -> str:
 
 
 def _card(near: socket.socket, far: socket.socket) -> dict[str, Any]:
-    """What a process says of itself."""
+    """The card of this process: its index, host, pid, both addresses, and a token."""
     return {
         "index": jax.process_index(),
         "host": own_host(),
@@ -101,7 +101,7 @@ def _exchange(card: dict[str, Any], deadline: float | None) -> list[dict[str, An
 
 
 def _gathered(data: bytes) -> np.ndarray:
-    """What each device was given by its process, uint8 [devices, len(data)].
+    """Gather the bytes that each device was given by its process, uint8 [devices, len(data)].
 
     The first collective over all devices opens their connections, for which gloo waits 30 s and no longer.
     ``live_devices`` waits as long as it takes, and here does nothing else.

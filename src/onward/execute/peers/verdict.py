@@ -65,7 +65,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class PeerView:
-    """What process ``index`` knows while it waits in a step.
+    """The processes as process ``index`` knows them while it waits in a step.
 
     Args:
         index: which of the members it is.
@@ -175,7 +175,7 @@ def _deed(view: PeerView, kind: PeerState, heard: LastWord) -> str:
 
 
 def _program(label: str) -> str:
-    """What a label begins with: which Program it is that runs."""
+    """The Program that a label names at its beginning; empty if it names none."""
     return label.partition(",")[0] if label.startswith("Program ") else ""
 
 

@@ -27,17 +27,17 @@ class Family:
     varies: tuple[bool, ...]
 
     def column(self, position: int) -> tuple[Variable, ...]:
-        """What the members read at this position."""
+        """The Variables that the members read at this position."""
         return tuple(op.inputs[position] for op in self.ops)
 
     @property
     def columns(self) -> list[tuple[Variable, ...]]:
-        """What differs from member to member, input by input."""
+        """The Variables that differ from member to member, input by input."""
         return [self.column(i) for i, varies in enumerate(self.varies) if varies]
 
     @property
     def results(self) -> list[tuple[Variable, ...]]:
-        """What the members make, output by output."""
+        """The Variables that the members make, output by output."""
         return list(zip(*(op.outputs for op in self.ops), strict=True))
 
     def reordered(self, order: Sequence[int]) -> Family:
@@ -113,7 +113,7 @@ class _Colours:
         return v.kind, tuple(sorted(set(around)))
 
     def _around(self, v: Variable) -> Iterable[tuple[int, int, int]]:
-        """What reads and makes a Variable, and at which place; of what joins no family, only stacks count."""
+        """The ops that read and make a Variable, and at which place; outside families only stacks count."""
         maker = self._makers.get(v)
         reads = [(op, op.inputs.index(v)) for op in self._readers.get(v, ()) if self._counts(op)]
         makes = [(maker, -1 - maker.outputs.index(v))] if maker is not None and self._counts(maker) else []

@@ -1,4 +1,4 @@
-"""A Program over buffers from a Program over Variables: what runs, where the other is what people see."""
+"""Make the Program over buffers, which runs, from the Program over Variables, which users see."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class _Packing:
         self.ops.append(Op(kind, inputs, (output,), body, self.made_by, update=UpdateType.BOOKKEEPING))
 
     def following(self, buffer: Buffer) -> Variable:
-        """What replaces a buffer: itself, if nothing of it changes."""
+        """The Variable that replaces a buffer: the buffer's own, if nothing in it changes."""
         members = self.members[buffer]
         after = tuple(self.program.next_state.get(v, v) for v in members)
         if after == members:
@@ -269,7 +269,7 @@ def _members(unit: Unit) -> tuple[Op, ...]:
 
 
 def pattern_of(names: Sequence[str]) -> str:
-    """What several names have in common, and ``*`` where they differ.
+    """The common parts of several names, with ``*`` where they differ.
 
     >>> pattern_of(["layers/0/w", "layers/1/w"])
     'layers/*/w'

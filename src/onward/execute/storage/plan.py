@@ -85,7 +85,7 @@ class _Planning:
             self.groups[v] = buffer
 
     def stack_rolled(self) -> None:
-        """What a stack in the Program is made of, and what is updated along with it."""
+        """Stack the Variables that a stack in the Program is made of, and those updated along with them."""
         stacks = [op.inputs for op in self.program.ops if is_stack(op)]
         for members in stacks:
             self.share(members, BufferForm.STACKED, _ROLLED)
@@ -94,7 +94,7 @@ class _Planning:
                 self._stack(together, _ROLLED)
 
     def stack_families(self) -> None:
-        """What one op can update, where it is small."""
+        """Stack the small Variables that one op can update."""
         for together in components(families_of(self.program)):
             columns = [column for f in together for column in f.columns]
             if len(columns[0]) >= _FEW and all(_is_small(column[0]) for column in columns):
@@ -113,11 +113,11 @@ class _Planning:
         return list(enumerate({id(b): b for b in self.groups.values()}.values()))
 
     def stack_alike(self) -> None:
-        """What is small and of one type, and changes or stays alike."""
+        """Stack the small Variables of one type and kind that either all change or all stay."""
         self._by(lambda v: (v.shape, v.dtype, v.kind), BufferForm.STACKED, _LIKE)
 
     def lay_end_to_end(self) -> None:
-        """What is small and left over."""
+        """Lay the small Variables that are left over end to end, by dtype."""
         self._by(lambda v: v.dtype, BufferForm.FLAT, _SMALL)
 
     def _by(self, key: Any, form: BufferForm, why: str) -> None:
