@@ -117,3 +117,11 @@ def test_the_tests_above_find_what_they_look_for():
 
 def test_a_class_name_is_one_thing_in_the_whole_house():
     assert [name for name, count in class_names().items() if count > 1 and name not in ("L1", "L2")] == []
+
+
+def test_a_docstring_is_a_plain_sentence():
+    """It does not begin with "What": that names a thing by a riddle, where a noun or a verb would say it."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    found = [(p, node) for p in FILES for node in nodes(p.read_text()) if isinstance(node, kinds)]
+    told = [(str(p.relative_to(HOUSE)), ast.get_docstring(node) or "") for p, node in found]
+    assert [(path, text[:60]) for path, text in told if text.startswith("What ")] == []
