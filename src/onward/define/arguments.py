@@ -1,4 +1,4 @@
-"""What an argument of a traced function is made of: its containers, and a type for every array."""
+"""The structure of an argument of a traced function: its containers, and a type for every array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one traced function declares while it runs: its data, its parameters and state, its layers' names.
+"""The declarations of one traced function while it runs: data, parameters, state and names of layers.
 
 The context is per thread and begins with the trace. ``declare`` holds the functions that people call.
 """
@@ -56,7 +56,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Extra:
-    """What is returned besides the result: next values by name, values to be named, bounded values."""
+    """The values returned besides the result: next values by name, values to be named, bounded values."""
 
     assigned: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Context:
             _local.stack = _local.stack[:-1]
 
     def extras(self) -> list[Any]:
-        """What the trace must return besides the function's result; ``extra`` says what each value is."""
+        """The values that the trace must return besides the function's result; ``extra`` describes each."""
         labels, bounds = list(self.labels.values()), self.bounds
         self.extra = Extra(
             tuple(self.assigned), tuple(n for n, _ in labels), tuple((b.size, b.what) for b in bounds)

@@ -237,7 +237,7 @@ class LazyVariable(Lazy):
 
 
 class LazyCall(Lazy):
-    """What a layer or an operator will return."""
+    """The result that a layer or an operator will return once it is called in a trace."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.function, self.args, self.options = function, args, options
@@ -369,5 +369,5 @@ def _is_lazy(value: Any) -> bool:
 
 
 def leaves(values: Any) -> list[Any]:
-    """What these containers hold, every Lazy whole."""
+    """List the leaves of these containers, with every Lazy as one leaf."""
     return jax.tree.leaves(values, is_leaf=_is_lazy)

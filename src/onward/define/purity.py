@@ -67,7 +67,7 @@ def _whereabouts() -> str:
 
 
 def _named_in(holder: Any) -> dict[Any, Any]:
-    """What a dict holds, or an object by its attributes."""
+    """The items of a dict, or the attributes of an object by name."""
     if isinstance(holder, dict):
         return dict(holder)
     try:

@@ -119,7 +119,7 @@ def trace(
 
 
 def _kind(tree: Any) -> str:
-    """What to call the Program of Lazy values: the layer whose result is asked for."""
+    """The name for a Program of Lazy values: that of the layer whose result is asked for."""
     return getattr(getattr(tree, "function", None), "__name__", "network")
 
 
@@ -176,7 +176,7 @@ class _TracedFunction:
         return self.traces.found((*self._lengths(), self.batch_size), self._program)
 
     def _lengths(self) -> tuple[Any, ...]:
-        """What the graph of the function depends on, but for what it reads from outside."""
+        """All that the graph of the function depends on, except for what it reads from outside."""
         kinds = tuple((s.treedef, s.leaves, tuple(map(_kind_of, s.leaves))) for s in self.data)
         return self.training, kinds, tuple(self.feed.items()), current_axis()
 
@@ -231,7 +231,7 @@ class _TracedFunction:
                 raise ArgumentError(f"{self.name} declares no data {name!r}. {nearest(name, known)}")
 
     def _split(self, returned: Any) -> tuple[Any, list[Any]]:
-        """What the function returns for the person, and the leaves of the next model state."""
+        """Split the function's result into the user's value and the leaves of the next model state."""
         if self.has_aux and not _is_pair(returned):
             raise TraceError(
                 f"{self.name} returned {describe(returned)}. With has_aux=True it must return a pair: "
@@ -334,7 +334,7 @@ def _is_array(value: Any) -> bool:
 
 
 def explaining(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns that runs the user's code under a trace; its failure as a TraceError."""
+    """Call a function that runs the user's code under a trace; its failure becomes a TraceError."""
     try:
         return function(*args)
     except OnwardError:

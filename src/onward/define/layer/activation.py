@@ -91,7 +91,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
 
 
 def activated(x: Any, act: str | Callable[..., Any] | None) -> Any:
-    """What an activation, by name or as a function, makes of the array.
+    """Apply an activation, given by name or as a function, to the array; None leaves it as it is.
 
     Raises:
         ArgumentError: no activation has this name.

@@ -92,7 +92,7 @@ def attention(
 
 
 def _attend(q: Any, k: Any, v: Any, causal: bool, mask: Any, rate: float) -> Any:
-    """What each place takes from what it looks at.
+    """The output of attention: for each place, the mean of the values weighted by softmax scores.
 
     Written out where weights are dropped, and in float64, whose softmax JAX would take in float32.
     """

@@ -1,4 +1,4 @@
-"""What makes a function a layer: a scope of its own, a name for what it returns, Lazy arguments.
+"""The features that make a function a layer: a scope of its own, a name for what it returns, Lazy arguments.
 
 A layer is an ordinary function. Given arrays it computes; in a traced network it declares what it was not
 given; with Lazy arguments, outside of a trace, it returns a Lazy value.

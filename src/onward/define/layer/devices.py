@@ -1,4 +1,4 @@
-"""What a layer computes over the batch, where several devices each hold a part of it.
+"""Computation of layers over the batch when several devices each hold a part of it.
 
 Under ``onward.replicate`` a layer is traced at one device's part; sums and means over examples, and what is
 computed from them, become those of the whole batch by themselves. What has to see all examples at once asks

@@ -1,4 +1,4 @@
-"""What layers expect of the arrays that they are given, and the words when it is not so."""
+"""Requirements of layers on the arrays that they are given, and the errors where they are not met."""
 
 from __future__ import annotations
 

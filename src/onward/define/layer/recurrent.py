@@ -154,7 +154,7 @@ def gru(
 def _projected(
     layer: str, x: Any, size: int, gates: int, w: Any, u: Any, initializer: Initializer | None
 ) -> tuple[Any, Any]:
-    """What x contributes to the gates of every step, and the matrix for what h does."""
+    """The contribution of x to the gates of every step, and the matrix for that of h."""
     expect_axes(layer, x, (3,), _SERIES)
     dtype, width = floating(x), gates * size
     w = weight(w, "w", (x.shape[-1], width), dtype, initializer or xavier_uniform())
@@ -162,7 +162,7 @@ def _projected(
 
 
 def _initial(layer: str, x: Any, size: int, given: Any) -> Any:
-    """What is remembered before the first step."""
+    """The state before the first step: the given one, or zeros."""
     if given is None:
         return jnp.zeros((x.shape[0], size), floating(x))
     if jnp.shape(given) != (x.shape[0], size):

@@ -1,1 +1,1 @@
-"""What a part of a batch tells of the whole: how every value of a traced function follows the batch."""
+"""Infer the whole batch from a part of it: how every value of a traced function follows the batch."""

@@ -1,4 +1,4 @@
-"""What is known of a value: how the whole batch's comes from those of its parts."""
+"""Records of how a value for the whole batch follows from the values for its parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SAME, OWN = Follows(How.SAME), Follows(How.OWN)
 
 @dataclass(frozen=True)
 class Need:
-    """What an op has to read in place of a value: the parts' merged so, times ``parts ** power``."""
+    """A replacement that an op has to read: the parts' values merged this way, times ``parts ** power``."""
 
     merged: How
     power: int = 0
@@ -57,7 +57,7 @@ class Need:
 
 @dataclass
 class Following:
-    """What is known of a function's values, and what it would take to compute what the whole computes.
+    """The facts known about a function's values, and the changes needed to compute what the whole computes.
 
     Attributes:
         found: how the whole's values come from the part's.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Operands:
-    """What the equation of an op reads, and what it would have to read in place of that."""
+    """The operands of an op's equation, and the values that it would have to read in their place."""
 
     def __init__(self, walk: Follower, op: Op, other: Op) -> None:
         self.walk, self.op, self.other = walk, op, other

@@ -1,4 +1,4 @@
-"""What one part of a batch tells of the whole: for every value of a function that was traced for both.
+"""How each value for a whole batch follows from that for one part, in a function traced for both.
 
 ``follow(whole, part, parts)`` walks over a function that was traced for a batch, and again for one of
 ``parts`` equal parts of it. An axis that is ``parts`` times as long in the whole is that of the examples. A
@@ -172,7 +172,7 @@ class Follower:
         return power - any(of(c.kind).exchanges is Exchanges.SUM for c in op.body.collectives)
 
     def by_shape(self, v: Variable, otherwise: Follows) -> Follows:
-        """What the lengths of a value alone tell."""
+        """How a value follows by its shape alone: as rows if one axis differs, else ``otherwise``."""
         axes = self.axes(v)
         return Follows(How.ROWS) if axes and len(axes) == 1 else otherwise
 

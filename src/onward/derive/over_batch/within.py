@@ -65,7 +65,7 @@ class _BodyWalk:
         return [following.found[v] for v in part.outputs]
 
     def cond(self, values: Sequence[Follows]) -> list[Follows] | None:
-        """What all branches agree on."""
+        """How the outputs follow the whole's if all branches agree on it; None if they do not."""
         pairs = zip(self.wholes, self.parts, strict=True)
         found = [self.called(whole, part, values[1:]) for whole, part in pairs]
         return found[0] if values[0] == SAME and all(f == found[0] for f in found) else None
@@ -123,14 +123,14 @@ def _turn(follows: Follows) -> Follows:
 
 
 def _stacked(follows: Follows) -> Follows:
-    """What a loop gives of every turn."""
+    """How a loop's result follows the whole's once every turn's share is stacked."""
     if follows.layout is None:
         return follows
     return replace(follows, layout=replace(follows.layout, axis=follows.layout.axis + 1))
 
 
 def _joined(before: Follows, after: Follows) -> Follows | None:
-    """What holds of a carried value in every turn: what is the same may begin a mean, or rows."""
+    """How a carried value follows the whole's in all turns; one that is the same may begin a mean or rows."""
     if before == after or (after == SAME and before == Follows(How.MEAN)):
         return before
     if before == SAME and after.kind in (How.MEAN, How.ROWS) and not after.power:

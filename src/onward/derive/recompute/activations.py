@@ -1,4 +1,4 @@
-"""What the forward pass of a Program makes, what the backward pass reads of it, and what is there anyway."""
+"""The values of a Program's forward pass: those that the backward pass reads, and those available anyway."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Activations:
 
     @cached_property
     def depends(self) -> set[Variable]:
-        """What is given to the step, and what depends on it: all but constants."""
+        """The values given to the step, and all that depend on them: everything but constants."""
         found = {*self.program.inputs, *self.program.state}
         for op in self.forward:
             if not found.isdisjoint(op.inputs):
@@ -47,7 +47,7 @@ class Activations:
         return found
 
     def _fixed(self) -> set[Variable]:
-        """What depends on nothing, and what is never computed twice: effects, collectives."""
+        """The values that depend on nothing, and those never computed twice: of effects and collectives."""
         found = set(self.program.constants)
         for op in self.forward:
             if found.issuperset(op.inputs) or not may_run_again(op) or op.type is STACK:
@@ -69,7 +69,7 @@ class Activations:
         return 0 if v in self.there else size(v)
 
     def task(self, begin: int, end: int) -> tuple[Task, tuple[Variable, ...]]:
-        """What can be kept of these ops of the forward pass, and its values in order."""
+        """The task of choosing what to keep of these ops of the forward pass, and its values in order."""
         ops = [i for i in range(begin, end) if any(v not in self.there for v in self.forward[i].outputs)]
         values = [v for i in ops for v in self.forward[i].outputs if v not in self.there]
         number = {v: k for k, v in enumerate(values)}

@@ -37,7 +37,7 @@ BARRIER = Mark("optimization_barrier")
 
 @transform(phase=Phase.BACKWARD)
 def keeping(program: Program, kept: tuple[str, ...], begins: tuple[str, ...]) -> Program:
-    """Keep of the forward pass what bears these names; what else the backward pass reads is computed again.
+    """Keep the values of the forward pass with these names; recompute all else that the backward pass reads.
 
     Adds ops, and changes what ops of the backward pass read. ``begins``: what the first op of each segment
     computes. A name that no Variable bears is passed over.
@@ -78,7 +78,7 @@ class _Recomputing:
         self.ops: list[Op] = []
 
     def _needed(self) -> set[Variable]:
-        """What is computed again: what the backward pass reads and is not there, and what that takes."""
+        """The values to recompute: those that the backward pass reads but does not have, and their inputs."""
         found = self.found
         needed = found.read - found.there
         for op in reversed(found.forward):
@@ -124,7 +124,7 @@ class _Recomputing:
     def _barrier(
         self, segment: int, arriving: Sequence[Variable], names: dict[Variable, Variable]
     ) -> dict[Variable, Variable]:
-        """What a segment is computed from and the gradients that arrive, behind a barrier."""
+        """Put the inputs of a segment and the arriving gradients behind a barrier; return the gradients."""
         ops = [self.found.forward[i] for i in self.again if bisect_right(self.begins, i) == segment]
         leaves = list(dict.fromkeys(v for op in ops for v in self._leaves(op)))
         inputs = (*(self.stands.get(v, v) for v in leaves), *arriving)
@@ -144,7 +144,7 @@ class _Recomputing:
         return {v: behind[now] for v, now in names.items()}
 
     def _leaves(self, op: Op) -> list[Variable]:
-        """What an op that runs again reads behind the barrier: enough that it is not the op it was."""
+        """The inputs that a recomputed op reads behind the barrier: enough to differ from the original op."""
         made = [v for v in op.inputs if v in self.found.made and v in self.found.there]
         if made or any(v in self.needed for v in op.inputs):
             return [v for v in made if v in self.found.depends]
@@ -166,7 +166,7 @@ class _Recomputing:
 
 
 def _without_residuals(op: Op, read: set[Variable]) -> Op:
-    """The op as it was before it saved what nobody reads any more."""
+    """The op without its residuals, if they are no longer read."""
     if op.primal is None or op.primal.has_custom_rule:
         return op
     count = len(op.primal.out_avals)

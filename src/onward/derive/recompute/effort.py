@@ -11,7 +11,7 @@ _TRANSCENDENTAL = 32  # an exponential, likewise
 
 
 def effort(op: Op) -> int:
-    """What it costs to run an op once more; at least 1.
+    """The cost of running an op once more; at least 1.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> program = ow.trace(lambda w, x: jnp.exp(x @ w), jnp.ones((8, 4)), jnp.ones((2, 8)))

@@ -20,7 +20,7 @@ _RUNGS = 24
 
 @dataclass(frozen=True)
 class KeepPlan:
-    """What is kept, by name: of the forward pass, and of each turn of its loops.
+    """A plan of the values to keep, by name: of the forward pass, and of each turn of its loops.
 
     Attributes:
         kept: of the forward pass.
@@ -96,7 +96,7 @@ def ladder(program: Program, keep: Iterable[Variable] = ()) -> tuple[KeepPlan, .
 def _plan(
     parts: Sequence[LadderPart], at: Sequence[int], fixed: tuple[str, ...], begins: tuple[str, ...]
 ) -> KeepPlan:
-    """What is kept where each part has got so far down its curve."""
+    """The plan that keeps what each part keeps at its given position on its curve."""
     pairs = list(zip(parts, at, strict=True))
     outside = [(part, k) for part, k in pairs if part.loop is None]
     inside = tuple(

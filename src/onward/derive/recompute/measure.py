@@ -24,7 +24,7 @@ class Peak:
 
 
 def estimated(program: Program) -> Peak:
-    """What is alive at once when ops run in order; what is given to the step and its results do not count."""
+    """Estimate the peak of live memory when ops run in order, not counting the step's inputs and results."""
     lives = lifetimes(program, results(program))
     end = len(lives.steps)
     lives = replace(lives, arrays=tuple(a for a in lives.arrays if a.begin >= 0 and a.end < end))
@@ -35,7 +35,7 @@ def estimated(program: Program) -> Peak:
 
 
 def results(program: Program) -> tuple[Variable, ...]:
-    """What the step returns; of a Program without an update also what the backward pass ends in."""
+    """The values that the step returns; without an update, also the final values of the backward pass."""
     wanted = (*program.next_state.values(), *program.outputs)
     if any(op.made_by is Pass.UPDATE for op in program.ops):
         return tuple(dict.fromkeys(wanted))

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Task:
-    """What can be kept or computed again.
+    """The ops whose values can each be kept or computed again, and the values that are needed.
 
     Attributes:
         efforts: of each op, in the order they run.

@@ -116,7 +116,7 @@ def _within(program: Program, budget: int | float, kept: tuple[Variable, ...]) -
 
 
 def _too_little(program: Program, limit: int, rungs: Rungs) -> str:
-    """What the least memory is, and what holds it."""
+    """The error message for a limit that is too low: the least memory reached, and what holds it."""
     least = rungs.least()
     peak = estimated(rungs.program(least))
     makers = producers(rungs.program(least))
@@ -137,7 +137,7 @@ def _too_little(program: Program, limit: int, rungs: Rungs) -> str:
 
 
 def _kept(program: Program, keep: Where | Iterable[Where]) -> tuple[Variable, ...]:
-    """What is chosen to be kept; of a value that got a name, the value itself as well, which is the same."""
+    """The values chosen to be kept; for one that only names another value, the other as well."""
     if not (wanted := listed(keep)):
         return ()
     made = producers(program)

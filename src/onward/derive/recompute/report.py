@@ -1,4 +1,4 @@
-"""What a Program keeps for its backward pass and what it computes again, as a table for people."""
+"""A printable table of the values that a Program keeps for its backward pass or computes again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RecomputedRow:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What ``recompute`` chose; print it.
+    """A report of what ``recompute`` chose to keep and to compute again; print it.
 
     Attributes:
         rows: the values, those first that are computed again and hold the most bytes.
@@ -72,7 +72,7 @@ class Recomputed:
 
 
 def recomputed(program: Program, compile: bool = False) -> Recomputed:  # noqa: A002
-    """What a Program keeps of its forward pass, and what it computes again.
+    """Report which values of its forward pass a Program keeps, and which it computes again.
 
     Args:
         program: what ``recompute`` returned; of a Program that computes nothing again the table is empty.

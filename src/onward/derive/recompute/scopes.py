@@ -1,4 +1,4 @@
-"""What is recomputed by hand: everything within some name scopes, from what enters them."""
+"""Recomputation by hand: everything within chosen name scopes, from the values that enter them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from onward.derive.recompute.measure import compiled, estimated
 
 @dataclass
 class _SearchMemory:
-    """What is known of a Program: its plans, and the bytes of those rungs that were compiled or estimated."""
+    """Facts known about a Program: its plans, and the bytes of the rungs that were compiled or estimated."""
 
     plans: Sequence[KeepPlan] = ()
     compiled: dict[int, int] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Rungs:
 
     @property
     def plans(self) -> Sequence[KeepPlan]:
-        """What is kept at each rung."""
+        """The plan of each rung, which says what is kept there."""
         if not self._known.plans:
             self._known.plans = ladder(self._programs[0], self._kept)
         return self._known.plans

@@ -36,7 +36,7 @@ def segments(found: Activations) -> tuple[int, ...]:
 
 
 def crossing(found: Activations, begins: tuple[int, ...]) -> set[Variable]:
-    """What is made before one of these ops and read by it or one after it."""
+    """The values that are made before one of these ops and read by it or a later op."""
     ends = (*begins, len(found.forward))
     made = ((v, i) for v, i in found.position.items() if v not in found.there)
     return {v for v, i in made if ends[bisect_right(begins, i)] <= found.last_read.get(v, -1)}

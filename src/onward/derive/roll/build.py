@@ -28,7 +28,7 @@ Slot = tuple[Place, tuple[Variable, ...]]
 
 
 class Layers(Body):
-    """What a ``scan`` op made of a run computes: how often which layer."""
+    """The body of a ``scan`` op made of a run: a layer, and how many times it is computed."""
 
     def __init__(self, closed: Any, run: LayerRun | Layers, scope: str) -> None:
         super().__init__(closed)
@@ -44,7 +44,7 @@ class Layers(Body):
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What a loop must know of the Program that it goes into.
+    """The context of a loop in the Program that it goes into.
 
     Attributes:
         read: what is read of the layers by others.
@@ -122,7 +122,7 @@ class RolledLoop:
         return v
 
     def per_layer(self) -> dict[Place, tuple[int, ...]]:
-        """What others read of layers, but for what is carried in the end: by its place, of which layers."""
+        """The layers whose value at each place is read outside of the loop, other than the final carries."""
         found: dict[Place, list[int]] = {}
         ends = set(self.ends())
         for t, ops in enumerate(self.run.layers):
@@ -133,7 +133,7 @@ class RolledLoop:
         return {place: tuple(which) for place, which in found.items()}
 
     def ends(self) -> dict[Variable, int]:
-        """What others read of what is carried in the end, and which of what is carried it is."""
+        """The final carries that are read outside of the loop, each with its index among all carries."""
         ends: dict[Variable, int] = {}
         for n, ((i, k), begin) in enumerate(self.carried):
             v = self.run.layers[-len(begin)][i].outputs[k]
@@ -192,7 +192,7 @@ class RolledLoop:
         return self.around.inner(Program("layer", tuple(given.values()), ops=wired, outputs=outputs))
 
     def given(self) -> dict[Any, Variable]:
-        """What a layer is fed."""
+        """The Variables that a layer is fed, each by the value that it takes."""
         names = Names(v.name for op in self.run.layers[0] for v in op.outputs)
         alike: dict[Any, Variable] = {**self.shared, **{slot: slot[1][0] for slot in self.carried}}
         given = {key: (v.name, v.shape, v.dtype) for key, v in alike.items()}
@@ -220,7 +220,7 @@ class RolledLoop:
 
 
 def _slots(reads: Iterable[LayerRead]) -> list[Slot]:
-    """What is carried: what is read of some layers ago has been what is read of fewer."""
+    """The carried values; one read from several layers back passes through a slot per layer on the way."""
     slots: dict[Slot, None] = {}
     for read in reads:
         if read.place is not None:

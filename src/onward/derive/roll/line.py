@@ -58,7 +58,7 @@ def line_of(program: Program, returned: frozenset[Variable], apart: frozenset[Va
 
 
 def returned_by(program: Program) -> frozenset[Variable]:
-    """What of a Program's Variables is read by others than its ops."""
+    """The Variables of a Program that are read by anything other than its ops."""
     given = (*program.outputs, *program.next_state.values(), *program.bounds)
     loss = () if program.loss is None else (program.loss,)
     return frozenset((*given, *loss, *(g for _, g in program.gradients)))
@@ -73,7 +73,7 @@ def _stays(op: Op, apart: frozenset[Variable], following: set[Variable]) -> bool
 
 
 def _computes(op: Op) -> Hashable:
-    """What an op computes; one that only gives its input a name computes nothing."""
+    """A key of what an op computes; an op that only gives its input a name computes nothing."""
     return op.inputs[0].type if op.type == "name" and len(op.inputs) == 1 else pattern(op.body)
 
 

@@ -58,7 +58,7 @@ def _by_types(line: OpLine) -> str:
 
 
 def _types(op: Op) -> str:
-    """What an op makes of what, with the attributes that tell."""
+    """The types that an op reads and those that it makes, as ``(read) -> made``."""
     read, made = (", ".join(v.type for v in group) for group in (op.inputs, op.outputs))
     return f"({read}) -> {made}"
 

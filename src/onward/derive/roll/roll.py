@@ -130,7 +130,7 @@ class Rolled:
 
 
 def rolls_of(program: Program) -> tuple[Rolled, ...]:
-    """What was rolled in a Program; see ``roll``.
+    """List the layers of a Program that were rolled into loops; see ``roll``.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -35,7 +35,7 @@ def unstack(
 
 
 def starred(values: Sequence[Variable]) -> str:
-    """What the names of Variables have in common.
+    """The beginning and the end that the names of Variables share, with a star between them.
 
     >>> import numpy as np
     >>> starred([Variable(f"layers/{i}/w", (), np.dtype("f4")) for i in range(3)])
@@ -48,7 +48,7 @@ def starred(values: Sequence[Variable]) -> str:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """What all texts begin with."""
+    """The longest common prefix of the texts."""
     return "".join(
         next(iter(c)) for c in takewhile(lambda c: len(c) == 1, map(set, zip(*texts, strict=False)))
     )

@@ -35,7 +35,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a rule reads beside its slots: its own, ``step`` among them, and those of the optimizer."""
+    """The hyperparameters that a rule reads: its own, ``step`` among them, and the optimizer's."""
 
     own: Mapping[str, Variable]
     optimizer: Mapping[str, Variable]
@@ -60,7 +60,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Shared:
-    """What a rule across parameters is told of those that are elsewhere.
+    """Information for a rule across parameters about the parameters that are elsewhere.
 
     Attributes:
         pieces: for each array that it is given, what it is.
@@ -172,12 +172,12 @@ class Act:
         ]
 
     def _column(self, name: str, column: Sequence[Variable], env: Mapping[Variable, Any]) -> list[Any]:
-        """What the rule takes under this name; a gradient points uphill."""
+        """The arguments that the rule takes under this name, one per parameter; a gradient points uphill."""
         found = [widened(env[v]) for v in column]
         return list(map(_turned, found)) if name == "gradient" else found
 
     def _result(self, value: Any, v: Variable, parameter: str) -> Any:
-        """What the rule returned, in the dtype it has to have; its shape must be the right one already."""
+        """The rule's result in the required dtype; its shape must be the right one already."""
         is_gradient = isinstance(self.rule, GradientRule)
         what = "the gradient" if is_gradient else "the next value"
         _expect_shape(self.rule, value, v.shape, f"{what} of {parameter!r}")
@@ -189,7 +189,7 @@ class Act:
 
 
 def _pair(rule: Any, found: Any, parameters: int | None = None) -> tuple[Any, Any]:
-    """What an update returned, which has to be two things: each for every parameter, if it looks across."""
+    """Check and return the two results of an update, each with one entry per parameter if it looks across."""
     what = "the gradient" if isinstance(rule, GradientRule) else "the next parameter"
     many = "" if parameters is None else f", each a tuple of {parameters}, one for each parameter"
     fits = isinstance(found, tuple | list) and len(found) == 2

@@ -21,7 +21,7 @@ from onward.derive.update.precision import widened
 
 @dataclass(frozen=True)
 class SlotPlace:
-    """Where the state of a parameter lies; of what is sharded, how many numbers all parts have end to end."""
+    """The placement of the state of a parameter; if sharded, its length over all parts end to end."""
 
     placement: Placement = Placement.REPLICATED
     length: int | None = None

@@ -192,7 +192,7 @@ class Routing:
         return any(rule == other and name in names for other, names in self._chosen)
 
     def slots(self, parameter: Variable) -> dict[str, Type]:
-        """What is kept for a parameter between steps, by name."""
+        """The types of the arrays that are kept for a parameter between steps, by name."""
         optimizer = self[parameter].optimizer
         kept = [slots_of(r, parameter, None) for r in self._applied(GradientRule, parameter)]
         if is_low(parameter.dtype) and optimizer.low_precision == "master":

@@ -1,4 +1,4 @@
-"""What all updates of a Program share: the step counter, hyperparameters, and schedules."""
+"""The values that all updates of a Program share: the step counter, hyperparameters, and schedules."""
 
 from __future__ import annotations
 

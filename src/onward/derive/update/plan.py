@@ -1,4 +1,4 @@
-"""What an optimizer will do with each parameter of a Program, told before anything runs.
+"""The plan of an optimizer for each parameter of a Program, shown before anything runs.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> params = {"w": jnp.ones((64, 32)), "b": jnp.ones(32)}
@@ -43,7 +43,7 @@ _AROUND = ("rules", "groups", "slot_dtype", "low_precision", "maximize", "where"
 
 @dataclass(frozen=True)
 class Destination:
-    """What becomes of one parameter.
+    """The treatment that an optimizer plans for one parameter.
 
     Attributes:
         parameter: its Variable.
@@ -94,7 +94,7 @@ class UpdatePlan:
     order: tuple[tuple[Rule, tuple[str, ...]], ...]
 
     def __getitem__(self, name: str) -> Destination:
-        """What becomes of the parameter of this name.
+        """The planned treatment of the parameter with this name.
 
         Raises:
             UnknownNameError: no parameter bears this name.
@@ -164,7 +164,7 @@ def _decay(p: Variable, route: Route, routing: Routing) -> str:
 
 
 def _order(routing: Routing, trained: Sequence[Variable]) -> list[tuple[Rule, tuple[str, ...]]]:
-    """What acts, in order, and on which parameters."""
+    """The rules in the order in which they act, each with the names of its parameters."""
     found: list[tuple[Rule, tuple[str, ...]]] = []
     for rule in routing.rules(GradientRule):
         found.append((rule, tuple(p.name for p in trained if routing.applies(rule, p))))

@@ -82,7 +82,7 @@ def kept(slot: Any, parameter: Any, form: str | None) -> KeptSlot:
 
 
 def slots_of(rule: Any, parameter: Any, form: str | None) -> dict[str, KeptSlot]:
-    """What a rule keeps for a parameter of this shape and dtype, by name."""
+    """The slots that a rule keeps for a parameter of this shape and dtype, by name."""
     like = Type(parameter.shape, jnp.promote_types(parameter.dtype, np.float32))
     types = jax.eval_shape(lambda p: _expect_mapping(rule, rule.init(p)), like)
     return {name: kept(used, like, form) for name, used in types.items()}
@@ -165,7 +165,7 @@ def rounded_at_random(value: Any, dtype: Any, step: Any) -> Any:
 
 
 def _not_vanished(value: Any, near: Any) -> Any:
-    """What is near a value, the smallest number of its dtype in place of a zero: zeros are divided by."""
+    """Replace a zero rounded from another value by the smallest number of its dtype: zeros are divided by."""
     return jnp.where((near == 0) & (value != 0), _neighbour(jnp.zeros_like(near), value > 0), near)
 
 

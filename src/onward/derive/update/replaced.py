@@ -105,7 +105,7 @@ def _drawn_alike(program: Program) -> list[Variable]:
 
 
 def _left_behind(program: Program) -> list[Variable]:
-    """The state and parameters of which a next value is computed that nobody reads.
+    """The state and parameters whose next value is computed but never read.
 
     A parameter that is one number, a temperature say, may be in a metric that the function drops.
     """
@@ -172,7 +172,7 @@ def _holds_statistics(node: Any) -> bool:
 
 
 def _advice(program: Program, v: Variable, random: bool = False) -> str:
-    """What to write instead, by where the Variable comes from."""
+    """Advice on what to write instead, by where the Variable comes from."""
     signature = program.signature
     if signature is None or v in signature.parameters.variables:
         recipe = _RECIPES[_library_of(program)]

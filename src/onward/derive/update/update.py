@@ -68,7 +68,7 @@ def optimizer_of(step: Applied) -> Optimizer:
 
 @dataclass(frozen=True)
 class StandIns:
-    """What an update works on in place of each parameter: a part of it, or a copy.
+    """The stand-ins that an update works on in place of the parameters: a part of each, or a copy.
 
     Attributes:
         make: from the ops so far and the pairs of parameter and gradient to the ops that make the stand-ins,
@@ -244,7 +244,7 @@ class Update:
         return self.draft.keep(t.parameter, "rest", {"rest": like}, zeros, self.place(t))[0]
 
     def place(self, t: Trained) -> SlotPlace:
-        """Where the state of a parameter lies."""
+        """The placement of the state of a parameter, and its length over all parts."""
         return SlotPlace(self.placement, prod(t.place.shape) * self.parts)
 
     def update(self, route: Route) -> None:
@@ -371,7 +371,7 @@ class Update:
         return Hyperparameters(self.values[number], beside)
 
     def slots(self, number: Any, rule: Any, t: Trained) -> dict[str, Slot]:
-        """What a rule keeps for a parameter, by name."""
+        """The slots that a rule keeps for a parameter, by name."""
         key = (id(rule), t.place.shape, t.place.dtype)
         if key not in self.forms:
             form = rule.slot_dtype if isinstance(number, Route) else None

@@ -1,4 +1,4 @@
-"""What is watched: patterns, and words such as ``gradients=True``, as entries that outlive a new trace.
+"""Values to watch: patterns, and words such as ``gradients=True``, as entries that outlive a new trace.
 
 An entry names Variables and does not hold them: the same Program for another batch, or for many devices, has
 others of the same names. A gradient is found by its parameter along ``program.gradients``, wherever on the
@@ -25,7 +25,7 @@ Choice = bool | Where | Iterable[Where]
 
 
 class Role(StrEnum):
-    """What an entry is of the Variable that it names."""
+    """The quantity that an entry stands for: the value, gradient or update of the Variable it names."""
 
     VALUE = "value"
     GRADIENT = "gradient"
@@ -62,7 +62,7 @@ def entries_of(
     parameters: Choice,
     activations: Choice,
 ) -> tuple[WatchEntry, ...]:
-    """What is watched, each once, in the order in which the Program computes it.
+    """The entries to watch, each once, in the order in which the Program computes them.
 
     Raises:
         UnknownNameError: a pattern that matches nothing.

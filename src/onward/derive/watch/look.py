@@ -1,4 +1,4 @@
-"""What the op that looks computes: the statistics of several entries, one after the other in one array."""
+"""The computation of the op that looks: statistics of several entries, one after the other in one array."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _WHOLE = (norm,)
 def looking(
     looks: Sequence[Look], statistics: Sequence[Statistic], every: int, step: Variable | None
 ) -> tuple[Callable[..., list[Any]], tuple[Cell, ...], tuple[Variable, ...]]:
-    """What computes the number of the step and all statistics, where each of them lies, and what is read.
+    """The function that computes the step number and all statistics, the place of each, and its inputs.
 
     In steps that are not looked at the number is ``NOT_NOW`` and the statistics are zeros.
     """

@@ -1,4 +1,4 @@
-"""What a person reads of a watched step: statistics by name, once the device has computed them.
+"""The results of a watched step: statistics by name, once the device has computed them.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> program = ow.SGD(0.5).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
@@ -51,7 +51,7 @@ class Cell:
 
 
 class Watching(Body):
-    """What an op that looks computes; ``cells`` tell what its numbers mean."""
+    """The body of an op that looks; ``cells`` tell what its numbers mean."""
 
     def __init__(self, closed: Any, cells: tuple[Cell, ...], every: int) -> None:
         super().__init__(closed)

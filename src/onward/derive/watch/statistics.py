@@ -1,4 +1,4 @@
-"""What can be known of many numbers in a few: each statistic one small pure function.
+"""Statistics that summarize many numbers in a few, each one small pure function.
 
 A statistic is given an array of float32 or float64 and an ``Over``, which sums, counts and compares over all
 its numbers: on one device, or on all that have a part of them. So the same formula serves both.
@@ -51,7 +51,7 @@ class Over:
         return self._across(jnp.min(x, initial=jnp.inf), lax.pmin)
 
     def added(self, x: Any) -> Any:
-        """What is a sum or a count here as that of all, number by number."""
+        """Add up sums or counts over all devices, number by number."""
         return self._across(x, lax.psum)
 
     def _across(self, here: Any, merge: Callable[[Any, str], Any]) -> Any:
@@ -207,7 +207,7 @@ def _share(mask: Any, over: Over) -> Any:
 
 
 def _nothing(x: Any) -> Any:
-    """What there is to say of no numbers."""
+    """The statistic of an empty array: NaN, in its dtype."""
     return jnp.full((), np.nan, x.dtype)
 
 

@@ -34,7 +34,7 @@ from onward.derive.watch.statistics import HERE, SCALARS, Over, Statistic, stati
 
 @dataclass(frozen=True)
 class Watch:
-    """What is watched: entries, their statistics, and every how many steps."""
+    """A request to watch values: entries, their statistics, and the period in steps."""
 
     entries: tuple[WatchEntry, ...]
     statistics: tuple[Statistic, ...]
@@ -218,7 +218,7 @@ def counter_of(program: Program) -> Variable | None:
 
 
 def _lost(program: Program, entry: WatchEntry) -> str:
-    """What to say when a Program has nothing of what it is to watch any more."""
+    """The error message for a Program that no longer has the values of an entry to watch."""
     return (
         f"watch: {entry.label!r} exists no more in Program {program.name!r}: layers that became one loop "
         "hand out activations alone, and micro-batches gradients of parameters. Keep the layers apart, "
