@@ -34,7 +34,7 @@ from onward.fleet.servers import Servers
 from onward.fleet.settings import check_same_training
 
 BATCHES, WAIT = 12, 60.0
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("graphs_made_once", "short_pauses")
 

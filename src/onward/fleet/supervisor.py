@@ -178,10 +178,10 @@ class Supervisor:
         """
         for i, asked in enumerate(self.servers):
             status = self._answer(asked)
-            self._ask(asked, *self._rows_wanted(i))
             if status is not None:
                 self.heard_of_server(i, status)
-            elif self._is_silent(asked):
+            self._ask(asked, *self._rows_wanted(i))
+            if status is None and self._is_silent(asked):
                 self._end_silent(asked, restart=True)
         finished = [self._look_at_trainer(t) for t in range(len(self.trainers))]
         self._tell_finished([t for t, done in enumerate(finished) if done])
