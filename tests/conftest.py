@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ DEVICES = "--xla_force_host_platform_device_count"
 
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+
+# jaxlib 0.10 still has the emitters of kernels that came before MLIR's, and compiles with them in half of the
+# time. Later ones have only MLIR's, which the run on a newer Python is compiled with.
+EMITTERS = "--xla_cpu_use_fusion_emitters"
+if version("jaxlib").startswith("0.10.") and EMITTERS not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += f" {EMITTERS}=false --xla_cpu_parallel_codegen_split_count=1"
 
 # What a worker has compiled is read by the processes that its tests start. The folder is made by the process
 # that starts the workers and goes with it, so that every run begins with nothing. Each worker has its own:
