@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from collections.abc import Container, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,15 @@ PRIMITIVES = {row.name for row in ROWS} - WORDS_AS_WELL
 NAMING_PRIMITIVES = {
     "core/primitives/table.py",
     "execute/nonfinite/finding.py",  # the advice, whose keys a test compares with the table
+}
+
+KNOWN_CIRCLES = {
+    # the data refers to itself, and shows itself: an Op has a Body, that of a loop holds Programs of Ops
+    frozenset({"core.program", "core.show", "core.jaxprs.body", "core.jaxprs.reading"}),
+    # a Diff shows itself by functions that take one
+    frozenset({"explain.diff.diff", "explain.diff.lines", "explain.diff.page"}),
+    # an Endpoint answers by routes that ask it
+    frozenset({"serve.endpoint.endpoint", "serve.endpoint.page", "serve.endpoint.routes"}),
 }
 
 
@@ -42,6 +52,39 @@ def imported_folders(source: str) -> list[str]:
             modules += [alias.name for alias in node.names]
     parts = [m.split(".") for m in modules]
     return [p[1] for p in parts if p[0] == "onward" and len(p) > 1]
+
+
+def imported_files(source: str, files: Container[str]) -> set[str]:
+    """The files that are imported anywhere in one, be it for annotations only or inside of a function."""
+    found = {
+        path
+        for node in nodes(source)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        for path in (node.module or "", f"{node.module}.{alias.name}")
+    }
+    found |= {alias.name for node in nodes(source) if isinstance(node, ast.Import) for alias in node.names}
+    return {name for path in found if (name := path.removeprefix("onward.")) in files}
+
+
+def circles(sources: Mapping[str, str]) -> set[frozenset[str]]:
+    """The groups of files each of which imports, by however many others, every other and itself."""
+    imports = {name: imported_files(source, sources) for name, source in sources.items()}
+    reached = {name: everything_behind(name, imports) for name in imports}
+    return {
+        frozenset(other for other in behind if name in reached[other])
+        for name, behind in reached.items()
+        if name in behind
+    }
+
+
+def everything_behind(name: str, imports: Mapping[str, set[str]]) -> set[str]:
+    found, open_ = set(), [name]
+    while open_:
+        new = imports[open_.pop()] - found
+        found |= new
+        open_ += new
+    return found
 
 
 def wrong_way(folder: str, source: str) -> list[str]:
@@ -87,6 +130,12 @@ def test_imports_stand_at_the_top():
     assert {str(path): lines for path, lines in found.items() if lines} == {}
 
 
+def test_files_import_in_no_circle():
+    parts = {p: p.relative_to(HOUSE).with_suffix("").parts for p in FILES}
+    named = {".".join(part for part in names if part != "__init__"): p for p, names in parts.items()}
+    assert circles({name: p.read_text() for name, p in named.items()}) == KNOWN_CIRCLES
+
+
 def test_only_one_room_touches_jaxpr_types_and_none_the_private_ones():
     texts = {str(p.relative_to(HOUSE)): p.read_text() for p in HOUSE.rglob("*.py")}
     others = [text for name, text in texts.items() if not name.startswith("core/jaxprs/")]
@@ -108,6 +157,15 @@ def test_folders_stand_in_alphabetical_order():
 def test_the_tests_above_find_what_they_look_for():
     assert wrong_way("core", "from onward.derive.differentiate import Rule") == ["derive"]
     assert wrong_way("derive", "import onward.core.check") == []
+    planted = {
+        "core.a": "if TYPE_CHECKING:\n    from onward.core.b import B\n",
+        "core.b": "def f():\n    from onward.core import c\n",
+        "core.c": "import onward.core.a\nfrom onward.core.d import D\n",
+        "core.d": "",
+        "core.e": "from onward.core.a import A\n",
+    }
+    assert circles(planted) == {frozenset({"core.a", "core.b", "core.c"})}
+    assert circles({**planted, "core.b": ""}) == set()
     assert imports_inside_functions("def f():\n    import os\n") == [2]
     assert collections_of_primitives("LOOPS = ('scan', 'while')") == [["scan", "while"]]
     assert collections_of_primitives("x = {'add': 1, 'mul': 2, 'other': 3}, {1: 'min'}") == [["add", "mul"]]

@@ -98,10 +98,37 @@ def test_a_transform_of_ones_own_acts_where_it_was_called():
     assert rebuilt(program, (jax.ShapeDtypeStruct((32, 2), jnp.float32),)).name == program.name
 
 
-def test_settings_of_jax_are_part_of_a_trace():
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("jax_default_matmul_precision", "highest"),
+        ("jax_default_prng_impl", "rbg"),
+        ("jax_enable_custom_prng", True),
+        ("jax_numpy_rank_promotion", "warn"),
+        ("jax_softmax_custom_jvp", True),
+        ("jax_threefry_partitionable", False),
+    ],
+)
+def test_settings_of_jax_are_part_of_a_trace(setting, value):
+    loss, before = Counted(), getattr(jax.config, setting)
+    program = loss.program()
+    jax.config.update(setting, value)
+    try:
+        again = rebuilt(program, (X,))
+    finally:
+        jax.config.update(setting, before)
+    assert loss.traces == 2
+    if value == "highest":
+        assert "HIGHEST" in str(next(op for op in again.ops if op.type == "dot_general").body.closed)
+    rebuilt(program, (X,))
+    assert loss.traces == 2  # that of before is known still
+
+
+def test_the_length_that_nobody_asked_for_longest_is_traced_again():
     loss = Counted()
     program = loss.program()
-    with jax.default_matmul_precision("highest"):
-        again = rebuilt(program, (X,))
-    assert loss.traces == 2
-    assert "HIGHEST" in str(next(op for op in again.ops if op.type == "dot_general").body.closed)
+    for rows in (2, 3, 4, 5, 6, 7, 8, 16, 9, 16):  # 16 is the length of the program
+        rebuilt(program, (jax.ShapeDtypeStruct((rows, 2), jnp.float32),))
+    assert loss.traces == 9
+    rebuilt(program, (jax.ShapeDtypeStruct((2, 2), jnp.float32),))
+    assert loss.traces == 10

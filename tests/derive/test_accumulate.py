@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.derive.accumulation.accumulate import accumulate, accumulation_of, unaccumulated
+from onward.core.recipe import undone
+from onward.derive.accumulation.accumulate import accumulate, accumulated, accumulation_of
 
 RNG = np.random.default_rng(0)
 ROWS = 8
@@ -458,8 +459,8 @@ def test_the_way_back():
     program = accumulate(line(), 4)
     assert accumulation_of(program).steps == 4
     assert accumulation_of(line()) is None
-    assert str(unaccumulated(program)) == str(line())
-    assert str(unaccumulated(ow.replicate(program, 2))) == str(ow.replicate(line(), 2))
+    assert str(undone(program, accumulated)) == str(line())
+    assert str(undone(ow.replicate(program, 2), accumulated)) == str(ow.replicate(line(), 2))
     assert str(ow.for_test(program)) == str(ow.for_test(line()))
     assert str(ow.graph.update_pass(program)) == str(ow.graph.update_pass(line()))
 

@@ -9,6 +9,7 @@ import pytest
 
 import onward as ow
 from onward.derive.guard import guard, stop_of
+from onward.execute.nonfinite.checks import Stopped
 
 RNG = np.random.default_rng(0)
 BATCHES = [RNG.normal(size=(8, 3)).astype("float32") for _ in range(7)]
@@ -219,3 +220,15 @@ REFUSED = {
 def test_a_guard_that_cannot_be(make, error, words):
     with pytest.raises(error, match=words):
         make(ow.trace(loss, PARAMS, BATCHES[0]))
+
+
+def test_several_processes_look_at_one_call(monkeypatch):
+    """A flag may be there for one process and not yet for another, which would step on alone."""
+    program = ow.guard(ow.SGD(0.1).minimize(lambda w: jnp.sum(w), jnp.ones(2)), "stop")
+    state = ow.compile(program).init(jnp.ones(2)).replace({"stopped": True})
+    look = Stopped(stop_of(program)).look
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for _ in range(63):
+        look(state)
+    with pytest.raises(ow.NonFiniteError):
+        look(state)

@@ -14,7 +14,8 @@ import onward as ow
 from onward.core.errors import ArgumentError
 from onward.core.show import nbytes
 from onward.execute.executable import Executable
-from onward.explain.memory.memory import MemoryShare, memory
+from onward.explain.memory.held import MemoryShare
+from onward.explain.memory.memory import memory
 from onward.explain.memory.plot import _tick
 
 SMALL = {"d": 32, "heads": 2, "seq": 32, "batch": 8}

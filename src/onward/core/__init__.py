@@ -1,12 +1,13 @@
 """The Program: its data, the rules it keeps, and the walks that count, show and lower it.
 
 words       the closed sets of words
-program     Variable, Op, Program: frozen data
+variable    a value, by its name and type
+program     Op, Program, Recipe: frozen data
 primitives  one table of what each primitive of JAX is
 jaxprs      the one place that touches JAX's jaxpr types
 source      the user's file and line behind an op
 structure   people's containers and the Variables at their leaves
-recipe      what a Program is made of, in phases, and how it is built again
+recipe      how a Program is built again from what it is made of
 transform   what a transform is
 check       the rules of the graph
 walk        ancestors, liveness, prune, select

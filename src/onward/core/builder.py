@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,12 @@ from onward.core.check import check
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
+from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 
 
 class Builder:
-    """The ops so far, the state that was added, what replaces state, and names that are free.
+    """The ops so far, the state that was added, what replaces state, new names, and names that are free.
 
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> program = ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
@@ -44,6 +45,7 @@ class Builder:
         self.state: list[Variable] = []
         self.initializers: list[Op] = []
         self.next_state: dict[Variable, Variable] = {}
+        self.renamed: dict[Variable, Variable] = {}
         self._ops = list(ops)
         self._made_by = made_by
         self._made: dict[Hashable, Any] = {}
@@ -117,15 +119,48 @@ class Builder:
         """Let state Variables be replaced by these after a step."""
         self.next_state.update(pairs)
 
+    def rename(self, v: Variable, name: str) -> None:
+        """Let a Variable of the Program have this name, or the next one that is free, wherever it stands."""
+        self.renamed[v] = replace(v, name=self.names.new(name))
+
     def program(self, **changes: Any) -> Program:
-        """The checked Program with these ops and this state."""
-        return check(
-            replace(
-                self.source,
-                ops=self.ops,
-                state=(*self.source.state, *self.state),
-                next_state={**self.source.next_state, **self.next_state},
-                initializers=(*self.source.initializers, *self.initializers),
-                **changes,
-            )
+        """The checked Program with these ops, this state and these names."""
+        grown = replace(
+            self.source,
+            ops=self.ops,
+            state=(*self.source.state, *self.state),
+            next_state={**self.source.next_state, **self.next_state},
+            initializers=(*self.source.initializers, *self.initializers),
+            **changes,
         )
+        return check(substitute(grown, self.renamed) if self.renamed else grown)
+
+
+def with_behind(
+    program: Program, chosen: Container[Variable], kind: str, word: str, body: Callable[[Variable], Body]
+) -> Program:
+    """The Program with an op behind each chosen value, which all later ops read in place of it.
+
+    Args:
+        program: the Program.
+        chosen: values that ops compute.
+        kind: the type of the new ops.
+        word: the name of the new value of ``v`` is ``word(v)``.
+        body: computes the new value, of the same type.
+    """
+    builder = Builder(program)
+    instead: dict[Variable, Variable] = {}
+    for op in program.ops:
+        is_read = not instead.keys().isdisjoint(op.inputs)
+        builder.append(replace(op, inputs=tuple(instead.get(v, v) for v in op.inputs)) if is_read else op)
+        for v in (v for v in op.outputs if v in chosen):
+            instead[v] = replace(v, name=builder.names.new(f"{word}({v.name})"))
+            builder.append(Op(kind, (v,), (instead[v],), body(v), op.made_by, op.scope, op.source))
+    return replace(program, ops=builder.ops)
+
+
+def given_way(program: Program, taken: Collection[str]) -> dict[Variable, Variable]:
+    """For each value that ops compute under a name that is taken, the same one by a name that is free."""
+    names = Names((*taken, *program.variables))
+    computed = (v for op in program.ops for v in op.outputs if v.name in taken)
+    return {v: replace(v, name=names.new(v.name)) for v in computed}

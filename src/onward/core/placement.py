@@ -6,14 +6,10 @@ collective (a sum or mean over all devices) gives equal outputs whatever it read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import LOCAL
+from onward.core.program import Program, Replicas, Variable
 from onward.core.words import Pass, Placement
-
-if TYPE_CHECKING:
-    from onward.core.program import Program, Replicas, Variable
 
 
 def equal_variables(program: Program) -> set[Variable]:

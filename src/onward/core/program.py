@@ -16,76 +16,37 @@ Variable('w', float32[3], parameter)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import cached_property
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.show import listing, sentence
-from onward.core.words import Kind, Pass, Placement, UpdateType
+from onward.core.source import Source
+from onward.core.structure import Signature
+from onward.core.variable import SEED, Replicas, Variable
+from onward.core.words import Kind, Pass, UpdateType
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the Body of a loop holds Programs: data that refers to itself
     from onward.core.jaxprs.body import Body
-    from onward.core.recipe import Recipe
-    from onward.core.source import Source
-    from onward.core.structure import Signature
 
-
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
-class Variable:
-    """A value in a Program: compared by identity, named for people.
-
-    A state Variable of two Programs (train and test, another batch size, a checkpoint) is the same
-    one when name, shape and dtype agree.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    kind: Kind = Kind.ACTIVATION
-    placement: Placement = Placement.REPLICATED
-
-    @property
-    def type(self) -> str:
-        """Dtype and shape in one word, as the listing shows it: ``float32[8,10]``."""
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
-
-    @property
-    def aval(self) -> jax.ShapeDtypeStruct:
-        """Its shape and dtype, as JAX takes them."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
-
-    @property
-    def is_float(self) -> bool:
-        """Whether it holds real or complex floating point numbers."""
-        return bool(jnp.issubdtype(self.dtype, np.inexact))
-
-    @property
-    def is_key(self) -> bool:
-        """Whether it holds typed random keys."""
-        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
-
-    @property
-    def ndim(self) -> int:
-        """How many axes it has."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """How many numbers it holds."""
-        return prod(self.shape)
-
-    def __repr__(self) -> str:
-        return f"Variable({self.name!r}, {self.type}, {self.kind})"
-
-
-SEED = Variable("seed", (), np.dtype(np.uint32), Kind.DATA)
-"""What the initializers of every Program may read: the number that a person chose."""
+__all__ = [
+    "SEED",
+    "Applied",
+    "Code",
+    "Op",
+    "Origin",
+    "Phase",
+    "Program",
+    "Recipe",
+    "Replicas",
+    "Target",
+    "Variable",
+]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -130,25 +91,6 @@ class Target:
     op: Op
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """The devices that run a Program at once, each on its part of the batch.
-
-    Attributes:
-        count: how many.
-        name: that of the axis which collectives run along.
-        syncs: whether what is normalized by its batch is normalized by the batch of all devices.
-        every: how many steps lie between two exchanges of what is not exchanged at every step.
-        weight: the data that says how much each example counts; what it leaves out can be padding.
-    """
-
-    count: int
-    name: str
-    syncs: bool = True
-    every: int = 1
-    weight: str | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Code:
     """The code of a loaded Program as a whole; its ops describe themselves, and have no code of their own.
@@ -173,6 +115,108 @@ class Code:
         """The values of ``gives``; a value that nothing requested depends on may be None."""
         pairs = zip(self.reads, values, strict=True)
         return self.call(*(jnp.empty(v.shape, v.dtype) if x is None else x for v, x in pairs))
+
+
+class Phase(IntEnum):
+    """When a transform acts."""
+
+    PRECISION = 1  # the dtype of each op of the forward pass
+    FORWARD = 2
+    ROLL = 3  # repeated layers become loops
+    KEEP = 4  # what such loops keep for the backward pass
+    BACKWARD = 5
+    GRADIENT = 6
+    UPDATE = 7
+    LOOK = 8  # what is watched
+    DEVICES = 9  # one Program for many devices
+    MICRO_BATCHES = 10
+    STEP = 11  # decides about a step as a whole: guards, checks
+
+
+class Origin(Protocol):
+    """The traced function behind a Program."""
+
+    @property
+    def training(self) -> bool:
+        """Whether it is traced as it is when it is trained."""
+
+    @property
+    def asks_training(self) -> bool:
+        """Whether the function asks if it is being trained."""
+
+    @property
+    def fixed_data(self) -> frozenset[str]:
+        """The data that is declared with a length of its own, not that of the batch."""
+
+    @property
+    def makers(self) -> Mapping[str, Any]:
+        """The layer outside of a function that declared a Variable, by the Variable's name."""
+
+    @property
+    def assumes_batch(self) -> bool:
+        """Whether nothing showed how long a batch is, so that some length was taken."""
+
+    def trace(self, data: tuple[Any, ...]) -> Program:
+        """The forward Program for data of these types; parameters and model state stay as they were."""
+
+    def for_test(self) -> Program:
+        """The forward Program as it is when nothing is trained."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One transform with its arguments, Variables among them replaced by their names.
+
+    ``function`` takes the Program. What lays out the batch, over devices or micro-batches, takes the recipe
+    so far and the types of the data instead, for it builds the Program of a part.
+    """
+
+    function: Callable[..., Program]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    phase: Phase
+    lays_out_batch: bool = False
+
+    def __call__(self, *given: Any) -> Program:
+        """The Program it makes."""
+        return self.function(*given, *self.arguments, **self.options)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a Program is made.
+
+    Attributes:
+        origin: the traced function.
+        ops: those of the Program, as the last step left them.
+        steps: the transforms, in the order in which they act.
+    """
+
+    origin: Origin
+    ops: tuple[Op, ...] = ()
+    steps: tuple[Applied, ...] = ()
+
+    @property
+    def phase(self) -> Phase:
+        """That of the last step."""
+        return self.steps[-1].phase if self.steps else Phase.PRECISION
+
+    def including(self, step: Applied) -> Recipe:
+        """The recipe with one more transform, behind those of its phase."""
+        at = next((i for i, s in enumerate(self.steps) if s.phase > step.phase), len(self.steps))
+        return replace(self, steps=(*self.steps[:at], step, *self.steps[at:]))
+
+    def without(self, function: Callable[..., Program]) -> Recipe:
+        """The recipe without this transform."""
+        return replace(self, steps=tuple(step for step in self.steps if step.function is not function))
+
+    def until(self, phase: Phase) -> Recipe:
+        """The recipe of what is made before this phase."""
+        return replace(self, steps=tuple(step for step in self.steps if step.phase < phase))
+
+    def of(self, function: Callable[..., Program]) -> tuple[Applied, ...]:
+        """Where this transform was applied."""
+        return tuple(step for step in self.steps if step.function is function)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,118 +8,15 @@ recipe stand in the order of their phases, and those of one phase in the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 from onward.core.check import check, expect_program
 from onward.core.errors import RecipeError
 from onward.core.jaxprs.equations import Type
 from onward.core.placement import whole_shape
-from onward.core.program import Op, Program, Variable
-
-
-class Phase(IntEnum):
-    """When a transform acts."""
-
-    PRECISION = 1  # the dtype of each op of the forward pass
-    FORWARD = 2
-    ROLL = 3  # repeated layers become loops
-    KEEP = 4  # what such loops keep for the backward pass
-    BACKWARD = 5
-    GRADIENT = 6
-    UPDATE = 7
-    LOOK = 8  # what is watched
-    DEVICES = 9  # one Program for many devices
-    MICRO_BATCHES = 10
-    STEP = 11  # decides about a step as a whole: guards, checks
-
-
-class Origin(Protocol):
-    """The traced function behind a Program."""
-
-    @property
-    def training(self) -> bool:
-        """Whether it is traced as it is when it is trained."""
-
-    @property
-    def asks_training(self) -> bool:
-        """Whether the function asks if it is being trained."""
-
-    @property
-    def fixed_data(self) -> frozenset[str]:
-        """The data that is declared with a length of its own, not that of the batch."""
-
-    @property
-    def makers(self) -> Mapping[str, Any]:
-        """The layer outside of a function that declared a Variable, by the Variable's name."""
-
-    @property
-    def assumes_batch(self) -> bool:
-        """Whether nothing showed how long a batch is, so that some length was taken."""
-
-    def trace(self, data: tuple[Any, ...]) -> Program:
-        """The forward Program for data of these types; parameters and model state stay as they were."""
-
-    def for_test(self) -> Program:
-        """The forward Program as it is when nothing is trained."""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """One transform with its arguments, Variables among them replaced by their names.
-
-    ``function`` takes the Program. What lays out the batch, over devices or micro-batches, takes the recipe
-    so far and the types of the data instead, for it builds the Program of a part.
-    """
-
-    function: Callable[..., Program]
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
-    phase: Phase
-    lays_out_batch: bool = False
-
-    def __call__(self, *given: Any) -> Program:
-        """The Program it makes."""
-        return self.function(*given, *self.arguments, **self.options)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a Program is made.
-
-    Attributes:
-        origin: the traced function.
-        ops: those of the Program, as the last step left them.
-        steps: the transforms, in the order in which they act.
-    """
-
-    origin: Origin
-    ops: tuple[Op, ...] = ()
-    steps: tuple[Applied, ...] = ()
-
-    @property
-    def phase(self) -> Phase:
-        """That of the last step."""
-        return self.steps[-1].phase if self.steps else Phase.PRECISION
-
-    def including(self, step: Applied) -> Recipe:
-        """The recipe with one more transform, behind those of its phase."""
-        at = next((i for i, s in enumerate(self.steps) if s.phase > step.phase), len(self.steps))
-        return replace(self, steps=(*self.steps[:at], step, *self.steps[at:]))
-
-    def without(self, function: Callable[..., Program]) -> Recipe:
-        """The recipe without this transform."""
-        return replace(self, steps=tuple(step for step in self.steps if step.function is not function))
-
-    def until(self, phase: Phase) -> Recipe:
-        """The recipe of what is made before this phase."""
-        return replace(self, steps=tuple(step for step in self.steps if step.phase < phase))
-
-    def of(self, function: Callable[..., Program]) -> tuple[Applied, ...]:
-        """Where this transform was applied."""
-        return tuple(step for step in self.steps if step.function is function)
+from onward.core.program import Applied, Program, Recipe, Variable
 
 
 def build(recipe: Recipe, data: tuple[Any, ...]) -> Program:
@@ -149,6 +46,23 @@ def resumed(program: Program, recipe: Recipe, count: int, data: tuple[Any, ...])
     if any(step.lays_out_batch for step in rest):
         return build(recipe, data)
     return _of(with_steps(_of(program, recipe, count), rest), recipe, len(recipe.steps))
+
+
+def laid_out(
+    recipe: Recipe, step: Applied, data: tuple[Any, ...], now: Callable[[], Program] | None
+) -> Program:
+    """The Program of a recipe with a step that lays out the batch of data of these types.
+
+    Args:
+        recipe: that of the Program which is laid out.
+        step: lays out the batch.
+        data: for each data argument of the function the types of its arrays, over all devices together.
+        now: lays out the Program itself, where it was made of data of these types; None where it was not.
+    """
+    grown = recipe.including(step)
+    if now is None or grown.phase > step.phase:
+        return build(grown, data)
+    return resumed(now(), grown, len(grown.steps), data)
 
 
 def with_steps(program: Program, steps: Iterable[Applied]) -> Program:
@@ -197,3 +111,24 @@ def whole_types(program: Program) -> tuple[Any, ...]:
 def rebuilt(program: Program, data: tuple[Any, ...]) -> Program:
     """The same Program for data of other shapes."""
     return build(recipe_of(program, "for data of another shape", "Feed the shapes it shows"), data)
+
+
+def undone(program: Program, layout: Callable[..., Program]) -> Program:
+    """The Program without what laid out its batch, with the transforms that came after it.
+
+    Args:
+        program: a Program whose batch is laid out.
+        layout: what lays it out, as it stands in the recipe.
+
+    Raises:
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> from onward.derive.accumulation.accumulate import accumulated
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+        >>> str(undone(ow.accumulate(program, 3), accumulated)) == str(program)
+        True
+    """
+    recipe = recipe_of(program, "with its batch as one", "Take the Program whose batch was not laid out yet")
+    return build(recipe.without(layout), whole_types(program))

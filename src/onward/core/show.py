@@ -22,10 +22,11 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
+from onward.core.variable import Variable
 from onward.core.words import Kind, Pass, Placement
 
 if TYPE_CHECKING:
-    from onward.core.program import Op, Program, Variable
+    from onward.core.program import Op, Program
 
 _TYPE_WIDTH = 24
 _RULE_WIDTH = 70

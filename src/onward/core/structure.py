@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError
-from onward.core.program import Variable
+from onward.core.variable import Variable
 
 
 @dataclass(frozen=True)

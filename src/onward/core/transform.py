@@ -15,8 +15,8 @@ from typing import Any, Concatenate, ParamSpec, overload
 from onward.core.check import check, expect_program
 from onward.core.errors import GraphError
 from onward.core.jaxprs.tracing import along
-from onward.core.program import Program, Target, Variable
-from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, whole_types
+from onward.core.program import Applied, Phase, Program, Recipe, Target, Variable
+from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.structure import describe
 
 Arguments = ParamSpec("Arguments")

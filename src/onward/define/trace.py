@@ -22,8 +22,7 @@ import numpy as np
 from onward.core.check import check
 from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
 from onward.core.jaxprs.tracing import along, current_axis, traced
-from onward.core.program import Program, Replicas
-from onward.core.recipe import Recipe
+from onward.core.program import Program, Recipe, Replicas
 from onward.core.source import line_of
 from onward.core.structure import Static, describe
 from onward.core.walk import name_of

@@ -7,21 +7,14 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
-import jax
-
+from onward.core.jaxprs.tracing import settings_now
 from onward.core.program import Program
 
 _MOST = 8  # lengths of a batch that one chain of transforms may take, and some more
-_SETTINGS = (
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_enable_x64",
-    "jax_numpy_dtype_promotion",
-)
 
 
 class Traces:
-    """The Programs that a function was traced to last. In another process it begins empty."""
+    """The Programs of a function that were asked for last. In another process it begins empty."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Any, Program] = OrderedDict()
@@ -31,19 +24,20 @@ class Traces:
         """The Program that is known by this key, and under JAX's settings of now; else it is traced."""
         try:
             with self._lock:
-                known = self._known.get(_now(key))
+                known = self._known.get((*key, settings_now()))
         except TypeError:  # data that cannot be compared
             return trace()
-        if known is None:
-            known = trace()
-            self.keep(key, known)
+        known = trace() if known is None else known
+        self.keep(key, known)
         return known
 
     def keep(self, key: tuple[Any, ...], program: Program) -> None:
-        """Let the Program be found by this key."""
+        """Let the Program be found by this key; the one that nobody asked for longest is let go."""
+        now = (*key, settings_now())
         try:
             with self._lock:
-                self._known[_now(key)] = program
+                self._known[now] = program
+                self._known.move_to_end(now)
                 while len(self._known) > _MOST:
                     self._known.popitem(last=False)
         except TypeError:
@@ -51,8 +45,3 @@ class Traces:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Traces, ()
-
-
-def _now(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    settings: Any = jax.config
-    return (*key, *(getattr(settings, name) for name in _SETTINGS))

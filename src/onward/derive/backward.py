@@ -26,8 +26,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.marks import ONES, SUM, gradient_type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Op, Phase, Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
 from onward.core.walk import Where, ancestors, find, listed, name_of, producers, select

@@ -22,8 +22,7 @@ from onward.core.jaxprs.body import Body, body_over, program_of
 from onward.core.jaxprs.signature import BodySignature
 from onward.core.marks import CHECK, GO_ON, Mark
 from onward.core.primitives.table import of
-from onward.core.program import Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
 from onward.derive.guard import Guard, all_finite, is_guarded, watched_by_update

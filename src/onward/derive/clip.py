@@ -14,8 +14,7 @@ from onward.core.builder import Builder
 from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs.body import Body, body_of, body_over
 from onward.core.placement import expect_one_device
-from onward.core.program import Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass, UpdateType
 from onward.derive.lengths import Length, length, shortened

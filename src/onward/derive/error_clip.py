@@ -7,17 +7,15 @@ What changes gradients of parameters after the backward pass are gradient rules,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import with_behind
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import body_of
-from onward.core.names import Names
+from onward.core.jaxprs.body import Body, body_of
 from onward.core.placement import expect_one_device
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, select
 from onward.core.words import Pass
@@ -70,18 +68,8 @@ def error_clip(program: Program, where: Where | Iterable[Where], max_value: floa
         raise GraphError(
             f"error_clip picks {program.loss.name!r}, the loss, whose gradient is 1. Leave it out."
         )
-    return replace(program, ops=_behind(program, set(picked), limit))
 
+    def clipped(v: Variable) -> Body:
+        return body_of(lambda x: [back_in_range(x, limit)], v.aval)
 
-def _behind(program: Program, picked: set[Variable], limit: float) -> tuple[Op, ...]:
-    """The ops of a Program, with one behind each activation that is picked."""
-    names = Names(program.variables)
-    instead: dict[Variable, Variable] = {}
-    ops: list[Op] = []
-    for op in program.ops:
-        ops.append(replace(op, inputs=tuple(instead.get(v, v) for v in op.inputs)))
-        for v in (v for v in op.outputs if v in picked):
-            instead[v] = replace(v, name=names.new(f"error_clip({v.name})"))
-            body = body_of(lambda x: [back_in_range(x, limit)], v.aval)
-            ops.append(Op("error_clip", (v,), (instead[v],), body, scope=op.scope, source=op.source))
-    return tuple(ops)
+    return with_behind(program, set(picked), "error_clip", "error_clip", clipped)

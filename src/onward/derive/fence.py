@@ -12,18 +12,18 @@ An ``optimization_barrier`` would not do: that compiler removes it before it fus
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
 
+from onward.core.builder import with_behind
 from onward.core.check import expect_program
 from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.patterns import primitives_in
 from onward.core.marks import FENCE, SUM
-from onward.core.names import Names
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import OnCpu
 from onward.core.program import Op, Program, Variable
@@ -58,7 +58,9 @@ def fence(program: Program, platform: str = "cpu") -> Program:
         ['fenced(mul_2)', 'fenced(mul_5)']
     """
     places = _places(program) if is_word(platform, ["cpu"]) else ()
-    return _fenced(program, frozenset(places)) if places else program
+    if not places:
+        return program
+    return with_behind(program, frozenset(places), FENCE, "fenced", lambda v: _body(v.shape, v.dtype))
 
 
 def worth_fencing(program: Program, platform: str = "cpu") -> tuple[bool, str]:
@@ -89,22 +91,6 @@ def fences(program: Program) -> tuple[Variable, ...]:
     """
     expect_program(program, "fences")
     return tuple(op.outputs[0] for op in program.ops if op.type is FENCE)
-
-
-def _fenced(program: Program, places: frozenset[Variable]) -> Program:
-    names = Names(program.variables)
-    behind: dict[Variable, Variable] = {}
-    ops: list[Op] = []
-    for op in program.ops:
-        if not behind.keys().isdisjoint(op.inputs):
-            op = replace(op, inputs=tuple(behind.get(v, v) for v in op.inputs))
-        ops.append(op)
-        for v in op.outputs:
-            if v in places:
-                behind[v] = replace(v, name=names.new(f"fenced({v.name})"))
-                body = _body(v.shape, v.dtype)
-                ops.append(Op(FENCE, (v,), (behind[v],), body, op.made_by, op.scope, op.source))
-    return replace(program, ops=tuple(ops))
 
 
 @cache

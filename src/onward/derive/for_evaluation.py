@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from onward.core.builder import given_way
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.marks import SCHEDULE
 from onward.core.names import Names
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase, build, recipe_of, whole_types
+from onward.core.program import Op, Phase, Program, Variable
+from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.transform import transform
 from onward.core.walk import substitute
 from onward.core.words import Pass, Placement
@@ -103,7 +104,8 @@ class Averages:
 def read_averages(program: Program, averages: Averages) -> Program:
     """The Program, preceded by ops that compute the averages that it reads in place of parameters."""
     own = {v.name: v for v in program.state}
-    program = _given_way(program, averages)
+    taken = {v.name for v in averages.state} | {v.name for op in averages.schedules for v in op.outputs}
+    program = substitute(program, given_way(program, taken))
     names = Names(program.variables)
     ops: list[Op] = []
     instead: dict[Variable, Variable] = {}
@@ -125,14 +127,6 @@ def read_averages(program: Program, averages: Averages) -> Program:
         outputs=tuple(instead.get(v, v) for v in program.outputs),
         initializers=(*program.initializers, *made),
     )
-
-
-def _given_way(program: Program, averages: Averages) -> Program:
-    """The Program, with every activation renamed that has the name of a slot."""
-    taken = {v.name for v in averages.state} | {v.name for op in averages.schedules for v in op.outputs}
-    names = Names(taken | program.variables.keys())
-    computed = (v for op in program.ops for v in op.outputs)
-    return substitute(program, {v: replace(v, name=names.new(v.name)) for v in computed if v.name in taken})
 
 
 def _expect_whole(program: Program, averages: Averages) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 from onward.core.jaxprs.drawing import draws
-from onward.core.program import Program
-from onward.core.recipe import Phase, recipe_of, with_steps
+from onward.core.program import Phase, Program
+from onward.core.recipe import recipe_of, with_steps
 from onward.core.source import user_level
 
 

@@ -7,7 +7,6 @@ that keeps its old value where that found NaN or infinity. All of it is part of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,11 +21,10 @@ from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import CHECK, COUNT, FINITE, KEEP, SCHEDULE, STOP, UNSCALE, Mark
 from onward.core.placement import equal_variables
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Op, Phase, Program, Variable
 from onward.core.structure import is_word
 from onward.core.transform import transform
-from onward.core.walk import producers, substitute
+from onward.core.walk import producers
 from onward.core.words import Kind, Pass, UpdateType
 
 
@@ -172,8 +170,7 @@ class Guard(Builder):
     """The guard of a Program as it grows."""
 
     def __init__(self, source: Program) -> None:
-        super().__init__(source, made_by=Pass.UPDATE)
-        self.renamed: dict[Variable, Variable] = {}
+        super().__init__(source, source.ops, made_by=Pass.UPDATE)
 
     def look(self, watched: Sequence[Variable], each: bool = False) -> Variable:
         """The op that tells whether all of these, or ``each`` of them, are finite; the same everywhere."""
@@ -221,26 +218,11 @@ class Guard(Builder):
             if chosen(old) and new is not old:
                 name = f"next({old.name})"
                 if new.name == name:
-                    self.renamed[new] = replace(new, name=self.names.new(f"proposed({old.name})"))
+                    self.rename(new, f"proposed({old.name})")
                 kept = Variable(name if new.name == name else self.names.new(name), old.shape, old.dtype)
-                inputs = goes_on, self.renamed.get(new, new), old
-                body = _choice(old.shape, old.dtype)
                 how = _type_of_update(made.get(new))
-                self.add(KEEP, inputs, [kept], body, how)
+                self.add(KEEP, (goes_on, new, old), [kept], _choice(old.shape, old.dtype), how)
                 self.follow({old: kept})
-
-    def program(self, **changes: Any) -> Program:
-        """The Program with the guard at its end."""
-        base = substitute(self.source, self.renamed)
-        ops = (replace(op, inputs=tuple(self.renamed.get(v, v) for v in op.inputs)) for op in self.ops)
-        return replace(
-            base,
-            state=(*base.state, *self.state),
-            ops=(*base.ops, *ops),
-            next_state={**base.next_state, **self.next_state},
-            initializers=(*base.initializers, *self.initializers),
-            **changes,
-        )
 
 
 def is_guarded(program: Program) -> bool:

@@ -16,24 +16,20 @@ Nothing else is needed to write a new one:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from onward.core.check import expect_program
-from onward.core.errors import ArgumentError, HyperparameterError, known_as
+from onward.core.errors import ArgumentError, known_as
 from onward.core.program import Program, Variable
-from onward.core.structure import describe, expect_flag, is_word
+from onward.core.structure import describe
 from onward.core.walk import Where, listed, select
 from onward.define.deferred import Deferred, derived
 from onward.define.trace import trace
 from onward.derive.backward import append_backward
-from onward.derive.rule import Rule
-from onward.derive.update.groups import Group, Routing
+from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.plan import UpdatePlan, plan_update
-from onward.derive.update.precision import check_form, dtype_word
 from onward.derive.update.replaced import expect_replaced
-from onward.derive.update.rule_lists import shown_rules
 from onward.derive.update.update import append_update
 
 _BACKWARD = "Here it is optimizer.create_backward_pass(cost, parameter_list=[...])."
@@ -53,10 +49,8 @@ _ELSEWHERE = {
     "number of updates made before, self.step, is for update and evaluated alone.",
 }  # what other libraries, and the early designs of Paddle, call its methods
 
-_LOW_PRECISION = ("master", "stochastic", "nearest")
 
-
-class Optimizer(Rule):
+class Optimizer(OptimizerRule):
     """The base of every optimizer: it derives the backward and the update operators of a Program.
 
     The gradient of a complex parameter comes as the direction of steepest ascent, the conjugate of what
@@ -88,52 +82,12 @@ class Optimizer(Rule):
         ['count', 'clip_by_global_norm', 'sgd']
     """
 
-    own_decay: ClassVar[str] = "decoupled"  # how a field ``weight_decay`` acts, in a word for the plan
-    rules: Sequence[Rule] = field(default=(), kw_only=True)
-    groups: Sequence[Group] = field(default=(), kw_only=True)
-    slot_dtype: str | None = field(default=None, kw_only=True)
-    low_precision: str = field(default="master", kw_only=True)
-    maximize: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        groups = self.groups if isinstance(self.groups, list | tuple) else (self.groups,)
-        for group in groups:
-            if not isinstance(group, Group):
-                raise HyperparameterError(
-                    f"groups holds {group!r}; expected groups, such as [Group('*/b', learning_rate=0.1)]."
-                )
-        object.__setattr__(self, "rules", shown_rules(self.rules))
-        object.__setattr__(self, "groups", tuple(groups))
-        for group in groups:
-            group.of(self)  # refuses what the optimizer does not have
-        object.__setattr__(self, "slot_dtype", dtype_word(self.slot_dtype))
-        check_form(type(self).__name__, self.slot_dtype)
-        expect_flag(self.maximize, f"{type(self).__name__}: maximize")
-        if not is_word(self.low_precision, _LOW_PRECISION):
-            raise HyperparameterError(
-                f"{type(self).__name__}: low_precision is {self.low_precision!r}; expected 'master', "
-                "'stochastic' or 'nearest'."
-            )
-
     if not TYPE_CHECKING:  # a type checker shall know the methods that there are, and no other
 
         def __getattr__(self, name: str) -> Any:
             """Refuse an unknown attribute, and name the counterpart here of a method of other libraries."""
             advice = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{advice}")
-
-    def update(self, parameter: Any, gradient: Any, slots: Any, /) -> tuple[Any, Any]:
-        """The next parameter and the next slots.
-
-        Every hyperparameter is the array of this step, such as ``self.learning_rate``, and ``self.step`` the
-        number of updates made before it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not say how to update a parameter")
-
-    def route(self, parameter: Variable) -> Optimizer:
-        """The optimizer of one parameter, where a rule is not fit for all of them; this one by default."""
-        return self
 
     def create_backward_pass(
         self,

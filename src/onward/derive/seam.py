@@ -10,11 +10,12 @@ from onward.core.check import check, expect_program
 from onward.core.errors import GraphError
 from onward.core.placement import expect_one_device
 from onward.core.program import Program, Variable
+from onward.core.recipe import undone
 from onward.core.structure import Signature, Structure
 from onward.core.transform import transform
 from onward.core.walk import prune
 from onward.core.words import Kind, Pass
-from onward.derive.accumulation.accumulate import unaccumulated
+from onward.derive.accumulation.accumulate import accumulated, accumulation_of
 from onward.derive.watch.watch import unwatched
 
 
@@ -28,7 +29,8 @@ def forward_pass(program: Program) -> Program:
         ['mul', 'reduce_sum']
     """
     expect_program(program, "forward_pass")
-    return _forward_pass(unaccumulated(program))
+    is_accumulated = accumulation_of(program) is not None
+    return _forward_pass(undone(program, accumulated) if is_accumulated else program)
 
 
 @transform

@@ -19,8 +19,7 @@ from onward.core.lower import lower
 from onward.core.marks import COUNT, LOCAL
 from onward.core.names import Names
 from onward.core.placement import local_copies
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Applied
+from onward.core.program import Applied, Op, Program, Variable
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer

@@ -30,8 +30,7 @@ from onward.core.builder import Builder
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
-from onward.core.program import Program, Variable
-from onward.core.recipe import Applied
+from onward.core.program import Applied, Program, Variable
 from onward.core.show import nbytes
 from onward.core.words import Pass, Placement
 from onward.derive.update.groups import Routing

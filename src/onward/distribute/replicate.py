@@ -25,8 +25,8 @@ from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.tracing import along
 from onward.core.placement import equal_variables, expect_divisible
-from onward.core.program import Op, Program, Replicas, Variable
-from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, resumed, whole_types
+from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
+from onward.core.recipe import build, laid_out, recipe_of, whole_types
 from onward.core.structure import describe, is_word
 from onward.core.walk import Where, listed, select, substitute
 from onward.core.whole import opened
@@ -119,13 +119,11 @@ def replicate(
     weight = example_weight if example_weight in split else None
     name = axis_name if program.replicas is None else program.replicas.name
     replicas = Replicas(count, name, sync_batch_norm, merge.period, weight)
-    grown = recipe.including(devices_step(replicas, merge, split))
     is_free = recipe.origin.assumes_batch
     parts = count * (how.steps if how is not None else 1)
     data = data_types(program, split, parts) if is_free else whole_types(program)
-    if is_free or grown.phase > Phase.DEVICES:
-        return build(grown, data)
-    return resumed(_laid_out(program, recipe, replicas, merge, split), grown, len(grown.steps), data)
+    now = None if is_free else partial(_laid_out, program, recipe, replicas, merge, split)
+    return laid_out(recipe, devices_step(replicas, merge, split), data, now)
 
 
 def devices_step(replicas: Replicas, merge: Merge, split: tuple[str, ...]) -> Applied:
@@ -138,22 +136,6 @@ def replicated(
 ) -> Program:
     """The Program of a recipe for these devices, with the data of these names laid out over them."""
     return _laid_out(build(recipe, data), recipe, replicas, merge, split)
-
-
-def unreplicated(program: Program) -> Program:
-    """The Program as it was before ``replicate``, with the transforms that came after it.
-
-    Raises:
-        RecipeError: the ops of the Program were changed by hand.
-
-    Example:
-        >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
-        >>> str(unreplicated(replicate(program, devices=4))) == str(program)
-        True
-    """
-    recipe = recipe_of(program, "for one device", "Take the Program that was given to replicate")
-    return build(recipe.without(replicated), whole_types(program))
 
 
 def _expect_no_mesh(program: Program) -> None:

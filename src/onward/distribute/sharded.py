@@ -15,8 +15,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.marks import PART
 from onward.core.placement import equal_variables
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Applied
+from onward.core.program import Applied, Op, Program, Variable
 from onward.core.words import Pass, Placement, UpdateType
 from onward.derive.backward import append_backward
 from onward.derive.rule import GradientRule, ParameterRule

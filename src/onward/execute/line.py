@@ -18,11 +18,21 @@ newest of it. Nothing is kept alive for that: all references are weak, and who i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from weakref import ReferenceType, WeakValueDictionary, ref
 
-if TYPE_CHECKING:
-    from onward.execute.state import State
+
+class InLine(Protocol):
+    """A State, as its line sees it."""
+
+    line: StateLine | None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a step has taken over any of its buffers."""
+
+    def become(self, newest: Any) -> None:
+        """Hold what the newest of the line holds."""
 
 
 class StateLine:
@@ -31,8 +41,8 @@ class StateLine:
     __slots__ = ("__weakref__", "before", "newest")
 
     def __init__(self) -> None:
-        self.before: set[ReferenceType[State]] = set()
-        self.newest: ReferenceType[State] | None = None
+        self.before: set[ReferenceType[InLine]] = set()
+        self.newest: ReferenceType[InLine] | None = None
 
     def rescue(self) -> None:
         """Let the States that are spent become the newest one, if there is one and it is whole."""
@@ -48,7 +58,7 @@ class StateLine:
 _lines: WeakValueDictionary[int, StateLine] = WeakValueDictionary()
 
 
-def follow(before: State, after: State) -> None:
+def follow(before: InLine, after: InLine) -> None:
     """Note that a State came of another one, whose buffers it may have taken over."""
     line = before.line
     if line is None:

@@ -8,9 +8,9 @@ are a few steps old (Recht et al., Hogwild!, 2011, with a lock around the update
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.structure import describe
@@ -19,19 +19,23 @@ from onward.derive.seam import update_pass
 from onward.execute.loop.prefetch import END, PATIENCE
 from onward.execute.step import Step
 from onward.fit.gradient_machine import GradientMachine
+from onward.fit.trainer_parts import TrainerParts
 from onward.fit.training import NumberedBatch, Training
-
-if TYPE_CHECKING:
-    from onward.fit.trainer import Trainer
 
 
 class Crew:
     """The threads of one training run."""
 
-    def __init__(self, trainer: Trainer, threads: int, training: Training) -> None:
+    def __init__(
+        self,
+        trainer: TrainerParts,
+        apply: Callable[[Mapping[str, Any]], None],
+        threads: int,
+        training: Training,
+    ) -> None:
         if not isinstance(threads, int) or threads < 1:
             raise ArgumentError(f"threads is {describe(threads)}; expected a whole number, at least 1.")
-        self.trainer, self.training = trainer, training
+        self.trainer, self.apply, self.training = trainer, apply, training
         names = [p.name for p, _ in trainer.program.gradients]
         if trainer.program.replicas is not None and trainer.program.replicas.count > 1:
             raise ArgumentError(
@@ -88,7 +92,7 @@ class Crew:
                 except ArgumentError as error:
                     raise self.training.blaming(item, error) from error
                 with self.trainer.model.lock:
-                    self.trainer.applied(machine.gradients)
+                    self.apply(machine.gradients)
                     self.training.done(out, item)
                     self.training.after()
         except BaseException as error:
@@ -101,7 +105,7 @@ class Crew:
 class Applier:
     """Applies gradients that were computed elsewhere to the parameters as they are now."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerParts) -> None:
         self.trainer = trainer
         part = update_pass(trainer.program)
         self.names = GradientMachine(trainer.model, [p.name for p, _ in trainer.program.gradients]).names

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from math import nan
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,9 +32,7 @@ from onward.fit.evaluator import as_feed, batch_size, metrics_of
 from onward.fit.finite import check_numbers
 from onward.fit.progress import Progress
 from onward.fit.telling import Telling
-
-if TYPE_CHECKING:
-    from onward.fit.trainer import Trainer
+from onward.fit.trainer_parts import TrainerParts
 
 _LOOK_BACK = 64
 
@@ -55,7 +53,7 @@ class Training:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainerParts,
         reader: Any,
         epochs: int,
         test: Any,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.program import Program
-from onward.core.recipe import Recipe, build, recipe_of
+from onward.core.program import Program, Recipe
+from onward.core.recipe import build, recipe_of
 from onward.derive.optimizer import Optimizer
 from onward.distribute.split.devices import TrainerDevices
 from onward.distribute.split.local import split_local

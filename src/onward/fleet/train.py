@@ -12,13 +12,14 @@ from weakref import WeakSet
 
 from onward.core.errors import ArgumentError, StateError, nearest
 from onward.core.program import Program
+from onward.core.recipe import undone
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
 from onward.derive.check_finite import check_finite as checked
 from onward.derive.over_batch.loss import loss_is_sum
 from onward.derive.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum
-from onward.distribute.replicate import replicate, unreplicated
+from onward.distribute.replicate import replicate, replicated
 from onward.distribute.split.devices import TrainerDevices
 from onward.execute.initialize import is_declared
 from onward.fit.model import Model
@@ -197,7 +198,7 @@ def _on_devices(
             f"cluster: {program.name!r} is replicated for {program.replicas.count} devices already, and "
             f"devices is {devices!r}. Leave one of the two out."
         )
-    return unreplicated(program), TrainerDevices.of(program)
+    return undone(program, replicated), TrainerDevices.of(program)
 
 
 def with_host_devices(options: Mapping[str, Any], count: int) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from onward.core.jaxprs.equations import (
 )
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
-from onward.core.program import Replicas
+from onward.core.variable import Replicas
 from onward.core.words import Placement
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.program import Program
-from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, resumed
+from onward.core.program import Applied, Phase, Program, Recipe
+from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.structure import expect_flag, is_word
 from onward.core.walk import Where, select
 from onward.core.words import Placement
@@ -103,10 +103,8 @@ def accumulate(
         expect_rows(program, how, count)
     data = data_types(program, how.split, count * how.steps if is_free else how.whole_rows(program))
     how = _told(recipe, program, data, how)
-    grown = recipe.including(Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True))
-    if is_free or grown.phase > Phase.MICRO_BATCHES:
-        return build(grown, data)
-    return resumed(_looped(program, recipe, how), grown, len(grown.steps), data)
+    step = Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True)
+    return laid_out(recipe, step, data, None if is_free else lambda: _looped(program, recipe, how))
 
 
 def accumulated(recipe: Recipe, data: tuple[Any, ...], how: Accumulation) -> Program:
@@ -146,25 +144,6 @@ def accumulation_of(program: Program) -> Accumulation | None:
     """How a Program accumulates; None if it does not."""
     steps = () if program.recipe is None else program.recipe.of(accumulated)
     return steps[0].arguments[0] if steps else None
-
-
-def unaccumulated(program: Program) -> Program:
-    """The Program as it was before ``accumulate``, with the transforms that came after it.
-
-    Raises:
-        RecipeError: the ops of the Program were changed by hand.
-
-    Example:
-        >>> import jax.numpy as jnp, onward as ow
-        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
-        >>> str(unaccumulated(accumulate(program, 3))) == str(program)
-        True
-    """
-    how = accumulation_of(program)
-    if how is None:
-        return program
-    recipe = recipe_of(program, "as one batch", "Take the Program that was given to accumulate")
-    return build(recipe.without(accumulated), data_types(program, how.split, how.whole_rows(program)))
 
 
 def expect_devices(program: Program, devices: int, is_sum: bool) -> None:

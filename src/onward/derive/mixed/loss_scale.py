@@ -21,8 +21,7 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.marks import ONES, SCALE_LOSS, UNSCALE
 from onward.core.names import Names
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.walk import ancestors, substitute
 from onward.core.words import Pass, UpdateType

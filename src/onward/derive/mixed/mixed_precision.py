@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError
-from onward.core.program import Program
-from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, whole_types
+from onward.core.program import Applied, Phase, Program, Recipe
+from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.structure import is_word
 from onward.core.transform import transform
 from onward.core.walk import Where, listed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -82,3 +82,49 @@ class Following:
 
         mixing = [(op, why) for op, why in self.mixing if kept(op)]
         return replace(self, mixing=mixing, bent=list(filter(kept, self.bent)))
+
+
+class BatchWalk:
+    """The knowledge of a walk over the ops of a part, each beside that of the whole, as it goes on.
+
+    Attributes:
+        result: how the values follow, and what is needed for that.
+        like: for each Variable of the part that of the whole.
+        parts: how many parts the whole has.
+        can_have: whether the parts can have a statistic of the whole, told whether it comes back to the
+            examples.
+        has_own_axis: whether the function speaks of devices itself.
+        zeros: the Variables that are 0 throughout.
+        reaching: the ops whose results come back to the examples.
+    """
+
+    def __init__(
+        self,
+        result: Following,
+        like: dict[Variable, Variable],
+        parts: int,
+        can_have: Callable[[bool], bool],
+        has_own_axis: bool,
+    ) -> None:
+        self.result, self.like, self.parts, self.can_have = result, like, parts, can_have
+        self.has_own_axis = has_own_axis
+        self.zeros: set[Variable] = set()
+        self.reaching: set[Op] = set()
+
+    def axes(self, v: Variable) -> list[int] | None:
+        """The axes along which the examples lie; None if lengths follow the batch in another way."""
+        other = self.like[v]
+        pairs = list(zip(v.shape, other.shape, strict=True))
+        if any(mine not in (theirs, theirs / self.parts) for mine, theirs in pairs):
+            return None
+        return [i for i, (mine, theirs) in enumerate(pairs) if mine != theirs]
+
+    def by_shape(self, v: Variable, otherwise: Follows) -> Follows:
+        """How a value follows by its shape alone: as rows if one axis differs, else ``otherwise``."""
+        axes = self.axes(v)
+        return Follows(How.ROWS) if axes and len(axes) == 1 else otherwise
+
+    def note(self, op: Op, why: str) -> None:
+        """Remember an op in which examples see each other, unless the function speaks of devices itself."""
+        if not self.has_own_axis:
+            self.result.mixing.append((op, why))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +13,13 @@ from onward.core.jaxprs.body import Call
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Index, Linear
 from onward.core.program import Op, Variable
-from onward.derive.over_batch.known import OWN, SAME, Follows, How, Need
-
-if TYPE_CHECKING:
-    from onward.derive.over_batch.walk import Follower
+from onward.derive.over_batch.known import OWN, SAME, BatchWalk, Follows, How, Need
 
 
 class Operands:
     """The operands of an op's equation, and the values that it would have to read in their place."""
 
-    def __init__(self, walk: Follower, op: Op, other: Op) -> None:
+    def __init__(self, walk: BatchWalk, op: Op, other: Op) -> None:
         self.walk, self.op, self.other = walk, op, other
         self.values = list(map(self._value, op.body.operands, op.body.numbers, other.body.numbers))
         found = walk.result.found
@@ -81,7 +78,7 @@ class Operands:
         self.settle(*range(len(self.values)))
         return self._kind_of_all()
 
-    def counts_on(self, call: Call, walk: Follower) -> bool:
+    def counts_on(self, call: Call, walk: BatchWalk) -> bool:
         """Whether the result numbers examples as well; noted, unless an index is made of it."""
         index = of(call.primitive).index
         if not any(f.counts for f, _ in self.values) or index is Index.ENDS:

@@ -30,7 +30,7 @@ from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Exchanges, Reduces
 from onward.core.program import Op, Program, Variable
-from onward.derive.over_batch.known import OWN, SAME, ExampleLayout, Following, Follows, How
+from onward.derive.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
 from onward.derive.over_batch.operands import Operands
 from onward.derive.over_batch.within import within
 
@@ -85,7 +85,7 @@ def _ranks(variables: Iterable[Variable]) -> list[int]:
     return [v.ndim for v in variables]
 
 
-class Follower:
+class Follower(BatchWalk):
     """One walk over the ops of a part, each beside that of the whole; a part has so many ``rows``."""
 
     def __init__(
@@ -98,13 +98,15 @@ class Follower:
         rows: int,
         can_have: Callable[[bool], bool],
     ) -> None:
-        self.pairs, self.parts, self.rows, self.can_have = pairs, parts, rows, can_have
-        self.equal = equal_variables(part)
         known = (*part.inputs, *part.state)
-        self.like = dict(zip(known, (*whole.inputs, *whole.state), strict=True))
-        self.result = Following(dict(zip(known, given, strict=True)))
-        self.zeros: set[Variable] = set()
-        self.has_own_axis = any(op.body.collectives for op in whole.ops)
+        super().__init__(
+            Following(dict(zip(known, given, strict=True))),
+            dict(zip(known, (*whole.inputs, *whole.state), strict=True)),
+            parts,
+            can_have,
+            has_own_axis=any(op.body.collectives for op in whole.ops),
+        )
+        self.pairs, self.rows, self.equal = pairs, rows, equal_variables(part)
         for v, other in zip(part.constants, whole.constants, strict=False):
             self.like[v] = other
             self.result.found[v] = self._constant(v, part.constants[v], whole.constants[other])
@@ -144,14 +146,6 @@ class Follower:
                 needed.update(op.inputs)
         return found
 
-    def axes(self, v: Variable) -> list[int] | None:
-        """The axes along which the examples lie; None if lengths follow the batch in another way."""
-        other = self.like[v]
-        pairs = list(zip(v.shape, other.shape, strict=True))
-        if any(mine not in (theirs, theirs / self.parts) for mine, theirs in pairs):
-            return None
-        return [i for i, (mine, theirs) in enumerate(pairs) if mine != theirs]
-
     def _followed(self, op: Op, other: Op | None) -> list[Follows]:
         """How the outputs of an op follow the whole's."""
         if op.body.collectives or other is None:  # merged over the parts by the function itself
@@ -162,7 +156,7 @@ class Follower:
             return [self.by_shape(v, OWN) for v in op.outputs]
         given = Operands(self, op, other)
         if calls[0].inner and not of(calls[0].primitive).update:
-            return within(self, op, other, calls[0], given)
+            return within(self, self.inner, op, other, calls[0], given)
         how = given.combined(calls[0])
         return [self._output(op, v, calls[0], given, how) for v in op.outputs]
 
@@ -170,11 +164,6 @@ class Follower:
         """A sum over the parts is their number times the mean."""
         power = max((self.result.found[v].power for v in op.inputs), default=0)
         return power - any(of(c.kind).exchanges is Exchanges.SUM for c in op.body.collectives)
-
-    def by_shape(self, v: Variable, otherwise: Follows) -> Follows:
-        """How a value follows by its shape alone: as rows if one axis differs, else ``otherwise``."""
-        axes = self.axes(v)
-        return Follows(How.ROWS) if axes and len(axes) == 1 else otherwise
 
     def _output(self, op: Op, v: Variable, call: Call, given: Operands, how: Follows) -> Follows:
         axes = self.axes(v)
@@ -247,8 +236,3 @@ class Follower:
             self.note(op, "takes some of the examples")
             return None
         return replace(layout, blocks=(limit - start) // block)
-
-    def note(self, op: Op, why: str) -> None:
-        """Remember an op in which examples see each other, unless the function speaks of devices itself."""
-        if not self.has_own_axis:
-            self.result.mixing.append((op, why))

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import starmap
-from typing import TYPE_CHECKING
 
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.loops import carry_of, result_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program
-from onward.derive.over_batch.known import OWN, SAME, ExampleLayout, Following, Follows, How
-
-if TYPE_CHECKING:
-    from onward.derive.over_batch.operands import Operands
-    from onward.derive.over_batch.walk import Follower
+from onward.derive.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
+from onward.derive.over_batch.operands import Operands
 
 _SEE = "computes a statistic of the examples within"
 _ONE_BY_ONE = "goes through the examples one after the other"
 
 
-def within(walk: Follower, op: Op, other: Op, call: Call, given: Operands) -> list[Follows]:
+Inner = Callable[[Program, Program, Sequence[Follows]], Following | None]
+"""From what an op runs, for the whole and for the part, and what it is given, to how its values follow."""
+
+
+def within(walk: BatchWalk, inner: Inner, op: Op, other: Op, call: Call, given: Operands) -> list[Follows]:
     """How the outputs follow the whole's; what would have to be merged within is noted."""
     given.settle_extremes()
     values = [f for f, _ in given.values]
     if all(f == SAME for f in values):
         return [walk.by_shape(v, SAME) for v in op.outputs]
-    inside = _BodyWalk(walk, op, list(other.subprograms.values()), list(op.subprograms.values()))
+    inside = _BodyWalk(walk, inner, op, list(other.subprograms.values()), list(op.subprograms.values()))
     found = inside.found(call, given)
     if found is not None:
         return [found[result_of(op.body, i)] for i in range(len(op.outputs))]
@@ -41,8 +41,10 @@ def within(walk: Follower, op: Op, other: Op, call: Call, given: Operands) -> li
 class _BodyWalk:
     """Walks over what one op runs."""
 
-    def __init__(self, walk: Follower, op: Op, wholes: list[Program], parts: list[Program]) -> None:
-        self.walk, self.op, self.wholes, self.parts = walk, op, wholes, parts
+    def __init__(
+        self, walk: BatchWalk, inner: Inner, op: Op, wholes: list[Program], parts: list[Program]
+    ) -> None:
+        self.walk, self.inner, self.op, self.wholes, self.parts = walk, inner, op, wholes, parts
 
     def found(self, call: Call, given: Operands) -> list[Follows] | None:
         """How the outputs follow the whole's; None if it cannot be told."""
@@ -59,7 +61,7 @@ class _BodyWalk:
 
     def called(self, whole: Program, part: Program, values: Sequence[Follows]) -> list[Follows] | None:
         """The results of one run; None if it needs what the parts would have to merge first."""
-        following = self.walk.inner(whole, part, values)
+        following = self.inner(whole, part, values)
         if following is None or not _is_plain(following.reaching(part, part.outputs), part):
             return None
         return [following.found[v] for v in part.outputs]

@@ -26,8 +26,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.marks import Mark
 from onward.core.names import Names
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Pass
 from onward.derive.recompute.activations import Activations

@@ -19,8 +19,7 @@ from jax import lax
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
 from onward.derive.backward import gradients

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from onward.core.errors import UnreachedWarning
-from onward.core.program import Program
-from onward.core.recipe import Applied, Phase, build, recipe_of, resumed, whole_types
+from onward.core.program import Applied, Phase, Program
+from onward.core.recipe import build, recipe_of, resumed, whole_types
 from onward.derive.backward import append_backward
 from onward.derive.roll.forward import forward_of
 from onward.derive.roll.roll import rolled

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from onward.core.program import Op, Program
-from onward.core.recipe import Phase, Recipe, build, whole_types
+from onward.core.program import Op, Phase, Program, Recipe
+from onward.core.recipe import build, whole_types
 from onward.core.words import Pass
 from onward.derive.backward import append_backward
 from onward.derive.update.update import append_update

@@ -16,8 +16,8 @@ from onward.core.check import expect_program
 from onward.core.errors import GraphError, UnknownNameError, UnreachedWarning
 from onward.core.marks import ACCUMULATE, UNSTACK
 from onward.core.names import Names
-from onward.core.program import Program, Variable
-from onward.core.recipe import Applied, Phase, recipe_of, resumed, whole_types
+from onward.core.program import Applied, Phase, Program, Variable
+from onward.core.recipe import recipe_of, resumed, whole_types
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, prune, select
 from onward.core.words import Pass

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import given_way
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
@@ -141,10 +142,8 @@ class UpdateDraft:
             limits={**self.source.limits, **self.limits},
         )
         mine = {v.name for v in (*self.state, *(v for op in self.ops for v in op.outputs))}
-        names = Names(mine | self.source.variables.keys())
-        computed = (v for op in self.source.ops for v in op.outputs)
-        given_way = {v: replace(v, name=names.new(v.name)) for v in computed if v.name in mine}
-        return substitute(longer, given_way) if given_way else longer
+        renamed = given_way(self.source, mine)
+        return substitute(longer, renamed) if renamed else longer
 
 
 def _begin(first: Callable[[Any], list[Any]], length: int | None) -> Callable[[Any], list[Any]]:

@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,14 +20,60 @@ from onward.core.errors import ArgumentError, HyperparameterError, UnknownNameEr
 from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Variable
-from onward.core.structure import describe
+from onward.core.structure import describe, expect_flag, is_word
 from onward.core.walk import Where, name_of, select
 from onward.derive.rule import GradientRule, ParameterRule, Rule
-from onward.derive.update.precision import KeptSlot, is_low, real_of, slots_of
-from onward.derive.update.rule_lists import choices, distinct, in_order
+from onward.derive.update.precision import KeptSlot, check_form, dtype_word, is_low, real_of, slots_of
+from onward.derive.update.rule_lists import choices, distinct, in_order, shown_rules
 
-if TYPE_CHECKING:
-    from onward.derive.optimizer import Optimizer
+_LOW_PRECISION = ("master", "stochastic", "nearest")
+
+
+class OptimizerRule(Rule):
+    """The data of an optimizer: its own rule, the rules around it, and the groups it updates otherwise.
+
+    ``Optimizer``, which every optimizer inherits, derives Programs with it, and explains the fields.
+    """
+
+    own_decay: ClassVar[str] = "decoupled"  # how a field ``weight_decay`` acts, in a word for the plan
+    rules: Sequence[Rule] = field(default=(), kw_only=True)
+    groups: Sequence[Group] = field(default=(), kw_only=True)
+    slot_dtype: str | None = field(default=None, kw_only=True)
+    low_precision: str = field(default="master", kw_only=True)
+    maximize: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        groups = self.groups if isinstance(self.groups, list | tuple) else (self.groups,)
+        for group in groups:
+            if not isinstance(group, Group):
+                raise HyperparameterError(
+                    f"groups holds {group!r}; expected groups, such as [Group('*/b', learning_rate=0.1)]."
+                )
+        object.__setattr__(self, "rules", shown_rules(self.rules))
+        object.__setattr__(self, "groups", tuple(groups))
+        for group in groups:
+            group.of(self)  # refuses what the optimizer does not have
+        object.__setattr__(self, "slot_dtype", dtype_word(self.slot_dtype))
+        check_form(type(self).__name__, self.slot_dtype)
+        expect_flag(self.maximize, f"{type(self).__name__}: maximize")
+        if not is_word(self.low_precision, _LOW_PRECISION):
+            raise HyperparameterError(
+                f"{type(self).__name__}: low_precision is {self.low_precision!r}; expected 'master', "
+                "'stochastic' or 'nearest'."
+            )
+
+    def update(self, parameter: Any, gradient: Any, slots: Any, /) -> tuple[Any, Any]:
+        """The next parameter and the next slots.
+
+        Every hyperparameter is the array of this step, such as ``self.learning_rate``, and ``self.step`` the
+        number of updates made before it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how to update a parameter")
+
+    def route(self, parameter: Variable) -> OptimizerRule:
+        """The optimizer of one parameter, where a rule is not fit for all of them; this one by default."""
+        return self
 
 
 class Group:
@@ -53,7 +99,7 @@ class Group:
     def __init__(
         self,
         where: Where | Iterable[Where],
-        optimizer: Optimizer | None = None,
+        optimizer: OptimizerRule | None = None,
         *,
         name: str | None = None,
         frozen: bool = False,
@@ -82,7 +128,7 @@ class Group:
         )
         self.name = name or _plain(self.where[0])
 
-    def of(self, optimizer: Optimizer) -> Optimizer:
+    def of(self, optimizer: OptimizerRule) -> OptimizerRule:
         """The optimizer of these parameters, where that of all the others is given."""
         return self.optimizer or replace(optimizer, groups=(), **self.changes)
 
@@ -106,7 +152,7 @@ class Route:
     """
 
     name: str
-    optimizer: Optimizer
+    optimizer: OptimizerRule
     base: Route | None = None
     frozen: bool = False
 
@@ -120,7 +166,7 @@ class Routing:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: OptimizerRule,
         routes: Mapping[str, Route],
         chosen: Sequence[tuple[Rule, frozenset[str]]],
         names: Mapping[str, str],
@@ -130,7 +176,7 @@ class Routing:
         self._routes, self._chosen, self._names = routes, chosen, names
 
     @classmethod
-    def of(cls, optimizer: Optimizer, parameters: Sequence[Variable]) -> Routing:
+    def of(cls, optimizer: OptimizerRule, parameters: Sequence[Variable]) -> Routing:
         """The routes of these parameters, all that there are.
 
         Raises:
@@ -140,7 +186,7 @@ class Routing:
         if not hasattr(type(optimizer), "minimize"):
             raise ArgumentError(f"{describe(optimizer)} is no optimizer; expected one, such as Adam(1e-3).")
         routes: dict[str, Route] = {}
-        sent: list[tuple[tuple[Route, Optimizer], Route]] = []
+        sent: list[tuple[tuple[Route, OptimizerRule], Route]] = []
         main = Route("", optimizer)
         grouped = _grouped(optimizer.groups, parameters)
         ways = {
@@ -230,7 +276,9 @@ def _grouped(groups: Sequence[Group], parameters: Sequence[Variable]) -> dict[st
     return found
 
 
-def _onward(route: Route, parameter: Variable, known: list[tuple[tuple[Route, Optimizer], Route]]) -> Route:
+def _onward(
+    route: Route, parameter: Variable, known: list[tuple[tuple[Route, OptimizerRule], Route]]
+) -> Route:
     """Where an optimizer sends a parameter on to, such as Muon a vector."""
     mine = route.optimizer
     other = mine.route(parameter)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,11 +31,8 @@ from onward.core.program import Program, Variable
 from onward.core.show import human_bytes, nbytes, short_type
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 from onward.derive.rules.decay import L1, L2, WeightDecay
-from onward.derive.update.groups import Route, Routing
+from onward.derive.update.groups import OptimizerRule, Route, Routing
 from onward.derive.update.precision import is_low
-
-if TYPE_CHECKING:
-    from onward.derive.optimizer import Optimizer
 
 _ROUNDING = {"stochastic": "rounded at random", "nearest": "rounded to the nearest"}
 _AROUND = ("rules", "groups", "slot_dtype", "low_precision", "maximize", "where")
@@ -124,7 +121,7 @@ class UpdatePlan:
         return f"all {len(names)}" if len(names) == len(self.destinations) else f"{len(names)}"
 
 
-def plan_update(program: Program, optimizer: Optimizer) -> UpdatePlan:
+def plan_update(program: Program, optimizer: OptimizerRule) -> UpdatePlan:
     """The plan of an optimizer for the parameters of a Program; see ``Optimizer.plan``."""
     expect_program(program, "plan")
     routing = Routing.of(optimizer, program.parameters)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +18,7 @@ import numpy as np
 from onward.core.errors import GraphError
 from onward.core.jaxprs.equations import Type
 from onward.core.placement import expect_one_device
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Applied, Phase
+from onward.core.program import Applied, Op, Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Placement, UpdateType
 from onward.define.trace import explaining
@@ -27,20 +26,17 @@ from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule, RuleBeside
 from onward.derive.update.act import Act, Hyperparameters, Shared, Slot
 from onward.derive.update.draft import SlotPlace, UpdateDraft, update_op
-from onward.derive.update.groups import Route, Routing
+from onward.derive.update.groups import OptimizerRule, Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
 from onward.derive.update.loss import LossFunction
 from onward.derive.update.precision import KeptSlot, is_low, master, narrowed, rounded_at_random, slots_of
 from onward.derive.update.replaced import expect_replaced
 
-if TYPE_CHECKING:
-    from onward.derive.optimizer import Optimizer
-
 Pair = tuple[Variable, Variable]
 
 
 @transform(phase=Phase.UPDATE)
-def append_update(program: Program, optimizer: Optimizer) -> Program:
+def append_update(program: Program, optimizer: OptimizerRule) -> Program:
     """Add the operators that update the parameters of ``program.gradients``.
 
     Adds ops and state, changes none. Every parameter keeps its dtype.
@@ -60,9 +56,9 @@ def append_update(program: Program, optimizer: Optimizer) -> Program:
     return with_update(program, optimizer)
 
 
-def optimizer_of(step: Applied) -> Optimizer:
+def optimizer_of(step: Applied) -> OptimizerRule:
     """The optimizer that ``append_update`` was applied with."""
-    found: Optimizer = step.arguments[0] if step.arguments else step.options["optimizer"]
+    found: OptimizerRule = step.arguments[0] if step.arguments else step.options["optimizer"]
     return found
 
 
@@ -91,7 +87,7 @@ parameters and gradients that are here."""
 
 def with_update(
     program: Program,
-    optimizer: Optimizer,
+    optimizer: OptimizerRule,
     routing: Routing | None = None,
     stand_ins: StandIns | None = None,
     sharing: Sharing | None = None,
@@ -110,7 +106,7 @@ def with_update(
 
 def updated(
     program: Program,
-    optimizer: Optimizer,
+    optimizer: OptimizerRule,
     routing: Routing | None = None,
     stand_ins: StandIns | None = None,
     sharing: Sharing | None = None,
@@ -168,7 +164,7 @@ class Update:
     """The update pass as it grows: ops, new state, and what replaces what."""
 
     def __init__(
-        self, program: Program, optimizer: Optimizer, routing: Routing, sharing: Sharing | None = None
+        self, program: Program, optimizer: OptimizerRule, routing: Routing, sharing: Sharing | None = None
     ) -> None:
         self.source, self.optimizer, self.routing, self.sharing = program, optimizer, routing, sharing
         self.draft = UpdateDraft(program)

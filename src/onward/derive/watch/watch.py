@@ -20,8 +20,7 @@ from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import COUNT, WATCH
 from onward.core.names import Names
 from onward.core.placement import equal_variables
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase
+from onward.core.program import Op, Phase, Program, Variable
 from onward.core.structure import describe
 from onward.core.transform import transform
 from onward.core.walk import Where

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onward.core.errors import GraphError
-from onward.core.program import Program, Replicas
-from onward.core.recipe import Applied, build, recipe_of, whole_types
+from onward.core.program import Applied, Program, Replicas
+from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.walk import name_of
 from onward.core.words import Placement
 from onward.distribute.merge import Merge

@@ -23,8 +23,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.marks import CHECK, FINITE, SCALE_LOSS
-from onward.core.program import Program, Variable
-from onward.core.recipe import Applied
+from onward.core.program import Applied, Program, Variable
 from onward.core.words import Pass, UpdateType
 from onward.derive.check_finite import check_finite, looked_at
 from onward.derive.guard import Guard, guard, watched_by_update

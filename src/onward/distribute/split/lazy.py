@@ -15,7 +15,7 @@ import numpy as np
 from onward.core.jaxprs.body import body_of
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
-from onward.derive.optimizer import Optimizer
+from onward.derive.update.groups import OptimizerRule
 from onward.derive.update.update import with_update
 from onward.distribute.split.shares import times
 
@@ -25,7 +25,7 @@ def with_lazy(
     table: Variable,
     sent: Sequence[tuple[Variable, Variable]],
     shares: Variable | None,
-    optimizer: Optimizer,
+    optimizer: OptimizerRule,
 ) -> Program:
     """The update of one table, row by row."""
     dense = dict(program.gradients)[table]
@@ -72,7 +72,7 @@ def _row_update(
     table: Variable,
     dense: Variable,
     made: tuple[Variable, Variable],
-    optimizer: Optimizer,
+    optimizer: OptimizerRule,
 ) -> Op:
     """The optimizer's rule on the touched rows of a table and of its slots."""
     touched, few = made
@@ -97,7 +97,7 @@ def _row_update(
     return replace(op, inputs=inputs, body=body_of(update, *(v.aval for v in inputs)))
 
 
-def _rule_for_rows(table: Variable, few: Variable, optimizer: Optimizer) -> Callable[..., list[Any]]:
+def _rule_for_rows(table: Variable, few: Variable, optimizer: OptimizerRule) -> Callable[..., list[Any]]:
     """The body of an update op whose parameter is as long as the rows are many."""
     part = replace(table, shape=few.shape)
     alone = replace(optimizer, rules=(), groups=())

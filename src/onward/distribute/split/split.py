@@ -27,8 +27,8 @@ from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError, UnreachedWarning
 from onward.core.jaxprs.tracing import along
 from onward.core.marks import Mark
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Applied, Phase, Recipe, build, recipe_of, with_steps
+from onward.core.program import Applied, Op, Phase, Program, Recipe, Variable
+from onward.core.recipe import build, recipe_of, undone, with_steps
 from onward.core.structure import expect_flag
 from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
@@ -37,14 +37,13 @@ from onward.derive.accumulation.micro_batches import Accumulation
 from onward.derive.backward import append_backward
 from onward.derive.batch import data_types
 from onward.derive.mixed.loss_scale import scale_loss
-from onward.derive.optimizer import Optimizer
 from onward.derive.rule import GradientRule
-from onward.derive.update.groups import Routing
+from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.precision import is_low
 from onward.derive.update.update import append_update, optimizer_of
 from onward.derive.watch.watch import Watch, counter_of, watched
 from onward.distribute.merge import is_count
-from onward.distribute.replicate import unreplicated
+from onward.distribute.replicate import replicated
 from onward.distribute.split.across import Across, across_of
 from onward.distribute.split.devices import TrainerDevices
 from onward.distribute.split.guarding import GUARDS, Guarding, looking, scale_of, verdict_of
@@ -80,7 +79,7 @@ class Split:
     source: Program
     forward: Program
     base: Program
-    optimizer: Optimizer
+    optimizer: OptimizerRule
     shards: Shards
     tables: tuple[Table, ...]
     lazy: frozenset[str]
@@ -295,7 +294,7 @@ def split(
     if program.replicas is not None:
         devices = TrainerDevices.of(program)
         devices.expect_whole_tables(lazy := tuple(listed(lazy)))
-        return split(unreplicated(program), servers, trainers, rows=False, lazy=lazy).over(devices)
+        return split(undone(program, replicated), servers, trainers, rows=False, lazy=lazy).over(devices)
     how = accumulation_of(program)
     whole = recipe_of(program, "without its update", "Build it with optimizer.minimize")
     recipe = whole.without(accumulated).without(watched)
@@ -465,7 +464,7 @@ def _place_of_update(recipe: Recipe) -> int:
     return max(places, default=-1)
 
 
-def _optimizer(program: Program, recipe: Recipe) -> Optimizer:
+def _optimizer(program: Program, recipe: Recipe) -> OptimizerRule:
     """The optimizer that made the update, which only what guards it may follow."""
     places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
     steps = [step.function for step in recipe.steps[max(places, default=-1) + 1 :]]

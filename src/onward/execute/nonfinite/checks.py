@@ -18,12 +18,12 @@ import numpy as np
 from onward.core.errors import NonFiniteError
 from onward.core.program import Program
 from onward.derive.check_finite import Check, check_of
+from onward.derive.guard import Stop, stop_of
 from onward.execute.feeds import Feeds
 from onward.execute.nonfinite.find import find
 from onward.execute.nonfinite.finding import NonFinite
 from onward.execute.out import Out
 from onward.execute.state import State, is_deleted
-from onward.execute.stopped import Stopped
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The data of a step, by place and by name."""
@@ -72,7 +72,7 @@ class Checked:
         if flag is None:
             return
         verdicts = self._verdicts(flag)
-        if not verdicts and (wait or _is_known(flag) or self._calls % _AT_LEAST == 0) and not bool(flag):
+        if not verdicts and _is_due(flag, self._calls, wait) and not bool(flag):
             self._stop(state)
         open_ = verdicts
         while open_ and (wait or len(open_) > _AHEAD or _is_known(open_[0].finite)):
@@ -135,6 +135,24 @@ class Checked:
         return find(self.program, values, Feeds(self.program).named(data, feed) if feed else data)
 
 
+class Stopped:
+    """Raises for a State in which ``guard(program, "stop")`` stopped, as soon as that is known."""
+
+    def __init__(self, stop: Stop) -> None:
+        self.stop = stop
+        self._calls = 0
+
+    def look(self, state: State, wait: bool = False) -> None:
+        """Raise ``NonFiniteError`` if this State is one in which training stopped."""
+        self._calls += 1
+        if state.is_spent or isinstance(flag := state[self.stop.stopped.name], jax.core.Tracer):
+            return
+        if _is_due(flag, self._calls, wait) and bool(flag):
+            step = None if self.stop.step is None else int(state[self.stop.step.name])
+            culprits = np.asarray(state[self.stop.culprits.name])
+            raise NonFiniteError(self.stop.message(culprits.tolist(), step))
+
+
 class Checks:
     """Both looks of a Step: at what ``guard(program, "stop")`` and at what ``check_finite`` says.
 
@@ -151,9 +169,9 @@ class Checks:
     @classmethod
     def of(cls, program: Program) -> Checks | None:
         """Those of a Program; None if it never tells."""
-        check = check_of(program)
+        check, stop = check_of(program), stop_of(program)
         checked = None if check is None else Checked(program, check)
-        stopped = Stopped.of(program)
+        stopped = None if stop is None else Stopped(stop)
         return None if checked is None and stopped is None else cls(stopped, checked)
 
     def look(self, state: State, wait: bool = False) -> None:
@@ -167,6 +185,11 @@ class Checks:
         """Remember what a call returned for these batches, which led from one State to another."""
         if self.checked is not None:
             self.checked.seen(before, after, out, batches)
+
+
+def _is_due(flag: Any, calls: int, wait: bool) -> bool:
+    """Whether a flag is read at this call: one that is known, or has not been waited for lately."""
+    return wait or _is_known(flag) or calls % _AT_LEAST == 0
 
 
 def _is_known(flag: Any) -> bool:

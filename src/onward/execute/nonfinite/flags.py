@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -16,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import Builder
 from onward.core.check import check
 from onward.core.compiler import compiled_alone
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.lower import lower
 from onward.core.marks import STACK
-from onward.core.names import Names
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Program, Variable
 from onward.core.words import Pass
 
 Flags = Mapping[Variable, np.ndarray]
@@ -68,43 +69,25 @@ def floats(program: Program) -> list[Variable]:
 
 def flagged(program: Program) -> Program:
     """The Program that returns the flags of all its floats, bool[1, floats, 3], and changes no state."""
-    names = Names(program.variables)
+    builder = Builder(program, program.ops, made_by=Pass.UPDATE)
     watched = floats(program)
-    rows = [Variable(names.new(f"flags({v.name})"), (3,), np.dtype(np.bool_)) for v in watched]
-    whole = Variable(names.new("flags"), (1, len(rows), 3), np.dtype(np.bool_))
-    added = [
-        Op("flags", (v,), (row,), _flags(v.shape, v.dtype), Pass.UPDATE)
-        for v, row in zip(watched, rows, strict=True)
-    ]
+    rows = [builder.add("flags", [v], [f"flags({v.name})"], _flags(v.shape, v.dtype))[0] for v in watched]
     body = body_of(lambda *xs: [jnp.stack(xs)[None]], *[Type((3,), np.dtype(np.bool_))] * len(rows))
-    return _returning(program, (*added, Op(STACK, tuple(rows), (whole,), body, Pass.UPDATE)), (whole,))
+    return _returning(builder, builder.add(STACK, rows, ["flags"], body))
 
 
 def lifted(program: Program, wanted: Sequence[Variable]) -> Program:
     """The Program that returns the values of these Variables, one axis more in front, one row a device."""
-    names = Names(program.variables)
-    made = [Variable(names.new(f"lifted({v.name})"), (1, *v.shape), v.dtype) for v in wanted]
-    added = [
-        Op("lift", (v,), (out,), body_of(lambda x: [x[None]], v.aval), Pass.UPDATE)
-        for v, out in zip(wanted, made, strict=True)
-    ]
-    return _returning(program, added, made)
+    builder = Builder(program, program.ops, made_by=Pass.UPDATE)
+    bodies = [body_of(lambda x: [x[None]], v.aval) for v in wanted]
+    pairs = zip(wanted, bodies, strict=True)
+    return _returning(builder, [builder.add("lift", [v], [f"lifted({v.name})"], b)[0] for v, b in pairs])
 
 
-def _returning(program: Program, added: Sequence[Op], outputs: Sequence[Variable]) -> Program:
-    return check(
-        Program(
-            name=program.name,
-            inputs=program.inputs,
-            state=program.state,
-            constants=program.constants,
-            ops=(*program.ops, *added),
-            outputs=tuple(outputs),
-            initializers=program.initializers,
-            replicas=program.replicas,
-            code=program.code,
-        )
-    )
+def _returning(builder: Builder, outputs: Sequence[Variable]) -> Program:
+    """The Program that returns these and changes no state."""
+    made = replace(builder.source, next_state={}, gradients=(), signature=None, recipe=None)
+    return check(replace(made, ops=builder.ops, outputs=tuple(outputs), loss=None, hyperparameters=()))
 
 
 def line_of_flags(program: Program) -> Callable[[Sequence[Any]], tuple[list[Any], Flags]]:

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 
@@ -45,54 +44,9 @@ from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes
 from onward.core.words import Kind, Pass
 from onward.derive.recompute.measure import results
+from onward.explain.memory.held import Held, MemoryShare, PeakMoment
 from onward.explain.memory.plot import Chart, OpPoint, Picture, picture
 from onward.explain.memory.table import place, rows, side_by_side, text
-
-
-class MemoryShare(StrEnum):
-    """The purposes that memory is taken for, the longest-lived first.
-
-    ``SAVED`` was made by the forward pass for the backward pass, ``GRADIENTS`` by the backward pass for the
-    update; ``RESULTS`` is handed out, next state among it that has no place in the old one. All else that is
-    computed is ``TEMPORARIES``.
-    """
-
-    PARAMETERS = "parameters"
-    STATE = "other state"
-    FEEDS = "feeds"
-    CONSTANTS = "constants"
-    RESULTS = "results"
-    SAVED = "saved for backward"
-    GRADIENTS = "gradients"
-    TEMPORARIES = "temporaries"
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """Something that lies in memory at the peak.
-
-    Attributes:
-        variable: what lies there; the first, if several are the same array.
-        bytes: how much it takes.
-        share: what for.
-        maker: the op that computes it; None if it is there before the step.
-        reader: the op that reads it last; None if it stays.
-    """
-
-    variable: Variable
-    bytes: int
-    share: MemoryShare
-    maker: Op | None
-    reader: Op | None
-
-
-@dataclass(frozen=True, eq=False)
-class PeakMoment:
-    """The memory in use while one op runs, at the moment when it is most."""
-
-    op: Op
-    bytes: int
-    shares: Mapping[MemoryShare, int]
 
 
 class Memory:
@@ -208,13 +162,14 @@ class Memory:
         return picture([self.chart()])
 
     def _repr_html_(self) -> str:
-        return self.plot().html(rows(self))
+        return self.plot().html(rows(self.held))
 
     def __repr__(self) -> str:
         return f"Memory({self.program.name!r}, {human_bytes(self.peak)} at the peak)"
 
     def __str__(self) -> str:
-        return text(self)
+        title = f"Memory of {self.program.name}"
+        return text(title, self.peak, self.curve, self.peak_number, self.shares, self.held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +187,7 @@ class Beside:
         return self.plot().html([])
 
     def __str__(self) -> str:
-        return side_by_side(self.memories, self.labels)
+        return side_by_side([(m.shares, m.peak) for m in self.memories], self.labels)
 
 
 def memory(program: Program) -> Memory:

@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 from onward.core.columns import columns
 from onward.core.program import Op
 from onward.core.show import human_bytes, short_type
-
-if TYPE_CHECKING:
-    from onward.explain.memory.memory import Held, Memory
+from onward.explain.memory.held import Held, MemoryShare, PeakMoment
 
 _SHOWN = 10
 _WIDTH = 32
 
 
-def text(found: Memory) -> str:
-    """The text that ``print(memory(program))`` shows."""
-    op = found.peak_op
-    head = f"Memory of {found.program.name}: {human_bytes(found.peak)} at the peak"
-    if op is not None:
-        number = f"op {found.peak_number + 1:,} of {len(found.curve):,}"
-        head += f", at {number}: {op.made_by}  {place(op)}"
-    whole = max(found.peak, 1)
-    shares = [
+def text(
+    title: str,
+    peak: int,
+    curve: Sequence[PeakMoment],
+    number: int,
+    shares: Mapping[MemoryShare, int],
+    held: Sequence[Held],
+) -> str:
+    """The text that ``print(memory(program))`` shows; the peak is at the op of this number."""
+    head = f"{title}: {human_bytes(peak)} at the peak"
+    if curve:
+        op = curve[number].op
+        head += f", at op {number + 1:,} of {len(curve):,}: {op.made_by}  {place(op)}"
+    whole = max(peak, 1)
+    told = [
         (str(share), human_bytes(n), f"{100 * n / whole:.0f} %", "█" * round(_WIDTH * n / whole))
-        for share, n in found.shares.items()
+        for share, n in shares.items()
         if n
     ]
-    return f"{head}\n\n{columns(shares, right=(1, 2))}\n\n{columns(rows(found), right=(0,))}"
+    return f"{head}\n\n{columns(told, right=(1, 2))}\n\n{columns(rows(held), right=(0,))}"
 
 
-def side_by_side(memories: Sequence[Memory], labels: Sequence[str]) -> str:
-    """The shares of several, a column each."""
-    shares = [found.shares for found in memories]
+def side_by_side(memories: Sequence[tuple[Mapping[MemoryShare, int], int]], labels: Sequence[str]) -> str:
+    """The shares and the peaks of several, a column each."""
     table: list[tuple[str, ...]] = [("", *labels)]
-    for share in shares[0]:
-        if any(each[share] for each in shares):
-            table.append((str(share), *(human_bytes(each[share]) for each in shares)))
-    table.append(("all at the peak", *(human_bytes(found.peak) for found in memories)))
+    for share in memories[0][0]:
+        if any(shares[share] for shares, _ in memories):
+            table.append((str(share), *(human_bytes(shares[share]) for shares, _ in memories)))
+    table.append(("all at the peak", *(human_bytes(peak) for _, peak in memories)))
     return columns(table, right=range(1, len(memories) + 1))
 
 
-def rows(found: Memory) -> list[tuple[str, ...]]:
+def rows(alive: Iterable[Held]) -> list[tuple[str, ...]]:
     """The arrays in memory at the peak, a row each; those of repeated layers in one row."""
     alike: dict[tuple[str, ...], list[Held]] = {}
-    for held in found.held:
+    for held in alive:
         ends = (
             place(held.maker) if held.maker else "there before",
             place(held.reader) if held.reader else "stays",

@@ -12,8 +12,7 @@ from typing import Any
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, RecipeError
-from onward.core.program import Code, Program
-from onward.core.recipe import Recipe
+from onward.core.program import Code, Program, Recipe
 from onward.core.structure import Structure
 from onward.serve.export.dimensions import evaluated
 from onward.serve.export.executable import reads_of

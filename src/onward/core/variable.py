@@ -1,0 +1,84 @@
+"""A Variable: a value in a Program, by its name and type; and the devices over which its parts may lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.words import Kind, Placement
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class Variable:
+    """A value in a Program: compared by identity, named for people.
+
+    A state Variable of two Programs (train and test, another batch size, a checkpoint) is the same
+    one when name, shape and dtype agree.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: Kind = Kind.ACTIVATION
+    placement: Placement = Placement.REPLICATED
+
+    @property
+    def type(self) -> str:
+        """Dtype and shape in one word, as the listing shows it: ``float32[8,10]``."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype, as JAX takes them."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds real or complex floating point numbers."""
+        return bool(jnp.issubdtype(self.dtype, np.inexact))
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it holds typed random keys."""
+        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.shape)
+
+    def __repr__(self) -> str:
+        return f"Variable({self.name!r}, {self.type}, {self.kind})"
+
+
+SEED = Variable("seed", (), np.dtype(np.uint32), Kind.DATA)
+"""What the initializers of every Program may read: the number that a person chose."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The devices that run a Program at once, each on its part of the batch.
+
+    Attributes:
+        count: how many.
+        name: that of the axis which collectives run along.
+        syncs: whether what is normalized by its batch is normalized by the batch of all devices.
+        every: how many steps lie between two exchanges of what is not exchanged at every step.
+        weight: the data that says how much each example counts; what it leaves out can be padding.
+    """
+
+    count: int
+    name: str
+    syncs: bool = True
+    every: int = 1
+    weight: str | None = None
