@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
+from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.execute.checkpoint.archive import (
     Content,
@@ -36,19 +37,21 @@ from onward.execute.checkpoint.archive import (
     write,
 )
 from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
-from onward.execute.checkpoint.background import WritingThread
 from onward.execute.checkpoint.contents import HISTORY, KEY, contents
-from onward.execute.checkpoint.durable import discard, make_folder, sweep, sync
-from onward.execute.checkpoint.encoding import encode
 from onward.execute.checkpoint.given import expect_numbers, expect_word, folder_of, is_whole, json_data, named
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.checkpoint.loaded import Checkpoint, CheckpointEntry
-from onward.execute.checkpoint.lock import Lock
-from onward.execute.checkpoint.refusal import of_another_run
+from onward.execute.checkpoint.refusal import NO_LOCKS, of_another_run, of_another_writer
 from onward.execute.checkpoint.retention import Inspection, superfluous
+from onward.execute.disk.background import WritingThread
+from onward.execute.disk.durable import discard, make_folder, sweep, sync
+from onward.execute.disk.encoding import encode
+from onward.execute.disk.lock import Lock, LockedError
 from onward.execute.loop.history import History
 from onward.execute.spread import gathered, place_among_processes
 from onward.execute.state import State
+
+WRITER = ".writer"  # the file that its writer locks
 
 
 class Checkpoints:
@@ -114,7 +117,7 @@ class Checkpoints:
         self._newest = 0  # the sequence number up to which the checkpoints there are known
         self._depth = 0
         self._adds = False
-        self._lock = Lock(self.folder)
+        self._lock = Lock(self.folder / WRITER)
         self._inspection = Inspection(self._background.note)
         weakref.finalize(self, self._lock.release)
 
@@ -326,11 +329,13 @@ class Checkpoints:
         """Lock the folder, and make it if it is not there."""
         try:
             make_folder(self.folder)
-            self._lock.acquire()
-        except CheckpointError:
-            raise
+            unsupported = self._lock.acquire()
+        except LockedError as locked:
+            raise CheckpointError(of_another_writer(self.folder, locked.holder)) from None
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be written to: {error}.") from error
+        if unsupported is not None:
+            warnings.warn(NO_LOCKS.format(folder=self.folder, error=unsupported), stacklevel=user_level())
 
     def _next(self, step: int) -> tuple[int, Path]:
         """The next sequence number, and a path that nothing has yet."""
