@@ -17,18 +17,16 @@ token files and GPT-2's sizes, for which no figures are here.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
-from pathlib import Path
 from statistics import mean
 
 import onward as ow
 from benchmarks.curves import Curve, Result, plot, table
 from benchmarks.optimizer_rows import PUBLISHED, ROWS, Row
-from benchmarks.report import environment
+from benchmarks.report import environment, write_json
 from benchmarks.token_files import TEXTS, Data, DataError, load
 from benchmarks.track_gpt import Size, init, loss_of
 
@@ -110,6 +108,15 @@ def tune(course: Course, data: Data, name: str, row: Row) -> Result:
     return Result(name, replace(row.tuned, rate=best), (found[best],))
 
 
+@dataclass(frozen=True)
+class Contest:
+    """What was the same for all, and every curve."""
+
+    data: str
+    course: Course
+    results: Sequence[Result]
+
+
 def following(losses: Mapping[float, float]) -> float:
     """The rate to try next: beyond the best so far; between it and the better neighbour, if there are two."""
     rates = sorted(losses)
@@ -120,17 +127,6 @@ def following(losses: Mapping[float, float]) -> float:
         return rates[i] / 2
     beside = min(rates[i - 1], rates[i + 1], key=losses.__getitem__)
     return (rates[i] * beside) ** 0.5
-
-
-def write_json(path: str, course: Course, data: Data, results: Sequence[Result]) -> None:
-    """The environment, what was the same for all, and every curve."""
-    whole = {
-        "environment": environment(),
-        "data": data.name,
-        "course": asdict(course),
-        "results": [asdict(result) for result in results],
-    }
-    Path(path).write_text(json.dumps(whole) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
@@ -182,7 +178,7 @@ def _run(chosen: argparse.Namespace) -> list[Result]:
         results = list(contest(course, data, rows, chosen.seeds))
     print("\n" + table(results, target))
     if chosen.json:
-        write_json(chosen.json, course, data, results)
+        write_json(chosen.json, {"steps_to_loss": Contest(data.name, course, results)})
     if chosen.plot:
         plot(chosen.plot, results, target)
     return results

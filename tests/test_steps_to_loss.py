@@ -219,7 +219,7 @@ def test_quick_run(
     printed = capsys.readouterr().out
     assert printed.count("not reached") == 2
     assert printed.count("failed: ") == 1
-    written = json.loads(paths["json"].read_text())
+    written = json.loads(paths["json"].read_text())["steps_to_loss"]
     assert [len(result["curves"]) for result in written["results"]] == [0, 2, 2]
     assert written["results"][1]["curves"][0]["losses"] == list(results[0].curves[0].losses)
     assert written["course"]["target"] == 1e-3

@@ -19,7 +19,7 @@ from onward.core.errors import ArgumentError, CheckpointError, MissingExtraError
 from onward.execute.checkpoint import archive, manifest
 from onward.execute.checkpoint.backends import BACKENDS, SafetensorsBackend
 from onward.execute.checkpoint.checkpoints import Checkpoints
-from onward.execute.checkpoint.encoding import DTYPES
+from onward.execute.disk.encoding import DTYPES
 
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -335,7 +335,7 @@ def test_an_error_for_which_nobody_waits_is_printed_at_the_exit(exited):
 def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
     events = []
     names = {}
-    real_open, real_fsync, real_rename = os.open, os.fsync, os.rename
+    real_open, real_fsync, real_rename = os.open, os.fsync, os.replace
 
     def opened(path, *args, **kwargs):
         descriptor = real_open(path, *args, **kwargs)
@@ -344,7 +344,7 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monke
 
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "fsync", lambda d: (events.append(names[d].split("-")[0]), real_fsync(d))[1])
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), real_rename(a, b))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("rename"), real_rename(a, b))[1])
     (tmp_path / "run").mkdir()
     save_one(tmp_path / "run", asynchronous=False)
     assert events == [*("arrays.safetensors", "manifest.json", "manifest.sha256", ".part", "rename", "run")]

@@ -16,9 +16,8 @@ import pytest
 
 from onward.core.errors import CheckpointError
 from onward.execute.checkpoint import checkpoints as module
-from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.checkpoints import WRITER, Checkpoints
 from onward.execute.checkpoint.identity import UNKNOWN
-from onward.execute.checkpoint.lock import NAME
 from onward.execute.loop.interrupt import Interruptible, Terminated
 
 pytestmark = pytest.mark.usefixtures("signals_of_a_new_process")
@@ -98,7 +97,7 @@ def test_a_second_writer_in_the_same_process_is_refused(tmp_path):
 def test_a_lock_whose_file_is_removed_is_taken_again(tmp_path):
     store = Checkpoints(tmp_path, asynchronous=False)
     save(store, 1)
-    (tmp_path / NAME).unlink()
+    (tmp_path / WRITER).unlink()
     save(store, 2)
     with pytest.raises(CheckpointError, match="this process"):
         Checkpoints(tmp_path).claim(resume=True)

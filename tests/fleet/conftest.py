@@ -4,7 +4,7 @@ import pytest
 from tests.fleet import hosting
 from tests.fleet.on_threads import remembering
 
-from onward.execute.checkpoint import background
+from onward.execute.disk import background
 from onward.fleet import run, servers, worker
 from onward.fleet.engine import Engine
 

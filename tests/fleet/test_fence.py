@@ -1,6 +1,7 @@
 """One writer to a folder of records: a second driver is refused, who lost a place writes beside nobody."""
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from tests.fleet.hosting import Threads
 
 import onward as ow
 from onward.core.errors import ClusterError
-from onward.fleet import fence, settings
+from onward.fleet import fence
 from onward.fleet.blueprint import Blueprint
 from onward.fleet.desk import ServerSpec
 from onward.fleet.faults import Faults
@@ -282,7 +283,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
 
 
 def test_where_no_lock_holds_the_newer_driver_goes_on_and_the_older_one_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(fence, "flock", lambda descriptor, how: None)  # as on two machines without locks
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, how: None)  # as on two machines without locks
     older = begun(tmp_path, Threads(), read=slowly)
     while max(older.versions) < 3:
         time.sleep(0.02)
@@ -338,7 +339,7 @@ def test_what_a_folder_says_of_itself_is_written_whole(tmp_path, monkeypatch):
     check_same_training(tmp_path, told, 1, {"learning_rate": 0.5})
     before = (tmp_path / "training.json").read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr(settings.os, "replace", interrupted)  # it dies just before the file has its name
+        patched.setattr(os, "replace", interrupted)  # it dies just before the file has its name
         with pytest.raises(KeyboardInterrupt):
             check_same_training(tmp_path, told, 2, {"learning_rate": 0.25})
     assert (tmp_path / "training.json").read_bytes() == before

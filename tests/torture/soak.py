@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from tests.fleet.breaking import counted, tally
 from tests.torture.cluster_faults import MODES
+from tests.torture.training_kills import Slow
 
 import onward as ow
 from onward.fleet.engine import Engine
@@ -101,31 +102,13 @@ def network() -> Any:
     return jnp.sum(ow.data("x", (None, BATCHES["trainer"])) @ count)
 
 
-class Slow:
-    """Shuffled batches with a pause before each; the position is theirs."""
-
-    def __init__(self) -> None:
-        rows = np.eye(BATCHES["trainer"], dtype=np.float32)
-        self.batches = ow.batches((rows,), 1, shuffle=True, seed=5)
-        self.set_epoch = self.batches.set_epoch
-        self.state_dict = self.batches.state_dict
-        self.load_state_dict = self.batches.load_state_dict
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            time.sleep(PAUSE)
-            yield batch
-
-
 def train_here(folder: str) -> None:
     """Train to the end, from the latest checkpoint if there is one."""
     epochs = EPOCHS["trainer"]
+    batches = ow.batches((np.eye(BATCHES["trainer"], dtype=np.float32),), 1, shuffle=True, seed=5)
     trainer = ow.train(
         network,
-        Slow(),
+        Slow(batches, PAUSE),
         optimizer=ow.SGD(1.0),
         epochs=epochs,
         checkpoints=ow.Checkpoints(folder, every=20, keep=2),

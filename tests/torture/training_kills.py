@@ -50,16 +50,20 @@ def optimizer() -> ow.Optimizer:
     return ow.AdamW(lambda step: 1e-2 / (1 + jnp.sqrt(step)))
 
 
+def data() -> Any:
+    """Shuffled batches of numbers and their sums."""
+    x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+    return ow.batches((x, x.sum(1, keepdims=True)), 8, shuffle=True, seed=5)
+
+
 class Slow:
     """Batches with a pause before each; the position is theirs."""
 
-    def __init__(self, pause: float) -> None:
-        x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
-        self.batches = ow.batches((x, x.sum(1, keepdims=True)), 8, shuffle=True, seed=5)
-        self.pause = pause
-        self.set_epoch = self.batches.set_epoch
-        self.state_dict = self.batches.state_dict
-        self.load_state_dict = self.batches.load_state_dict
+    def __init__(self, batches: Any, pause: float) -> None:
+        self.batches, self.pause = batches, pause
+        self.set_epoch = batches.set_epoch
+        self.state_dict = batches.state_dict
+        self.load_state_dict = batches.load_state_dict
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -83,7 +87,7 @@ def child(folder: str, epochs: int, pause: float) -> None:
     store = ow.Checkpoints(folder, every=EVERY, keep=2)
     ow.train(
         network,
-        Slow(pause),
+        Slow(data(), pause),
         optimizer=optimizer(),
         epochs=epochs,
         seed=1,
@@ -171,7 +175,7 @@ def main() -> None:
     epochs = 20 + 9 * chosen.count
     begun, differ, values = compare(chosen.count, epochs, chosen.signals)
     steps = " ".join(map(str, begun))
-    print(f"{chosen.count} kills, resumed at steps {steps} of {epochs * len(Slow(0.0))}")
+    print(f"{chosen.count} kills, resumed at steps {steps} of {epochs * len(data())}")
     print(f"{values} values, {len(differ)} of them other than in the uninterrupted training", *differ)
     return None
 

@@ -16,24 +16,19 @@ wherever in a write it was stopped.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import sleep
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from onward.core.errors import CheckpointError, ClusterError
-from onward.execute.checkpoint.durable import make_folder, sync
+from onward.execute.disk.durable import make_folder, sync
+from onward.execute.disk.lock import Lock, LockedError, ProcessName
 from onward.fleet.link import Unreachable
-
-if sys.platform != "win32":
-    from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 
 DRIVER = re.compile(r"driver-(\d{8,})")
 NAME = re.compile(r"epoch-(\d{8,})-(\d{8,})")
@@ -81,19 +76,18 @@ def only_driver(folder: Path) -> Iterator[None]:
         ...     print(str(error).split(": pid")[0].replace(str(folder), "'records'"))
         The folder 'records' is in use by another training
     """
+    lock = Lock(folder / "lock")
     try:
         make_folder(folder)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        lock.acquire()  # a file system without locks leaves it to the epochs
+    except LockedError as locked:
+        raise ClusterError(IN_USE.format(folder=folder, who=_who(locked.holder))) from None
     except OSError as error:
         raise ClusterError(f"The folder {folder} cannot be used for records: {error}") from error
     try:
-        _lock(descriptor, folder)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_here()).encode(), 0)
         yield
-        _unlock(descriptor)
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def claim_driver(folder: Path) -> int:
@@ -103,12 +97,11 @@ def claim_driver(folder: Path) -> int:
         number = 1 + max(before, default=0)
         path = folder / _driver(number)
         try:
-            with open(path, "x") as file:
-                json.dump(_here(), file)
-                file.flush()
-                os.fsync(file.fileno())
+            with open(path, "xb") as file:
+                file.write(ProcessName.own().to_bytes())
         except FileExistsError:
             continue
+        sync(path)
         sync(folder)
         if max(_drivers(folder)) == number:
             for older in before:
@@ -176,7 +169,7 @@ class ServerPlace:
 
     def _lost(self, newest: Epoch | None) -> Exception:
         if newest is not None and newest.driver > self.epoch.driver:
-            who = _who(self.root.parent / _driver(newest.driver))
+            who = _who(ProcessName.read(self.root.parent / _driver(newest.driver)))
             folder = self.root.parent
             return ClusterError(
                 TAKEN.format(name=self.name, own=self.epoch, newest=newest, folder=folder, who=who)
@@ -221,33 +214,5 @@ def _tried(copy: Callable[[Path, Path], bool], source: Path, part: Path) -> bool
     raise AssertionError
 
 
-def _lock(descriptor: int, folder: Path) -> None:
-    """Lock an open file; a file system without locks leaves it to the epochs."""
-    if sys.platform == "win32":
-        return
-    try:
-        flock(descriptor, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        raise ClusterError(IN_USE.format(folder=folder, who=_who(folder / "lock"))) from None
-    except OSError:
-        pass
-
-
-def _unlock(descriptor: int) -> None:
-    """Also for processes that were forked meanwhile, and hold the file open."""
-    if sys.platform != "win32":
-        with suppress(OSError):
-            flock(descriptor, LOCK_UN)
-
-
-def _here() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname()}
-
-
-def _who(path: Path) -> str:
-    """Name the process that wrote a file, as far as the file says."""
-    try:
-        told = json.loads(path.read_text())
-        return f"pid {told['pid']} on {told['host']}"
-    except (OSError, ValueError, LookupError, TypeError):
-        return "its process is not known"
+def _who(process: ProcessName | None) -> str:
+    return "its process is not known" if process is None else f"pid {process.pid} on {process.host}"

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, CheckpointError
+from onward.execute.disk.tensors import bytes_of
 
 MAGIC, BEFORE = b"onward-s", b"onward-r"  # until 0.1 the CRC-32 read every byte
 BLOCK = 4096
@@ -105,7 +106,7 @@ def pack(change: Change, serial: int) -> tuple[Header, list[memoryview]]:
     forms = {n: _form(a) for n, a in arrays.items()}, {n: _form(v) for n, (_, v) in rows.items()}
     header = Header(serial, int(change.version), int(change.generation), ledger, *forms, change.pushed)
     text = json.dumps(vars(header)).encode()
-    buffers = [_bytes(a) for a in (*arrays.values(), *(a for pair in rows.values() for a in pair))]
+    buffers = [bytes_of(a) for a in (*arrays.values(), *(a for pair in rows.values() for a in pair))]
     prefix = PREFIX.pack(MAGIC, len(text), sum(map(len, buffers)))
     crc, pieces = 0, list[memoryview]()
     for group in ([memoryview(prefix)], [memoryview(text)], buffers):
@@ -162,8 +163,8 @@ def load(frame: Frame) -> Change:
     with judged(frame.path, frame.start), open(frame.path, "rb") as file:
         file.seek(frame.buffers)
         for array in found:
-            file.readinto(_bytes(array))
-            crc = frame.check(_bytes(array), crc)
+            file.readinto(bytes_of(array))
+            crc = frame.check(bytes_of(array), crc)
         _expect(file, crc)
     arrays = dict(zip(header.arrays, found, strict=False))
     pairs = zip(found[len(arrays) :: 2], found[len(arrays) + 1 :: 2], strict=True)
@@ -218,10 +219,6 @@ def _form(array: np.ndarray) -> Form:
     raise ArgumentError(
         f"an array is {dtype}{list(array.shape)}; a record holds numbers, booleans, dates, text"
     )
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def _numbers(name: str, numbers: np.ndarray) -> np.ndarray:

@@ -36,8 +36,8 @@ from threading import Lock
 import numpy as np
 
 from onward.core.errors import ArgumentError, CheckpointError
-from onward.execute.checkpoint.background import WritingThread
-from onward.execute.checkpoint.durable import make_folder, sync
+from onward.execute.disk.background import WritingThread
+from onward.execute.disk.durable import appearing, make_folder, sync
 from onward.fleet.faults import MEANWHILE
 from onward.fleet.frame import END, Change, Form, pack
 from onward.fleet.recorded import File, Record, Replay, files, history, line, rebuild
@@ -198,26 +198,21 @@ class Store:
         """Write a whole record aside, and give it its name; remove what it takes the place of."""
         with self._room_for(pieces):
             make_folder(self.folder)
-            try:
+            with appearing(file.path, self.folder / PART, durable=self.fsync) as part:
                 with suppress(FileNotFoundError):
-                    os.replace(self.folder / SPARE, self.folder / PART)
-                self._put_part(pieces, edge)
-                os.replace(self.folder / PART, file.path)
-            finally:
-                (self.folder / PART).unlink(missing_ok=True)
+                    os.replace(self.folder / SPARE, part)
+                self._put_part(part, pieces, edge)
             if self.fsync:
                 sync(self.folder)
         with suppress(OSError):  # not read any more, and tried again by the next write
             self._tidy()
 
-    def _put_part(self, pieces: list[memoryview], edge: str) -> None:
+    def _put_part(self, part: Path, pieces: list[memoryview], edge: str) -> None:
         """Write a file that nobody reads yet, over what it may hold."""
-        descriptor = os.open(self.folder / PART, os.O_WRONLY | os.O_CREAT, 0o666)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             self._put_all(descriptor, pieces, edge)
             os.ftruncate(descriptor, sum(map(len, pieces)))
-            if self.fsync:
-                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from onward.core.errors import ArgumentError, ClusterError
 from onward.distribute.merge import is_count
 from onward.distribute.split.devices import TrainerDevices
-from onward.execute.checkpoint.durable import sync
+from onward.execute.disk.durable import appearing, sync
 from onward.fleet.faults import Faults
 from onward.fleet.keeper import Durability
 from onward.fleet.modes import Local, Mode, in_rounds
@@ -89,7 +88,9 @@ def check_same_training(
         before = found.get("hyperparameters", {})
         if all(found.get(name) == told[name] for name in told):
             by_driver = before | {str(driver): numbers}
-            _write_whole(path, json.dumps(told | {"hyperparameters": by_driver}))
+            with appearing(path, path.with_name(f".part-{path.name}")) as part:
+                part.write_text(json.dumps(told | {"hyperparameters": by_driver}))
+            sync(folder)
             return list(by_driver.values())
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ClusterError(f"The folder {folder} cannot be used for records: {error}") from error
@@ -99,14 +100,3 @@ def check_same_training(
         f"The folder {folder} holds the records of another training: {was}, and this one has {now}. Give "
         "another folder, or the same settings as before."
     )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Under another name first, so that the file is there as it was before, or as it is now."""
-    part = path.with_name(f".part-{path.name}")
-    with open(part, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    sync(path.parent)

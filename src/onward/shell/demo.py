@@ -5,7 +5,6 @@ The whole use of the library on one page: a pure loss function, ``minimize``, ``
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from onward.core.walk import prune
 from onward.define.trace import trace
 from onward.derive.optimizers import Adam
 from onward.execute.compile import compile
+from onward.execute.disk.durable import appearing
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.explain.summary.summary import summary_by_pass
@@ -140,7 +140,6 @@ def evaluate(program: Program, state: State, data: Digits) -> float:
 def write(state: State, program: Program, path: Path) -> None:
     """Write the parameters by name, whole or not at all."""
     arrays = {v.name: np.asarray(state[v]) for v in program.parameters}
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(save(arrays))
-    os.replace(part, path)
+    with appearing(path) as part:
+        part.write_bytes(save(arrays))
     print(f"Learned parameters: {path.resolve()} ({human_bytes(path.stat().st_size)})")

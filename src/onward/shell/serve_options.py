@@ -82,54 +82,32 @@ def _add_what(command: argparse.ArgumentParser) -> None:
 
 def _add_limits(command: argparse.ArgumentParser) -> None:
     limits = command.add_argument_group("how much, how long")
-    limits.add_argument(
-        "--max-batch",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="examples computed at once, and in one request at most (default: %(default)s)",
-    )
+    for flag, kind, default, metavar, text in LIMITS:
+        limits.add_argument(
+            flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)"
+        )
     limits.add_argument(
         "--no-join",
         dest="join",
         action="store_false",
         help="compute each request by itself, even where a trial found that they do not depend on each other",
     )
-    limits.add_argument(
-        "--latency",
-        type=seconds,
-        default="0.002",
-        metavar="SECONDS",
-        help="how long a request may wait for others to be computed with (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--timeout",
-        type=seconds,
-        default="30",
-        metavar="SECONDS",
-        help="for a body to come, and for an answer to be computed (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--max-body",
-        type=positive,
-        default=16 * 2**20,
-        metavar="BYTES",
-        help="that a request may have (default: %(default)s)",
-    )
-    limits.add_argument(
+
+
+LIMITS: tuple[tuple[str, Any, Any, str, str], ...] = (
+    ("--max-batch", positive, 32, "N", "examples computed at once, and in one request at most"),
+    ("--latency", seconds, "0.002", "SECONDS", "how long a request may wait for others to be computed with"),
+    ("--timeout", seconds, "30", "SECONDS", "for a body to come, and for an answer to be computed"),
+    ("--max-body", positive, 16 * 2**20, "BYTES", "that a request may have"),
+    (
         "--max-memory",
-        type=positive,
-        default=2**30,
-        metavar="BYTES",
-        help="that the bodies of all requests and what they are read into may take (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--max-waiting",
-        type=positive,
-        default=1024,
-        metavar="N",
-        help="requests that may wait before further ones are refused (default: %(default)s)",
-    )
+        positive,
+        2**30,
+        "BYTES",
+        "that the bodies of all requests and what they are read into may take",
+    ),
+    ("--max-waiting", positive, 1024, "N", "requests that may wait before further ones are refused"),
+)
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -12,8 +12,6 @@ import numpy as np
 
 from onward.core.errors import CheckpointError
 from onward.execute.checkpoint.backends import BACKENDS, Backend, OrbaxBackend, SafetensorsBackend
-from onward.execute.checkpoint.durable import appearing, files_in
-from onward.execute.checkpoint.encoding import ArrayForm, checksum, decode
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.checkpoint.manifest import (
     MANIFEST,
@@ -26,6 +24,8 @@ from onward.execute.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from onward.execute.disk.durable import appearing, files_in
+from onward.execute.disk.encoding import ArrayForm, checksum, decode
 
 MARKS = (MANIFEST, SEAL, SafetensorsBackend.FILE, OrbaxBackend.FOLDER)
 NAMED = re.compile(r"(\d{6,18})-step-(\d{1,18})")
@@ -77,6 +77,7 @@ def write(path: Path, content: Content, backend: Backend) -> None:
     }
     about = (content.sequence, content.step, content.metrics, content.extra)
     with appearing(path) as part:
+        part.mkdir()
         backend.write(part, {keys[name]: stored for name, (_, stored) in content.variables.items()})
         files = {name: FileDigest.of(file) for name, file in files_in(part).items()}
         write_manifest(part, Manifest(backend.name, *about, files, variables, content.identity))

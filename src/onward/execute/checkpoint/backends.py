@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
@@ -23,6 +23,7 @@ import numpy as np
 from safetensors import safe_open
 
 from onward.core.extras import require
+from onward.execute.disk.tensors import METADATA, packed, spans, write
 
 BackendName: TypeAlias = Literal["safetensors", "orbax"]
 
@@ -46,7 +47,7 @@ class Backend(Protocol):
 
 
 class SafetensorsBackend:
-    """One file, ``arrays.safetensors``: a header in JSON, then the bytes. Any safetensors reader opens it.
+    """One file, ``arrays.safetensors``.
 
     Example:
         >>> import tempfile
@@ -58,22 +59,17 @@ class SafetensorsBackend:
 
     name: ClassVar[BackendName] = "safetensors"
     FILE: ClassVar[str] = "arrays.safetensors"
-    RESERVED: ClassVar[str] = "__metadata__"
 
     def keys(self, names: Iterable[str]) -> dict[str, str]:
         """The names themselves; numbers if one of them cannot stand in the header."""
         names = list(names)
-        if all(name != self.RESERVED and _is_utf8(name) for name in names):
+        if all(name != METADATA and _is_utf8(name) for name in names):
             return {name: name for name in names}
         return {name: str(i) for i, name in enumerate(names)}
 
     def write(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write the file piece by piece, so that no second copy of the arrays is made."""
-        ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
-        with open(folder / self.FILE, "xb") as file:
-            file.write(_header(ordered))
-            for array in ordered.values():
-                file.write(array.reshape(-1).view(np.uint8).data)
+        """Write the file."""
+        write(folder / self.FILE, *packed(arrays))
 
     def read(self, folder: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
         """Read the file array by array, so that no second copy of all of them is made."""
@@ -84,7 +80,7 @@ class SafetensorsBackend:
         """Compare each span of bytes that the header names; none if the header cannot be read."""
         try:
             data = memoryview((folder / self.FILE).read_bytes())
-            found = {key: zlib.crc32(data[start:end]) for key, start, end in _spans(data)}
+            found = {key: zlib.crc32(data[start:end]) for key, start, end in spans(data)}
         except (ValueError, TypeError, LookupError, OSError, RecursionError):
             return []
         return [key for key, value in checksums.items() if key in found and found[key] != value]
@@ -149,45 +145,6 @@ class OrbaxBackend:
 BACKENDS: Mapping[str, type[SafetensorsBackend] | type[OrbaxBackend]] = {
     backend.name: backend for backend in (SafetensorsBackend, OrbaxBackend)
 }
-
-CODES = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-}
-
-
-def _header(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The head of a safetensors file: eight bytes of length, then JSON, filled up to a multiple of eight."""
-    entries, start = {}, 0
-    for key, array in arrays.items():
-        offsets = [start, start + array.nbytes]
-        entries[key] = {
-            "dtype": CODES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": offsets,
-        }
-        start = offsets[1]
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _spans(data: memoryview) -> Iterator[tuple[str, int, int]]:
-    """Where the header says that each key lies in the file."""
-    base = 8 + int.from_bytes(data[:8], "little")
-    for key, entry in json.loads(bytes(data[8:base])).items():
-        start, end = entry["data_offsets"]
-        yield key, base + start, base + end
 
 
 def _is_utf8(name: str) -> bool:

@@ -12,22 +12,21 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
+from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.execute.checkpoint.archive import (
     Content,
     FoundFolder,
-    by_age,
     last_sequence,
     look,
     name_of,
@@ -36,19 +35,22 @@ from onward.execute.checkpoint.archive import (
     write,
 )
 from onward.execute.checkpoint.backends import BACKENDS, Backend, BackendName
-from onward.execute.checkpoint.background import WritingThread
-from onward.execute.checkpoint.contents import HISTORY, KEY, contents
-from onward.execute.checkpoint.durable import discard, make_folder, sweep, sync
-from onward.execute.checkpoint.encoding import encode
+from onward.execute.checkpoint.contents import contents
 from onward.execute.checkpoint.given import expect_numbers, expect_word, folder_of, is_whole, json_data, named
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.checkpoint.loaded import Checkpoint, CheckpointEntry
-from onward.execute.checkpoint.lock import Lock
-from onward.execute.checkpoint.refusal import of_another_run
+from onward.execute.checkpoint.refusal import NO_LOCKS, of_another_run, of_another_writer
 from onward.execute.checkpoint.retention import Inspection, superfluous
+from onward.execute.checkpoint.selection import Selection
+from onward.execute.disk.background import WritingThread
+from onward.execute.disk.durable import discard, make_folder, sweep, sync
+from onward.execute.disk.encoding import encode
+from onward.execute.disk.lock import Lock, LockedError
 from onward.execute.loop.history import History
 from onward.execute.spread import gathered, place_among_processes
 from onward.execute.state import State
+
+WRITER = ".writer"  # the file that its writer locks
 
 
 class Checkpoints:
@@ -114,7 +116,7 @@ class Checkpoints:
         self._newest = 0  # the sequence number up to which the checkpoints there are known
         self._depth = 0
         self._adds = False
-        self._lock = Lock(self.folder)
+        self._lock = Lock(self.folder / WRITER)
         self._inspection = Inspection(self._background.note)
         weakref.finalize(self, self._lock.release)
 
@@ -258,11 +260,11 @@ class Checkpoints:
 
     def entries(self) -> tuple[CheckpointEntry, ...]:
         """The checkpoints, oldest first; those whose manifest is damaged are left out."""
-        manifests = [(f.path, f.manifest) for f in look(self.folder)]
-        found = [
-            CheckpointEntry(path, m.sequence, m.step, m.metrics) for path, m in manifests if m is not None
-        ]
-        return tuple(sorted(found, key=lambda e: (e.sequence, e.step, e.path.name)))
+        return self._selection.entries()
+
+    @property
+    def _selection(self) -> Selection:
+        return Selection(self.folder, self.best, self.mode)
 
     def load(
         self, which: Literal["latest", "best"] | str | os.PathLike[str] = "latest", *, fallback: bool = False
@@ -283,14 +285,11 @@ class Checkpoints:
                 "path of one, such as checkpoints.entries()[-1].path."
             )
         newest = last_sequence(look(self.folder))
-        *others, path = self._candidates(which)
+        *others, path = self._selection.candidates(which)
         while True:
             try:
                 manifest, arrays = read(path)
-                kept = {name: x for name, x in arrays.items() if name not in (KEY, HISTORY)}
-                beside = {name: x for name, x in arrays.items() if name in (KEY, HISTORY)}
-                about = manifest.step, manifest.metrics, manifest.extra
-                found = Checkpoint(kept, *about, path, manifest.identity, newest, beside)
+                found = Checkpoint.of(path, manifest, arrays, newest)
                 if self.is_at(path.parent):
                     self.follow(found)
                 return found
@@ -326,11 +325,13 @@ class Checkpoints:
         """Lock the folder, and make it if it is not there."""
         try:
             make_folder(self.folder)
-            self._lock.acquire()
-        except CheckpointError:
-            raise
+            unsupported = self._lock.acquire()
+        except LockedError as locked:
+            raise CheckpointError(of_another_writer(self.folder, locked.holder)) from None
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be written to: {error}.") from error
+        if unsupported is not None:
+            warnings.warn(NO_LOCKS.format(folder=self.folder, error=unsupported), stacklevel=user_level())
 
     def _next(self, step: int) -> tuple[int, Path]:
         """The next sequence number, and a path that nothing has yet."""
@@ -359,7 +360,7 @@ class Checkpoints:
         if self.keep is None:
             return
         found = {f.path: f for f in look(self.folder) if f.manifest and f.manifest.identity == self.identity}
-        best = [found[e.path] for e in reversed(self._ranked(self.entries())) if e.path in found]
+        best = [found[e.path] for e in reversed(self._selection.ranked()) if e.path in found]
 
         def is_whole(f: FoundFolder) -> bool:
             assert f.manifest is not None
@@ -371,31 +372,6 @@ class Checkpoints:
             except OSError as error:
                 self._background.note(STAYS.format(path=old.path, error=error))
         self._inspection.keep_only(set(found))
-
-    def _ranked(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
-        """Those that have the metric, the best last."""
-        if (best := self.best) is None:
-            return []
-        sign = -1 if self.mode == "min" else 1
-        having = [e for e in entries if not math.isnan(e.metrics.get(best, math.nan))]
-        return sorted(having, key=lambda e: sign * e.metrics[best])
-
-    def _candidates(self, which: str | os.PathLike[str]) -> list[Path]:
-        """List the checkpoints to try, the first choice last."""
-        if which not in ("latest", "best"):
-            return _up_to(by_age(look(self.folder)), Path(which))
-        found = self._by_metric() if which == "best" else by_age(look(self.folder))
-        if not found:
-            what = f"checkpoint with a metric {self.best!r}" if which == "best" else "checkpoint"
-            raise CheckpointError(EMPTY.format(folder=self.folder, what=what))
-        return found
-
-    def _by_metric(self) -> list[Path]:
-        """The best last, after it those whose manifest is damaged: any of them may be better."""
-        if self.best is None:
-            raise ArgumentError('load("best"): no metric was named. Write Checkpoints(folder, best="loss").')
-        damaged = [f.path for f in look(self.folder) if f.manifest is None]
-        return [*(e.path for e in self._ranked(self.entries())), *damaged]
 
 
 def store_of(checkpoints: Any) -> Checkpoints | None:
@@ -414,19 +390,9 @@ def store_of(checkpoints: Any) -> Checkpoints | None:
     )
 
 
-def _up_to(found: Sequence[Path], path: Path) -> list[Path]:
-    """The checkpoints up to this one; this one alone if it is not among them."""
-    places = [p.resolve() for p in found]
-    return [*found[: places.index(path.resolve()) + 1]] if path.resolve() in places else [path]
-
-
 FAILED = "Saving step {step} to {folder} failed: {error}. The checkpoints written before are as they were."
 UNSURE = (
     "{path} is written and whole, but the folder could not be forced to the disk ({error}): it may not "
     "outlive a power cut. Older ones were not removed, in case of that."
 )
 STAYS = "{path} is no longer needed, and could not be removed: {error}. Remove it yourself if it takes room."
-EMPTY = (
-    "{folder} holds no {what}. Expected folders such as 000007-step-120, each with manifest.json, "
-    "manifest.sha256 and the files that the manifest lists, as Checkpoints.save writes them."
-)

@@ -12,6 +12,7 @@ import numpy as np
 
 from onward.execute.checkpoint.contents import HISTORY, KEY
 from onward.execute.checkpoint.identity import UNKNOWN, Identity
+from onward.execute.checkpoint.manifest import Manifest
 from onward.execute.loop.history import History
 
 
@@ -27,6 +28,14 @@ class Checkpoint:
     identity: Identity = UNKNOWN
     newest: int = 0
     beside: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest, arrays: Mapping[str, Any], newest: int) -> Checkpoint:
+        """The checkpoint of this manifest; ``newest`` is the highest sequence number beside it."""
+        beside = {name: arrays[name] for name in (KEY, HISTORY) if name in arrays}
+        kept = {name: x for name, x in arrays.items() if name not in beside}
+        about = manifest.step, manifest.metrics, manifest.extra
+        return cls(kept, *about, path, manifest.identity, newest, beside)
 
     @property
     def key(self) -> Any:

@@ -15,17 +15,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import jax
 
 from onward.core.errors import CheckpointError
 from onward.execute.checkpoint.backends import BACKENDS, Backend
-from onward.execute.checkpoint.durable import files_in
-from onward.execute.checkpoint.encoding import DTYPES, KEY, ArrayForm
 from onward.execute.checkpoint.identity import UNKNOWN, Identity
+from onward.execute.disk.durable import files_in
+from onward.execute.disk.encoding import DTYPES, KEY, ArrayForm
+from onward.execute.disk.fields import expect, natural, one_of, parse, take
 
-T = TypeVar("T")
 MANIFEST = "manifest.json"
 SEAL = "manifest.sha256"
 FORMAT = 1
@@ -91,12 +91,12 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
         """The manifest again; raises ValueError where anything is not what ``to_bytes`` writes."""
-        record = json.loads(data, parse_constant=_refuse)
+        record = parse(data)
         written = take(record, "format", int)
         if written > FORMAT:
             raise ValueError(f"it is of format {written}, this Onward reads up to {FORMAT}; update Onward")
         variables = {name: _variable(v) for name, v in take(record, "variables", dict).items()}
-        _check(len({v.key for v in variables.values()}) == len(variables), "two variables share a key")
+        expect(len({v.key for v in variables.values()}) == len(variables), "two variables share a key")
         return cls(
             one_of(take(record, "backend", str), BACKENDS),
             natural(record, "sequence"),
@@ -182,30 +182,9 @@ def fault_in(folder: Path, manifest: Manifest) -> Fault | None:
     return None
 
 
-def take(record: Any, name: str, kind: type[T]) -> T:
-    """A field of exactly this type; raises ValueError if it is missing or another."""
-    value = record.get(name) if isinstance(record, dict) else None
-    if type(value) is not kind:
-        raise ValueError(f"{name!r} is {type(value).__name__}; expected {kind.__name__}")
-    return value
-
-
-def natural(record: Any, name: str) -> int:
-    """A field that is a whole number and not negative."""
-    value = take(record, name, int)
-    _check(0 <= value < 2**63, f"{name!r} is out of range")
-    return value
-
-
-def one_of(value: str, known: Iterable[str]) -> str:
-    """A word out of a closed list."""
-    _check(value in (known := list(known)), f"{value[:40]!r} is none of {', '.join(known)}")
-    return value
-
-
 def _variable(record: Any) -> Stored:
     shape = take(record, "shape", list)
-    _check(all(type(n) is int and 0 <= n < 2**63 for n in shape), "a shape is no list of sizes")
+    expect(all(type(n) is int and 0 <= n < 2**63 for n in shape), "a shape is no list of sizes")
     dtype = one_of(take(record, "dtype", str), [*DTYPES, KEY])
     generator = take(record, "generator", str) if dtype == KEY else None
     return Stored(
@@ -214,17 +193,8 @@ def _variable(record: Any) -> Stored:
 
 
 def _metric(value: Any) -> float:
-    _check(type(value) is float or value in ("nan", "inf", "-inf"), "a metric is no number")
+    expect(type(value) is float or value in ("nan", "inf", "-inf"), "a metric is no number")
     return float(value)
-
-
-def _check(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)
-
-
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
 
 
 def _digest(data: bytes) -> bytes:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onward.execute.checkpoint.archive import FoundFolder
-from onward.execute.checkpoint.durable import files_in
 from onward.execute.checkpoint.manifest import MANIFEST, SEAL, Manifest, fault_in
+from onward.execute.disk.durable import files_in
 
 Print = tuple[tuple[str, int, int, int, int], ...]
 _SETTLED = 100_000_000  # nanoseconds: within a tick of the clock a file may change and keep its time

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from onward.core.structure import describe
-from onward.execute.checkpoint.encoding import PLAIN
+from onward.execute.disk.encoding import PLAIN
 
 _LARGEST = 2**20  # bytes of an array; readers are asked after every batch
 

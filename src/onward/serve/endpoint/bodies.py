@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, nearest
+from onward.execute.disk.fields import TWICE, once
 from onward.serve.endpoint import pieces
 from onward.serve.endpoint.npy import array_of, arrays_of
 from onward.serve.endpoint.pieces import LARGE, refuse_constant, values_of
 from onward.serve.endpoint.plan import Arrays, Input, RequestPlan
 from onward.serve.endpoint.refusal import Refusal
 
-_TWICE = "an object holds the same name twice"
 JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
 
 
@@ -69,7 +69,7 @@ def _read_json(body: bytes, plan: RequestPlan, most: int) -> Mapping[str, Any]:
     if len(body) >= LARGE:
         return _read_large(body, plan)
     try:
-        found = json.loads(body.decode(), parse_constant=refuse_constant, object_pairs_hook=_once)
+        found = json.loads(body.decode(), parse_constant=refuse_constant, object_pairs_hook=once)
     except UnicodeDecodeError as error:
         raise Refusal(400, f"The body is no JSON: byte {error.start} is not UTF-8.") from None
     except RecursionError:
@@ -90,7 +90,7 @@ def _read_large(body: bytes, plan: RequestPlan) -> Mapping[str, Any]:
     try:
         for name, place in values_of(body):
             if name in found:
-                raise Refusal(400, f"The body is no JSON: {_TWICE}.")
+                raise Refusal(400, f"The body is no JSON: {TWICE}.")
             if name not in plan.by_name:
                 raise Refusal(422, _surplus(name, plan))
             x = plan.by_name[name]
@@ -118,13 +118,6 @@ _READERS: Mapping[str, Callable[[bytes, RequestPlan, int], Mapping[str, Any]]] =
     NPY: _read_npy,
     NPZ: _read_npz,
 }
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(_TWICE)
-    return found
 
 
 def _expect_names(given: Mapping[str, Any], plan: RequestPlan) -> None:

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
-import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import safetensors
-from safetensors.numpy import save_file
 
-from onward.core.errors import ModelFileError
-from onward.execute.checkpoint.durable import make_folder, sync
+from onward.core.errors import ModelFileError, OnwardError
+from onward.execute.disk import tensors
+from onward.execute.disk.durable import appearing, make_folder, sync
+from onward.execute.disk.fields import parse
+from onward.execute.disk.tensors import METADATA, entries_of, head_of, packed, unpacked
 
 _SEAL = "sha256"
 _ABOUT = "onward"
@@ -34,21 +32,6 @@ _SECTIONS = "sections"  # the SHA-256 of each array that is no parameter; older 
 OURS = "onward:"
 """How the names of arrays begin that are no parameters."""
 _UNSEALED = "0" * 64
-_LARGEST_HEADER = 64 * 2**20
-_DTYPES = {
-    "BOOL": np.bool_,
-    "I8": np.int8,
-    "I16": np.int16,
-    "I32": np.int32,
-    "I64": np.int64,
-    "U8": np.uint8,
-    "U16": np.uint16,
-    "U32": np.uint32,
-    "U64": np.uint64,
-    "F16": np.float16,
-    "F32": np.float32,
-    "F64": np.float64,
-}
 _UNREADABLE = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
 EXPECTED = "Expected a file that onward.save wrote. Nothing was loaded."
 
@@ -74,16 +57,16 @@ def write(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
         raise ModelFileError(f"{path} is {what}; expected the name of a file, such as trained.model.")
     metadata = {_ABOUT: json.dumps(about, allow_nan=False), _SEAL: _UNSEALED}
     metadata[_SECTIONS] = json.dumps(_digests(arrays))
+    head, pieces = packed(arrays, metadata)
+    seal = _digest(head, pieces)
     try:
         make_folder(path.parent)
-        with _appearing(path) as part:
-            part.touch()
-            mode = part.stat().st_mode  # who may read it, as with any new file
-            save_file(dict(arrays), part, metadata)
-            part.chmod(mode)
-            return _seal(part)
-    except (OSError, safetensors.SafetensorError) as error:
+        with appearing(path) as part:
+            tensors.write(part, _resealed(head, _UNSEALED, seal), pieces)
+        sync(path.parent)
+    except OSError as error:
         raise ModelFileError(f"{path} cannot be written: {error}.") from error
+    return seal
 
 
 def read(path: Path) -> Contents:
@@ -94,63 +77,33 @@ def read(path: Path) -> Contents:
     """
     data = _bytes(path)
     try:
-        header = _header(data)
-        seal, about, digests = _said(header)
-        if _digest(data, header, seal) != seal:
+        head = head_of(data)
+        seal, about, digests = _said(head)
+        rest = memoryview(data)[len(head) :]
+        if _digest(_resealed(head, seal, _UNSEALED), [rest]) != seal:
             raise ValueError("its SHA-256 is not that of what was written: it is damaged, or cut off")
-        arrays = dict(_arrays(data))
+        arrays = dict(unpacked(data))
         if digests is not None:
             _expect(digests, arrays)
         return Contents(about, arrays, seal)
     except (*_UNREADABLE, safetensors.SafetensorError) as error:
-        raise ModelFileError(f"{path} is no whole model file: {_short(error)}. {EXPECTED}") from error
+        raise ModelFileError(f"{path} is no whole model file: {short(error)}. {EXPECTED}") from error
 
 
-@contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    part = path.with_name(f".part-{os.getpid()}-{secrets.token_hex(8)}")
-    try:
-        yield part
-        sync(part)
-        os.replace(part, path)
-        sync(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _seal(path: Path) -> str:
-    """Put the SHA-256 of a file, taken while the place of it holds zeros, into that place."""
-    with open(path, "r+b") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(8)
-        header = file.read(struct.unpack("<Q", _first(file, 8))[0])
-        file.seek(8 + _place_of(header, _UNSEALED))
-        file.write(digest.encode())
-    return digest
-
-
-def _first(file: Any, count: int) -> bytes:
-    file.seek(0)
-    found: bytes = file.read(count)
-    return found
-
-
-def _place_of(header: bytes, seal: str) -> int:
-    """Where in the header the digits of the seal begin."""
-    found = f'"{_SEAL}":"{seal}"'.encode()
-    if header.count(found) != 1:
-        raise ValueError("its header does not hold one seal")
-    return header.index(found) + len(found) - 65
-
-
-def _digest(data: bytes, header: bytes, seal: str) -> str:
-    """The SHA-256 of a file where zeros stand in place of its seal."""
-    place = 8 + _place_of(header, seal)
-    view = memoryview(data)
-    digest = hashlib.sha256(view[:place])
-    digest.update(_UNSEALED.encode())
-    digest.update(view[place + 64 :])
+def _digest(head: bytes, rest: Iterable[memoryview]) -> str:
+    """The SHA-256 of a file, taken while the place of it holds zeros."""
+    digest = hashlib.sha256(head)
+    for piece in rest:
+        digest.update(piece)
     return digest.hexdigest()
+
+
+def _resealed(head: bytes, seal: str, by: str) -> bytes:
+    """A head with another seal in the place of this one."""
+    found, other = (f'"{_SEAL}":"{digits}"'.encode() for digits in (seal, by))
+    if head.count(found) != 1:
+        raise ValueError("its header does not hold one seal")
+    return head.replace(found, other)
 
 
 def _bytes(path: Path) -> bytes:
@@ -170,16 +123,6 @@ def _no_file(path: Path) -> str:
     return "is no file" if path.exists() else "does not exist"
 
 
-def _header(data: bytes) -> bytes:
-    """The JSON at the beginning; as long as the first 8 bytes say, if that is possible."""
-    if len(data) < 8:
-        raise ValueError(f"it has {len(data)} bytes, too few for any")
-    (length,) = struct.unpack("<Q", data[:8])
-    if length > min(_LARGEST_HEADER, len(data) - 8):
-        raise ValueError(f"it would begin with a header of {length} bytes, and has {len(data)} in all")
-    return data[8 : 8 + length]
-
-
 def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     ours = (name for name in arrays if name.startswith(OURS))
     return {name: hashlib.sha256(np.ascontiguousarray(arrays[name])).hexdigest() for name in ours}
@@ -193,35 +136,18 @@ def _expect(digests: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> Non
             raise ValueError(f"its section {name[:60]!r} is not as it was written, whatever the seal says")
 
 
-def _said(header: bytes) -> tuple[str, dict[str, Any], dict[str, str] | None]:
+def _said(head: bytes) -> tuple[str, dict[str, Any], dict[str, str] | None]:
     """The seal, what is said about the file, and the SHA-256 of its sections if it names them."""
-    metadata = json.loads(header, object_pairs_hook=_once)["__metadata__"]
-    seal, about = metadata[_SEAL], json.loads(metadata[_ABOUT], parse_constant=_refuse)
-    digests = json.loads(metadata[_SECTIONS]) if _SECTIONS in metadata else None
+    metadata = entries_of(head)[METADATA]
+    seal, about = metadata[_SEAL], parse(metadata[_ABOUT])
+    digests = parse(metadata[_SECTIONS]) if _SECTIONS in metadata else None
     is_ours = isinstance(about, dict) and (digests is None or isinstance(digests, dict))
     if not is_ours or not isinstance(seal, str) or len(seal) != 64:
         raise ValueError("its header is not one that Onward writes")
     return seal, about, digests
 
 
-def _arrays(data: bytes) -> Iterator[tuple[str, np.ndarray]]:
-    deserialize: Any = safetensors.deserialize
-    for name, found in deserialize(data):
-        dtype = np.dtype(_DTYPES[found["dtype"]])
-        yield name, np.frombuffer(found["data"], dtype).reshape(found["shape"])
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("its header holds the same name twice")
-    return found
-
-
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """The text of an error on one line; with its type, where the text alone tells nothing."""
     said = " ".join(str(error).split())[:200]
-    return said if isinstance(error, ValueError) else f"{type(error).__name__} {said}".strip()
+    return said if isinstance(error, ValueError | OnwardError) else f"{type(error).__name__}: {said}"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from onward.execute.checkpoint.encoding import DTYPES
+from onward.execute.disk.encoding import DTYPES
 
 _KEY = "key:"
 _GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")

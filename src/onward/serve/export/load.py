@@ -16,18 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from onward.core.errors import ArgumentError, LossError, ModelFileError, OnwardError
+from onward.core.errors import ArgumentError, LossError, ModelFileError
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.whole import without_derivative
-from onward.execute.checkpoint.encoding import ArrayForm, decode
-from onward.execute.checkpoint.manifest import take
+from onward.execute.disk.encoding import ArrayForm, decode
+from onward.execute.disk.fields import take
 from onward.execute.state import Layout, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 from onward.fit.model import Model
 from onward.serve.export import container, executable
-from onward.serve.export.container import EXPECTED, Contents
+from onward.serve.export.container import EXPECTED, Contents, short
 from onward.serve.export.finite import nonfinite
 from onward.serve.export.graph import Template
 from onward.serve.export.save import FORMAT
@@ -252,10 +252,8 @@ class _Explaining:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, ModelFileError) or not isinstance(error, Exception):
             return
-        said = " ".join(str(error).split())[:200]
-        what = said if isinstance(error, ValueError | OnwardError) else f"{type(error).__name__}: {said}"
         raise ModelFileError(
-            f"{self.path} is sealed, and says what no Onward writes: {what}. {EXPECTED}"
+            f"{self.path} is sealed, and says what no Onward writes: {short(error)}. {EXPECTED}"
         ) from error
 
 

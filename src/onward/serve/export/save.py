@@ -17,7 +17,7 @@ from onward.core.program import Program, Variable
 from onward.core.show import short_type
 from onward.core.structure import describe, expect_flag
 from onward.core.words import Kind
-from onward.execute.checkpoint.encoding import encode
+from onward.execute.disk.encoding import encode
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning

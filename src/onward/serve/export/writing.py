@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onward.core.program import Program
-from onward.execute.checkpoint.encoding import encode
+from onward.execute.disk.encoding import encode
 from onward.serve.export.container import OURS
 from onward.serve.export.executable import Written
 from onward.serve.export.graph import described

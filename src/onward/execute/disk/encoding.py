@@ -16,11 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError
+from onward.execute.disk.tensors import CODES, bytes_of
 
-PLAIN = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64"),
-)
+PLAIN = tuple(CODES)
 RARE = (
     *("bfloat16", "complex64", "complex128", "int2", "int4", "uint2", "uint4", "float4_e2m1fn"),
     *("float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
@@ -100,7 +98,7 @@ def checksum(stored: np.ndarray) -> int:
     >>> checksum(np.zeros(4, np.uint8)) == checksum(np.zeros(1, np.float32)) == zlib.crc32(bytes(4))
     True
     """
-    return zlib.crc32(stored.reshape(-1).view(np.uint8))
+    return zlib.crc32(bytes_of(stored))
 
 
 def _host_copy(name: str, value: Any) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Folders that appear whole or not at all, and vanish the same way.
+"""Files and folders that appear whole or not at all, and vanish the same way.
 
-A folder is filled under a temporary name, forced to the disk, and renamed. A process killed half way leaves
-only names that begin with ``.part-`` or ``.trash-``, which are never read; the next writer removes them.
+Each is filled under a temporary name, forced to the disk, and renamed. A process killed half way leaves
+only names that begin with ``.part-`` or ``.trash-``, which are never read; ``sweep`` removes them.
 """
 
 from __future__ import annotations
@@ -20,31 +20,37 @@ _writing: set[str] = set()
 
 
 @contextmanager
-def appearing(final: Path) -> Iterator[Path]:
-    """A temporary folder that becomes ``final`` when the block ends, and is removed if it fails.
+def appearing(final: Path, part: Path | None = None, *, durable: bool = True) -> Iterator[Path]:
+    """A temporary path for a file or a folder, which becomes ``final`` when the block ends.
 
-    It is whole then, and its own bytes are on the disk. That its name is there too, ``sync(final.parent)``
-    sees to, whose failure means something else: it is there, and may not outlive a power cut.
+    If the block fails, it is removed. Otherwise it is whole, and its own bytes are on the disk. That its name
+    is there too, ``sync(final.parent)`` sees to, whose failure means something else: it is there, and may not
+    outlive a power cut.
+
+    Args:
+        final: where it appears.
+        part: the temporary path beside it; one of its own unless given.
+        durable: whether its bytes shall outlive a power cut.
 
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> with appearing(folder / "a") as part:
-        ...     _ = (part / "file").write_text("whole")
+        ...     _ = part.write_text("whole")
         ...     print((folder / "a").exists())
         False
         >>> [p.name for p in folder.iterdir()]
         ['a']
     """
-    part = final.with_name(f".part-{os.getpid()}-{secrets.token_hex(8)}")
+    part = part or final.with_name(f".part-{os.getpid()}-{secrets.token_hex(8)}")
     _writing.add(part.name)
     try:
-        part.mkdir()
         yield part
-        _sync_tree(part)
-        os.rename(part, final)
+        if durable:
+            _sync_tree(part)
+        os.replace(part, final)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        _remove(part)
         _writing.discard(part.name)
 
 
@@ -74,7 +80,7 @@ def sweep(folder: Path) -> None:
         for path in folder.iterdir():
             part = PART.fullmatch(path.name)
             if TRASH.fullmatch(path.name) or (part and _is_stale(path.name, int(part[1]))):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
 
 def files_in(folder: Path) -> dict[str, Path]:
@@ -97,10 +103,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_tree(folder: Path) -> None:
-    for path in _walk(folder):
-        sync(path)
-    sync(folder)
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, as far as that is possible."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _sync_tree(path: Path) -> None:
+    for below in _walk(path) if path.is_dir() else ():
+        sync(below)
+    sync(path)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
