@@ -91,9 +91,10 @@ class Run:
         self.cut.over(settings.devices)  # raises what trainers would
         if not in_rounds(settings.mode):
             _expect_no_exchange(self.cut)
+            _expect_one_order(self.cut, settings.trainers)
         self._fingerprint = self.cut.fingerprint
         looking = program if isinstance(settings.mode, Local) else self.cut.trainer
-        self._looks = [watching for watching, *_ in watching_of(looking)]
+        self._looks = [*(w.cells for w, *_ in watching_of(looking)), *(w.cells for w in self.cut.joined)]
         state = model.state
         self._given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
         with ExitStack() as stack:
@@ -379,7 +380,7 @@ class Run:
         )
         for seen in row.seen:
             found = Watched(
-                [(w.cells, at, numbers) for w, (at, numbers) in zip(self._looks, seen, strict=True)]
+                [(cells, at, numbers) for cells, (at, numbers) in zip(self._looks, seen, strict=False)]
             )
             self.watched[row.trainer].record(found, step=found.step or row.sequence + 1)
         busiest = max(self._busy.values(), default=0.0)
@@ -430,6 +431,16 @@ def _expect_no_exchange(cut: Split) -> None:
                 "in rules=, where each trainer knows the sums of its own gradient, or take mode='sync', or "
                 "one server."
             )
+
+
+def _expect_one_order(cut: Split, trainers: int) -> None:
+    """Raise ``GraphError`` where servers would look at updates that each makes in an order of its own."""
+    if cut.joined and trainers > 1 and len(cut.shards) > 1:
+        raise GraphError(
+            f"cluster: {cut.joined[0].cells[0].label!r} is watched on {len(cut.shards)} servers, and without "
+            f"rounds each takes the gradients of {trainers} trainers in its own order: no update is the same "
+            "on all. Take mode='sync', one server, or one trainer."
+        )
 
 
 def _hyperparameters(program: Program) -> dict[str, float]:

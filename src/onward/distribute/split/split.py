@@ -36,7 +36,8 @@ from onward.derive.accumulation.accumulate import accumulated, accumulation_of
 from onward.derive.accumulation.micro_batches import Accumulation
 from onward.derive.backward import append_backward
 from onward.derive.batch import data_types
-from onward.derive.mixed.loss_scale import scale_loss
+from onward.derive.guard import guard
+from onward.derive.mixed.loss_scale import adjust_scale, scale_loss
 from onward.derive.optimizer import Optimizer
 from onward.derive.rule import GradientRule
 from onward.derive.update.groups import Routing
@@ -49,7 +50,8 @@ from onward.distribute.split.across import Across, across_of
 from onward.distribute.split.devices import TrainerDevices
 from onward.distribute.split.guarding import GUARDS, Guarding, looking, scale_of, verdict_of
 from onward.distribute.split.in_words import in_words
-from onward.distribute.split.looks import expect_seen, looked_at
+from onward.distribute.split.joined import Joined
+from onward.distribute.split.looks import Looks, looked_at
 from onward.distribute.split.rows import Table, by_rows, places_of, tables_in
 from onward.distribute.split.server import Duties, ServerPart, server_part, shared_part
 from onward.distribute.split.shards import Shard, Shards, balanced, is_by_number, rows_of
@@ -73,7 +75,7 @@ class Split:
         local: where it does so, by the name of each of its feeds, whose value that is.
         accumulation: how a trainer takes its batch in parts; None: in one.
         guarding: what is done about a step that is not finite; None: nothing.
-        watches: what trainers look at.
+        watches: what is watched, and whether after updates were left out.
         devices: those that each trainer takes its batch over; None: one.
     """
 
@@ -89,7 +91,7 @@ class Split:
     local: Mapping[str, str] = field(default_factory=dict)
     accumulation: Accumulation | None = None
     guarding: Guarding | None = None
-    watches: tuple[Watch, ...] = ()
+    watches: tuple[tuple[Watch, bool], ...] = ()
     devices: TrainerDevices | None = None
 
     @property
@@ -117,7 +119,7 @@ class Split:
         finite = None if self.guarding is None else verdict_of(own)
         sent = [a for a in self.across if a.by_trainer]
         with along(own.replicas):
-            base, told = looked_at(own, self.watches, counter_of(self.source))
+            base, told = looked_at(own, self.looks.trainer, counter_of(self.source))
         told = told if self.scale is None else (own[self.scale.name], *told)
         return trainer_part(base, self.shards, self.tables, finite, told, sent)
 
@@ -149,9 +151,20 @@ class Split:
             self.guarding,
             None if index else self.scale,
             self.across,
-            bool(self.watches) and not index,
+            self.looks,
         )
         return server_part(self.base, duties, self.routing, self.count)
+
+    @cached_property
+    def looks(self) -> Looks:
+        """What of the watched values trainers look at, and what servers."""
+        by_row = frozenset(t.parameter.name for t in self.tables)
+        return Looks.of(self.base, self.watches, by_row, self.count)
+
+    @cached_property
+    def joined(self) -> tuple[Joined, ...]:
+        """For each watch on servers, how what they see becomes what one device would see."""
+        return self.looks.joined([part.program for part in self.server_parts])
 
     @cached_property
     def routing(self) -> Routing:
@@ -257,7 +270,9 @@ def split(
     with the trainer. What ``guard``, ``check_finite`` or a loss scale leaves out, all servers leave out: each
     trainer tells them whether its loss and gradients are finite. A table of which a step looks up some rows
     travels by these rows. What ``watch`` looks at, each trainer looks at where it computes it: activations,
-    parameters, and gradients where each trainer's is an update of its own.
+    parameters, and gradients where each trainer's is an update of its own. Servers look at what they merge
+    and update, each at its part, and ``joined`` makes of it what one device would see; of a parameter whose
+    histogram, slots or statistics of your own they watch, one server has all rows.
 
     Of a replicated Program every trainer takes its batch over several devices, merges their gradients, and
     sends them once; tables then travel whole.
@@ -273,8 +288,8 @@ def split(
     Raises:
         GraphError: a Program without an update, an optimizer that looks across parameters, a transform that
             clips where several trainers' gradients are merged after it, lazy tables of a guarded or a
-            replicated Program, a merge of devices that is more than the gradients', a thing to watch that no
-            trainer has, or fewer parameters than servers.
+            replicated Program, a merge of devices that is more than the gradients', a thing to watch that
+            neither trainers nor servers have, or fewer parameters than servers.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``lazy`` names no table that travels by rows.
 
@@ -314,8 +329,12 @@ def split(
         looks=guarding is not None,
     )
     full = [program[p.name] for p, _ in base.gradients]
-    watches = tuple(step.arguments[0] for step in whole.of(watched))
-    expect_seen(base, watches, tables, trainers)
+    watches, guarded = [], False
+    for step in whole.steps:
+        guarded |= step.function in (guard, adjust_scale)
+        watches += [(step.arguments[0], guarded)] if step.function is watched else []
+    by_row = frozenset(t.parameter.name for t in tables)
+    kept_whole = Looks.of(base, watches, by_row, trainers).kept_whole(program)
     chosen = _chosen(lazy, tables)
     _check_lazy(chosen, routing, guarding)
     cut = Split(
@@ -323,15 +342,16 @@ def split(
         forward,
         base,
         optimizer,
-        balanced(full, routing, servers),
+        balanced(full, routing, servers, kept_whole),
         tables,
         frozenset(v.name for v in chosen),
         trainers,
         recipe,
         accumulation=how,
         guarding=guarding,
-        watches=watches,
+        watches=tuple(watches),
     )
+    cut.looks.joined([part.program for part in cut.server_parts])  # raises what nobody sees
     return check_landing(cut)
 
 
