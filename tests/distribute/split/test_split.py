@@ -15,8 +15,8 @@ from tests.pairs import pairs
 
 import onward as ow
 from onward.core.walk import producers
+from onward.distribute.split.checks import check_landing
 from onward.distribute.split.shards import Shard
-from onward.distribute.split.split import check_landing
 
 ROWS, STEPS = 12, 50
 OPTIMIZERS = {
