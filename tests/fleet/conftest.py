@@ -5,7 +5,7 @@ from tests.fleet import hosting
 from tests.fleet.on_threads import remembering
 
 from onward.execute.disk import background
-from onward.fleet import run, servers, worker
+from onward.fleet import collect, run, servers, worker
 from onward.fleet.engine import Engine
 
 
@@ -37,7 +37,7 @@ def graphs_made_once(monkeypatch, remembered):
 def short_pauses(monkeypatch, request):
     """Threads, unlike processes, are soon there again: so are looks at them, and calls that are repeated."""
     if "ray_here" not in request.fixturenames:
-        for module, name in ((run, "_LOOK"), (servers, "PAUSE"), (worker, "PAUSE")):
+        for module, name in ((run, "_LOOK"), (collect, "PAUSE"), (servers, "PAUSE"), (worker, "PAUSE")):
             monkeypatch.setattr(module, name, 0.03)
 
 

@@ -13,6 +13,7 @@ from tests.fleet.on_threads import WAIT
 import onward as ow
 from onward.core import extras
 from onward.define.traces import Traces
+from onward.fleet.train import _sums
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(48, 5)).astype(np.float32), RNG.normal(size=(48, 2)).astype(np.float32)
@@ -184,6 +185,16 @@ def test_refused_before_anything_starts(case):
 def test_modes_say_what_they_expect(make, text):
     with pytest.raises(ow.ArgumentError, match=re.escape(text)):
         make()
+
+
+def test_a_loss_that_is_neither_sum_nor_mean_matters_where_gradients_are_merged(recwarn):
+    def weighed(w, x, example_weight):
+        return jnp.sum((x @ w) * example_weight) / jnp.sum(example_weight)
+
+    program = ow.SGD(0.1).minimize(weighed, np.ones(3), np.ones((4, 3)), np.ones(4))
+    assert not any((_sums(program, None, 1, True), _sums(program, None, 2, False), list(recwarn)))
+    with pytest.warns(UserWarning, match=r"neither a mean .* over trainers .*merge=Average\(\) says"):
+        _sums(program, None, 2, True)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):

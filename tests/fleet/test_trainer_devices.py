@@ -30,7 +30,7 @@ def test_a_batch_that_devices_do_not_divide_is_filled_up(devices):
     batches = [(X[p], Y[p], RNG.uniform(0.5, 2.0, 12).astype(np.float32)) for p in PARTS[:3]]
     batches.append((X[60:67], Y[60:67], np.ones(7, np.float32)))
     program = ow.Adam(0.05).minimize(weighed, FIRST, *batches[0])
-    run = trained(program, batches, parameters=FIRST, trainers=1, devices=devices, merge=ow.Average())
+    run = trained(program, batches, parameters=FIRST, trainers=1, devices=devices)
     expected, losses = alone(program, batches, FIRST)
     close(run.model, expected, FIRST, 1e-5, 1e-6)
     np.testing.assert_allclose(run.history["loss"], losses, 1e-5)
@@ -72,6 +72,18 @@ def test_steps_of_their_own_on_several_devices():
         for devices in (1, 4)
     )
     close(many.model, {name: one.model[name] for name in FIRST}, FIRST, 1e-5, 1e-6)
+
+
+@threads
+def test_a_folder_goes_on_with_another_number_of_devices(tmp_path):
+    program = ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12])
+    batches = [(X[p], Y[p]) for p in PARTS[:4]]
+    for count, devices in ((2, 3), (4, 1)):
+        options = {"trainers": 1, "folder": tmp_path, "devices": devices}
+        run = trained(program, batches[:count], parameters=FIRST, **options)
+    assert run.versions == (4,)
+    assert run.history["step"].tolist() == [3, 4]
+    close(run.model, alone(program, batches, FIRST)[0], FIRST, 1e-5, 1e-6)
 
 
 def test_a_process_shows_as_many_host_devices_as_were_asked_for(ray_here):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,8 +16,8 @@ from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import prune
 from onward.derive.guard import is_guarded
-from onward.derive.watch.reading import NOT_NOW
 from onward.derive.watch.watch import watching_of
+from onward.distribute.split.joined import Seen
 from onward.distribute.split.rows import Table
 from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import TRAINER, as_typed, carried_by
@@ -32,7 +32,6 @@ from onward.execute.state import Layout, State, stored
 from onward.fit.evaluator import as_feed, batch_size, metrics_of, scalars_of
 from onward.fit.finite import check_numbers
 from onward.fleet.holding import Gradients, Values
-from onward.fleet.messages import Seen
 
 Wanted = Mapping[str, np.ndarray]
 Key = tuple[Any, ...]
@@ -80,7 +79,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The result of a batch: numbers that the function returned, gradients by server, watched values."""
+    """The result of a batch: numbers that the function returned, gradients by server, what each step saw."""
 
     metrics: dict[str, float]
     gradients: list[Gradients]
@@ -171,10 +170,8 @@ class Gradient:
             )
             for i, sent in enumerate(part.sent)
         ]
-        looked = watching_of(part.program)
-        return BatchResult(
-            metrics, gradients, prepared.examples, _seen([[made[v] for v in v2] for _, *v2 in looked])
-        )
+        seen = _seen((made[at], made[numbers]) for _, at, numbers in watching_of(part.program))
+        return BatchResult(metrics, gradients, prepared.examples, (seen,))
 
     def _ends(self, metrics: Mapping[str, float], spoilt: bool) -> bool:
         """Whether the training ends before this step, which is not finite and nobody leaves out."""
@@ -223,10 +220,9 @@ class Gradient:
         return tuple((v.shape, v.dtype) for v in inputs)
 
 
-def _seen(parts: Sequence[Sequence[Any]]) -> tuple[Seen, ...]:
-    """The statistics that a step watched, in a tuple of one; an empty tuple if it watched nothing."""
-    found = tuple((int(at), np.asarray(numbers)) for at, numbers in parts)
-    return (found,) if any(at != NOT_NOW for at, _ in found) else ()
+def _seen(parts: Iterable[tuple[Any, Any]]) -> Seen:
+    """What a step saw, on the host."""
+    return tuple((int(at), np.asarray(numbers)) for at, numbers in parts)
 
 
 def _compiled(program: Program) -> Callable[..., Any]:
@@ -366,7 +362,7 @@ class LocalSteps:
                 if self.guarded:
                     self.step.expect_going(self.state)
             losses.append(metrics_of(out))
-            seen += _seen([(at, numbers) for _, at, numbers in out.watched.parts])
+            seen.append(_seen((at, numbers) for _, at, numbers in out.watched.parts))
         self._expect_finite(prepared.number, losses)
         fed |= {v.name: self.state[self.cut.local[v.name]] for v in self.local if v.name in self.cut.local}
         fed.setdefault(TRAINER.name, np.uint32(self.trainer))

@@ -160,9 +160,11 @@ class Desk:
         values = None if wanted is None else self.keeper.give(wanted)
         self.sent += 0 if values is None else values.nbytes
         self.keeper.expect()
-        whole = self.keeper.holding.whole() if word is ServerWord.DONE and told is None else ()
+        holding, is_done = self.keeper.holding, word is ServerWord.DONE
+        whole = holding.whole() if is_done and told is None else ()
         told = Told(arrays={0: whole}) if whole else told or Told()
-        return Reply(word, self.keeper.version, values, staleness, lag, self.epoch, told)
+        seen = holding.seen() if is_done else ()
+        return Reply(word, self.keeper.version, values, staleness, lag, self.epoch, told, seen)
 
     async def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
         """Wait for news until the condition holds; False if it does not in time."""

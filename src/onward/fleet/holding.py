@@ -16,6 +16,7 @@ from onward.core.errors import ClusterError, NonFiniteError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import producers
+from onward.distribute.split.joined import Seen
 from onward.distribute.split.server import ServerPart
 from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import as_typed, plain
@@ -153,6 +154,10 @@ class Holding:
             return {name: x.copy() for name, x in self.arrays.items()}
         finally:
             self.state = kept
+
+    def seen(self) -> Seen:
+        """For each op of ``watch``, what it saw of the last update."""
+        return tuple((int(self.state[at.name]), np.asarray(self.state[x.name])) for at, x in self.part.looked)
 
     @property
     def skipped(self) -> int:

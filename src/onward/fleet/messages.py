@@ -7,11 +7,9 @@ from enum import StrEnum
 
 import numpy as np
 
+from onward.distribute.split.joined import Seen
 from onward.fleet.fence import FIRST, Epoch
 from onward.fleet.holding import Gradients, Values
-
-Seen = tuple[tuple[int, np.ndarray], ...]
-"""What a step that looked has seen: for each op that looks the number of the step, and the statistics."""
 
 
 class ServerWord(StrEnum):
@@ -100,6 +98,7 @@ class Reply:
         epoch: of the server; an answer of an older one than the last does not count.
         told: from the first server, the sums of the update that made this version; from another one that is
             asked, what it adds to those of the next.
+        seen: what ``watch`` saw of the update that made this version.
     """
 
     word: ServerWord
@@ -109,6 +108,7 @@ class Reply:
     lag: int = 0
     epoch: Epoch = FIRST
     told: Told = field(default_factory=Told)
+    seen: Seen = ()
 
 
 @dataclass(frozen=True)

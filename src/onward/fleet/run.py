@@ -13,33 +13,23 @@ from time import monotonic, sleep, time
 from typing import Any, Self
 
 import jax
-import numpy as np
 
-from onward.core.errors import ClusterError, GraphError, NonFiniteError
+from onward.core.errors import ClusterError, NonFiniteError
 from onward.core.program import Program
-from onward.core.words import Kind
 from onward.derive.watch.reading import Watched
-from onward.derive.watch.watch import watching_of
-from onward.distribute.split.shards import Shard
-from onward.distribute.split.split import Split
-from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.loop.history import History
 from onward.execute.loop.watch_history import WatchHistory
 from onward.fit.model import Model
 from onward.fit.progress import Progress
-from onward.fleet.blueprint import Blueprint
-from onward.fleet.desk import ServerSpec
+from onward.fleet.collect import Collector
 from onward.fleet.fence import claim_driver, only_driver
-from onward.fleet.link import Unreachable
-from onward.fleet.messages import HistoryRow, Reply, Sender, ServerStatus, ServerWord, Told, TrainerStatus
-from onward.fleet.modes import Local, in_rounds
-from onward.fleet.servers import TrainerSpec
+from onward.fleet.job import Job
+from onward.fleet.messages import HistoryRow, ServerStatus, TrainerStatus
 from onward.fleet.settings import Settings, check_same_training
 from onward.fleet.supervisor import Supervisor
 
 _LOOK = 0.1  # seconds between two looks at servers and trainers
 _LOAD = 1.0  # seconds between two records of the servers' load
-_HOLD = 30.0  # seconds that a snapshot may hold up the next round
 _LEAVE = 20.0  # seconds that taking it down may take when the interpreter ends
 
 
@@ -83,23 +73,12 @@ class Run:
         self._reading, self._closed = threading.Lock(), False
         self._loads: dict[int, tuple[float, ServerStatus]] = {}
         self._busy: dict[int, float] = {}
-        self.blueprint = Blueprint.of(
-            program, settings.servers, settings.merged, settings.lazy, settings.rows, settings.outer
-        )
-        self.blueprint = self.blueprint.over(settings.devices, settings.takes_all)
-        self.cut: Split = self.blueprint.split()
-        self.cut.over(settings.devices)  # raises what trainers would
-        if not in_rounds(settings.mode):
-            _expect_no_exchange(self.cut)
-        self._fingerprint = self.cut.fingerprint
-        looking = program if isinstance(settings.mode, Local) else self.cut.trainer
-        self._looks = [watching for watching, *_ in watching_of(looking)]
-        state = model.state
-        self._given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
+        self.job = Job(program, settings, model.state)
         with ExitStack() as stack:
             self.engine = stack.enter_context(hosting)
             folder = self._folder(stack)
-            self.supervisor = self._supervisor(reader, folder)
+            self.supervisor = self._supervised(reader, folder)
+            self.collector = Collector(self.job, model.state.layout, self.supervisor, self._driver)
             stack.callback(self.supervisor.close)
             self.supervisor.begin()
             self._stack = stack.pop_all()
@@ -150,10 +129,10 @@ class Run:
         Raises:
             ClusterError: no server answers.
         """
-        with self._reading, jax.enable_x64(self.blueprint.x64):
+        with self._reading, jax.enable_x64(self.job.blueprint.x64):
             if not self._closed:
                 model = self.model.copy()
-                model.replace(self._read())
+                model.replace(self.collector.read())
                 return model
         return self.wait().model
 
@@ -196,61 +175,20 @@ class Run:
     def _enter(self, folder: Path) -> None:
         """Take the folder over, and note which hyperparameters have changed since the training began."""
         self._driver = claim_driver(folder)
-        now = _hyperparameters(self.cut.source)
-        *before, _ = check_same_training(folder, self._told, self._driver, now)
+        now = self.job.hyperparameters
+        *before, _ = check_same_training(folder, self.job.told, self._driver, now)
         last = before[-1] if before else now
         self._changed = {n: x for n, x in now.items() if any(b.get(n) != x for b in before)}
         for name in (n for n, x in now.items() if last.get(n) != x):
             self._say(f"{name} is {now[name]:g} from here on; before it was {last.get(name)}.")
 
-    @property
-    def _told(self) -> dict[str, Any]:
-        """The properties that two trainings must share if one is to continue in the folder of the other."""
+    def _supervised(self, reader: Any, folder: str | None) -> Supervisor:
         s = self.settings
-        return {"graph": self.cut.continued, "trainers": s.trainers, "mode": repr(s.mode), "sums": s.sums}
-
-    def _supervisor(self, reader: Any, folder: str | None) -> Supervisor:
-        s = self.settings
-        servers = [
-            ServerSpec(
-                blueprint=self.blueprint,
-                index=i,
-                trainers=s.trainers,
-                mode=s.mode,
-                sums=s.sums,
-                given=self._owned(i),
-                folder=None if folder is None else f"{folder}/server-{i}",
-                durability=s.durability,
-                faults=s.faults,
-                driver=self._driver,
-            )
-            for i in range(s.servers)
-        ]
-        kept = {v.name: self._given[v.name] for v in self.cut.trainer.state}
-        kept = self._given if isinstance(s.mode, Local) else kept
-        trainers = [
-            TrainerSpec(
-                blueprint=self.blueprint,
-                trainer=t,
-                incarnation=1,
-                trainers=s.trainers,
-                mode=s.mode,
-                servers=(),
-                reader=reader,
-                epochs=s.epochs,
-                given=kept,
-                deadline=s.patience,
-                check=s.check,
-                faults=s.faults,
-                driver=self._driver,
-            )
-            for t in range(s.trainers)
-        ]
         return Supervisor(
             self.engine,
-            servers,
-            trainers,
-            self._fingerprint,
+            self.job.servers(folder, self._driver),
+            self.job.trainers(reader, self._driver),
+            self.job.fingerprint,
             restarts=s.restarts,
             deadline=s.deadline,
             start_limit=s.start_limit,
@@ -258,11 +196,6 @@ class Run:
             say=self._say,
             row=self._row,
         )
-
-    def _owned(self, i: int) -> dict[str, np.ndarray]:
-        """The first values of what a server owns."""
-        found = {str(s): s.of(self._given[s.parameter.name]) for s in self.cut.shards[i]}
-        return found | ({v.name: self._given[v.name] for v in self.cut.carried} if i == 0 else {})
 
     def _watch(self) -> None:
         """Look after the training until it has ended, then take it down."""
@@ -289,72 +222,10 @@ class Run:
     def _end(self) -> None:
         """Take the parameters, of the last update that was made, and what the servers say in the end."""
         for i, asked in enumerate(self.supervisor.servers):
-            asked.answer = self._call(i, "status")
+            asked.answer = self.collector.call(i, "status")
         self._note_load(always=True)
-        with self._reading, jax.enable_x64(self.blueprint.x64):
-            self.model.replace(self._read())
-
-    def _read(self) -> dict[str, Any]:
-        """Collect the values of all servers by name; in rounds, all of one version."""
-        replies = self._all_pulled()
-        if self.settings.durability.every is None:
-            for i in range(len(replies)):
-                self.supervisor.heard_of_server(i, self._call(i, "status"))
-        pieces: dict[str, list[tuple[Shard, np.ndarray]]] = {}
-        found: dict[str, Any] = {}
-        for i, reply in enumerate(replies):
-            part, values = self.cut.server_parts[i], reply.values
-            assert values is not None
-            by_name = {v.name: x for v, x in zip(part.given, values.arrays, strict=True)} | dict(values.rows)
-            for shard in self.cut.shards[i]:
-                pieces.setdefault(shard.parameter.name, []).append((shard, by_name[str(shard)]))
-            found |= {v.name: by_name[v.name] for v in self.cut.carried} if i == 0 else {}
-        for name, parts in pieces.items():
-            ordered = [x for _, x in sorted(parts, key=lambda part: part[0].begin)]
-            found[name] = ordered[0] if len(ordered) == 1 else np.concatenate(ordered)
-        layout = self.model.state.layout
-        kept = [v for v in layout.variables if v.name in found]
-        return {v.name: as_typed(found[v.name], v) for v in kept}
-
-    def _all_pulled(self) -> list[Reply]:
-        """Pull the values of all servers; pull again if one of them went back meanwhile."""
-        end = monotonic() + self.settings.patience
-        while monotonic() < end:
-            try:
-                first: ServerStatus = self._call(0, "hold", _HOLD)
-                replies = [self._pulled(0, first, end, Told())]
-                others = range(1, self.settings.servers)
-                replies += [self._pulled(i, first, end, replies[0].told) for i in others]
-            finally:
-                with suppress(ClusterError):
-                    self._call(0, "hold", 0.0)
-            versions = {r.version for r in replies} if in_rounds(self.settings.mode) else {first.version}
-            if all(r.word is ServerWord.DONE for r in replies) and versions == {first.version}:
-                return replies
-            sleep(_LOOK)
-        raise ClusterError(f"The servers did not come to one version within {self.settings.patience:g} s.")
-
-    def _pulled(self, i: int, first: ServerStatus, end: float, told: Told) -> Reply:
-        """Pull the values of one server, tables whole, at the version of the first."""
-        wanted = {v.name: np.arange(v.shape[0]) for v in self.cut.server_parts[i].tables}
-        while True:
-            asker = Sender(-1, 0, first.generation, self._driver)
-            given = (told,) if self.cut.exchanges else ()
-            reply: Reply = self._call(i, "pull", asker, first.version, wanted, *given)
-            if reply.word is not ServerWord.WAIT or monotonic() > end:
-                return reply
-
-    def _call(self, i: int, method: str, *arguments: Any) -> Any:
-        """Call a server; again, while it is away."""
-        end = monotonic() + self.settings.patience
-        link = self.supervisor.servers[i].link
-        while True:
-            try:
-                return link.call(method, *arguments).result(max(0.1, end - monotonic()))
-            except (Unreachable, TimeoutError) as error:
-                if monotonic() > end:
-                    raise ClusterError(f"Server {i} did not answer ({method}): {error}") from error
-                sleep(_LOOK)
+        with self._reading, jax.enable_x64(self.job.blueprint.x64):
+            self.model.replace(self.collector.read())
 
     def _say(self, text: str) -> None:
         self.events.append(text)
@@ -379,7 +250,7 @@ class Run:
         )
         for seen in row.seen:
             found = Watched(
-                [(w.cells, at, numbers) for w, (at, numbers) in zip(self._looks, seen, strict=True)]
+                [(cells, at, numbers) for cells, (at, numbers) in zip(self.job.watched, seen, strict=False)]
             )
             self.watched[row.trainer].record(found, step=found.step or row.sequence + 1)
         busiest = max(self._busy.values(), default=0.0)
@@ -418,26 +289,6 @@ class Run:
         s = self.settings
         how = "running" if self.is_running else "ended"
         return f"Run({s.trainers} trainers, {s.servers} servers, {s.mode}, {how}, {self.history})"
-
-
-def _expect_no_exchange(cut: Split) -> None:
-    """Raise ``GraphError`` where servers would tell each other sums, and each updates whenever it can."""
-    for a in cut.across:
-        if a.exchanged:
-            raise GraphError(
-                f"cluster: {a.rule!r} looks across the gradients of all servers after another rule has "
-                "changed them there, and without rounds no two servers are at the same update. Put it first "
-                "in rules=, where each trainer knows the sums of its own gradient, or take mode='sync', or "
-                "one server."
-            )
-
-
-def _hyperparameters(program: Program) -> dict[str, float]:
-    """The numbers of the state that no step changes, by name."""
-    fixed = {v for v in program.state if v.kind is Kind.STATE and v not in program.next_state}
-    made = (op for op in program.initializers if not op.inputs and fixed.issuperset(op.outputs))
-    values = {v.name: x for op in made for v, x in zip(op.outputs, op.body(), strict=True)}
-    return {name: float(x) for name, x in values.items() if np.ndim(x) == 0}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from time import monotonic
 
+from onward.distribute.split.joined import Seen
 from onward.fleet.desk import Desk, ServerSpec, Wanted
 from onward.fleet.faults import BETWEEN
 from onward.fleet.messages import Push, Reply, Sender, ServerStatus, ServerWord, Told, Welcome
@@ -264,16 +265,18 @@ class FreeServer:
             return objection
         keeper, trainer = self.desk.keeper, push.sender.trainer
         lag, staleness = self.lag(trainer, push.sequence), max(0, keeper.version - push.basis)
+        seen: Seen = ()
         if push.sequence > keeper.last(trainer)[1]:
             self.desk.taken(push)
             keeper.apply([push], [1.0])
             self.desk.pushes += 1
             self.desk.note(push, staleness, lag)
+            seen = keeper.holding.seen()
             await self.desk.tell()
         else:
             self.desk.duplicates += 1
         reply = await self.pull(push.sender, 0, wanted)
-        return replace(reply, staleness=staleness, lag=lag)
+        return replace(reply, staleness=staleness, lag=lag, seen=seen)
 
     async def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
         """Give the values, once the trainer may begin its next step."""

@@ -25,7 +25,7 @@ from onward.execute.initialize import is_declared
 from onward.fit.model import Model
 from onward.fleet.engine import Engine
 from onward.fleet.keeper import Durability
-from onward.fleet.modes import Mode, as_mode
+from onward.fleet.modes import Mode, as_mode, in_rounds
 from onward.fleet.run import Run
 from onward.fleet.settings import Settings
 from onward.fleet.stream import Stream
@@ -150,7 +150,7 @@ def start(
         servers=servers,
         mode=as_mode(mode),
         epochs=epochs,
-        sums=loss_is_sum(program, "The mean over trainers is taken") if merge is None else _sums(merge),
+        sums=_sums(program, merge, trainers, in_rounds(as_mode(mode))),
         lazy=tuple(str(name_of(choice)) for choice in listed(lazy)) if lazy else (),
         durability=durability if isinstance(durability, Durability) else Durability(durability),
         folder=None if folder is None else str(folder),
@@ -191,7 +191,7 @@ def _on_devices(
     if program.replicas is None and devices == 1 and devices is not True:
         return program, None
     if program.replicas is None:
-        adds = Sum() if merge is not None and _sums(merge) else Average()
+        adds = Sum() if _sums(program, merge, 1, False) else Average()
         program = replicate(program, 1 if devices is None else devices, adds)
     elif devices != 1:
         raise ArgumentError(
@@ -243,10 +243,12 @@ def _expect_reader(reader: Any, settings: Settings) -> None:
     Stream(reader, 0, settings.trainers, settings.epochs)  # raises what trainers would
 
 
-def _sums(merge: Merge) -> bool:
-    """Whether gradients are added, and not averaged."""
-    if type(merge) is Average:
+def _sums(program: Program, merge: Merge | None, trainers: int, rounds: bool) -> bool:
+    """Whether servers add the gradients that they merge, and do not average them."""
+    if merge is None and (trainers == 1 or not rounds):
         return False
-    if type(merge) is Sum:
-        return True
+    if merge is None:
+        return loss_is_sum(program, "The mean over trainers is taken", "merge=Average()")
+    if type(merge) in (Average, Sum):
+        return type(merge) is Sum
     raise ArgumentError(f"cluster: merge is {describe(merge)}; servers know Average() and Sum().")

@@ -11,6 +11,7 @@ from itertools import count, islice
 from time import perf_counter, sleep, time
 from typing import Any
 
+from onward.distribute.split.joined import Seen, is_now
 from onward.distribute.split.split import Split
 from onward.fleet.compute import BatchResult, Compute, Gradient, LocalSteps, Prepared
 from onward.fleet.holding import Values
@@ -26,7 +27,7 @@ class TrainerActor:
     def __init__(self, spec: TrainerSpec) -> None:
         self.spec = spec
         cut = spec.blueprint.split()
-        self.fingerprint = cut.fingerprint
+        self.fingerprint, self.joined = cut.fingerprint, cut.joined
         self.compute = _computing(spec, cut)
         self.stream = Stream(spec.reader, spec.trainer, spec.trainers, spec.epochs)
         self.servers = Servers(spec)
@@ -110,7 +111,10 @@ class _MadeStep:
     received: int
     ended: float = field(default_factory=perf_counter)
 
-    def row(self, trainer: int, sequence: int, staleness: int = 0, lag: int = 0) -> HistoryRow:
+    def row(
+        self, trainer: int, sequence: int, staleness: int = 0, lag: int = 0, served: Seen = ()
+    ) -> HistoryRow:
+        """The row of the history, with what servers saw where that is known."""
         sent = sum(g.nbytes for g in self.result.gradients)
         now = perf_counter()
         return HistoryRow(
@@ -125,7 +129,7 @@ class _MadeStep:
             seconds=now - self.begun,
             waited=now - self.ended,
             ended=time(),
-            seen=self.result.seen,
+            seen=tuple(seen for own in self.result.seen if is_now(seen := own + served)),
         )
 
 
@@ -152,6 +156,12 @@ class _Way:
             for r, g, row in zip(replies, gradients, rows, strict=True)
         ]
 
+    def note(self, step: _MadeStep, sequence: int, replies: Sequence[Reply]) -> None:
+        """Keep the row of a step, with what servers said of the update that they made of it."""
+        served = tuple(whole([r.seen for r in replies]) for whole in self.trainer.joined if replies)
+        staleness, lag = max((r.staleness for r in replies), default=0), replies[0].lag if replies else 0
+        self.trainer.note(step.row(self.trainer.spec.trainer, sequence, staleness, lag, served))
+
     def wanted(self, prepared: Prepared | None) -> list[Any]:
         """For each server, the rows that a batch reads; None where nothing is needed any more."""
         return [None if prepared is None else prepared.wanted(i) for i in range(self.servers.count)]
@@ -171,7 +181,7 @@ class _Rounds(_Way):
             following = None if prepared is None else next(batches, None)
             found = self.values(version + 1, following, self.pushes(version, replies, step))
             if step is not None:
-                self.trainer.note(step.row(self.trainer.spec.trainer, version))
+                self.note(step, version, found or ())
             version, prepared, replies = version + 1, following, found
 
     def join(self) -> int:
@@ -296,8 +306,7 @@ class _Pace(_Way):
             pushes = self.pushes(number, replies, step)
             applied = self.servers.all("exchange", list(zip(pushes, wanted, strict=True)))
             replies = self.answered(applied, wanted) if following is not None else applied
-            staleness = max(r.staleness for r in applied)
-            self.trainer.note(step.row(self.trainer.spec.trainer, number, staleness, applied[0].lag))
+            self.note(step, number, applied)
             number, prepared = number + 1, following
 
     def answered(self, replies: Sequence[Reply | None], wanted: Sequence[Any]) -> list[Reply]:

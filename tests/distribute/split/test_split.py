@@ -15,8 +15,8 @@ from tests.pairs import pairs
 
 import onward as ow
 from onward.core.walk import producers
+from onward.distribute.split.checks import check_landing
 from onward.distribute.split.shards import Shard
-from onward.distribute.split.split import check_landing
 
 ROWS, STEPS = 12, 50
 OPTIMIZERS = {
@@ -577,9 +577,9 @@ REFUSED = {
         "split: lazy updates of 'table' touch the rows that were sent, and what leaves an update out",
     ),
     "watched": (
-        lambda: ow.split(ow.watch(PLAIN, gradients="v"), 2, 2),
+        lambda: ow.split(ow.watch(embedding(ow.Adam(0.1)), gradients=True), 2, lazy=["table"]),
         ow.GraphError,
-        "split: 'grad(v)' is watched, and the gradients of 2 trainers are merged on the servers",
+        "split: 'grad(table)' is watched, and neither the forward and backward pass of a trainer",
     ),
     "lazy matrix": (
         lambda: ow.split(embedding(ByMatrix()), 2, lazy=["table"]),

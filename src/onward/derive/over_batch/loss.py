@@ -14,13 +14,14 @@ from onward.derive.over_batch.known import Following, Follows, How
 from onward.derive.over_batch.walk import follow
 
 
-def is_sum(part: Program, following: Following, otherwise: str) -> bool:
+def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is_sum=False") -> bool:
     """Whether the loss of a part of the batch is to be added to those of the others.
 
     Args:
         part: the forward Program of a part.
         following: how it follows that of the whole.
         otherwise: what is done with a loss that is no sum, in words.
+        meant: the option that says so.
 
     Warns:
         UserWarning: the loss is neither a sum nor a mean, so parts do not make that of the whole.
@@ -36,19 +37,19 @@ def is_sum(part: Program, following: Following, otherwise: str) -> bool:
             f"{part.name}: the loss is neither a mean over examples nor a sum: {bent[0].type!r}"
             f"{f' at {bent[0].source}' if bent[0].source else ''} reads or gives a number of all examples, "
             f"and every part of the batch has its own. {otherwise}, which is not the loss of the whole "
-            "batch. Return the mean or the sum itself; is_sum=False says that it is meant so.",
+            f"batch. Return the mean or the sum itself; {meant} says that it is meant so.",
             stacklevel=user_level(),
         )
     return following.found[loss] == Follows(How.MEAN, 1)
 
 
-def loss_is_sum(program: Program, otherwise: str) -> bool:
+def loss_is_sum(program: Program, otherwise: str, meant: str) -> bool:
     """The same of a Program that is fed one of several batches; False where it cannot be told.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> def loss(w, x):
     ...     return jnp.sum((x @ w) ** 2)
-    >>> loss_is_sum(ow.trace(loss, jnp.ones(3), jnp.ones((4, 3))), "The mean is taken")
+    >>> loss_is_sum(ow.trace(loss, jnp.ones(3), jnp.ones((4, 3))), "The mean is taken", "is_sum=False")
     True
     """
     recipe = program.recipe
@@ -63,4 +64,4 @@ def loss_is_sum(program: Program, otherwise: str) -> bool:
     except OnwardError:  # the function takes this length alone
         return False
     following = follow(whole, part, 2, split, lambda reaches: False)
-    return following is not None and is_sum(part, following, otherwise)
+    return following is not None and is_sum(part, following, otherwise, meant)

@@ -29,22 +29,16 @@ class Look:
     read: Sequence[tuple[Variable, ...]]
     over: Over
 
-    def cells(self, statistics: Sequence[Statistic]) -> list[Statistic]:
-        """Those of the statistics that there are of this entry: of all parameters together the norm."""
-        fitting = [s for s in statistics if self.entry.role is Role.UPDATE or not s.relative]
-        return [s for s in fitting if s.function in _WHOLE] if self.entry.is_whole else fitting
-
     def numbers(self, statistics: Sequence[Statistic], env: Env) -> Iterator[Any]:
         """The statistics, each an array."""
         arrays = [self._array(*(env[v] for v in pair)) for pair in self.read]
-        bases = [env[pair[0]] for pair in self.read]
+        base = env[self.read[0][0]]
         over = HERE if self.entry.role is Role.GRADIENT else self.over
-        for statistic in self.cells(statistics):
+        for statistic in cells_of(self.entry, statistics):
             if self.entry.is_whole:
-                parts = [_norm_of(xs, over) for xs in (arrays, bases)]
-                yield parts[0] / parts[1] if statistic.relative else parts[0]
+                yield norm(jnp.stack([statistic(x, over) for x in arrays]), HERE)
             else:
-                yield jnp.asarray(statistic(arrays[0], over, bases[0]))
+                yield jnp.asarray(statistic(arrays[0], over, base))
 
     def _array(self, x: Any, following: Any = None) -> Any:
         """The value, the gradient as all devices share it, or the difference that an update makes."""
@@ -56,13 +50,10 @@ class Look:
         return following.astype(wide) - x.astype(wide)
 
 
-def _norm_of(arrays: Sequence[Any], over: Over) -> Any:
-    """The norm of all numbers of several arrays."""
-    return norm(jnp.stack([NORM(x, over) for x in arrays]), HERE)
-
-
-NORM = Statistic("norm", norm)
-_WHOLE = (norm,)
+def cells_of(entry: WatchEntry, statistics: Sequence[Statistic]) -> list[Statistic]:
+    """Those of the statistics that there are of an entry: of all parameters together the norm."""
+    fitting = [s for s in statistics if entry.role is Role.UPDATE or not s.relative]
+    return [s for s in fitting if s.function is norm] if entry.is_whole else fitting
 
 
 def looking(
@@ -83,7 +74,7 @@ def looking(
     dtype = jnp.result_type(np.float32, *(piece.dtype for piece in pieces))
     sizes = [prod(piece.shape) for piece in pieces]
     begins = accumulate(sizes, initial=0)
-    named = [(look.entry, s) for look in looks for s in look.cells(statistics)]
+    named = [(look.entry, s) for look in looks for s in cells_of(look.entry, statistics)]
     cells = tuple(
         Cell(entry.label, entry.role, entry.name, s, begin, piece.shape)
         for (entry, s), begin, piece in zip(named, begins, pieces, strict=False)

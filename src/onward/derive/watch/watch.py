@@ -26,7 +26,7 @@ from onward.core.transform import transform
 from onward.core.walk import Where
 from onward.core.words import Pass, UpdateType
 from onward.derive.watch.choice import Choice, Role, WatchEntry, entries_of, variables_of
-from onward.derive.watch.look import Look, looking
+from onward.derive.watch.look import Look, cells_of, looking
 from onward.derive.watch.reading import Watching
 from onward.derive.watch.statistics import HERE, SCALARS, Over, Statistic, statistic_of
 
@@ -63,7 +63,7 @@ def watch(
     device's own loss. What is watched stays in memory until it is looked at: the forward pass at its end,
     the rest when the parameters are updated; activations of micro-batches are joined for that. Watch after
     ``minimize``; transforms such as ``replicate``, ``accumulate``, ``guard``, ``roll`` may follow or come
-    before. Cut by ``split``, each trainer looks at what it computes itself.
+    before. Cut by ``split``, trainers look at what they compute and servers at what they merge and update.
 
     Args:
         program: a training Program, or one without an update and ``every=1``.
@@ -149,7 +149,7 @@ def with_looks(program: Program, how: Watch, step: Variable | None) -> Program:
         elif program.recipe is None or program.recipe.origin.training:
             raise GraphError(_lost(program, entry))
     names = Names(program.variables)
-    told = (group for group in looks.values() if any(look.cells(how.statistics) for look in group))
+    told = (group for group in looks.values() if any(cells_of(look.entry, how.statistics) for look in group))
     ops = [_op(group, how, step, names) for group in told]
     if not ops and any(looks.values()):
         raise ArgumentError(

@@ -20,8 +20,9 @@ from onward.core.words import Kind, Pass
 from onward.derive.optimizer import Optimizer
 from onward.derive.seam import forward_pass
 from onward.derive.update.groups import Routing
+from onward.distribute.split.checks import check_landing, check_rules
 from onward.distribute.split.shards import balanced
-from onward.distribute.split.split import Split, check_landing, check_rules
+from onward.distribute.split.split import Split
 
 
 def split_local(program: Program, servers: int, trainers: int, outer: Optimizer) -> Split:

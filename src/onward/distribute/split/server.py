@@ -24,6 +24,7 @@ from onward.derive.watch.watch import counter_of
 from onward.distribute.split.across import Across, added, summed, zero
 from onward.distribute.split.guarding import Guarding, guarded
 from onward.distribute.split.lazy import with_lazy
+from onward.distribute.split.looks import Looks, remembered
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.shares import times, weighed
 from onward.distribute.split.trainer import SPOILT, plain, travelling, typed
@@ -50,7 +51,8 @@ class ServerPart:
         unguarded: the Program without what ``guard`` and ``check_finite`` add; None where they add nothing.
         fails: whether an update is one that it can neither make nor leave out; None where nothing looks.
         skipped: the state that counts what was left out; on the first server.
-        watched: what is looked at.
+        watched: what is looked at to tell whether it is finite.
+        looked: for each op of ``watch``, the state that keeps what it saw last: the step, and the statistics.
     """
 
     program: Program
@@ -67,6 +69,7 @@ class ServerPart:
     fails: Variable | None = None
     skipped: Variable | None = None
     watched: tuple[Variable, ...] = ()
+    looked: tuple[tuple[Variable, Variable], ...] = ()
 
     @property
     def update(self) -> Program:
@@ -87,7 +90,7 @@ class Duties:
         guarding: what is done about a step that is not finite; None: nothing.
         scale: the loss scale; the first server keeps it.
         across: the rules that look across parameters of several servers.
-        tells_step: whether trainers are told the step; by the first server.
+        looks: what is watched; where trainers look, the first server tells them the step.
     """
 
     index: int
@@ -98,7 +101,12 @@ class Duties:
     guarding: Guarding | None = None
     scale: Variable | None = None
     across: tuple[Across, ...] = ()
-    tells_step: bool = False
+    looks: Looks = field(default_factory=Looks)
+
+    @property
+    def owned(self) -> tuple[Shard, ...]:
+        """All that it owns."""
+        return (*self.shards, *self.tables)
 
 
 def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) -> ServerPart:
@@ -107,22 +115,28 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
     Step, schedules and hyperparameters are named as on one device, whatever parameters this server has.
     """
     draft = _ServerHead(duties, trainers)
-    whose = {str(s): s.parameter.name for s in (*duties.shards, *duties.tables)}
+    whose = {str(s): s.parameter.name for s in duties.owned}
     reserved = _reserved(base, _in_order(draft.program(f"{base.name}_server_{duties.index}"), base, whose))
     own = routing.standing_for(whose)
     sharing = draft.sharing if duties.across else None
     updated = replace(with_update(reserved, routing.optimizer, own, sharing=sharing), constants={})
     updated = draft.made_lazy(updated, own)
     shared = _read(updated, _shared(updated))
+    counter = counter_of(updated) if duties.looks.servers else None
+    shared = list(dict.fromkeys((*shared, *([] if counter is None else [counter]))))
     if duties.index:
-        updated, shared = _fed_shared(updated, shared)
+        fed = {v: replace(v, kind=Kind.DATA) for v in shared}
+        updated, counter = _fed_shared(updated, fed), None if counter is None else fed[counter]
+        shared = list(fed.values())
     measuring, updated = draft.measured(updated)
     how, looks = duties.guarding, None
+    updated = duties.looks.on_server(updated, duties.owned, counter, guarded=False)
     if how is not None and draft.finite is not None:
         looks = guarded(updated, draft.finite, duties.scale, how, duties.index)
     last = updated if looks is None else looks.program
     scale = () if duties.scale is None else (duties.scale,)
-    step = counter_of(last) if duties.tells_step else None
+    step = counter_of(last) if duties.looks.trainer and not duties.index else None
+    last, looked = remembered(duties.looks.on_server(last, duties.owned, counter, guarded=True))
     sending = _Sending(last, (*draft.parameters, *draft.carried, *scale, *([] if step is None else [step])))
     sent = (sending.op,) if sending.given else ()
     whole = check(replace(last, ops=(*last.ops, *sent), outputs=sending.op.outputs))
@@ -141,6 +155,7 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
         fails=None if looks is None else looks.fails,
         skipped=None if looks is None else looks.skipped,
         watched=() if looks is None else looks.watched,
+        looked=looked,
     )
 
 
@@ -362,10 +377,9 @@ def _read(program: Program, shared: set[Variable]) -> list[Variable]:
     return list(dict.fromkeys(v for op in updates for v in op.inputs if v in shared))
 
 
-def _fed_shared(program: Program, read: Sequence[Variable]) -> tuple[Program, list[Variable]]:
+def _fed_shared(program: Program, fed: Mapping[Variable, Variable]) -> Program:
     """The Program of a server that is fed what it reads of step, schedules and hyperparameters."""
     shared = _shared(program)
-    fed = {v: replace(v, kind=Kind.DATA) for v in read}
     rest = replace(
         program,
         state=tuple(v for v in program.state if v not in shared),
@@ -375,4 +389,4 @@ def _fed_shared(program: Program, read: Sequence[Variable]) -> tuple[Program, li
         hyperparameters=(),
     )
     rewired = substitute(rest, fed)
-    return replace(rewired, inputs=(*rewired.inputs, *fed.values())), list(fed.values())
+    return replace(rewired, inputs=(*rewired.inputs, *fed.values()))

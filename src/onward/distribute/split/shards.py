@@ -63,15 +63,23 @@ class Shard:
         return name if self.is_whole else f"{name}[{self.begin}:{self.end}]"
 
 
-def balanced(parameters: Sequence[Variable], routing: Routing, servers: int) -> Shards:
+def balanced(
+    parameters: Sequence[Variable], routing: Routing, servers: int, whole: frozenset[str] = frozenset()
+) -> Shards:
     """Every row of every parameter on one server, so that all have about as many bytes, slots included.
+
+    Args:
+        parameters: what is owned.
+        routing: which optimizer updates which of them.
+        servers: how many there are.
+        whole: the names of those that are not cut by rows.
 
     Raises:
         GraphError: fewer parameters (or rows, where the rule allows to cut) than servers.
     """
     wide = [rule for rule in routing.all_rules() if not is_by_number(rule)]
     if not wide:
-        return _cut_in_order(parameters, routing, servers)
+        return _cut_in_order(parameters, routing, servers, whole)
     if len(parameters) < servers:
         raise GraphError(
             f"There are {len(parameters)} parameters for {servers} servers, and "
@@ -86,19 +94,21 @@ def balanced(parameters: Sequence[Variable], routing: Routing, servers: int) -> 
     return tuple(map(tuple, owned))
 
 
-def _cut_in_order(parameters: Sequence[Variable], routing: Routing, servers: int) -> Shards:
+def _cut_in_order(
+    parameters: Sequence[Variable], routing: Routing, servers: int, whole: frozenset[str]
+) -> Shards:
     """Server after server is filled up to its share; what does not fit goes on with the next row."""
     left = float(sum(_weight(p, routing) for p in parameters))
     owned: list[list[Shard]] = [[]]
     room = left / servers
     for p in parameters:
         begin, rows = 0, rows_of(p)
-        per_row = _weight(p, routing) / rows
+        least, per_row = rows if p.name in whole else 1, _weight(p, routing) / rows
         while begin < rows:
-            if len(owned) < servers and (begin or room < per_row / 2):
+            if len(owned) < servers and owned[-1] and (begin or room < least * per_row / 2):
                 owned.append([])
                 room = left / (servers - len(owned) + 1)
-            fitting = rows if len(owned) == servers or not per_row else max(1, round(room / per_row))
+            fitting = rows if len(owned) == servers or not per_row else max(least, round(room / per_row))
             count = min(rows - begin, fitting)
             owned[-1].append(Shard(p, begin, begin + count))
             begin, room, left = begin + count, room - count * per_row, left - count * per_row

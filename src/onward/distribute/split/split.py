@@ -24,34 +24,39 @@ from hashlib import sha256
 from typing import Any
 
 from onward.core.check import expect_program
-from onward.core.errors import ArgumentError, GraphError, UnknownNameError, UnreachedWarning
+from onward.core.errors import ArgumentError, UnreachedWarning
 from onward.core.jaxprs.tracing import along
-from onward.core.marks import Mark
-from onward.core.program import Applied, Op, Phase, Program, Recipe, Variable
+from onward.core.program import Applied, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, recipe_of, undone, with_steps
 from onward.core.structure import expect_flag
-from onward.core.walk import Where, ancestors, listed, name_of, select
-from onward.core.words import UpdateType
+from onward.core.walk import Where, listed
 from onward.derive.accumulation.accumulate import accumulated, accumulation_of
 from onward.derive.accumulation.micro_batches import Accumulation
-from onward.derive.backward import append_backward
 from onward.derive.batch import data_types
-from onward.derive.mixed.loss_scale import scale_loss
-from onward.derive.rule import GradientRule
+from onward.derive.guard import guard
+from onward.derive.mixed.loss_scale import adjust_scale
 from onward.derive.update.groups import OptimizerRule, Routing
-from onward.derive.update.precision import is_low
-from onward.derive.update.update import append_update, optimizer_of
 from onward.derive.watch.watch import Watch, counter_of, watched
 from onward.distribute.merge import is_count
 from onward.distribute.replicate import replicated
 from onward.distribute.split.across import Across, across_of
+from onward.distribute.split.checks import (
+    check_between,
+    check_landing,
+    check_lazy,
+    check_rules,
+    optimizer_before_guards,
+    place_of_update,
+    tables_named,
+)
 from onward.distribute.split.devices import TrainerDevices
-from onward.distribute.split.guarding import GUARDS, Guarding, looking, scale_of, verdict_of
+from onward.distribute.split.guarding import Guarding, looking, scale_of, verdict_of
 from onward.distribute.split.in_words import in_words
-from onward.distribute.split.looks import expect_seen, looked_at
+from onward.distribute.split.joined import Joined
+from onward.distribute.split.looks import Looks, looked_at
 from onward.distribute.split.rows import Table, by_rows, places_of, tables_in
 from onward.distribute.split.server import Duties, ServerPart, server_part, shared_part
-from onward.distribute.split.shards import Shard, Shards, balanced, is_by_number, rows_of
+from onward.distribute.split.shards import Shards, balanced
 from onward.distribute.split.trainer import TrainerPart, carried_by, trainer_part
 
 
@@ -72,7 +77,7 @@ class Split:
         local: where it does so, by the name of each of its feeds, whose value that is.
         accumulation: how a trainer takes its batch in parts; None: in one.
         guarding: what is done about a step that is not finite; None: nothing.
-        watches: what trainers look at.
+        watches: what is watched, and whether after updates were left out.
         devices: those that each trainer takes its batch over; None: one.
     """
 
@@ -88,7 +93,7 @@ class Split:
     local: Mapping[str, str] = field(default_factory=dict)
     accumulation: Accumulation | None = None
     guarding: Guarding | None = None
-    watches: tuple[Watch, ...] = ()
+    watches: tuple[tuple[Watch, bool], ...] = ()
     devices: TrainerDevices | None = None
 
     @property
@@ -116,7 +121,7 @@ class Split:
         finite = None if self.guarding is None else verdict_of(own)
         sent = [a for a in self.across if a.by_trainer]
         with along(own.replicas):
-            base, told = looked_at(own, self.watches, counter_of(self.source))
+            base, told = looked_at(own, self.looks.trainer, counter_of(self.source))
         told = told if self.scale is None else (own[self.scale.name], *told)
         return trainer_part(base, self.shards, self.tables, finite, told, sent)
 
@@ -148,9 +153,20 @@ class Split:
             self.guarding,
             None if index else self.scale,
             self.across,
-            bool(self.watches) and not index,
+            self.looks,
         )
         return server_part(self.base, duties, self.routing, self.count)
+
+    @cached_property
+    def looks(self) -> Looks:
+        """What of the watched values trainers look at, and what servers."""
+        by_row = frozenset(t.parameter.name for t in self.tables)
+        return Looks.of(self.base, self.watches, by_row, self.count)
+
+    @cached_property
+    def joined(self) -> tuple[Joined, ...]:
+        """For each watch on servers, how what they see becomes what one device would see."""
+        return self.looks.joined([part.program for part in self.server_parts])
 
     @cached_property
     def routing(self) -> Routing:
@@ -256,7 +272,9 @@ def split(
     with the trainer. What ``guard``, ``check_finite`` or a loss scale leaves out, all servers leave out: each
     trainer tells them whether its loss and gradients are finite. A table of which a step looks up some rows
     travels by these rows. What ``watch`` looks at, each trainer looks at where it computes it: activations,
-    parameters, and gradients where each trainer's is an update of its own.
+    parameters, and gradients where each trainer's is an update of its own. Servers look at what they merge
+    and update, each at its part, and ``joined`` makes of it what one device would see; of a parameter whose
+    histogram, slots or statistics of your own they watch, one server has all rows.
 
     Of a replicated Program every trainer takes its batch over several devices, merges their gradients, and
     sends them once; tables then travel whole.
@@ -272,8 +290,8 @@ def split(
     Raises:
         GraphError: a Program without an update, an optimizer that looks across parameters, a transform that
             clips where several trainers' gradients are merged after it, lazy tables of a guarded or a
-            replicated Program, a merge of devices that is more than the gradients', a thing to watch that no
-            trainer has, or fewer parameters than servers.
+            replicated Program, a merge of devices that is more than the gradients', a thing to watch that
+            neither trainers nor servers have, or fewer parameters than servers.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``lazy`` names no table that travels by rows.
 
@@ -298,10 +316,10 @@ def split(
     how = accumulation_of(program)
     whole = recipe_of(program, "without its update", "Build it with optimizer.minimize")
     recipe = whole.without(accumulated).without(watched)
-    optimizer = _optimizer(program, recipe)
+    optimizer = optimizer_before_guards(program, recipe)
     routing = Routing.of(optimizer, program.parameters)
     check_rules(routing, servers)
-    _check_between(program, recipe, trainers)
+    check_between(program, recipe, trainers)
     trained = [p.name for p, _ in program.gradients]
     guarding = Guarding.of(recipe.steps, servers)
     forward, base, tables = _cut(
@@ -313,169 +331,30 @@ def split(
         looks=guarding is not None,
     )
     full = [program[p.name] for p, _ in base.gradients]
-    watches = tuple(step.arguments[0] for step in whole.of(watched))
-    expect_seen(base, watches, tables, trainers)
-    chosen = _chosen(lazy, tables)
-    _check_lazy(chosen, routing, guarding)
+    watches, guarded = [], False
+    for step in whole.steps:
+        guarded |= step.function in (guard, adjust_scale)
+        watches += [(step.arguments[0], guarded)] if step.function is watched else []
+    by_row = frozenset(t.parameter.name for t in tables)
+    kept_whole = Looks.of(base, watches, by_row, trainers).kept_whole(program)
+    chosen = tables_named(lazy, tables)
+    check_lazy(chosen, routing, guarding)
     cut = Split(
         program,
         forward,
         base,
         optimizer,
-        balanced(full, routing, servers),
+        balanced(full, routing, servers, kept_whole),
         tables,
         frozenset(v.name for v in chosen),
         trainers,
         recipe,
         accumulation=how,
         guarding=guarding,
-        watches=watches,
+        watches=tuple(watches),
     )
+    cut.looks.joined([part.program for part in cut.server_parts])  # raises what nobody sees
     return check_landing(cut)
-
-
-def _chosen(lazy: Iterable[Where], tables: Sequence[Table]) -> tuple[Variable, ...]:
-    """The tables that shall be updated lazily."""
-    wanted = tuple(listed(lazy))
-    if wanted and not tables:
-        raise UnknownNameError(
-            f"split, lazy: {', '.join(str(name_of(w)) for w in wanted)}: no parameter of this Program goes "
-            "by rows. One does whose rows alone are read (table[ids]), fewer in a batch than it has."
-        )
-    return select([t.parameter for t in tables], wanted, "split, lazy") if wanted else ()
-
-
-def _check_lazy(tables: Sequence[Variable], routing: Routing, guarding: Guarding | None) -> None:
-    """Refuse lazy updates by what needs more than the rows that were sent."""
-    if tables and guarding is not None:
-        raise GraphError(
-            f"split: lazy updates of {tables[0].name!r} touch the rows that were sent, and what leaves an "
-            "update out (guard, check_finite, a loss scale) keeps or replaces whole tables. Leave one of the "
-            "two out; without lazy= the table still travels by rows."
-        )
-    for table in tables:
-        optimizer = routing[table].optimizer
-        if not is_by_number(optimizer):
-            raise GraphError(
-                f"split: lazy updates look at single rows, and {type(optimizer).__name__} looks at each "
-                "parameter as a whole. Leave lazy= out, or take an optimizer that looks at each number by "
-                "itself."
-            )
-        acting = [r for r in optimizer.rules if routing.applies(r, table)]
-        if acting or is_low(table.dtype):
-            what = type(acting[0]).__name__ if acting else f"a parameter of {table.dtype}"
-            raise GraphError(
-                f"split: lazy updates of {table.name!r} are the optimizer's alone, and {what} needs more "
-                "than the rows that were sent. Leave lazy= out, or keep the rule away from the table with "
-                "where=."
-            )
-
-
-def check_landing(cut: Split) -> Split:
-    """Return the Split if every row of every parameter is updated exactly once, by its rule, else raise.
-
-    Raises:
-        GraphError: a row without an owner or with two, an update op that is missing, double or of another
-            type, or a counter or schedule outside the first server.
-    """
-    for p, _ in cut.base.gradients:
-        owned = sorted((s.begin, s.end) for own in cut.shards for s in own if s.parameter.name == p.name)
-        ends = [0, *(end for _, end in owned)]
-        rows = rows_of(cut.source[p.name])
-        if [begin for begin, _ in owned] != ends[:-1] or ends[-1] != rows:
-            raise GraphError(
-                f"split: of {p.name!r} the servers own the rows {owned}; expected 0 to {rows}, once."
-            )
-    for part, own in zip(cut.server_parts, cut.shards, strict=True):
-        _check_updates(part.update, own, cut.routing)
-    for program in (part.update for part in cut.server_parts[1:]):
-        if counting := [op for op in program.ops if op.update is UpdateType.BOOKKEEPING]:
-            raise GraphError(f"split: {program.name} has {counting[0]!r}, which belongs to the first server.")
-    return cut
-
-
-def _check_updates(program: Program, own: Sequence[Shard], routing: Routing) -> None:
-    """Raise ``GraphError`` unless each part of a parameter is updated by one op of its rule."""
-    following = {old.name: new for old, new in program.next_state.items()}
-    made: dict[str, list[Op]] = {}
-    for op in program.ops:
-        if not isinstance(op.type, Mark):
-            made.setdefault(op.type, []).append(op)
-    landed: dict[str, set[Op]] = {}
-    for shard in own:
-        rule = routing[shard.parameter].optimizer
-        before = ancestors(program, [following[str(shard)]]) if str(shard) in following else set()
-        ops = [op for op in made.get(rule.name, ()) if not before.isdisjoint(op.outputs)]
-        double = rule.type is not UpdateType.ACROSS and not landed.setdefault(rule.name, set()).isdisjoint(
-            ops
-        )
-        landed.setdefault(rule.name, set()).update(ops)
-        if len(ops) != 1 or double:
-            raise GraphError(
-                f"split: {program.name} updates {str(shard)!r} by {len(ops)} ops of type {rule.name}"
-                f"{', one of which updates another parameter too' if double else ''}; expected one for each."
-            )
-    for name, ops_landed in landed.items():
-        if len(ops_landed) < len(made[name]):
-            raise GraphError(f"split: {program.name} has an op {name} that updates none of its parameters.")
-
-
-def check_rules(routing: Routing, servers: int) -> None:
-    """Refuse by name what needs data, or more of the other servers' parameters than sums of gradients."""
-    for rule in routing.all_rules():
-        if rule.evaluates_loss:
-            raise GraphError(
-                f"{type(rule).__name__} evaluates the loss in its update, and servers have no data. Take one "
-                "that needs the gradient alone, or replicate(program, devices)."
-            )
-        if rule.type is UpdateType.ACROSS and servers > 1 and not getattr(rule, "shares", False):
-            how = (
-                ", or give it sums and update_share (GradientRule)" if isinstance(rule, GradientRule) else ""
-            )
-            raise GraphError(
-                f"{type(rule).__name__} looks at all parameters at once, and {servers} servers have a part "
-                f"of them each. Take one server, or one that looks at each parameter by itself{how}."
-            )
-
-
-def _check_between(program: Program, recipe: Recipe, trainers: int) -> None:
-    """Refuse what stays with the trainers and would have to look at what is merged on servers."""
-    steps = recipe.steps[_place_of_backward(recipe) + 1 : _place_of_update(recipe)]
-    between = [step.function.__name__ for step in steps if step.function is not scale_loss]
-    if between and trainers > 1:
-        raise GraphError(
-            f"{between[0]} stands between the backward pass and the update of {program.name!r}, so it stays "
-            f"with each trainer, and the gradients of {trainers} trainers are merged after it: that is not "
-            f"{between[0]} of what is merged. Give the optimizer a rule in its place, as "
-            "rules=[ClipByGlobalNorm(1.0)], or take one trainer, asynchronous updates, or replicate(program, "
-            "devices)."
-        )
-
-
-def _place_of_backward(recipe: Recipe) -> int:
-    """Which of the transforms made the gradients."""
-    places = [i for i, step in enumerate(recipe.steps) if step.function is append_backward]
-    return max(places, default=0)
-
-
-def _place_of_update(recipe: Recipe) -> int:
-    """Which of the transforms made the update, as far as there is one."""
-    places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
-    return max(places, default=-1)
-
-
-def _optimizer(program: Program, recipe: Recipe) -> OptimizerRule:
-    """The optimizer that made the update, which only what guards it may follow."""
-    places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
-    steps = [step.function for step in recipe.steps[max(places, default=-1) + 1 :]]
-    after = [function.__name__.strip("_") for function in steps if function not in GUARDS]
-    if len(places) != 1 or after:
-        what = f"{', '.join(after)} after its update" if len(places) == 1 else f"{len(places)} updates"
-        raise GraphError(
-            f"Program {program.name!r} has {what}; split cuts a Program whose last transform is its update: "
-            "optimizer.minimize(loss, ...). Leave out what comes after it."
-        )
-    return optimizer_of(recipe.steps[places[0]])
 
 
 def _cut(
@@ -494,7 +373,7 @@ def _cut(
     base = by_rows(forward, tables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        before = recipe.steps[: _place_of_update(recipe)]
+        before = recipe.steps[: place_of_update(recipe)]
         layouts = [] if devices is None else [devices.step]
         if how is not None:
             layouts.append(Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True))
