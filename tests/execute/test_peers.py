@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import onward as ow
+from onward.execute.loop.interrupt import Interruptible
 from onward.execute.peers import heartbeat
 from onward.execute.peers.halt import all_halt
 from onward.execute.peers.heartbeat import LastWord, Member, PeerWord, Status, own_host, pack, short, unpack
@@ -24,6 +25,7 @@ from onward.execute.peers.verdict import PeerView, verdict
 
 INTERVAL = 0.05
 TOKEN = b"a token"
+INT, TERM = signal.SIGINT, signal.SIGTERM
 GLOO = "UNKNOWN: Gloo all-reduce failed: [external/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 
 
@@ -85,20 +87,28 @@ def fails(peers, work, deadline=10.0, label="", first=""):
 
 
 def ended(peers, asked, seed=0):
-    """After which step each process ended; ``asked`` tells which are asked to, and after how many seconds."""
+    """After which step each process ended, and by which signal.
+
+    ``asked`` tells which are asked to, after how many seconds and by which signal.
+    """
     together, generator, found = threading.Barrier(len(peers)), np.random.default_rng(seed), {}
+    own = dict.fromkeys(range(len(peers)), 0)
     pauses = generator.uniform(0, 0.004, (len(peers), 1000))
 
     def train(one):
         for n, pause in enumerate(pauses[one.index]):
-            if one.halts(10.0):
-                found[one.index] = n
+            if number := one.halts(10.0, own[one.index]):
+                found[one.index] = n, number
                 return
             time.sleep(pause)
             one.run(lambda: together.wait(10.0), 10.0, "a step")
 
+    def ask(i, number):
+        own[i] = number
+        peers[i].ask_to_halt(number)
+
     threads = [in_thread(lambda one=one: train(one)) for one in peers]
-    timers = [threading.Timer(seconds, peers[i].ask_to_halt) for i, seconds in asked.items()]
+    timers = [threading.Timer(seconds, ask, (i, number)) for i, (seconds, number) in asked.items()]
     for timer in timers:
         timer.start()
     for thread in (*timers, *threads):
@@ -106,28 +116,77 @@ def ended(peers, asked, seed=0):
     return found
 
 
-@pytest.mark.parametrize("asked", [{1: 0.05}, {0: 0.05, 2: 0.055}, {0: 0.04, 1: 0.04, 2: 0.06}], ids=len)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {1: (0.05, INT)},
+        {0: (0.05, TERM), 2: (0.055, TERM)},
+        {0: (0.04, INT), 1: (0.04, INT), 2: (0.06, INT)},
+    ],
+    ids=len,
+)
 def test_all_end_after_the_same_step(company, asked):
     for seed in range(2):
         found = ended(company(3, interval=0.25), asked, seed)
         assert len(found) == 3, found
         assert len(set(found.values())) == 1, found
-        assert 0 < found[0] < 200
+        assert 0 < found[0][0] < 200
+        assert found[0][1] == next(iter(asked.values()))[1]
 
 
 def test_they_may_go_on_and_be_asked_again(company):
     peers = company(2)
-    first, second = (ended(peers, {1: 0.05}), ended(peers, {0: 0.05, 1: 0.06}))
-    assert first[0] == first[1] > 0
-    assert second[0] == second[1] > 0
+    first, second = (ended(peers, {1: (0.05, TERM)}), ended(peers, {0: (0.05, INT), 1: (0.06, INT)}))
+    assert first[0] == first[1] > (0, INT)
+    assert second[0] == second[1] > (0, 0)
+    assert (first[0][1], second[0][1]) == (TERM, INT)
+
+
+def is_ended(work):
+    """Whether Ctrl-C ends what one of several processes does that make the steps together."""
+    try:
+        with Interruptible() as interrupts:
+            interrupts.uninterrupted.is_shared = True
+            work(interrupts.uninterrupted)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_ctrl_c_waits_for_the_others_and_pressed_again_it_does_not(company, monkeypatch):
+    one, two = company()
+    monkeypatch.setattr(Peers, "met", one)
+    done = []
+
+    def work(part):
+        signal.raise_signal(INT)
+        with part:
+            done.append("a step")
+        until(lambda: two._heartbeat.heard[0].word.signal == INT)
+        signal.raise_signal(INT)
+        done.append("never")
+
+    assert is_ended(work)
+    assert done == ["a step"]
+    assert signal.getsignal(INT) is signal.default_int_handler
+
+
+def test_who_heard_of_ctrl_c_ends_by_it_too_and_may_go_on(company, monkeypatch):
+    one, two = company()
+    other = in_thread(lambda: two.halts(10.0, INT))
+    until(lambda: one._heartbeat.heard[1].word.signal == INT)
+    monkeypatch.setattr(Peers, "met", one)
+    assert is_ended(lambda part: part.agree(10.0))
+    other.join(10.0)
+    assert not is_ended(lambda part: part.agree(10.0))
 
 
 def test_who_waits_for_one_that_is_gone_ends_by_itself(company):
     one, two = company()
-    one.ask_to_halt()
+    one.ask_to_halt(TERM)
     two.leave(RuntimeError("gone"))
     until(lambda: one._heartbeat.heard[1].word.status is Status.FAILED)
-    assert one.halts(10.0)
+    assert one.halts(10.0, TERM) == TERM
     assert not one.halts(10.0)
 
 
@@ -448,7 +507,12 @@ def test_whatever_is_damaged_or_forged_is_dropped():
 
 
 def test_a_signed_datagram_that_means_nothing_is_dropped():
-    for said in (b"", b"onw2", bytes(heartbeat._HEAD.size), heartbeat._HEAD.pack(b"onw2", 1, 1, 1, 1, 0, 9)):
+    for said in (
+        b"",
+        b"onw2",
+        bytes(heartbeat._HEAD.size),
+        heartbeat._HEAD.pack(b"onw3", 1, 1, 1, 1, 0, 9, 0),
+    ):
         assert unpack(said + heartbeat._code(said, TOKEN), TOKEN) is None
 
 

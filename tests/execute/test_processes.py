@@ -29,17 +29,22 @@ def fail(event):
         return
     if not os.path.exists(f"{folder}/done"):
         open(f"{folder}/done", "w").close()
-        os.kill(os.getpid(), getattr(signal, fate))
+        os.kill(os.getppid() if fate == "SIGINT" else os.getpid(), getattr(signal, fate))
 
 rng = np.random.default_rng(0)
 arrays = {"x": rng.normal(size=(22, 6)).astype("float32"), "y": rng.normal(size=(22, 2)).astype("float32")}
 reader = ow.batches(arrays | {"example_weight": np.ones(22, "float32")}, 16, shuffle=True)
 own = jax.process_index() * (fate == "parts")
 rate = (lambda step: 0.05 + own) if fate else 0.05
-trainer = ow.train(
-    network, reader, optimizer=ow.Momentum(rate), epochs=4, test=reader, devices=None,
-    merge=getattr(ow, merge)(), checkpoints=ow.Checkpoints(folder, every=2), resume=True, callbacks=[fail],
-)
+try:
+    trainer = ow.train(
+        network, reader, optimizer=ow.Momentum(rate), epochs=4, test=reader, devices=None,
+        merge=getattr(ow, merge)(), checkpoints=ow.Checkpoints(folder, every=2), resume=True,
+        callbacks=[fail],
+    )
+except KeyboardInterrupt as interrupt:
+    print(f"onward: SIGINT: step {interrupt.trainer.step} is saved in {folder}", file=sys.stderr, flush=True)
+    raise
 if jax.process_index() == 0:
     values = {name: np.asarray(trainer[name]) for name in trainer.state if name in trainer.model.state}
     np.savez(f"{folder}/end.npz", test_loss=trainer.history["test_loss"][-1], **values)
@@ -103,10 +108,27 @@ def test_one_is_taken_away_and_all_save_the_same_step(script, together, tmp_path
     assert status == 0, said
     assert "ended with status 143" in said
     assert "PeerError" not in said
-    saved = re.findall(r"onward: SIGTERM: step (\d+) is saved in", said)
+    expect_one_step_saved(said, "SIGTERM")
+    for name, value in end(tmp_path).items():
+        np.testing.assert_array_equal(value, together[name], err_msg=name)
+
+
+def expect_one_step_saved(said, name):
+    """Both processes have saved the same step, soon after the signal."""
+    saved = re.findall(rf"onward: {name}: step (\d+) is saved in", said)
     assert len(saved) == 2
     assert saved[0] == saved[1]
     assert 5 <= int(saved[0]) < 8
+
+
+def test_ctrl_c_ends_all_after_the_same_step(script, together, tmp_path):
+    """It reaches ``onward launch``: both processes save the same step, and another two go on from there."""
+    status, said = launch(script, tmp_path, "-n", "2", fate="SIGINT")
+    assert status == 128 + signal.SIGINT, said
+    assert "PeerError" not in said
+    expect_one_step_saved(said, "SIGINT")
+    status, said = launch(script, tmp_path, "-n", "2", fate="SIGINT")
+    assert status == 0, said
     for name, value in end(tmp_path).items():
         np.testing.assert_array_equal(value, together[name], err_msg=name)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import onward as ow
+from onward.execute.loop import prefetch
 from onward.execute.loop.reader import LoopReader, batches, prefetched
 
 X, Y = np.arange(20.0).reshape(10, 2), np.arange(10)
@@ -314,6 +315,23 @@ def endless(read=None):
             read.put(i)
         yield i
         i += 1
+
+
+def test_whoever_waits_for_a_slow_reader_looks_around_meanwhile(monkeypatch):
+    monkeypatch.setattr(prefetch, "MOMENT", 0.01)
+    may_go_on, calls = threading.Event(), []
+
+    def slow():
+        yield 1
+        may_go_on.wait(10.0)
+        yield 2
+
+    def meanwhile():
+        calls.append("looked")
+        may_go_on.set()
+
+    assert list(prefetched(slow(), 2, lambda x: x, meanwhile)) == [1, 2]
+    assert calls
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7])

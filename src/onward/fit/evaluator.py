@@ -119,9 +119,13 @@ class Evaluator:
         Raises:
             ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need.
         """
+        return self.mean_over(batch for batch, _ in LoopReader(reader).epoch(0))
+
+    def mean_over(self, batches: Iterable[Any]) -> dict[str, float]:
+        """The numbers of ``test`` over these batches."""
         total: dict[str, Any] = {}
         count = 0
-        for batch, _ in LoopReader(reader).epoch(0):
+        for batch in batches:
             fed = as_feed(batch, self._names)
             numbers = metrics_of(self.forward(**fed))
             if not numbers or (total and numbers.keys() != total.keys()):

@@ -120,7 +120,7 @@ class Trainer(TrainerParts):
         Ctrl-C finishes the step, saves a checkpoint if any are configured, and is raised again; the
         model is whole, and ``train`` can be called again. SIGTERM, with which machines are taken away, does
         the same where checkpoints are configured, and ends the process with status 143; what takes longer
-        than their ``grace`` is given up. Of several processes that train together one that gets it is
+        than their ``grace`` is given up. Of several processes that train together one that gets either is
         enough: all end so, after the same step.
 
         Args:

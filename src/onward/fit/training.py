@@ -110,22 +110,26 @@ class Training:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Where several processes make the steps, none is ended by SIGTERM before all know the last step."""
-        asked, replicas = self.interrupts.uninterrupted.termination, self.trainer.program.replicas
+        """Where several processes make the steps, no signal ends one before all know the last step."""
+        part, replicas = self.interrupts.uninterrupted, self.trainer.program.replicas
         several = replicas is not None and replicas.count > 1 and place_among_processes()[1] > 1
-        if asked is None or not several:
-            yield
-            return
-        before, asked.is_shared = asked.is_shared, True
+        before = part.is_shared
+        part.is_shared = before or (several and current_thread() is main_thread())
         try:
             yield
         finally:
-            asked.is_shared = before
+            part.is_shared = before
 
     def before(self) -> None:
-        """Before a step: end here if all processes do, of which one got SIGTERM."""
-        if (asked := self.interrupts.uninterrupted.termination) is not None and asked.waits:
-            asked.agree(deadline_of(None))
+        """Between two steps: end here if all processes do, of which one got Ctrl-C or SIGTERM."""
+        if (part := self.interrupts.uninterrupted).waits and current_thread() is main_thread():
+            part.agree(deadline_of(None))
+
+    def tested_batches(self) -> Iterator[Any]:
+        """What to test with; processes that were asked to end do so between two batches, too."""
+        for batch, _ in LoopReader(self.test).epoch(0):
+            self.before()
+            yield batch
 
     def to_the_end(self, loop: Loop) -> None:
         """All epochs, and what comes after the last one."""
@@ -169,7 +173,8 @@ class Training:
         trainer = self.trainer
         if self.test is None:
             return
-        tested = {f"test_{name}": x for name, x in trainer.test(self.test).items()}
+        found = trainer.evaluator.mean_over(self.tested_batches())
+        tested = {f"test_{name}": x for name, x in found.items()}
         with self.uninterrupted:
             self.tested, self.tested_at, trainer.standing.to_test = tested, trainer.step, False
             if len(trainer.history):
@@ -198,7 +203,7 @@ class Training:
         numbered = (
             NumberedBatch(batch, n, position) for n, (batch, position) in enumerate(pairs, trainer.batch)
         )
-        return prefetched(numbered, self.prefetch, self.prepared)
+        return prefetched(numbered, self.prefetch, self.prepared, self.before)
 
     def prepared(self, batch: NumberedBatch) -> NumberedBatch:
         """A batch as the step takes it, its arrays copied; raises ``ArgumentError`` naming the batch."""

@@ -23,6 +23,9 @@ whole. The one moment left is the beginning of ``Interruptible.__exit__``, befor
 depth is still 0 and raising would leave the handler installed for good; there the handler sees in whose frame
 it runs.
 
+Where several processes make the steps, each of them asks the others before a step (``agree``): who was asked
+to end tells them, and all end after the same one. A second Ctrl-C in a process waits for no other.
+
 A loop of one's own marks nothing: ``state, out = step(state, x)``. There each step marks itself, by
 ``while_a_step_runs``, and the handler stays until Ctrl-C. Before it raises it calls ``rescue``: a State that
 was given to a step, and is still in somebody's hands, becomes the newest one that came of it.
@@ -62,23 +65,63 @@ class Uninterrupted:
     outermost ``with``; outside it is handed over at once. If the part ends by an error, that error becomes
     the ``__context__`` of the KeyboardInterrupt. Within an ``Interruptible`` those that follow the first are
     one with it, until the training goes on.
+
+    Attributes:
+        is_shared: whether several processes make the steps together: then all end after the same one, where
+            each of them asks (``agree``), be it that only one of them got the signal.
     """
 
-    __slots__ = ("depth", "former", "pending", "raised", "termination", "users")
+    __slots__ = ("depth", "former", "is_alone", "is_shared", "pending", "raised", "termination", "users")
 
     def __init__(self, former: Handler) -> None:
         self.former = former
         self.depth = self.users = 0
-        self.pending = self.raised = False
+        self.pending = self.raised = self.is_shared = False
+        self.is_alone = False  # it was pressed again: this process ends without the others
         self.termination: Termination | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         leaves = frame is not None and frame.f_code is Interruptible.__exit__.__code__
-        if self.depth or self.raised or leaves:
+        self.is_alone = self.is_alone or self.pending
+        if self.depth or self.raised or leaves or self.waits:
             self.pending = True
+            self.ask(number)
         else:
             self.hand_over(number, frame)
+
+    @property
+    def waits(self) -> bool:
+        """Whether other processes have to know before this one ends."""
+        return self.is_shared and not self.is_alone and Peers.met is not None
+
+    def ask(self, number: int) -> None:
+        """Tell the other processes of this signal, if they have to know."""
+        if self.waits and Peers.met is not None:
+            Peers.met.ask_to_halt(number)
+
+    def agree(self, deadline: float | None) -> None:
+        """End here if all processes do, after the same step; each of them calls it before every step."""
+        if not self.waits or Peers.met is None:
+            return
+        terminates = self.termination is not None and self.termination.pending
+        own = signal.SIGTERM if terminates else signal.SIGINT if self.pending else 0
+        if number := Peers.met.halts(deadline, own):
+            self.is_alone = True
+            try:
+                self.end(number)
+            finally:
+                self.is_alone = False
+
+    def end(self, number: int) -> None:
+        """End by this signal, whether it came to this process or to another one."""
+        if number != signal.SIGTERM:
+            self.hand_over(number, None)
+        elif self.termination is None:
+            raise Terminated
+        else:
+            self.pending = False
+            self.termination(number, None)
 
     def hand_over(self, number: int, frame: FrameType | None) -> None:
         """Let every State be whole, and call the former handler."""
@@ -87,7 +130,7 @@ class Uninterrupted:
         if not self.users and getsignal(signal.SIGINT) is self:
             signal.signal(signal.SIGINT, self.former)
         self.depth -= 1
-        self.pending = False
+        self.pending = self.is_alone = False
         try:
             self.former(number, frame)
         except BaseException:
@@ -107,17 +150,17 @@ class Uninterrupted:
         if (
             (asked := self.termination) is not None
             and asked.pending
-            and (error is not None or not asked.waits)
+            and (error is not None or not self.waits)
         ):
-            self.pending = False
+            self.pending = self.is_alone = False
             if not asked.users:
                 self.termination = None
             asked.act(error)
         if is_raised:
-            self.pending, self.raised = False, self.users > 0
+            self.pending, self.raised, self.is_alone = False, self.users > 0, False
         else:
             self.raised = False
-            if self.pending:
+            if self.pending and (error is not None or not self.waits):
                 self.hand_over(signal.SIGINT, None)
 
 
@@ -161,16 +204,12 @@ class Termination:
         part: what is not interrupted.
         former: the handler that was there before.
         grace: seconds until the process ends, whatever it is doing.
-
-    Attributes:
-        is_shared: whether several processes make the steps together: then all end after the same one, where
-            each of them asks (``agree``), be it that only one of them got the signal.
     """
 
     def __init__(self, part: Uninterrupted, former: Any, grace: float) -> None:
         self.part, self.former, self.grace = part, former, grace
         self.users = 0
-        self.pending = self.is_answered = self.is_shared = False
+        self.pending = self.is_answered = False
         self._over = threading.Event()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -180,28 +219,10 @@ class Termination:
         if not self.pending and not callable(self.former):
             _thread.start_new_thread(self._expire, ())  # a Thread's start takes locks that may be held here
         self.pending = True
-        if self.waits and Peers.met is not None:
-            Peers.met.ask_to_halt()
+        if self.part.waits:
+            self.part.ask(number)
         elif not (self.part.depth or (frame is not None and frame.f_code is Interruptible.__exit__.__code__)):
             self.act(None)
-
-    @property
-    def waits(self) -> bool:
-        """Whether other processes have to know before this one ends."""
-        return self.is_shared and Peers.met is not None
-
-    def agree(self, deadline: float | None) -> None:
-        """End here if all processes do, after the same step; each of them calls it before every step."""
-        if not self.waits or Peers.met is None:
-            return
-        if self.pending:
-            Peers.met.ask_to_halt()
-        if Peers.met.halts(deadline):
-            self.is_shared = False
-            try:
-                self(signal.SIGTERM, None)
-            finally:
-                self.is_shared = True
 
     def act(self, error: BaseException | None) -> None:
         """Raise ``Terminated``, if this error is not it; or call the handler that was there before."""

@@ -10,7 +10,7 @@ C
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any, Generic, TypeVar
 
@@ -19,9 +19,15 @@ from onward.core.errors import ArgumentError
 T = TypeVar("T")
 END: Any = object()  # what an exhausted iterator gives
 PATIENCE = 5.0  # seconds to wait for a read that is under way when nobody wants it any more
+MOMENT = 0.25  # seconds between two calls of ``meanwhile``
 
 
-def prefetched(iterator: Iterator[T], size: int, place: Callable[[T], T]) -> Generator[T, None, None]:
+def prefetched(
+    iterator: Iterator[T],
+    size: int,
+    place: Callable[[T], T],
+    meanwhile: Callable[[], None] | None = None,
+) -> Generator[T, None, None]:
     """Read ahead in one background thread.
 
     Leaving the loop early (break, an exception, ``close``) ends the thread.
@@ -31,6 +37,7 @@ def prefetched(iterator: Iterator[T], size: int, place: Callable[[T], T]) -> Gen
         size: how many items to hold ready; 0 reads without a thread.
         place: what the thread does with each item, for instance ``jax.device_put``. Where the iterator fills
             the same array again and again, it has to copy; so does ``train``.
+        meanwhile: called now and then by whoever waits for the thread; what it raises ends the loop.
 
     Raises:
         Exception: what ``iterator`` or ``place`` raises, after the items that came before.
@@ -41,7 +48,9 @@ def prefetched(iterator: Iterator[T], size: int, place: Callable[[T], T]) -> Gen
     """
     if size < 0:
         raise ArgumentError(f"prefetched: size is {size}; expected how many items to read ahead, at least 0.")
-    return _consumed(_Ahead(iterator, size, place)) if size else (place(item) for item in iterator)
+    if not size:
+        return (place(item) for item in iterator)
+    return _consumed(_Ahead(iterator, size, place), meanwhile)
 
 
 class _Ahead(Generic[T]):
@@ -70,13 +79,22 @@ class _Ahead(Generic[T]):
         except BaseException as error:
             self.items.put((END, error))
 
+    def next(self, meanwhile: Callable[[], None] | None) -> tuple[Any, BaseException | None]:
+        """Wait for what was read next."""
+        while meanwhile is not None:
+            try:
+                return self.items.get(timeout=MOMENT)
+            except Empty:
+                meanwhile()
+        return self.items.get()
 
-def _consumed(ahead: _Ahead[T]) -> Generator[T, None, None]:
+
+def _consumed(ahead: _Ahead[T], meanwhile: Callable[[], None] | None) -> Generator[T, None, None]:
     thread = Thread(target=ahead.read, name="onward-prefetch", daemon=True)
     try:
         thread.start()
         while True:
-            item, error = ahead.items.get()
+            item, error = ahead.next(meanwhile)
             if error is not None:
                 raise error
             if item is END:

@@ -6,7 +6,7 @@ know the token of the run, and are numbered: what is forged, damaged or said twi
 
 >>> datagram = pack(PeerWord(begun=18, finished=17, text="batch [32,784]"), 1, 5, b"token")
 >>> unpack(datagram, b"token")
-(1, 5, PeerWord(begun=18, finished=17, status=<Status.RUNNING: 0>, text='batch [32,784]', halt=0))
+(1, 5, PeerWord(begun=18, finished=17, status=<Status.RUNNING: 0>, text='batch [32,784]', halt=0, signal=0))
 >>> unpack(datagram, b"another") is None
 True
 """
@@ -25,8 +25,8 @@ from hashlib import blake2b
 from hmac import compare_digest
 from threading import Event, Lock, Thread
 
-_HEAD = struct.Struct("!4sIQQQQB")  # what it is, who speaks, its count of datagrams, three steps, status
-_MAGIC = b"onw2"
+_HEAD = struct.Struct("!4sIQQQQBB")  # what it is, who speaks, its count of datagrams, 3 steps, status, signal
+_MAGIC = b"onw3"
 _CODE = 16  # bytes
 _TEXT = 600  # bytes; a datagram stays below the smallest packet of a network
 _LARGEST = _HEAD.size + _TEXT + _CODE
@@ -74,6 +74,7 @@ class PeerWord:
         text: what it feeds in the step that it began; once it has left, why.
         halt: the step before which it would end, having been asked to, or heard that another was. One that it
             has finished is a wish: it ends before a later one. 0: none.
+        signal: the number of the signal that asked to.
     """
 
     begun: int = 0
@@ -81,6 +82,7 @@ class PeerWord:
     status: Status = Status.RUNNING
     text: str = ""
     halt: int = 0
+    signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def short(text: str) -> str:
 
 def pack(word: PeerWord, index: int, number: int, token: bytes) -> bytes:
     """A word of process ``index`` as its datagram ``number``."""
-    head = _HEAD.pack(_MAGIC, index, number, word.begun, word.finished, word.halt, word.status)
+    head = _HEAD.pack(_MAGIC, index, number, word.begun, word.finished, word.halt, word.status, word.signal)
     said = head + word.text.encode(errors="replace")[:_TEXT]
     return said + _code(said, token)
 
@@ -116,11 +118,11 @@ def unpack(datagram: bytes, token: bytes) -> tuple[int, int, PeerWord] | None:
     said, code = datagram[:-_CODE], datagram[-_CODE:]
     if len(said) < _HEAD.size or not compare_digest(code, _code(said, token)):
         return None
-    magic, index, number, begun, finished, halt, status = _HEAD.unpack_from(said)
+    magic, index, number, begun, finished, halt, status, signal = _HEAD.unpack_from(said)
     if magic != _MAGIC or status > max(Status):
         return None
     text = said[_HEAD.size :].decode(errors="ignore")
-    return index, number, PeerWord(begun, finished, Status(status), text, halt)
+    return index, number, PeerWord(begun, finished, Status(status), text, halt, signal)
 
 
 def _code(said: bytes, token: bytes) -> bytes:

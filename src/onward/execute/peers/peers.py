@@ -94,8 +94,8 @@ class Peers:
         self._finished = 0
         self._label = ""
         self._lost = ""
-        self._asked = False
         self._halt = self._halted = 0  # the step before which it would end; the last one where all would
+        self._signal = 0
 
     @classmethod
     def meet(cls, deadline: float | None = None) -> Peers:
@@ -149,14 +149,14 @@ class Peers:
                 raise
             return result
 
-    def ask_to_halt(self) -> None:
-        """Have all processes end after the same step; a signal handler may call it."""
-        self._asked, self._halt = True, max(self._halt, self._finished)
+    def ask_to_halt(self, number: int) -> None:
+        """Tell all processes that this one was asked to end, by that signal; its handler may call it."""
+        self._halt, self._signal = max(self._halt, self._finished), max(self._signal, number)
         if self._heartbeat is not None:
-            self._heartbeat.note(replace(self._heartbeat.word, halt=self._halt))
+            self._heartbeat.note(replace(self._heartbeat.word, halt=self._halt, signal=self._signal))
 
-    def halts(self, deadline: float | None) -> bool:
-        """Whether all processes end here, after the same step; each one asks before every step of its loop.
+    def halts(self, deadline: float | None, number: int = 0) -> int:
+        """The signal by which all processes end here, after the same step, or 0; asked before every step.
 
         Who was asked to end, or hears that another was, says so and waits: all have said it, and end, or one
         had begun the next step without knowing, and all take part in it and ask again after it. Where another
@@ -164,15 +164,18 @@ class Peers:
 
         Args:
             deadline: how many seconds to wait for the others; None: any time.
+            number: the signal that asked this process to end; 0: none did.
         """
         heard = () if self._heartbeat is None else self._heartbeat.heard
-        if not self._asked and all(h.word.halt <= self._halted for h in heard):
-            return False
-        step = self._halt = self._finished + 1
+        found = max([number, *(h.word.signal for h in heard if h.word.halt > self._halted)])
+        if not found:
+            return 0
+        step, self._signal = self._finished + 1, found
+        self._halt = step
         if self._heartbeat is not None and not self._agreed(self._heartbeat, step, deadline):
-            return False
-        self._asked, self._halted = False, step
-        return True
+            return 0
+        self._halted, self._signal = step, 0
+        return found
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this process takes no further part, and the error that is the reason."""
@@ -210,10 +213,10 @@ class Peers:
 
     def _word(self, begun: int, finished: int) -> PeerWord:
         """The report of this process on its own progress."""
-        return PeerWord(begun, finished, text=self._label, halt=self._halt)
+        return PeerWord(begun, finished, text=self._label, halt=self._halt, signal=self._signal)
 
     def _run(self, step: _WaitedStep, work: Callable[[], T]) -> T:
-        begun = PeerWord(step.number, self._finished, text=step.label, halt=self._halt)
+        begun = replace(self._word(step.number, self._finished), text=step.label)
         if step.label != self._label:
             step.heartbeat.say(begun, now=True)
             step.wait_for_all_to_begin()

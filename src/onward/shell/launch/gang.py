@@ -148,9 +148,8 @@ class Gang:
         if self._is_untouched:
             self.failed += failed
         if failed and not self._ladder:
-            saved = all(
-                ending.code == 128 + signal.SIGTERM for ending in failed
-            )  # the others may be saving yet
+            asked = {128 + signal.SIGTERM, 128 + signal.SIGINT}
+            saved = all(ending.code in asked for ending in failed)  # the others may be saving yet
             self._begin(LEAVING if saved else FAILED)
         if new := self._signals.seen[self._answered :]:
             is_first = not self._answered and not self.failed and len(new) == 1
