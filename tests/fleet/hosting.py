@@ -4,10 +4,8 @@ Nothing of a host that died goes on: its threads stand still, without an excepti
 runs and files stay as they are, as when a process is killed. In the end ``release`` ends them.
 """
 
-import asyncio
 import atexit
 import copy
-import inspect
 import threading
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -21,7 +19,7 @@ DEAD = []
 
 
 class Released(SystemExit):
-    """Ends the threads of a host that died; an event loop lets no other exception through."""
+    """Ends the threads of a host that died."""
 
 
 def here():
@@ -59,8 +57,18 @@ class Helper(threading.Thread):
             atexit.unregister(self.background._report)
 
 
+class Turn(threading.Condition):
+    """The turn of the calls of a server: those of one that died stand still."""
+
+    def wait(self, timeout=None):
+        found = super().wait(min(timeout, AWAY))
+        if not here().alive:
+            stand_still()
+        return found
+
+
 class Host:
-    """One hosted object and its event loop."""
+    """One hosted object and its threads."""
 
     def __init__(self, engine, number, factory, arguments):
         self.engine, self.number = engine, number
@@ -68,9 +76,7 @@ class Host:
         self.alive, self.stopped = True, False
         self.over, self.lock = threading.Event(), threading.Lock()
         self.open = set()
-        self.loop = asyncio.new_event_loop()
         self.hosted = Future()
-        self.start(self.serve)
         self.start(self.make)
 
     def start(self, function, *arguments):
@@ -83,24 +89,12 @@ class Host:
         thread.host = self
         thread.start()
 
-    def serve(self):
-        with suppress(Released):
-            self.loop.run_forever()
-        while self.loop._ready or asyncio.all_tasks(self.loop):
-            self.turn()
-        self.loop.close()
-
-    def turn(self):
-        """What is ready, once, and nobody waits on for anything."""
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-        self.loop.call_soon(self.loop.stop)
-        with suppress(Released):
-            self.loop.run_forever()
-
     def make(self):
         try:
-            self.hosted.set_result(self.factory(*self.arguments))
+            made = self.factory(*self.arguments)
+            if hasattr(made, "desk"):
+                made.desk.turn = Turn()
+            self.hosted.set_result(made)
         except BaseException as error:
             self.hosted.set_exception(error)
 
@@ -115,28 +109,13 @@ class Host:
     def run(self, method, arguments, result):
         try:
             function = getattr(self.hosted.result(), method)
-            if inspect.iscoroutinefunction(function):
-                found = self.begin(function, arguments).result()
-            else:
-                found = function(*arguments)
-            self.settle(result, found, None)
+            if not self.alive:
+                stand_still()
+            self.settle(result, function(*arguments), None)
         except BaseException as error:
             self.settle(result, None, error)
         if method == self.engine.dies_after:
             self.engine.lose(self)
-
-    def begin(self, function, arguments):
-        """A call that waits on the event loop, which is open as long as the host is alive."""
-        with self.lock:
-            pending = self.alive and asyncio.run_coroutine_threadsafe(
-                self.wait(function, arguments), self.loop
-            )
-        return pending or stand_still()
-
-    async def wait(self, function, arguments):
-        if not self.alive:
-            stand_still()
-        return await function(*arguments)
 
     def settle(self, result, found, error):
         if self.stopped and self.alive:
@@ -156,7 +135,6 @@ class Host:
             if not self.alive:
                 return
             self.alive = False
-            self.loop.call_soon_threadsafe(stand_still)
         for result in list(self.open):
             self.fail(result)
         DEAD.append(self)

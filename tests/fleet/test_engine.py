@@ -1,12 +1,12 @@
 """Processes that host objects: calls, deaths, tokens, and that nothing is left behind."""
 
-import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from textwrap import indent
@@ -34,7 +34,7 @@ class Counter:
             raise ValueError(f"{start} is below zero")
         self.count = start
         self.reborn = is_reborn()
-        self.open = asyncio.Event()
+        self.open = threading.Event()
 
     def add(self, n):
         self.count += n
@@ -44,11 +44,11 @@ class Counter:
         time.sleep(seconds)
         return "blocked"
 
-    async def wait(self):
-        await self.open.wait()
+    def wait(self):
+        self.open.wait(WAIT)
         return "open"
 
-    async def release(self):
+    def release(self):
         self.open.set()
 
     def fail(self):

@@ -7,14 +7,12 @@ starts processes, a ``Link`` reaches the object in one of them, a ``Pending`` is
         link = engine.spawn(Counter, 5, name="counter")     # Counter(5), in a process of its own
         link.call("add", 3).result(timeout=10.0)            # 8
 
-Methods that are ``async def`` run on the one event loop of their process, so between two ``await`` nothing
-else of the kind runs. Other methods run in a thread each: one that blocks holds up nobody.
+Calls run in a thread each: one that blocks holds up nobody. An object that two calls would confuse has them
+take turns, as a server does (``desk``). The process keeps the memory that it once used for the next call.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import os
 import re
 import socket
@@ -33,6 +31,7 @@ from typing import Any, ClassVar, Self, cast
 from onward.core.errors import ArgumentError, ClusterError
 from onward.core.extras import require
 from onward.core.structure import describe
+from onward.execute.host_memory import keep_host_memory
 from onward.fleet.link import HostAddress, Link, Unreachable
 from onward.fleet.ray_start import RayStart, busy
 
@@ -292,8 +291,7 @@ class _Host:
         self._name = name
         self._made: Future[Any] = Future()
         _Host.reborn = _was_restarted()
-        self._loop = asyncio.new_event_loop()
-        Thread(target=self._loop.run_forever, name="onward-methods", daemon=True).start()
+        keep_host_memory()
         Thread(target=self._make, args=(made,), name="onward-object", daemon=True).start()
 
     def _make(self, made: bytes) -> None:
@@ -317,10 +315,7 @@ class _Host:
 
     def call(self, asked: tuple[str, tuple[Any, ...]]) -> Any:
         method, arguments = asked
-        found = getattr(self._made.result(), method)(*arguments)
-        if inspect.iscoroutine(found):
-            return asyncio.run_coroutine_threadsafe(found, self._loop).result()
-        return found
+        return getattr(self._made.result(), method)(*arguments)
 
     def place(self) -> HostAddress:
         self._made.result()
