@@ -1,5 +1,6 @@
 """Someone's training step as a Program: against JAX's own jaxpr, the step's results, and the maths."""
 
+import contextlib
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -560,6 +561,87 @@ def test_what_is_made_of_data_is_no_state():
     program = inspect(step, jnp.ones((3, 3)), X)
     assert [v.name for v in program.inputs] == ["x"]
     assert [v.shape for v in program.outputs] == [(), X.shape]
+
+
+def autoencoder(returned, taken=lambda data: data):
+    """A step that returns what it makes of its reconstruction ``r``, beside parameters and loss ``l``."""
+
+    def step(params, data):
+        x = taken(data)
+
+        def loss(params):
+            r = jnp.tanh(x @ params)
+            return jnp.mean((r - x) ** 2), r
+
+        (value, r), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return (sgd(params, grads), *returned(value, r))
+
+    return step
+
+
+def image(data):
+    return data["image"]
+
+
+@pytest.mark.parametrize(
+    ("step", "data"),
+    [
+        (autoencoder(lambda value, r: (r, value)), X),
+        (autoencoder(lambda value, r: (r,)), X),
+        (autoencoder(lambda value, r: ({"loss": value, "r": r},), image), {"image": X}),
+        (autoencoder(lambda value, r: ({"image": r}, value), image), {"image": X}),
+        (autoencoder(lambda value, r: (value, {"image": r}), image), {"image": X}),
+    ],
+)
+def test_a_result_built_as_the_batch_is_asked_about(step, data):
+    name = "data" if data is X else "data/image"
+    params = jnp.ones((3, 3))
+    with contextlib.suppress(ArgumentError):
+        assert [v.name for v in inspect(step, params, data).inputs] == [name], "nothing is taken in silence"
+    result = inspect(step, params, data, carried=["params"])
+    assert [v.name for v in result.inputs] == [name]
+    assert X.shape in [v.shape for v in result.outputs]
+
+
+def test_a_result_in_the_place_of_the_batch_is_asked_about_in_words():
+    step = autoencoder(lambda value, r: (r, value))
+    with pytest.raises(
+        ArgumentError, match=r"carried=\['params', 'data'\] if it is the next value, carried="
+    ):
+        inspect(step, jnp.ones((3, 3)), X)
+    program = inspect(step, jnp.ones((3, 3)), X, carried=["params", "data"])
+    assert program.inputs == ()
+    with pytest.raises(ArgumentError, match="The nearest names are 'params'"):
+        inspect(step, jnp.ones((3, 3)), X, carried="parms")
+
+
+def recurrent(size):
+    """A step over a hidden state of this length, and its arguments."""
+
+    def step(w, hidden, x):
+        def loss(w):
+            following = jnp.tanh(hidden @ w + jnp.mean(x))
+            return jnp.mean(following**2), following
+
+        (value, following), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * grads, following, value
+
+    return step, (jnp.ones((3, 3)), jnp.ones((size, 3)), X)
+
+
+def test_a_hidden_state_is_asked_about_only_if_it_may_be_a_batch():
+    step, args = recurrent(len(X))
+    with pytest.raises(ArgumentError, match="as the hidden state of a recurrent network is"):
+        inspect(step, *args)
+    assert [v.name for v in inspect(step, *args, carried=("w", "hidden")).state] == ["w", "hidden"]
+    step, args = recurrent(len(X) + 1)
+    assert [v.name for v in inspect(step, *args).state] == ["w", "hidden"]
+
+
+def test_what_does_not_come_back_is_not_carried():
+    step, args = recurrent(len(X) + 1)
+    with pytest.raises(ArgumentError, match="returns nothing that is built as 'x'"):
+        inspect(step, *args, carried=("w", "x"))
 
 
 def test_an_update_of_all_gradients_end_to_end():

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import jax
 
+from onward.core.errors import ArgumentError, nearest
 from onward.core.jaxprs.body import Body, read_jaxpr
 from onward.core.jaxprs.devices import on_devices
 from onward.core.jaxprs.equations import Type
@@ -18,7 +19,7 @@ from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement
 from onward.define.arguments import Leaf, Specification
 from onward.explain.inspect.call import CalledStep
-from onward.explain.inspect.carried import carried, next_values, without
+from onward.explain.inspect.carried import carried, expect_carried, expect_sure, next_values, without
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.parts import TreePart, parts_of
 from onward.explain.inspect.passes import with_passes
@@ -38,8 +39,17 @@ class SpreadStep(StrEnum):
     WHOLE = "whole"
 
 
-def assemble(call: CalledStep, found: TracedStep, devices: SpreadStep) -> Program:
-    """The Program of a traced step."""
+def assemble(
+    call: CalledStep, found: TracedStep, devices: SpreadStep, told: Sequence[str] | None = None
+) -> Program:
+    """The Program of a traced step.
+
+    Args:
+        call: how it is called.
+        found: its trace.
+        devices: how it is looked at, where it is spread over several.
+        told: the arguments that a person says are carried on from step to step.
+    """
     names = Names()
     spread = None if devices is SpreadStep.WHOLE else on_devices(found.closed)
     closed = found.closed if spread is None else spread.closed
@@ -53,7 +63,12 @@ def assemble(call: CalledStep, found: TracedStep, devices: SpreadStep) -> Progra
         v for op, marks in zip(ops, reading.under, strict=True) if "jvp" in marks for v in op.outputs
     }
     flow = Provenance(ops, given.variables, differentiated)
-    pairs = carried(given.parts(), [*parts_of(returned, None)], flow)
+    arguments, known = [*given.parts()], given.named(told, call)
+    pairs = carried(arguments, [*parts_of(returned, None)], flow, known)
+    if known is None:
+        expect_sure(pairs, arguments, flow, call.title, call.names)
+    else:
+        expect_carried(pairs, known, call.title)
     result = without(returned, pairs)
     following = {**next_values(pairs), **_in_place(given.modules, found, reading.outputs)}
     state_places = {argument.place for _, argument in pairs}
@@ -99,6 +114,23 @@ class _Given:
     @property
     def variables(self) -> tuple[Variable, ...]:
         return (*(v for s in self.plain.values() for v in s.variables), *self.modules)
+
+    def named(self, told: Sequence[str] | None, call: CalledStep) -> list[Variable] | None:
+        """The Variables of the arguments of these names, or below these places in them."""
+        if told is None:
+            return None
+        found: list[Variable] = []
+        for name in told:
+            below = [
+                v for s in self.plain.values() for v in s.variables if f"{v.name}/".startswith(f"{name}/")
+            ]
+            if not below:
+                raise ArgumentError(
+                    f"carried= names {name!r}, and {call.title} takes no such argument of arrays. "
+                    f"{nearest(name, [call.names[i] for i in self.plain])}"
+                )
+            found += below
+        return found
 
     def parts(self) -> Iterator[TreePart]:
         """Every part of every plain argument."""

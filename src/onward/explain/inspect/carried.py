@@ -2,15 +2,18 @@
 
 A result replaces an argument if it is built as that is, container for container and type for type, and is
 computed from it otherwise than by differentiation: by the update, or in the forward pass as statistics are.
+What the forward pass makes may as well be a result, as a reconstruction of the batch is: where nothing shows
+which it is, a person is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from onward.core.errors import ArgumentError
 from onward.core.program import Variable
 from onward.core.structure import Structure
 from onward.explain.inspect.flow import Provenance
@@ -20,26 +23,84 @@ Pair = tuple[TreePart, TreePart]
 Choice = tuple[TreePart, list[TreePart]]
 
 
-def carried(arguments: Iterable[TreePart], results: Sequence[TreePart], flow: Provenance) -> list[Pair]:
+def carried(
+    arguments: Sequence[TreePart],
+    results: Sequence[TreePart],
+    flow: Provenance,
+    told: Collection[Variable] | None = None,
+) -> list[Pair]:
     """The pairs (result, argument) of parts where the result is the next value of the argument.
 
     The largest parts are matched first. A number alone comes last, and counts only beside something else that
-    is carried on: among metrics it is one of them.
+    is carried on: among metrics it is one of them. ``told``: the Variables that a person says are carried.
     """
     by_form: dict[Any, list[TreePart]] = {}
     for part in arguments:
-        by_form.setdefault(part.form, []).append(part)
+        if told is None or set(part.variables) <= set(told):
+            by_form.setdefault(part.form, []).append(part)
     choices: list[Choice] = []
     for new in results:
         if choices and new.within(choices[-1][0]):
             continue
         same = [old for old in by_form.get(new.form, ()) if old.is_built_as(new)]
-        choices.append((new, [old for old in same if flow.share(new, old) >= 0]))
+        choices.append((new, [old for old in same if flow.share(new, old, told is not None) >= 0]))
         if not choices[-1][1]:
             choices.pop()
     pairs = _decided([choice for choice in choices if not choice[0].is_numbers], flow)
     numbers = [choice for choice in choices if choice[0].is_numbers]
     return pairs + _decided(_beside(numbers, pairs), flow)
+
+
+def unsure(pairs: Sequence[Pair], arguments: Iterable[TreePart], flow: Provenance) -> list[Pair]:
+    """The pairs of which nothing shows whether the result is a next value, or made of a batch.
+
+    What the loss does not look at, as the running statistics of a batch, is carried on. Anything else that
+    the forward pass makes may be a result if it is as long as the batch, or if there is no other data.
+    """
+    doubtful = [pair for pair in pairs if flow.is_doubtful(*pair)]
+    if not doubtful:
+        return []
+    state = [old for pair in pairs for old in pair[1:]]
+    alone = [part for part in arguments if jax.tree_util.treedef_is_leaf(part.treedef)]
+    data = [part for part in alone if not any(part.within(old) for old in state)]
+    lengths = {v.shape[0] for part in data for v in part.variables if v.shape}
+
+    def is_as_long(old: TreePart) -> bool:
+        return not lengths or any(v.shape and v.shape[0] in lengths for v in old.variables)
+
+    return [(new, old) for new, old in doubtful if is_as_long(old)]
+
+
+def expect_sure(
+    pairs: Sequence[Pair], arguments: Sequence[TreePart], flow: Provenance, title: str, names: Sequence[str]
+) -> None:
+    """Raise ``ArgumentError`` for a result of which nothing shows whether it is carried on."""
+    for new, old in unsure(pairs, arguments, flow):
+        places = sorted({other.place for _, other in pairs if other is not old} - {old.place})
+        known = [names[place] for place in places]
+        name = old.variables[0].name if len(old.variables) == 1 else names[old.place]
+        raise ArgumentError(
+            f"{title} returns {_types(new)} as its result number {new.place + 1}, which the forward pass "
+            f"makes of its argument {name!r} and which is built as that is. Nothing shows whether it is the "
+            "next value, as the hidden state of a recurrent network is, or a result, as a reconstruction of "
+            f"the batch is. Say what is carried on from step to step: carried={[*known, name]} if it is the next "
+            f"value, carried={known} if it is a result."
+        )
+
+
+def expect_carried(pairs: Sequence[Pair], told: Iterable[Variable], title: str) -> None:
+    """Raise ``ArgumentError`` for what a person says is carried on, and no result replaces."""
+    replaced = {v for _, old in pairs for v in old.variables}
+    if lost := [v for v in told if v not in replaced]:
+        raise ArgumentError(
+            f"{title} returns nothing that is built as {lost[0].name!r} ({lost[0].type}) and computed from "
+            "it, so it is not carried on. Leave it out of carried=, or return its next value."
+        )
+
+
+def _types(part: TreePart) -> str:
+    first, *rest = part.variables
+    return f"{first.type} and {len(rest)} more" if rest else str(first.type)
 
 
 def _beside(numbers: Iterable[Choice], pairs: Sequence[Pair]) -> list[Choice]:

@@ -31,6 +31,7 @@ class Provenance:
         self.counted, self.wide = counted_on(ops, self.bits, differentiated)
         self.makers = {v: op for op in ops for v in op.outputs}
         self.trains = any(op.made_by is Pass.BACKWARD for op in ops)
+        self.looked_at = _looked_at(ops) if self.trains else set(given)
         for op in ops:
             self._through(op)
 
@@ -56,8 +57,18 @@ class Provenance:
         """Whether it is the argument itself, or what the forward pass makes of it."""
         return new is old or bool(self.forward.get(new, 0) & self.bits[old])
 
-    def share(self, new: TreePart, old: TreePart) -> int:
-        """How many arrays of a part the update makes from those of another; -1 if it does not replace it."""
+    def is_doubtful(self, new: TreePart, old: TreePart) -> bool:
+        """Whether the forward pass alone makes a part from another, and the loss looks at that."""
+        changed = [(n, o) for n, o in zip(new.variables, old.variables, strict=True) if n is not o]
+        if new.is_numbers or not changed or any(self.is_updated(n, o) for n, o in changed):
+            return False
+        return any(o in self.looked_at and not _is_key(o) for _, o in changed)
+
+    def share(self, new: TreePart, old: TreePart, told: bool = False) -> int:
+        """How many arrays of a part the update makes from those of another; -1 if it does not replace it.
+
+        ``told``: a person says that the other part is replaced.
+        """
         pairs = [*zip(new.variables, old.variables, strict=True)]
         changed = [(n, o) for n, o in pairs if n is not o]
         if new.is_numbers and changed:
@@ -71,7 +82,7 @@ class Provenance:
         gradients = any(n in self.makers and self.makers[n].made_by is Pass.BACKWARD for n, _ in changed)
         if gradients or not any(self.is_kept(n, o) for n, o in changed):
             return -1
-        surely = not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
+        surely = told or not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
         return 0 if surely or _is_key(old.variables[0]) else -1
 
     def reads(self, part: TreePart, other: TreePart) -> bool:
@@ -86,6 +97,15 @@ class Provenance:
             seen |= new
             waiting.extend(new)
         return False
+
+
+def _looked_at(ops: Sequence[Op]) -> set[Variable]:
+    """The Variables that gradients are computed from: those that the loss depends on."""
+    needed: set[Variable] = set()
+    for op in reversed(ops):
+        if op.made_by is Pass.BACKWARD or not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+    return needed
 
 
 def counted_on(

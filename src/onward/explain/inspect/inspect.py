@@ -27,13 +27,14 @@ next step │ 1 array  each state Variable x takes the value of next(x)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from onward.core.check import check
 from onward.core.errors import GraphError
 from onward.core.program import Program
 from onward.core.source import user_level
+from onward.core.walk import listed
 from onward.core.words import Pass
 from onward.explain.inspect.assembly import SpreadStep, assemble
 from onward.explain.inspect.call import CalledStep, call_of
@@ -45,14 +46,17 @@ _STATELESS = (
 )
 
 
-def inspect(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
+def inspect(
+    step: Callable[..., Any], /, *args: Any, carried: Sequence[str] | None = None, **kwargs: Any
+) -> Program:
     """Show someone's JAX training step as a Program: forward, backward and update, found without a rewrite.
 
     The passes are read off the marks that JAX leaves on what it differentiates. Results that are built as an
     argument is, and computed from it by the update, are the next value of that argument: it is state then,
     and a parameter if it has a gradient. All other arguments are data. A number alone is state if it is
-    counted on (a step, a loss scale), not if it scales a result (a learning rate beside a norm).
-    Nothing is run.
+    counted on (a step, a loss scale), not if it scales a result (a learning rate beside a norm). What the
+    forward pass makes of an argument that the loss looks at, as long as the batch, may be a hidden state or a
+    reconstruction: then ``carried`` has to say. Nothing is run.
 
     A loop over micro-batches, which computes losses and gradients in turn, is one op of the backward pass;
     its ``subprograms`` tell its passes apart. What ``shard_map`` or ``pmap`` spreads over devices is shown as
@@ -65,10 +69,13 @@ def inspect(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
             linen, equinox, haiku or none of them.
         args: what it is called with: arrays, ``jax.ShapeDtypeStruct``, containers and modules of them. Python
             numbers are data, unless the step needs their values: then they stay as they are.
+        carried: the names of the arguments that are carried on from step to step, or of places in them
+            (``"state/params"``); found unless given. Modules of flax.nnx are carried on always.
         kwargs: the same by name.
 
     Raises:
-        ArgumentError: no function, or arguments that it does not take.
+        ArgumentError: no function, arguments that it does not take, or a result of which nothing shows
+            whether it is carried on.
         TraceError: the step needs the value of an array, as ``float(loss)`` does, or has side effects.
 
     Example:
@@ -86,17 +93,17 @@ def inspect(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
         (Bradbury et al. 2018, JAX).
     """
     call, found = traced_call(call_of(step, args, kwargs))
-    program = _assembled(call, found)
+    program = _assembled(call, found, None if carried is None else listed(carried))
     if not program.next_state and any(op.made_by is Pass.BACKWARD for op in program.ops):
         warnings.warn(_STATELESS.format(name=call.title), stacklevel=user_level())
     return program
 
 
-def _assembled(call: CalledStep, found: TracedStep) -> Program:
+def _assembled(call: CalledStep, found: TracedStep, told: Sequence[str] | None) -> Program:
     """The checked Program: of one device, if state that is the same on all can be shown to stay so."""
     for devices in (SpreadStep.COPIES, SpreadStep.APART):
         try:
-            return check(assemble(call, found, devices))
+            return check(assemble(call, found, devices, told))
         except GraphError:
             continue
-    return check(assemble(call, found, SpreadStep.WHOLE))
+    return check(assemble(call, found, SpreadStep.WHOLE, told))
