@@ -75,6 +75,51 @@ def test_a_function_of_ones_own_may_bear_any_name(name):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def with_rule(name, function):
+    """The function under a name, with a rule of its own."""
+
+    def called(x):
+        return function(x)
+
+    called.__name__ = name
+    found = jax.custom_vjp(called)
+    found.defvjp(lambda x: (function(x), x), lambda x, g: jax.vjp(function, x)[1](g))
+    return found
+
+
+def made_with(name):
+    """What passes that ask what an op computes make of a forward pass and an update that call a function."""
+    large, quiet = with_rule(name, lambda x: x * 1e5), with_rule(name, jnp.nan_to_num)
+
+    class Quiet(ow.SGD):
+        def update(self, parameter, gradient, slots):
+            return super().update(parameter, quiet(gradient), slots)
+
+    def own(w, x):
+        return jnp.mean(jnp.tanh(large(large(x @ w)) @ w))
+
+    yield ow.mixed_precision(ow.SGD(0.1).minimize(own, W, X), "float16")
+    yield ow.check_finite(Quiet(0.1).minimize(lambda w, x: jnp.sum(jnp.sqrt(w * x)), W, X))
+
+
+@pytest.mark.parametrize("name", ["abs", "div", "name", "neg", "relu", "scan"])
+def test_a_function_of_ones_own_is_no_primitive_and_no_relu_by_its_name(name):
+    for named, other in zip(made_with(name), made_with("own"), strict=True):
+        types = [
+            [(len(op.inputs), [v.type for v in op.outputs]) for op in program.ops]
+            for program in (named, other)
+        ]
+        assert types[0] == types[1]
+
+
+def test_a_gradient_that_an_update_hides_is_looked_at_whatever_the_name():
+    _, checked = made_with("abs")
+    step = ow.compile(checked)
+    state, out = step(step.init(W), np.zeros_like(X))  # where the square root has no slope
+    assert not state["is_finite"]
+    assert out.loss == 0
+
+
 STACKS = {
     "of constants": lambda w, x: jnp.sum(w * jnp.stack([1.0, 0.0]) * x),
     "along the last axis": lambda w, x: jnp.sum(jnp.stack([w[0], w[1]], axis=1) ** 2 * x),

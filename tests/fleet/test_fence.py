@@ -268,7 +268,7 @@ def test_a_second_driver_is_refused_by_name(tmp_path):
 def test_the_lock_dies_with_its_process(tmp_path):
     with only_driver(tmp_path):
         pass
-    code = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print(); time.sleep(60)"
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print(); time.sleep(60)"
     command = [sys.executable, "-uc", code, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as one:
         one.stdout.readline()

@@ -90,6 +90,10 @@ class DescribedBody(Body):
         """The word for what it computes."""
         return frozenset((self.description.type,))
 
+    def computes(self, primitive: str) -> bool:
+        """Whether that is the word for what it computes."""
+        return self.description.type == primitive
+
     @property
     def equations(self) -> Sequence[Any]:
         """None."""

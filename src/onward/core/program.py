@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from onward.core.errors import UnknownNameError, nearest
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Primitive, Runs
 from onward.core.show import listing, sentence
 from onward.core.source import Source
 from onward.core.structure import Signature
@@ -68,6 +70,11 @@ class Op:
     of: Variable | None = None
     primal: Body | None = None
     update: UpdateType | None = None
+
+    @property
+    def primitive(self) -> Primitive:
+        """The traits of the primitive that it computes; opaque for a function that only bears such a name."""
+        return of(self.type if (self.primal or self.body).computes(self.type) else "")
 
     @property
     def attributes(self) -> Mapping[str, str]:
@@ -284,7 +291,7 @@ class Program:
         try:
             return self.variables[name]
         except KeyError:
-            loops = any(op.type == "scan" for op in self.ops)
+            loops = any(op.primitive.runs is Runs.SCAN for op in self.ops)
             within = " What a loop computes within has no name outside of it: " * loops
             advice = "roll(program, keep=[...]) hands it out." if loops else ""
             raise UnknownNameError(

@@ -21,7 +21,6 @@ import numpy as np
 from onward.core.jaxprs.body import Body, body_over, program_of
 from onward.core.jaxprs.signature import BodySignature
 from onward.core.marks import CHECK, GO_ON, Mark
-from onward.core.primitives.table import of
 from onward.core.program import Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
@@ -130,9 +129,9 @@ def _handed_on(body: Body, place: int) -> set[int]:
     part = program_of(body.closed, "update")
     reached = {part.inputs[place]}
     for op in part.ops:
-        divides = op.type == "div" and op.body.operands[0] == 0
+        divides = op.primitive.divides and op.body.operands[0] == 0
         read = op.inputs[:1] if divides else op.inputs
-        if (divides or of(op.type).spreads_nonfinite) and not reached.isdisjoint(read):
+        if (divides or op.primitive.spreads_nonfinite) and not reached.isdisjoint(read):
             reached.update(v for v in op.outputs if v.is_float)
     return {j for j, v in enumerate(part.outputs) if v in reached}
 

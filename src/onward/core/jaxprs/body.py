@@ -169,6 +169,10 @@ class Body:
         """The names of the primitives in it, however deep."""
         return frozenset(name for eqn in self.equations for name in names_within(eqn))
 
+    def computes(self, primitive: str) -> bool:
+        """Whether one of its equations is of this primitive; those of functions that it calls are not its."""
+        return any(eqn.primitive.name == primitive for eqn in self.equations)
+
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """The collective primitives in it, however deep."""

@@ -57,7 +57,7 @@ _ARITHMETIC = (
     _number("clz"),
     _number("complex", work=Work.NOTHING),
     _number("conj", linear=FIRST),
-    _number("div", on_cpu=ONCE, precision=FOLLOWS, leaves_float16=True, fails_at_zero=True),
+    _number("div", divides=True, on_cpu=ONCE, precision=FOLLOWS, leaves_float16=True, fails_at_zero=True),
     _number("eq"),
     _number("eq_to"),
     _number("floor", spreads_nonfinite=True, keeps_sign=True),
@@ -156,7 +156,7 @@ _MOVED = (
     _moved("gather", moves=Moves.LOOKS_UP, work=Work.LOOKUP, linear=FIRST, index=ENDS, precision=FOLLOWS),
     _moved("iota", moves=Moves.MAKES, on_cpu=AGAIN),
     _kept("layout_constraint"),
-    _kept("name", on_cpu=AGAIN, linear=FIRST, precision=FOLLOWS),
+    _kept("name", names=True, on_cpu=AGAIN, linear=FIRST, precision=FOLLOWS),
     _moved("optimization_barrier", moves=Moves.HOLDS, on_cpu=AGAIN),
     _moved("pad", moves=Moves.PADS, on_cpu=AGAIN, linear=TOGETHER, precision=FOLLOWS, transposes="slice"),
     _kept("preduced"),
@@ -325,7 +325,7 @@ _MATRICES = (
 )
 
 _CALLBACKS_AND_TOKENS = """
-    after_all create_token dim_as_value dimension_size debug_callback debug_print io_callback pure_callback
+    after_all create_token dimension_size debug_callback debug_print io_callback pure_callback
     shape_assertion
 """
 
@@ -357,7 +357,8 @@ _OPAQUE = """
 
 ROWS = (
     *(*_ARITHMETIC, *_FUNCTIONS, *_MOVED, *_SUMS_AND_PRODUCTS, *_BETWEEN_DEVICES, *_RUNNING, *_RANDOM),
-    *(*_MATRICES, *map(_free, _CALLBACKS_AND_TOKENS.split()), *map(Primitive, _OPAQUE.split())),
+    *(*_MATRICES, _free("dim_as_value", tells_length=True)),
+    *(*map(_free, _CALLBACKS_AND_TOKENS.split()), *map(Primitive, _OPAQUE.split())),
 )
 _TABLE: Mapping[str, Primitive] = {row.name: row for row in ROWS}
 _UNKNOWN = Primitive("")

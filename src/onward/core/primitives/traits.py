@@ -153,6 +153,9 @@ class Primitive:
         precision: the dtype in which it computes in a low precision.
         leaves_float16: its results leave the range of float16 for numbers that are not large.
         spreads_nonfinite: where an operand is not finite, the result in that place is not.
+        divides: its result is the first operand over the second.
+        names: its result is its operand, which it gives a name.
+        tells_length: its result is a length that a symbol stands for.
         keeps_sign: of infinities it makes infinity of plus infinity only, and minus infinity of minus.
         fails_at_zero: it, or its derivative, is not finite at 0, or is not defined below.
         index: what becomes of an array of places in it.
@@ -180,6 +183,9 @@ class Primitive:
     precision: Precision = Precision.FULL
     leaves_float16: bool = False
     spreads_nonfinite: bool = False
+    divides: bool = False
+    names: bool = False
+    tells_length: bool = False
     keeps_sign: bool = False
     fails_at_zero: bool = False
     index: Index | None = None

@@ -7,20 +7,20 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import jax
 import numpy as np
 
 from onward.core.errors import UnknownNameError
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.retyped import retyped
+from onward.core.jaxprs.signature import BodySignature
+from onward.core.marks import CAST
 from onward.core.names import Names
-from onward.core.primitives.table import of
 from onward.core.primitives.traits import Precision
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, consumers, producers, select
 from onward.core.words import Kind, Pass
-
-_ACTIVATIONS = frozenset({"relu"})  # functions with a rule of their own, that make nothing larger
 
 _FULL = np.dtype(np.float32)
 
@@ -63,11 +63,12 @@ class Lowering:
         """Whether the role of an op lets it compute in the low dtype."""
         if op in self.kept or op.made_by is not Pass.FORWARD or not _is_real(op):
             return False
-        if op.type in _ACTIVATIONS:
-            return op.body.has_custom_rule
-        if of(op.type).leaves_float16 and self.dtype == np.float16:
+        row = op.primitive
+        if row.precision is Precision.FULL:
+            return _is_relu(op)
+        if row.leaves_float16 and self.dtype == np.float16:
             return False
-        return of(op.type).precision is not Precision.FULL and self.body(op) is not None
+        return self.body(op) is not None
 
     def is_low(self, op: Op) -> bool:
         """Whether an op computes in the low dtype here."""
@@ -84,7 +85,7 @@ class Lowering:
         op = self.made.get(v)
         if op is None:
             return v.kind is Kind.PARAMETER
-        row = of(op.type)
+        row = op.primitive
         is_layout = row.lays_out and row.precision is Precision.FOLLOWS
         return is_layout and self.body(op) is not None and all(map(self.is_pliant, op.inputs))
 
@@ -102,7 +103,7 @@ class Lowering:
 
     def append_low(self, op: Op) -> None:
         """Add an op that reads and gives the low dtype; what is returned of that is cast up."""
-        if op.type in _ACTIVATIONS:
+        if _is_relu(op):
             self.append_cast_back(op)
             return
         body = self.body(op)
@@ -157,7 +158,7 @@ class Lowering:
     def cast(self, old: Variable, new: Variable, beside: Op) -> Variable:
         """Add the op that makes one Variable of another, in the scope of the op that it is for."""
         body = _cast(old.shape, old.dtype, new.dtype)
-        self.ops.append(Op("cast", (old,), (new,), body, scope=beside.scope, source=beside.source))
+        self.ops.append(Op(CAST, (old,), (new,), body, scope=beside.scope, source=beside.source))
         return new
 
 
@@ -179,13 +180,26 @@ def kept_ops(program: Program, keep: Iterable[Where], strict: bool) -> set[Op]:
 
 def _gains(op: Op) -> bool:
     """Whether it is for such ops that a network trains in a low precision."""
-    return of(op.type).precision is Precision.LOW
+    return op.primitive.precision is Precision.LOW
+
+
+def _is_relu(op: Op) -> bool:
+    """Whether it is ``jax.nn.relu``, which has a rule of its own and makes nothing larger."""
+    if len(op.inputs) != 1 or not op.body.has_custom_rule:
+        return False
+    (v,) = op.inputs
+    return op.body.signature == _relu(v.shape, v.dtype)
 
 
 def _is_real(op: Op) -> bool:
     """Whether an op reads and gives float32, integers and truth values only: no other floats, no keys."""
     kinds = (getattr(v.dtype, "kind", "V") for v in (*op.inputs, *op.outputs) if v.dtype != _FULL)
     return all(kind in "biu" for kind in kinds)
+
+
+@lru_cache(maxsize=1024)
+def _relu(shape: tuple[int, ...], dtype: Any) -> BodySignature:
+    return body_of(lambda x: [jax.nn.relu(x)], Type(shape, dtype)).signature
 
 
 @lru_cache(maxsize=1024)

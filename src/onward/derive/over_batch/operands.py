@@ -57,7 +57,7 @@ class Operands:
             return self._kept(self.values[0][0])
         if linear is Linear.EACH:
             return self._product()
-        if call.primitive == "div":
+        if of(call.primitive).divides:
             return self._quotient()
         if linear is Linear.TOGETHER:
             chosen = (0,) if call.primitive == "select_n" else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from onward.core.cost import cost
-from onward.core.primitives.table import of
 from onward.core.program import Op
 
 _ELEMENTWISE = 8  # an addition that reads its numbers from memory, in multiply-adds of a matrix product
@@ -21,5 +20,5 @@ def effort(op: Op) -> int:
     if not op.inputs:
         return 1
     counted = cost(op)
-    plain = (counted.flops - counted.transcendentals) * (0.5 if of(op.type).is_product else _ELEMENTWISE)
+    plain = (counted.flops - counted.transcendentals) * (0.5 if op.primitive.is_product else _ELEMENTWISE)
     return int(1 + plain + _TRANSCENDENTAL * counted.transcendentals)

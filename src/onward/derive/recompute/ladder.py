@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.derive.recompute.activations import Activations
 from onward.derive.recompute.again import keeping
@@ -133,7 +134,7 @@ def loop_parts(program: Program) -> list[LadderPart]:
 
 def _scans(program: Program) -> list[Op]:
     """The loops of the forward pass, which never run again as a whole to meet a budget."""
-    return [op for op in Activations(program).forward if op.type == "scan"]
+    return [op for op in Activations(program).forward if op.primitive.runs is Runs.SCAN]
 
 
 def price(high: Choice, low: Choice) -> Fraction:

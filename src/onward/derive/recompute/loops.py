@@ -19,6 +19,7 @@ from jax import lax
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
@@ -46,7 +47,8 @@ def loops(program: Program) -> list[Op]:
     return [
         op
         for op in program.ops
-        if op.type == "scan" and op.made_by is Pass.FORWARD and op.outputs and op.outputs[0] in differentiated
+        if op.primitive.runs is Runs.SCAN and op.made_by is Pass.FORWARD
+        if op.outputs and op.outputs[0] in differentiated
         if may_run_again(op) and _Turn.of(op) is not None
     ]
 
@@ -60,7 +62,7 @@ def turn_of(op: Op) -> Program:
 
 def _keeping(op: Op, kept: dict[str, tuple[str, ...]]) -> Op:
     name = op.outputs[0].name if op.outputs else ""
-    turn = _Turn.of(op) if op.type == "scan" and name in kept else None
+    turn = _Turn.of(op) if op.primitive.runs is Runs.SCAN and name in kept else None
     if turn is None:
         return op
     body = turn.loop(kept[name])

@@ -143,7 +143,7 @@ def _kept(program: Program, keep: Where | Iterable[Where]) -> tuple[Variable, ..
     made = producers(program)
     forward = [v for op in program.ops if op.made_by is Pass.FORWARD for v in op.outputs]
     chosen = select(forward, wanted, "keep")
-    named = (made[v].inputs[0] for v in chosen if made[v].type == "name")
+    named = (made[v].inputs[0] for v in chosen if made[v].primitive.names)
     return tuple(dict.fromkeys((*chosen, *(v for v in named if v in made))))
 
 

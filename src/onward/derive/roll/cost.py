@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 import jax
 
 from onward.core.check import expect_program
-from onward.core.primitives.table import of
 from onward.core.program import Program
 from onward.derive.roll.find import find_runs
 from onward.derive.roll.forward import forward_ops
@@ -88,7 +87,7 @@ def verdict_on(run: LayerRun) -> Verdict:
         return Verdict(False, f"{words}: they compute single numbers")
     if run.saved < _LEAST_SAVED:
         return Verdict(False, f"{words}: so few ops gain too little from a loop")
-    if jax.default_backend() == "cpu" and any(of(op.type).is_slow_in_loop for op in run.layers[0]):
+    if jax.default_backend() == "cpu" and any(op.primitive.is_slow_in_loop for op in run.layers[0]):
         return Verdict(False, f"{words}: a convolution is slow within a loop on a CPU")
     return Verdict(True, f"{words}")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.core.primitives.table import of
+from onward.core.marks import CAST
 from onward.core.primitives.traits import Moves
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers
@@ -74,12 +74,12 @@ def _stays(op: Op, apart: frozenset[Variable], following: set[Variable]) -> bool
 
 def _computes(op: Op) -> Hashable:
     """A key of what an op computes; an op that only gives its input a name computes nothing."""
-    return op.inputs[0].type if op.type == "name" and len(op.inputs) == 1 else pattern(op.body)
+    return op.inputs[0].type if op.primitive.names and len(op.inputs) == 1 else pattern(op.body)
 
 
 def _moves_on(op: Op, following: set[Variable]) -> bool:
     """Whether an op makes the next random key of the one that layers derive theirs of, by another number."""
-    return op.type == "random_fold_in" and not following.isdisjoint(op.outputs)
+    return op.primitive.makes_keys and not following.isdisjoint(op.outputs)
 
 
 def _in_order(program: Program, readers: Any, needed: frozenset[Variable]) -> Iterator[Op]:
@@ -103,8 +103,8 @@ def _in_order(program: Program, readers: Any, needed: frozenset[Variable]) -> It
 
 def _prepares(op: Op, readers: Any, needed: frozenset[Variable]) -> bool:
     """Whether an op only prepares an input of one other op."""
-    row = of(op.type)
-    prepares = row.lays_out or row.makes_keys or row.moves is Moves.MAKES or op.type == "cast"
+    row = op.primitive
+    prepares = row.lays_out or row.makes_keys or row.moves is Moves.MAKES or op.type is CAST
     if not prepares or len(op.outputs) != 1 or op.body.has_effects:
         return False
     (v,) = op.outputs

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from onward.core.jaxprs.loops import carries_of
-from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Primitive, Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
@@ -36,7 +35,7 @@ class Provenance:
             self._through(op)
 
     def _through(self, op: Op) -> None:
-        row = of(op.type)
+        row = op.primitive
         is_update = op.made_by in (Pass.UPDATE, Pass.COLLECTIVE) and row.reduces is None
         updated = forward = 0
         for v in op.inputs:
@@ -124,8 +123,8 @@ def counted_on(
         is_wide = [v.dtype != np.bool_ and bool(v.shape or v in wide) for v in op.inputs]
         if op.made_by is Pass.BACKWARD or is_marked or any(is_wide):
             wide.update(op.outputs)
-        source, row = 0, of(op.type)
-        scales = row.linear is Linear.EACH or op.type == "div"
+        source, row = 0, op.primitive
+        scales = row.linear is Linear.EACH or row.divides
         for i, v in enumerate(op.inputs):
             others = is_wide[:i] + is_wide[i + 1 :]
             is_scaled = not is_marked and not any(others if scales else is_wide)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from onward.core.primitives.table import of
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
 from onward.explain.inspect.passes import is_mixed
@@ -68,7 +67,7 @@ def _nearest(op: Op, candidates: Sequence[tuple[int, Op]], last: int) -> tuple[i
     def common(candidate: tuple[int, Op]) -> tuple[int, int, bool, bool, int]:
         i, forward = candidate
         shared = len(reads.intersection((*forward.inputs, *forward.outputs)))
-        transposed = forward.type == (of(op.type).transposes or op.type)
+        transposed = forward.type == (op.primitive.transposes or op.type)
         return _same_calls(op, forward), shared, transposed, i <= last, i
 
     return max(candidates, key=common)

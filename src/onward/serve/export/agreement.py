@@ -22,7 +22,6 @@ from onward.serve.export.executable import loaded, reads_of
 from onward.serve.export.writing import Writing
 
 Replay = Callable[[Mapping[str, int]], Program]
-_LENGTH = "dim_as_value"  # the op that makes a number of a symbol
 _FOLLOWS = {"new_sizes", "shape"}  # attributes that the types of the results tell as well
 
 
@@ -77,7 +76,7 @@ def _lengths(program: Program) -> set[Variable]:
     """The Variables that are computed from the lengths of the batch alone."""
     lengths: set[Variable] = set()
     for op in program.ops:
-        if op.type == _LENGTH or (op.inputs and lengths.issuperset(op.inputs)):
+        if op.primitive.tells_length or (op.inputs and lengths.issuperset(op.inputs)):
             lengths.update(op.outputs)
     return lengths
 
