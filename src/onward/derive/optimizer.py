@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, HyperparameterError, known_as
 from onward.core.program import Program, Variable
-from onward.core.structure import describe, expect_flag, is_word
+from onward.core.structure import Signature, describe, expect_flag, is_word
 from onward.core.walk import Where, listed, select
 from onward.define.deferred import Deferred, derived
 from onward.define.trace import trace
 from onward.derive.backward import append_backward
 from onward.derive.rule import Rule
+from onward.derive.update.apart import Apart
 from onward.derive.update.groups import Group, Routing
 from onward.derive.update.plan import UpdatePlan, plan_update
 from onward.derive.update.precision import check_form, dtype_word
@@ -89,6 +90,7 @@ class Optimizer(Rule):
     """
 
     own_decay: ClassVar[str] = "decoupled"  # how a field ``weight_decay`` acts, in a word for the plan
+    apart: ClassVar[Apart | None] = None  # the update of all parameters, where one function makes it
     rules: Sequence[Rule] = field(default=(), kw_only=True)
     groups: Sequence[Group] = field(default=(), kw_only=True)
     slot_dtype: str | None = field(default=None, kw_only=True)
@@ -133,6 +135,10 @@ class Optimizer(Rule):
 
     def route(self, parameter: Variable) -> Optimizer:
         """The optimizer of one parameter, where a rule is not fit for all of them; this one by default."""
+        return self
+
+    def told(self, parameters: Sequence[Variable], signature: Signature | None) -> Optimizer:
+        """The optimizer that knows its parameters and their containers; itself unless it has to know."""
         return self
 
     def create_backward_pass(

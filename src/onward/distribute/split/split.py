@@ -156,7 +156,7 @@ class Split:
     @cached_property
     def routing(self) -> Routing:
         """Which optimizer updates which parameter."""
-        return Routing.of(self.optimizer, self.source.parameters)
+        return Routing.of(self.optimizer, self.source.parameters, self.source)
 
     @cached_property
     def across(self) -> tuple[Across, ...]:
@@ -300,7 +300,7 @@ def split(
     whole = recipe_of(program, "without its update", "Build it with optimizer.minimize")
     recipe = whole.without(accumulated).without(watched)
     optimizer = _optimizer(program, recipe)
-    routing = Routing.of(optimizer, program.parameters)
+    routing = Routing.of(optimizer, program.parameters, program)
     check_rules(routing, servers)
     _check_between(program, recipe, trainers)
     trained = [p.name for p, _ in program.gradients]
@@ -358,9 +358,15 @@ def _check_lazy(tables: Sequence[Variable], routing: Routing, guarding: Guarding
         optimizer = routing[table].optimizer
         if not is_by_number(optimizer):
             raise GraphError(
-                f"split: lazy updates look at single rows, and {type(optimizer).__name__} looks at each "
+                f"split: lazy updates look at single rows, and {optimizer.title} looks at each "
                 "parameter as a whole. Leave lazy= out, or take an optimizer that looks at each number by "
                 "itself."
+            )
+        if optimizer.apart is not None:
+            raise GraphError(
+                f"split: lazy updates of {table.name!r} run the rule on the rows that were sent, and "
+                f"{optimizer.title} was traced for the whole table. Leave lazy= out (the table still travels "
+                "by rows), or take an optimizer of Onward, such as Adagrad(0.1)."
             )
         acting = [r for r in optimizer.rules if routing.applies(r, table)]
         if acting or is_low(table.dtype):
@@ -434,7 +440,7 @@ def check_rules(routing: Routing, servers: int) -> None:
                 ", or give it sums and update_share (GradientRule)" if isinstance(rule, GradientRule) else ""
             )
             raise GraphError(
-                f"{type(rule).__name__} looks at all parameters at once, and {servers} servers have a part "
+                f"{rule.title} looks at all parameters at once, and {servers} servers have a part "
                 f"of them each. Take one server, or one that looks at each parameter by itself{how}."
             )
 
