@@ -143,7 +143,7 @@ OPTIMIZERS = [
     (
         adopted(optax.sgd(0.1)),
         adopted(optax.lion(0.1)),
-        r"was from_optax\(scale\), is from_optax\(scale_by_l",
+        r"was from_optax\(scale\), it is from_optax\(scale_by_l",
     ),
 ]
 

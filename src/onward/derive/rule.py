@@ -170,7 +170,7 @@ class Rule:
 
     @property
     def title(self) -> str:
-        """What it is called in sentences: the class name."""
+        """Its name in sentences: the class name."""
         return type(self).__name__
 
     @property

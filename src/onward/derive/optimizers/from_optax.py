@@ -99,7 +99,7 @@ class _Functions:
 
     @property
     def kind(self) -> str:
-        """The type of its ops: the first of its parts that is no wrapping."""
+        """The type of its ops: the first of its parts that does more than wrap or clip."""
         telling = (word for word in self.words if not _PLUMBING.fullmatch(word))
         return self.name or next(telling, "from_optax")
 
@@ -140,7 +140,7 @@ class FromOptax(Optimizer):
 
     @property
     def title(self) -> str:
-        """What it is called in sentences."""
+        """Its name in sentences."""
         return f"from_optax({self.transformation!r})"
 
     def __repr__(self) -> str:
@@ -220,7 +220,7 @@ def _words(value: Any, seen: set[int], whole: bool = False) -> Iterator[str]:
 
 
 def _content(cell: Any) -> Any:
-    """What a function holds; nothing before it is assigned."""
+    """The value in a closure; None before it is assigned."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -29,7 +29,7 @@ _TIMES = 4  # that an update is traced until its state keeps its dtypes
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StateArray:
     """An array of the state.
 
     Attributes:
@@ -66,22 +66,22 @@ class Apart:
 
     parameters: tuple[str, ...]
     types: tuple[Type, ...]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StateArray, ...]
     begin: Body
     run: Body
     type: UpdateType
 
     @property
-    def shared(self) -> tuple[Leaf, ...]:
+    def shared(self) -> tuple[StateArray, ...]:
         """The state that belongs to no parameter."""
         return tuple(leaf for leaf in self.leaves if leaf.owner is None)
 
     @property
-    def advancing(self) -> tuple[Leaf, ...]:
+    def advancing(self) -> tuple[StateArray, ...]:
         """The shared state that an update replaces."""
         return tuple(leaf for leaf in self.shared if not leaf.changeable)
 
-    def own(self, parameter: int) -> tuple[Leaf, ...]:
+    def own(self, parameter: int) -> tuple[StateArray, ...]:
         """The state of one parameter."""
         return tuple(leaf for leaf in self.leaves if leaf.owner == parameter)
 
@@ -116,7 +116,7 @@ class Apart:
         """The next values of the shared state that an update replaces."""
         return self.run.restricted([len(self.parameters) + leaf.number for leaf in self.advancing])
 
-    def at_leaf(self, leaf: Leaf) -> int:
+    def at_leaf(self, leaf: StateArray) -> int:
         """The position of an array of the state among the inputs of ``run``."""
         return len(self.parameters) + leaf.number
 
@@ -143,7 +143,7 @@ def taken_apart(
         filled: the containers with arrays in the places of the parameters, in this order.
         explained: calls a function, and explains what goes wrong in it.
     """
-    traced = _Traced(init, update, types, filled)
+    traced = _TracedPair(init, update, types, filled)
     begin, run = explained(traced.bodies)
     places = places_of(traced.state, jax.tree_util.tree_flatten_with_path(filled(list(names)))[0])
     found = _Reads(begin, run, len(types), len(places))
@@ -156,7 +156,7 @@ def taken_apart(
     return replace(alone, type=UpdateType.ELEMENTWISE) if _is_by_number(alone) else alone
 
 
-class _Traced:
+class _TracedPair:
     """The two functions as Bodies over flat arrays."""
 
     def __init__(self, init: Any, update: Any, types: Sequence[Type], filled: Any) -> None:
@@ -165,7 +165,7 @@ class _Traced:
         self.structure: Any = None
 
     def bodies(self) -> tuple[Body, Body]:
-        """What makes the state, and what updates it; the dtypes of the state are those that it keeps."""
+        """The first state and one update; the state has the dtypes that it keeps from step to step."""
         begin = body_of(self._begin, *self.types)
         kinds = [Type(t.shape, t.dtype) for t in begin.out_types]
         for _ in range(_TIMES):
@@ -267,7 +267,7 @@ class _Reads:
 
 def _leaves(
     places: Sequence[Place], owners: Sequence[int | None], types: Sequence[Type], kept: Sequence[bool]
-) -> tuple[Leaf, ...]:
+) -> tuple[StateArray, ...]:
     """The arrays of the state, each with a name of its own beside the others of its owner."""
     names: dict[int | None, Names] = {}
     found = []
@@ -276,7 +276,7 @@ def _leaves(
         changeable = owner is None and place.is_hyperparameter and number and kept[n]
         short = place.name if owner is not None or changeable else place.full_name
         name = names.setdefault(owner, Names()).new(short)
-        found.append(Leaf(n, name, Type(t.shape, t.dtype), owner, changeable))
+        found.append(StateArray(n, name, Type(t.shape, t.dtype), owner, changeable))
     return tuple(found)
 
 
@@ -289,7 +289,8 @@ def _is_by_number(alone: Apart) -> bool:
             return False
         body, taken = alone.parts[i]
         began = alone.begin.restricted([leaf.number for leaf in own])
-        key = body.signature, began[0].signature, tuple(x - i for x in taken)
+        mine = {i, alone.at_parameter(i), *map(alone.at_leaf, own)}
+        key = t.shape, body.signature, began[0].signature, tuple(x in mine for x in taken)
         if key not in known:
             known[key] = _all_laid_out(alone, i)
         if not known[key]:

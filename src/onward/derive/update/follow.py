@@ -16,20 +16,22 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.marks import ADVANCE
 from onward.core.program import Variable
 from onward.core.words import Kind, UpdateType
-from onward.derive.update.apart import Apart, Leaf
+from onward.derive.update.apart import Apart, StateArray
 from onward.derive.update.draft import update_op
 from onward.derive.update.groups import Route
 
 if TYPE_CHECKING:
     from onward.derive.update.update import Trained, Update
 
-Slots = Mapping[Leaf, Variable]
+Slots = Mapping[StateArray, Variable]
 
 
 def follow(update: Update, route: Route, apart: Apart, members: Sequence[Trained]) -> None:
     """Add the ops and the state of one optimizer for the parameters that are here."""
+    if apart.type is UpdateType.ACROSS and not members:
+        return
     at = {name: i for i, name in enumerate(apart.parameters)}
-    work = _Work(update, route, apart, {at[update.routing.meant(t.parameter)]: t for t in members})
+    work = _OneAtWork(update, route, apart, {at[update.routing.meant(t.parameter)]: t for t in members})
     if apart.type is UpdateType.ACROSS:
         work.update_all()
         return
@@ -39,17 +41,12 @@ def follow(update: Update, route: Route, apart: Apart, members: Sequence[Trained
         work.update_one(i)
 
 
-class _Work:
+class _OneAtWork:
     """An update at work: the state that it reads, and what each position of its Body is here."""
 
     def __init__(self, update: Update, route: Route, apart: Apart, members: Mapping[int, Trained]) -> None:
-        self.draft, self.pass_, self.route, self.apart, self.members = (
-            update.draft,
-            update,
-            route,
-            apart,
-            members,
-        )
+        self.pass_, self.draft = update, update.draft
+        self.route, self.apart, self.members = route, apart, members
         if apart.type is UpdateType.ACROSS and len(members) < len(apart.parameters):
             missing = next(name for i, name in enumerate(apart.parameters) if i not in members)
             raise GraphError(
@@ -92,7 +89,7 @@ class _Work:
         self.pass_.becomes(members, made)
 
     def _made(self, t: Trained) -> Variable:
-        """What the op makes of a parameter."""
+        """The Variable that the op makes of a parameter."""
         v = self.pass_.following(self.route.optimizer, t)
         return replace(v, name=self.draft.names.new(v.name))
 
@@ -107,15 +104,15 @@ class _Work:
         known, _ = self.draft.bodies.setdefault(key, (fitted, ()))
         self.draft.ops.append(update_op(kind, tuple(inputs), tuple(outputs), known, update))
 
-    def _following(self, leaves: Sequence[Leaf]) -> list[Variable]:
-        """What replaces some of the state."""
+    def _following(self, leaves: Sequence[StateArray]) -> list[Variable]:
+        """The Variables that replace some of the state."""
         made = []
         for old in (self.env[self.apart.at_leaf(leaf)] for leaf in leaves):
             made.append(Variable(self.draft.names.new(f"next({old.name})"), old.shape, old.dtype))
             self.draft.next_state[old] = made[-1]
         return made
 
-    def _shared(self, leaf: Leaf) -> Variable:
+    def _shared(self, leaf: StateArray) -> Variable:
         """A state Variable that belongs to no parameter."""
         body, taken = self.apart.begin.restricted([leaf.number])
         read = [self.members[i].parameter for i in taken]

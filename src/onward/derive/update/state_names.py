@@ -85,7 +85,7 @@ def _within(state: Any, way: Sequence[Any]) -> str:
 
 
 def _step(tree: Any, key: Any) -> Any:
-    """What stands in a container at a key of a way."""
+    """The part of a container at a key of a way."""
     if isinstance(key, jax.tree_util.GetAttrKey):
         return getattr(tree, key.name)
     if isinstance(key, jax.tree_util.SequenceKey):

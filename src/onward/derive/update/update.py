@@ -253,7 +253,7 @@ class Update:
     def update(self, route: Route) -> None:
         """The update ops of one optimizer."""
         mine = [t for t in self.trained if self.routing[t.parameter] is route]
-        if mine and route.optimizer.apart is not None:
+        if route.optimizer.apart is not None:
             follow(self, route, route.optimizer.apart, mine)
             return
         for members in _together(route.optimizer, mine):
@@ -293,7 +293,7 @@ class Update:
         return Variable(name, t.place.shape, np.dtype(dtype))
 
     def becomes(self, members: Sequence[Trained], made: Sequence[Variable]) -> None:
-        """What has become of parameters; their next values, where nothing is still to come."""
+        """Note what ops made of parameters, as their next values where nothing is still to come."""
         for t, v in zip(members, made, strict=True):
             t.updated = v
             if not t.ops:
