@@ -69,6 +69,7 @@ from onward.derive.optimizers import Muon as Muon
 from onward.derive.optimizers import Nesterov as Nesterov
 from onward.derive.optimizers import RMSProp as RMSProp
 from onward.derive.optimizers import Shampoo as Shampoo
+from onward.derive.optimizers.from_optax import from_optax as from_optax
 from onward.derive.recompute.recompute import recompute as recompute
 from onward.derive.rewrite.rewrite import rewrite as rewrite
 from onward.derive.roll.roll import roll as roll

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import onward as ow
@@ -127,6 +128,7 @@ def test_another_jax_is_told_with_the_difference():
 
 # ---------------------------------------------------------------------------- optimizer, schedule, reader
 
+adopted = ow.from_optax
 ADAM = ow.Adam(0.01)
 COSINE = ow.SGD(ow.schedule.cosine(0.1, steps=9))
 OPTIMIZERS = [
@@ -137,6 +139,12 @@ OPTIMIZERS = [
     (ow.SGD(decaying), COSINE, r"learning_rate was decaying, is cosine\(0.1, steps=9\)"),
     (ow.SGD(ow.schedule.cosine(0.1, steps=8)), COSINE, r"steps=8\), is cosine"),
     (ow.SGD(decaying), ow.SGD(decaying_faster), "schedule of learning_rate computes otherwise than the"),
+    (adopted(optax.sgd(0.1)), adopted(optax.sgd(0.2)), r"from_optax\(scale\) computes otherwise: a learning"),
+    (
+        adopted(optax.sgd(0.1)),
+        adopted(optax.lion(0.1)),
+        r"was from_optax\(scale\), it is from_optax\(scale_by_l",
+    ),
 ]
 
 
@@ -148,6 +156,8 @@ SAME = [
     (ADAM, ow.Adam(0.5, beta1=0.5)),
     (ow.SGD(decaying), ow.SGD(decaying)),
     (grouped(0.1), grouped(0.2)),
+    (adopted(optax.adam(0.1)), adopted(optax.adam(0.1))),
+    (adopted(optax.inject_hyperparams(optax.sgd)(0.1)), adopted(optax.inject_hyperparams(optax.sgd)(0.2))),
 ]
 
 

@@ -169,6 +169,11 @@ class Rule:
         return _op_name(type(self))
 
     @property
+    def title(self) -> str:
+        """Its name in sentences: the class name."""
+        return type(self).__name__
+
+    @property
     def hyperparameters(self) -> Mapping[str, Hyperparameter]:
         """The fields that may change while training, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if _is_hyperparameter(f.type)}

@@ -50,12 +50,12 @@ class Sharded(Merge):
 
     def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:
         """The update pass on parts."""
-        routing = Routing.of(optimizer, program.parameters)
+        routing = Routing.of(optimizer, program.parameters, program)
         rules = [*(route.optimizer for route in routing.routes), *routing.rules(ParameterRule)]
         for rule in rules:
             if rule.type is not UpdateType.ELEMENTWISE:
                 raise GraphError(
-                    f"Sharded cuts parameters into parts, and {type(rule).__name__} looks at them "
+                    f"Sharded cuts parameters into parts, and {rule.title} looks at them "
                     f"{rule.type}. Merge with Average() or Bucketed(), or take what works number by number."
                 )
             if getattr(rule, "slot_dtype", None) == "int8":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from hashlib import sha256
 from itertools import chain
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import program_of
+from onward.core.jaxprs.body import Body, program_of
 from onward.core.marks import SCHEDULE
 from onward.core.outline import anonymous, difference, outline
 from onward.core.program import Program
@@ -27,7 +27,7 @@ from onward.core.walk import name_of
 from onward.derive.optimizer import Optimizer
 from onward.derive.rule import Rule
 from onward.derive.schedules.base import Schedule
-from onward.derive.update.groups import Group
+from onward.derive.update.groups import Group, Routing
 
 FINGERPRINTS = "fingerprints"  # under which a checkpoint holds them
 _LARGEST = 2**20  # bytes of an outline that a checkpoint holds
@@ -59,6 +59,7 @@ def of_training(program: Program) -> dict[str, Any]:
         "optimizer": {name: word for name, word, follows in told if not follows},
         "schedule": {name: word for name, word, follows in told if follows},
         "computed": {op.outputs[0].name: _computed(op.body) for op in program.ops if op.type is SCHEDULE},
+        "transformed": {title: _computed(run) for title, run in _transforming(program, found)},
     }
 
 
@@ -85,7 +86,18 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if was.get("schedule") == now.get("schedule") and was.get("jax") == now.get("jax"):
         pairs = ((n, x, now.get("computed", {}).get(n)) for n, x in was.get("computed", {}).items())
         found += [_OTHERWISE.format(name=n) for n, x, y in pairs if None not in (x, y) and x != y]
+    if was.get("optimizer") == now.get("optimizer") and was.get("jax") == now.get("jax"):
+        pairs = ((n, x, now.get("transformed", {}).get(n)) for n, x in was.get("transformed", {}).items())
+        found += [_TRANSFORMED.format(name=n) for n, x, y in pairs if None not in (x, y) and x != y]
     return found
+
+
+def _transforming(program: Program, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Body]]:
+    """The optimizers that are traced functions, in which all numbers are fixed, and these functions."""
+    routes = (r for x in optimizers for r in Routing.of(x, program.parameters, program))
+    for optimizer in (route.optimizer for route in routes):
+        if optimizer.apart is not None:
+            yield optimizer.title, optimizer.apart.run
 
 
 def _of_programs(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -109,7 +121,7 @@ def _of_words(what: str, was: Words, now: Words) -> list[str]:
 def _described(name: str, value: Any) -> Iterator[tuple[str, str, bool]]:
     """The names and words of what is fixed in a rule, and whether it is a schedule; numbers are state."""
     if isinstance(value, Rule) or (is_dataclass(value) and not isinstance(value, type)):
-        yield name, type(value).__name__, False
+        yield name, value.title if isinstance(value, Rule) else type(value).__name__, False
         numbers = value.hyperparameters if isinstance(value, Rule) else {}
         for f in fields(value):
             x = getattr(value, f.name)
@@ -188,6 +200,10 @@ def _unpacked(packed: str) -> Any:
 
 
 _OTHERWISE = "The schedule of {name} computes otherwise than the function of the same name did."
+_TRANSFORMED = (
+    "{name} computes otherwise: a learning rate or another number in it is another, or its library is. What "
+    "optax.inject_hyperparams makes of a number is state, and comes from the checkpoint."
+)
 _ELSEWHERE = (
     " It was saved under JAX {was}, this is JAX {now}, which may trace one function in two ways: if the code "
     "is the same, so is the network."

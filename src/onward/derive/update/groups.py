@@ -19,10 +19,11 @@ import numpy as np
 from onward.core.errors import ArgumentError, HyperparameterError, UnknownNameError
 from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
-from onward.core.program import Variable
-from onward.core.structure import describe, expect_flag, is_word
+from onward.core.program import Program, Variable
+from onward.core.structure import Signature, describe, expect_flag, is_word
 from onward.core.walk import Where, name_of, select
 from onward.derive.rule import GradientRule, ParameterRule, Rule
+from onward.derive.update.apart import Apart
 from onward.derive.update.precision import KeptSlot, check_form, dtype_word, is_low, real_of, slots_of
 from onward.derive.update.rule_lists import choices, distinct, in_order, shown_rules
 
@@ -36,6 +37,7 @@ class OptimizerRule(Rule):
     """
 
     own_decay: ClassVar[str] = "decoupled"  # how a field ``weight_decay`` acts, in a word for the plan
+    apart: ClassVar[Apart | None] = None  # the update of all parameters, where one function makes it
     rules: Sequence[Rule] = field(default=(), kw_only=True)
     groups: Sequence[Group] = field(default=(), kw_only=True)
     slot_dtype: str | None = field(default=None, kw_only=True)
@@ -73,6 +75,10 @@ class OptimizerRule(Rule):
 
     def route(self, parameter: Variable) -> OptimizerRule:
         """The optimizer of one parameter, where a rule is not fit for all of them; this one by default."""
+        return self
+
+    def told(self, parameters: Sequence[Variable], signature: Signature | None) -> OptimizerRule:
+        """The optimizer that knows its parameters and their containers; itself unless it has to know."""
         return self
 
 
@@ -176,8 +182,10 @@ class Routing:
         self._routes, self._chosen, self._names = routes, chosen, names
 
     @classmethod
-    def of(cls, optimizer: OptimizerRule, parameters: Sequence[Variable]) -> Routing:
-        """The routes of these parameters, all that there are.
+    def of(
+        cls, optimizer: OptimizerRule, parameters: Sequence[Variable], program: Program | None = None
+    ) -> Routing:
+        """The routes of these parameters, all that there are; with the Program that is to be updated.
 
         Raises:
             UnknownNameError: the pattern of a group or rule that no parameter matches.
@@ -196,6 +204,8 @@ class Routing:
         for p in parameters:
             first = ways[grouped[p.name]] if p.name in grouped else main
             routes[p.name] = _onward(first, p, sent)
+        if program is not None:
+            routes = _told(routes, program)
         used = dict.fromkeys(routes.values())
         rules = distinct([rule for route in used for rule in route.optimizer.rules])
         chosen = [(rule, _names_where(rule, parameters)) for rule in rules]
@@ -214,7 +224,11 @@ class Routing:
 
     def __getitem__(self, parameter: Variable) -> Route:
         """The route of a parameter, or of what stands in for one."""
-        return self._routes[self._names.get(parameter.name, parameter.name)]
+        return self._routes[self.meant(parameter)]
+
+    def meant(self, parameter: Variable) -> str:
+        """The name of a parameter, or of the one that this stands in for."""
+        return self._names.get(parameter.name, parameter.name)
 
     def __iter__(self) -> Iterator[Route]:
         """Every route once."""
@@ -232,7 +246,7 @@ class Routing:
 
     def applies(self, rule: Rule, parameter: Variable) -> bool:
         """Whether a rule is about this parameter."""
-        name = self._names.get(parameter.name, parameter.name)
+        name = self.meant(parameter)
         if not any(rule == other for other in self._routes[name].optimizer.rules):
             return False
         return any(rule == other and name in names for other, names in self._chosen)
@@ -243,7 +257,7 @@ class Routing:
         kept = [slots_of(r, parameter, None) for r in self._applied(GradientRule, parameter)]
         if is_low(parameter.dtype) and optimizer.low_precision == "master":
             kept.append({"rest": KeptSlot(Type(parameter.shape, np.dtype(np.float32)))})
-        kept.append(slots_of(optimizer, parameter, optimizer.slot_dtype))
+        kept.append(self._own_slots(optimizer, parameter))
         kept += [slots_of(r, parameter, None) for r in self._applied(ParameterRule, parameter)]
         names = Names()
         return {
@@ -253,6 +267,13 @@ class Routing:
             for end, kind in how.types.items()
         }
 
+    def _own_slots(self, optimizer: OptimizerRule, parameter: Variable) -> dict[str, KeptSlot]:
+        """The slots that an optimizer keeps for a parameter, by name."""
+        if optimizer.apart is None:
+            return slots_of(optimizer, parameter, optimizer.slot_dtype)
+        own = optimizer.apart.own(optimizer.apart.parameters.index(self.meant(parameter)))
+        return {leaf.name: KeptSlot(leaf.type) for leaf in own}
+
     def _applied(self, kind: type[Rule], parameter: Variable) -> list[Any]:
         """The rules of this kind that are about a parameter, in order."""
         return [rule for rule in self.rules(kind) if self.applies(rule, parameter)]
@@ -260,6 +281,18 @@ class Routing:
     def rules(self, kind: type[Rule]) -> list[Any]:
         """The gradient rules or the parameter rules of all routes, each once, in an order that suits all."""
         return in_order([[r for r in route.optimizer.rules if isinstance(r, kind)] for route in self.routes])
+
+
+def _told(routes: Mapping[str, Route], program: Program) -> dict[str, Route]:
+    """The routes, their optimizers told which parameters of a Program are theirs."""
+    chosen = {p.name for p, _ in program.gradients} or {p.name for p in program.parameters}
+    trained = [p for p in program.parameters if p.name in chosen]
+    told: dict[Route, Route] = {}
+    for route in dict.fromkeys(routes.values()):
+        mine = [p for p in trained if routes[p.name] is route]
+        known = route.optimizer if route.frozen or not mine else route.optimizer.told(mine, program.signature)
+        told[route] = route if known is route.optimizer else replace(route, optimizer=known)
+    return {name: told[route] for name, route in routes.items()}
 
 
 def _grouped(groups: Sequence[Group], parameters: Sequence[Variable]) -> dict[str, Group]:

@@ -124,10 +124,10 @@ class UpdatePlan:
 def plan_update(program: Program, optimizer: OptimizerRule) -> UpdatePlan:
     """The plan of an optimizer for the parameters of a Program; see ``Optimizer.plan``."""
     expect_program(program, "plan")
-    routing = Routing.of(optimizer, program.parameters)
+    routing = Routing.of(optimizer, program.parameters, program)
     trained = [p for p, _ in program.gradients] or list(program.parameters)
     return UpdatePlan(
-        type(optimizer).__name__,
+        optimizer.title,
         program.name,
         tuple(_destination(p, routing, p in trained) for p in program.parameters),
         tuple(_order(routing, [p for p in trained if not routing[p].frozen])),

@@ -26,6 +26,7 @@ from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule, RuleBeside
 from onward.derive.update.act import Act, Hyperparameters, Shared, Slot
 from onward.derive.update.draft import SlotPlace, UpdateDraft, update_op
+from onward.derive.update.follow import follow
 from onward.derive.update.groups import OptimizerRule, Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
 from onward.derive.update.loss import LossFunction
@@ -119,7 +120,9 @@ def updated(
         )
     if any(p in program.next_state for p, _ in program.gradients):
         raise GraphError(f"Program {program.name!r} updates its parameters already; minimize it only once.")
-    update = Update(program, optimizer, routing or Routing.of(optimizer, program.parameters), sharing)
+    update = Update(
+        program, optimizer, routing or Routing.of(optimizer, program.parameters, program), sharing
+    )
     if accumulation_of(program) is not None:
         _expect_gradients_only(update.routing.all_rules())
     if stand_ins and not stand_ins.last:
@@ -246,6 +249,9 @@ class Update:
     def update(self, route: Route) -> None:
         """The update ops of one optimizer."""
         mine = [t for t in self.trained if self.routing[t.parameter] is route]
+        if route.optimizer.apart is not None:
+            follow(self, route, route.optimizer.apart, mine)
+            return
         for members in _together(route.optimizer, mine):
             columns = {
                 "parameter": [t.value for t in members],
@@ -272,15 +278,19 @@ class Update:
         columns: Mapping[str, Sequence[Variable]],
     ) -> None:
         """An op that makes what becomes of parameters."""
-        types = []
-        for t in members:
-            t.ops -= 1
-            name = f"{rule.name}({t.place.name})" if t.ops else f"next({t.place.name})"
-            dtype = jnp.promote_types(t.value.dtype, np.float32) if t.ops else t.place.dtype
-            types.append(Variable(name, t.place.shape, np.dtype(dtype)))
-        for t, v in zip(
-            members, self.act(number, rule, members, columns, types, Kind.ACTIVATION), strict=True
-        ):
+        types = [self.following(rule, t) for t in members]
+        self.becomes(members, self.act(number, rule, members, columns, types, Kind.ACTIVATION))
+
+    def following(self, rule: Rule, t: Trained) -> Variable:
+        """The name and type of what the next op makes of a parameter."""
+        t.ops -= 1
+        name = f"{rule.name}({t.place.name})" if t.ops else f"next({t.place.name})"
+        dtype = jnp.promote_types(t.value.dtype, np.float32) if t.ops else t.place.dtype
+        return Variable(name, t.place.shape, np.dtype(dtype))
+
+    def becomes(self, members: Sequence[Trained], made: Sequence[Variable]) -> None:
+        """Note what ops made of parameters, as their next values where nothing is still to come."""
+        for t, v in zip(members, made, strict=True):
             t.updated = v
             if not t.ops:
                 self.draft.next_state[t.place] = v

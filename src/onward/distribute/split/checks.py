@@ -47,9 +47,15 @@ def check_lazy(tables: Sequence[Variable], routing: Routing, guarding: Guarding 
         optimizer = routing[table].optimizer
         if not is_by_number(optimizer):
             raise GraphError(
-                f"split: lazy updates look at single rows, and {type(optimizer).__name__} looks at each "
+                f"split: lazy updates look at single rows, and {optimizer.title} looks at each "
                 "parameter as a whole. Leave lazy= out, or take an optimizer that looks at each number by "
                 "itself."
+            )
+        if optimizer.apart is not None:
+            raise GraphError(
+                f"split: lazy updates of {table.name!r} run the rule on the rows that were sent, and "
+                f"{optimizer.title} was traced for the whole table. Leave lazy= out (the table still travels "
+                "by rows), or take an optimizer of Onward, such as Adagrad(0.1)."
             )
         acting = [r for r in optimizer.rules if routing.applies(r, table)]
         if acting or is_low(table.dtype):
@@ -123,7 +129,7 @@ def check_rules(routing: Routing, servers: int) -> None:
                 ", or give it sums and update_share (GradientRule)" if isinstance(rule, GradientRule) else ""
             )
             raise GraphError(
-                f"{type(rule).__name__} looks at all parameters at once, and {servers} servers have a part "
+                f"{rule.title} looks at all parameters at once, and {servers} servers have a part "
                 f"of them each. Take one server, or one that looks at each parameter by itself{how}."
             )
 

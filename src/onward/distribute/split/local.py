@@ -39,7 +39,7 @@ def split_local(program: Program, servers: int, trainers: int, outer: Optimizer)
     """
     base, local = _differences(program)
     trained = [p for p, _ in base.gradients]
-    routing = Routing.of(outer, trained)
+    routing = Routing.of(outer, trained, base)
     check_rules(routing, servers)
     return check_landing(
         Split(

@@ -83,7 +83,7 @@ def balanced(
     if len(parameters) < servers:
         raise GraphError(
             f"There are {len(parameters)} parameters for {servers} servers, and "
-            f"{type(wide[0]).__name__} looks at each as a whole. Take at most {len(parameters)} servers."
+            f"{wide[0].title} looks at each as a whole. Take at most {len(parameters)} servers."
         )
     owned: list[list[Shard]] = [[] for _ in range(servers)]
     loads = [0] * servers

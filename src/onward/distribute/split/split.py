@@ -171,7 +171,7 @@ class Split:
     @cached_property
     def routing(self) -> Routing:
         """Which optimizer updates which parameter."""
-        return Routing.of(self.optimizer, self.source.parameters)
+        return Routing.of(self.optimizer, self.source.parameters, self.source)
 
     @cached_property
     def across(self) -> tuple[Across, ...]:
@@ -317,7 +317,7 @@ def split(
     whole = recipe_of(program, "without its update", "Build it with optimizer.minimize")
     recipe = whole.without(accumulated).without(watched)
     optimizer = optimizer_before_guards(program, recipe)
-    routing = Routing.of(optimizer, program.parameters)
+    routing = Routing.of(optimizer, program.parameters, program)
     check_rules(routing, servers)
     check_between(program, recipe, trainers)
     trained = [p.name for p, _ in program.gradients]

@@ -1,0 +1,169 @@
+"""The ops of an update that was taken apart: one for each parameter, or one for all.
+
+What all parameters share, such as a count, is replaced by an op of its own, which looks at no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from onward.core.errors import GraphError
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.marks import ADVANCE
+from onward.core.program import Variable
+from onward.core.words import Kind, UpdateType
+from onward.derive.update.apart import Apart, StateArray
+from onward.derive.update.draft import update_op
+from onward.derive.update.groups import Route
+
+if TYPE_CHECKING:
+    from onward.derive.update.update import Trained, Update
+
+Slots = Mapping[StateArray, Variable]
+
+
+def follow(update: Update, route: Route, apart: Apart, members: Sequence[Trained]) -> None:
+    """Add the ops and the state of one optimizer for the parameters that are here."""
+    if apart.type is UpdateType.ACROSS and not members:
+        return
+    at = {name: i for i, name in enumerate(apart.parameters)}
+    work = _OneAtWork(update, route, apart, {at[update.routing.meant(t.parameter)]: t for t in members})
+    if apart.type is UpdateType.ACROSS:
+        work.update_all()
+        return
+    if apart.advancing:
+        work.advance()
+    for i in work.members:
+        work.update_one(i)
+
+
+class _OneAtWork:
+    """An update at work: the state that it reads, and what each position of its Body is here."""
+
+    def __init__(self, update: Update, route: Route, apart: Apart, members: Mapping[int, Trained]) -> None:
+        self.pass_, self.draft = update, update.draft
+        self.route, self.apart, self.members = route, apart, members
+        if apart.type is UpdateType.ACROSS and len(members) < len(apart.parameters):
+            missing = next(name for i, name in enumerate(apart.parameters) if i not in members)
+            raise GraphError(
+                f"{route.optimizer.name} looks at all its parameters at once, and {missing!r} is not here. "
+                "Keep all of them together."
+            )
+        self.env: dict[int, Variable] = {}
+        for leaf in apart.shared:
+            self.env[apart.at_leaf(leaf)] = self._shared(leaf)
+        for i, t in members.items():
+            self.env[i], self.env[apart.at_parameter(i)] = t.gradient, t.value
+            self.env.update(zip(map(apart.at_leaf, apart.own(i)), self._kept(i, t), strict=True))
+        known = {leaf.name: self.env[apart.at_leaf(leaf)] for leaf in apart.shared if leaf.changeable}
+        update.values[route] = {**update.values[route], **known}
+
+    def advance(self) -> None:
+        """The op that replaces the state that all parameters share."""
+        body, taken = self.apart.advances()
+        made = self._following(self.apart.advancing)
+        self._append(ADVANCE, taken, made, body, UpdateType.BOOKKEEPING)
+
+    def update_one(self, parameter: int) -> None:
+        """The op that updates one parameter and its state."""
+        t = self.members[parameter]
+        body, taken = self.apart.updates(parameter, t.place.shape)
+        made = [self._made(t)]
+        following = self._following(self.apart.own(parameter))
+        self._append(self.route.optimizer.name, taken, [*made, *following], body, self.apart.type)
+        self.pass_.becomes([t], made)
+
+    def update_all(self) -> None:
+        """The op that updates all parameters and all of the state."""
+        members = [self.members[i] for i in range(len(self.apart.parameters))]
+        count = len(members)
+        leaves = [*(leaf for i in range(count) for leaf in self.apart.own(i)), *self.apart.advancing]
+        body, taken = self.apart.run.restricted([*range(count), *(count + leaf.number for leaf in leaves)])
+        made = list(map(self._made, members))
+        following = self._following(leaves)
+        self._append(self.route.optimizer.name, taken, [*made, *following], body, UpdateType.ACROSS)
+        self.pass_.becomes(members, made)
+
+    def _made(self, t: Trained) -> Variable:
+        """The Variable that the op makes of a parameter."""
+        v = self.pass_.following(self.route.optimizer, t)
+        return replace(v, name=self.draft.names.new(v.name))
+
+    def _append(
+        self, kind: str, taken: Sequence[int], outputs: Sequence[Variable], body: Body, update: UpdateType
+    ) -> None:
+        """Add an op, whose Body is shared with those that compute the same."""
+        inputs = [self.env[i] for i in taken]
+        gradients = [i for i, position in enumerate(taken) if position < len(self.apart.parameters)]
+        fitted = _fitted(body, inputs, outputs, gradients)
+        key = kind, fitted.signature
+        known, _ = self.draft.bodies.setdefault(key, (fitted, ()))
+        self.draft.ops.append(update_op(kind, tuple(inputs), tuple(outputs), known, update))
+
+    def _following(self, leaves: Sequence[StateArray]) -> list[Variable]:
+        """The Variables that replace some of the state."""
+        made = []
+        for old in (self.env[self.apart.at_leaf(leaf)] for leaf in leaves):
+            made.append(Variable(self.draft.names.new(f"next({old.name})"), old.shape, old.dtype))
+            self.draft.next_state[old] = made[-1]
+        return made
+
+    def _shared(self, leaf: StateArray) -> Variable:
+        """A state Variable that belongs to no parameter."""
+        body, taken = self.apart.begin.restricted([leaf.number])
+        read = [self.members[i].parameter for i in taken]
+        across = self.apart.type is UpdateType.ACROSS
+        placement = {"placement": self.pass_.placement} if across else {}
+        name = f"{self.route.name}/{leaf.name}" if self.route.name else leaf.name
+        v = Variable(self.draft.names.new(name), leaf.type.shape, leaf.type.dtype, Kind.STATE, **placement)
+        self.draft.state.append(v)
+        fitted = _fitted(body, read, [v], ())
+        kind = "init" if read else "constant"
+        self.draft.initializers.append(update_op(kind, tuple(read), (v,), fitted))
+        if leaf.changeable:
+            self.draft.numbers.append(v)
+        return v
+
+    def _kept(self, parameter: int, t: Trained) -> list[Variable]:
+        """The state Variables of one parameter."""
+        own = self.apart.own(parameter)
+        body, taken = self.apart.begins(parameter, self.apart.types[parameter].shape)
+        whole = self.apart.types[parameter].shape
+
+        def first(p: Any) -> list[Any]:
+            laid, _ = self.apart.begins(parameter, p.shape)
+            made: list[Any] = laid(*([p.astype(self.apart.types[parameter].dtype)] if taken else []))
+            return made
+
+        types = {
+            leaf.name: leaf.type if leaf.type.shape != whole else leaf.type.update(shape=t.place.shape)
+            for leaf in own
+        }
+        owner = ("apart", body.signature, tuple(types))
+        return self.draft.keep(t.parameter, owner, types, first, self.pass_.place(t))
+
+
+def _fitted(
+    body: Body, inputs: Sequence[Variable], outputs: Sequence[Variable], gradients: Sequence[int]
+) -> Body:
+    """The Body for Variables of other dtypes; a complex gradient is given as the direction uphill."""
+    turned = [i for i in gradients if jnp.issubdtype(inputs[i].dtype, jnp.complexfloating)]
+    dtypes = [v.dtype for v in inputs], [v.dtype for v in outputs]
+    if not turned and dtypes == ([t.dtype for t in body.in_types], [t.dtype for t in body.out_types]):
+        return body
+
+    def run(*values: Any) -> list[Any]:
+        given = [x.conj() if i in turned else x for i, x in enumerate(values)]
+        made = body(*_cast(given, [t.dtype for t in body.in_types]))
+        return _cast(made, dtypes[1])
+
+    return body_of(run, *(v.aval for v in inputs))
+
+
+def _cast(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    arrays = map(jnp.asarray, values)
+    return [x if x.dtype == d else x.astype(d) for x, d in zip(arrays, dtypes, strict=True)]
