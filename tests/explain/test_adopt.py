@@ -363,6 +363,21 @@ def test_an_update_that_reads_the_loss_is_refused_on_devices():
         ow.replicate(program, 2)
 
 
+def test_what_the_loss_decides_is_decided_once_for_all_micro_batches():
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(accumulation_size=2))
+
+    def step(w, opt_state, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        updates, opt_state = optimizer.update(grad, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state, {"loss": loss, "perplexity": jnp.exp(loss)}
+
+    given = jnp.ones(4), optimizer.init(jnp.ones(4))
+    compiled = ow.compile(ow.accumulate(ow.adopt(step, *given, X), 2))
+    state, _ = compiled(compiled.init(given), X)
+    for mine, theirs in zip(numbers(state.parameters), numbers(step(*given, X)[:2]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
 def test_modules_that_are_changed_in_place():
     model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

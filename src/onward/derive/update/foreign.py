@@ -99,7 +99,8 @@ def _zeros(builder: Builder, v: Variable) -> Variable:
 
 def _expect_shared(program: Program, update: ForeignUpdate, env: Mapping[Variable, Variable]) -> None:
     """Raise ``GraphError`` for an update that reads what differs from device to device."""
-    if current_axis() is None:
+    replicas = current_axis()
+    if replicas is None or replicas.count == 1:
         return
     equal = equal_variables(program)
     made = {v for op in program.ops if op.made_by is Pass.FORWARD for v in op.outputs} | {*program.inputs}

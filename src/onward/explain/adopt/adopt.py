@@ -83,8 +83,8 @@ def adopt(
         0.141
     """
     told = None if carried is None else listed(carried)
+    expect_function(step, "adopt")
     if not args and not kwargs:
-        expect_function(step)
         return called_as_before(step, lambda args, kwargs: _adopted(step, args, kwargs, told))
     return _adopted(step, args, kwargs, told)[1]
 

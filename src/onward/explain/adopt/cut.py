@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,22 +103,25 @@ class _Cutting:
     def _parts(self, ops: Sequence[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
         """The ops of the forward pass, which make the loss, or something of data and random keys; the others.
 
-        What follows from a gradient updates, and so does what the numbers of the state decide, as schedules.
+        What follows from a gradient updates, and so does what the numbers of the state decide, as schedules,
+        and what the loss itself changes of the state: it is that of the whole batch.
         """
-        behind, needed = set(self.gradients), {self.loss}
+        behind, told, needed = set(self.gradients), {self.loss}, {self.loss}
+        carried = _needed_for(ops, self.following.values())
         moved = {v for v in self.given.data(self.places) if v.shape}
         moved |= {v for v in self.given.state(self.places) if is_key(v)}
         for op in ops:
-            if not behind.isdisjoint(op.inputs):
+            if not told.isdisjoint(op.inputs):
+                told.update(op.outputs)
+            if not behind.isdisjoint(op.inputs) or not (
+                told.isdisjoint(op.outputs) or carried.isdisjoint(op.outputs)
+            ):
                 behind.update(op.outputs)
             elif not moved.isdisjoint(op.inputs):
                 moved.update(op.outputs)
                 needed.update(op.outputs)
-        forward = set()
-        for op in reversed(ops):
-            if not needed.isdisjoint(op.outputs):
-                needed.update(op.inputs)
-                forward.add(op)
+        needed = _needed_for(ops, needed)
+        forward = {op for op in ops if not needed.isdisjoint(op.outputs)}
         return tuple(op for op in ops if op in forward), tuple(op for op in ops if op not in forward)
 
     def cut(self) -> Cut:
@@ -136,7 +139,7 @@ class _Cutting:
         return Cut(forward, self._update(forward, new), tuple(names), self.found.asks_training)
 
     def _forward(self) -> Program:
-        made = {v for op in self.forward for v in op.outputs}
+        made = [v for op in self.forward for v in op.outputs]  # in order, by which other traces are matched
         read = {v for op in self.update for v in op.inputs} | set(self.following.values())
         results = (v for v in self.result.variables if v not in self.later)
         known = [Static(None) if leaf in self.later else leaf for leaf in self.result.leaves]
@@ -175,6 +178,15 @@ class _Cutting:
             next_state={old.name: renewed(v) for old, v in self.following.items() if v in self.later},
             result=self.result.mapped(renewed),
         )
+
+
+def _needed_for(ops: Sequence[Op], targets: Iterable[Variable]) -> set[Variable]:
+    """The Variables that these depend on, themselves included."""
+    needed = set(targets)
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+    return needed
 
 
 def _within(leaves: Sequence[Variable | Static], part: TreePart) -> TreePart:

@@ -123,15 +123,18 @@ def _taken_apart(original: Callable[..., Any], has_value: bool) -> Callable[...,
     """``jax.grad`` or ``jax.value_and_grad`` for a step that is traced."""
 
     @wraps(original)
-    def transform(fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **others: Any) -> Any:
-        plain = original(fun, argnums, has_aux, **others)
+    def transform(
+        fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, *rest: Any, **others: Any
+    ) -> Any:
+        plain = original(fun, argnums, has_aux, *rest, **others)
         if _calls.get() is None:
             return plain
 
         @wraps(plain)
         def differentiated(*args: Any, **kwargs: Any) -> Any:
             current = _calls.get()
-            if current is None or any(others.values()) or current[1] != trace_in_progress():
+            special = any(rest) or any(others.values())
+            if current is None or special or current[1] != trace_in_progress():
                 return plain(*args, **kwargs)
             return current[0].called(_Options(fun, argnums, has_aux, has_value), args, kwargs)
 

@@ -92,11 +92,11 @@ class CalledStep:
         return [found.get(keys) for keys, leaf in self.graph.state.places if isinstance(leaf, Leaf)]
 
 
-def expect_function(step: Any) -> None:
+def expect_function(step: Any, what: str = "inspect") -> None:
     """Raise ``ArgumentError`` for what is no function."""
     if not callable(step):
         raise ArgumentError(
-            f"inspect was given {describe(step)} in place of a function. Write inspect(train_step, *args), "
+            f"{what} was given {describe(step)} in place of a function. Write {what}(train_step, *args), "
             "with the arguments that train_step is called with, or their shapes."
         )
 
