@@ -138,7 +138,7 @@ def with_equinox():
 
 def with_haiku():
     """A random key that is split and carried on, once for each micro-batch; ``optax.MultiSteps``."""
-    network = hk.transform(lambda x: hk.nets.MLP([4, 1])(x))
+    network = hk.transform(lambda x: hk.nets.MLP([1])(x))
     params, optimizer = network.init(KEY, X), optax.MultiSteps(optax.adam(1e-2), 2)
 
     @jax.jit
@@ -215,7 +215,9 @@ def test_devices_and_micro_batches_train_as_one(name):
     program = adopted(name)
     if name not in ("with_flax", "with_haiku"):  # statistics and keys go from micro-batch to micro-batch
         program = ow.accumulate(program, 2)
-    expect_equal(ow.guard(ow.watch(ow.replicate(program, 2), gradients=True, every=1)), name)
+    if name == "with_optax":
+        program = ow.watch(program, gradients=True, every=1)
+    expect_equal(ow.guard(ow.replicate(program, 2)), name)
 
 
 @pytest.mark.parametrize(

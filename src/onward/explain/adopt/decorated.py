@@ -57,11 +57,11 @@ def called_as_before(step: Callable[..., Any], adopting: Adopting) -> Callable[.
 
 
 def _is_no_number(value: Any) -> bool:
-    return _is_array(value) and not isinstance(value, bool | int | float | complex)
+    return not isinstance(value, bool | int | float | complex) and _is_array(value)
 
 
 def _is_array(value: Any) -> bool:
-    return type_of(value) is not None
+    return isinstance(value, jax.Array) or type_of(value) is not None
 
 
 def _expect_no_modules(arguments: Sequence[Any]) -> None:
