@@ -102,7 +102,9 @@ TOPICS = {
         ),
     ),
     "execute-session": Topic("Sessions", ("fit.session", "fit.scope")),
-    "explain-pictures": Topic("Draw, diff, inspect", ("explain.draw", "explain.diff", "explain.inspect")),
+    "explain-pictures": Topic(
+        "Draw, diff, inspect, adopt", ("explain.draw", "explain.diff", "explain.inspect", "explain.adopt")
+    ),
     "explain-cost": Topic("Cost, memory, time", ("explain.summary", "explain.memory", "explain.profile")),
     "explain-watch": Topic("Watched numbers, faults", ("explain.watched", "explain.find_nonfinite")),
     "serve-export": Topic("Export", ("serve.export",)),

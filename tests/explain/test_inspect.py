@@ -644,6 +644,16 @@ def test_what_does_not_come_back_is_not_carried():
         inspect(step, *args, carried=("w", "x"))
 
 
+def test_a_key_is_carried_though_nothing_draws_with_what_was_split_off():
+    def step(w, key, x):
+        key, _ = jax.random.split(key)
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - grads, key
+
+    program = inspect(step, jnp.ones(3), jax.random.key(0), X)
+    assert [v.name for v in program.state] == ["w", "key"]
+
+
 def test_an_update_of_all_gradients_end_to_end():
     optimizer = optax.flatten(optax.adam(1e-2))
 

@@ -34,6 +34,7 @@ from onward.core.words import Pass, Placement
 from onward.derive.accumulation.accumulate import accumulation_of, expect_devices
 from onward.derive.backward import append_backward
 from onward.derive.batch import WEIGHT, batch_names, data_types
+from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.update import append_update
 from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
 from onward.distribute.share import Share, weighed_by
@@ -151,11 +152,23 @@ def _expect_no_mesh(program: Program) -> None:
             )
 
 
+def _expect_update_of_ours(program: Program, recipe: Recipe, merge: Merge) -> None:
+    """Raise ``GraphError`` for a strategy that makes the update itself, where that is someone else's."""
+    if type(merge).update is not Merge.update and recipe.of(append_foreign_update):
+        raise GraphError(
+            f"{type(merge).__name__} makes the update itself, for which it has to know the optimizer's rule, "
+            f"and that of {program.name!r} was adopted from another library. Merge with a strategy for "
+            "gradients, such as Average() or Bucketed(), or take an optimizer of Onward: "
+            "optimizer.minimize(loss, ...)."
+        )
+
+
 def _laid_out(
     program: Program, recipe: Recipe, replicas: Replicas, merge: Merge, split: tuple[str, ...]
 ) -> Program:
     group = Devices(replicas.name, replicas.count)
     _expect_no_mesh(program)
+    _expect_update_of_ours(program, recipe, merge)
     _expect_one_batch(program, [program[name] for name in split], replicas)
     with along(replicas):
         local, share = _forward(program, recipe, replicas, merge, split)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from onward.core.errors import GraphError, RecipeError
 from onward.core.marks import KEEP
 from onward.core.program import Op, Program, Variable
@@ -111,9 +113,9 @@ def expect_same_graph(whole: LoopCut, part: LoopCut) -> None:
         )
 
 
-def expect_no_data_in_updates(cut: LoopCut) -> None:
+def expect_no_data_in_updates(cut: LoopCut, split: Collection[str]) -> None:
     """Raise ``GraphError`` for an update that evaluates the loss again, on the batch itself."""
-    data = set(cut.program.inputs)
+    data = {v for v in cut.program.inputs if v.name in split}
     for op in cut.outside:
         if op.made_by is Pass.UPDATE and (read := [v for v in op.inputs if v in data]):
             raise GraphError(

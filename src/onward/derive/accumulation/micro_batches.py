@@ -95,7 +95,7 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
     """
     whole, part = LoopCut(program), LoopCut(micro)
     expect_same_graph(whole, part)
-    expect_no_data_in_updates(whole)
+    expect_no_data_in_updates(whole, how.split)
     plan = _LoopPlan(whole, part, how)
     op = plan.op()
     ops = (*whole.before, op, *whole.after)

@@ -25,11 +25,13 @@ from onward.derive.backward import append_backward
 from onward.derive.guard import guard
 from onward.derive.mixed.loss_scale import adjust_scale, scale_loss
 from onward.derive.mixed.roles import Lowering, kept_ops
+from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.groups import Routing
 from onward.derive.update.precision import dtype_word
 from onward.derive.update.update import append_update, optimizer_of
 
 _DTYPES = ("bfloat16", "float16")
+_UPDATES = (append_update, append_foreign_update)
 
 
 def mixed_precision(
@@ -144,7 +146,7 @@ def _after(step: Applied, scaling: _Scaling | None) -> tuple[Applied, ...]:
     """The transforms that loss scaling adds after a transform of the recipe."""
     if scaling is not None and step.function is append_backward:
         return (Applied(scale_loss, (scaling.scale,), {}, step.phase),)
-    if scaling is not None and step.function is append_update:
+    if scaling is not None and step.function in _UPDATES:
         return (Applied(adjust_scale, (scaling.growth_every, scaling.factor), {}, step.phase),)
     return ()
 
@@ -152,7 +154,7 @@ def _after(step: Applied, scaling: _Scaling | None) -> tuple[Applied, ...]:
 def _expect_updates(program: Program, recipe: Recipe) -> None:
     """Raise ``GraphError`` unless the loss of a Program can be scaled: to train it has to be minimized."""
     made = [step.function for step in recipe.steps]
-    if recipe.origin.training and not {append_backward, append_update}.issubset(made):
+    if recipe.origin.training and not (append_backward in made and any(f in _UPDATES for f in made)):
         raise GraphError(
             f"Program {program.name!r} is not minimized, and in float16 its gradients would be 0 where they "
             'are small. Minimize first: mixed_precision(optimizer.minimize(loss, ...), "float16"); or take '

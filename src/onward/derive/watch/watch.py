@@ -130,7 +130,7 @@ def watched(program: Program, how: Watch, values: tuple[str, ...]) -> Program:
     if step is None and how.every > 1:
         raise GraphError(
             f"Program {program.name!r} has no step counter, so watch cannot tell every {how.every}th step. "
-            "Minimize first: watch(optimizer.minimize(loss, ...)); or watch each step: every=1."
+            "Watch each step, every=1; or minimize first: watch(optimizer.minimize(loss, ...))."
         )
     return with_looks(program, how, step)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -12,14 +12,15 @@ from onward.core.errors import ArgumentError, nearest
 from onward.core.jaxprs.body import Body, read_jaxpr
 from onward.core.jaxprs.devices import on_devices
 from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.reading import Reading
 from onward.core.names import Names
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.structure import Signature, Static, Structure
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement
 from onward.define.arguments import Leaf, Specification
 from onward.explain.inspect.call import CalledStep
-from onward.explain.inspect.carried import carried, expect_carried, expect_sure, next_values, without
+from onward.explain.inspect.carried import Pair, carried, expect_carried, expect_sure, next_values, without
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.parts import TreePart, parts_of
 from onward.explain.inspect.passes import with_passes
@@ -54,46 +55,62 @@ def assemble(
     spread = None if devices is SpreadStep.WHOLE else on_devices(found.closed)
     closed = found.closed if spread is None else spread.closed
     types = Body(closed).in_types
-    placements = [Placement.REPLICATED] * len(types) if spread is None else spread.given
-    given = _Given.of(call, names, types, placements)
+    given = Given.of(call, names, types, None if spread is None else spread.given)
     reading = read_jaxpr(closed, given.variables, names, apart=True)
     ops = facing(with_passes(reading.ops, reading.under))
-    returned = Structure(found.treedef, _leaves(found, reading.outputs))
-    differentiated = {
-        v for op, marks in zip(ops, reading.under, strict=True) if "jvp" in marks for v in op.outputs
-    }
-    flow = Provenance(ops, given.variables, differentiated)
-    arguments, known = [*given.parts()], given.named(told, call)
-    pairs = carried(arguments, [*parts_of(returned, None)], flow, known)
-    if known is None:
-        expect_sure(pairs, arguments, flow, call.title, call.names)
-    else:
-        expect_carried(pairs, known, call.title)
+    returned = Structure(found.treedef, leaves_of(found, reading.outputs))
+    pairs = _pairs(call, given, returned, _provenance(ops, reading, given), told)
+    following = {**next_values(pairs), **in_place(given.modules, found, reading.outputs)}
     result = without(returned, pairs)
-    following = {**next_values(pairs), **_in_place(given.modules, found, reading.outputs)}
-    state_places = {argument.place for _, argument in pairs}
-    state = [v for i, s in given.plain.items() if i in state_places for v in s.variables]
-    state += given.modules
-    inputs = [v for i, s in given.plain.items() if i not in state_places for v in s.variables]
     outputs = tuple(dict.fromkeys(result.variables))
+    places = {argument.place for _, argument in pairs}
     program = Program(
         name=call.title,
-        inputs=tuple(inputs),
-        state=tuple(state),
+        inputs=given.data(places),
+        state=given.state(places),
         constants=reading.constants,
         ops=ops,
         outputs=outputs,
         next_state=following,
         gradients=gradients_of(ops, following),
         loss=loss_among(ops, outputs),
-        signature=_signature(call, given, state_places, result),
+        signature=signature_of(call, given, places, result),
         replicas=None if spread is None else spread.replicas,
     )
     return _named(program, names, devices is SpreadStep.COPIES)
 
 
+def _provenance(ops: Sequence[Op], reading: Reading, given: Given) -> Provenance:
+    marked = zip(ops, reading.under, strict=True)
+    differentiated = {v for op, marks in marked if "jvp" in marks for v in op.outputs}
+    return Provenance(ops, given.variables, differentiated)
+
+
+def carried_on(call: CalledStep, found: TracedStep, told: Sequence[str] | None) -> list[Pair]:
+    """The results of a step that no devices share, with the arguments that they replace."""
+    names = Names()
+    given = Given.of(call, names, Body(found.closed).in_types)
+    reading = read_jaxpr(found.closed, given.variables, names, apart=True)
+    ops = with_passes(reading.ops, reading.under)
+    returned = Structure(found.treedef, leaves_of(found, reading.outputs))
+    return _pairs(call, given, returned, _provenance(ops, reading, given), told)
+
+
+def _pairs(
+    call: CalledStep, given: Given, returned: Structure, flow: Provenance, told: Sequence[str] | None
+) -> list[Pair]:
+    """The results with the arguments that they replace, or an error that asks."""
+    arguments, known = [*given.parts()], given.named(told, call)
+    pairs = carried(arguments, [*parts_of(returned, None)], flow, known)
+    if known is None:
+        expect_sure(pairs, arguments, flow, call.title, call.names)
+    else:
+        expect_carried(pairs, known, call.title)
+    return pairs
+
+
 @dataclass(frozen=True, eq=False)
-class _Given:
+class Given:
     """The Variables that go in: those of plain arguments by their place, and those of modules."""
 
     plain: Mapping[int, Structure]
@@ -101,8 +118,14 @@ class _Given:
 
     @classmethod
     def of(
-        cls, call: CalledStep, names: Names, types: Sequence[Type], placements: Sequence[Placement]
-    ) -> _Given:
+        cls,
+        call: CalledStep,
+        names: Names,
+        types: Sequence[Type],
+        placements: Sequence[Placement] | None = None,
+    ) -> Given:
+        """The Variables of a call, named after its arguments and the places in them."""
+        placements = placements or [Placement.REPLICATED] * len(types)
         variables = [
             Variable(names.new(name), tuple(t.shape), t.dtype, Kind.DATA, placement)
             for (name, _), t, placement in zip(call.leaves, types, placements, strict=True)
@@ -113,7 +136,16 @@ class _Given:
 
     @property
     def variables(self) -> tuple[Variable, ...]:
+        """All of them, in the order in which they go in."""
         return (*(v for s in self.plain.values() for v in s.variables), *self.modules)
+
+    def state(self, places: Collection[int]) -> tuple[Variable, ...]:
+        """Those of the plain arguments in these places, and all of modules."""
+        return (*(v for i, s in self.plain.items() if i in places for v in s.variables), *self.modules)
+
+    def data(self, places: Collection[int]) -> tuple[Variable, ...]:
+        """Those of the other plain arguments."""
+        return tuple(v for i, s in self.plain.items() if i not in places for v in s.variables)
 
     def named(self, told: Sequence[str] | None, call: CalledStep) -> list[Variable] | None:
         """The Variables of the arguments of these names, or below these places in them."""
@@ -146,13 +178,13 @@ def _structure(specification: Specification, variables: Sequence[Variable]) -> S
     return Structure(specification.treedef, leaves)
 
 
-def _leaves(found: TracedStep, outputs: Sequence[Variable]) -> tuple[Variable | Static, ...]:
+def leaves_of(found: TracedStep, outputs: Sequence[Variable]) -> tuple[Variable | Static, ...]:
     """The leaves of the step's result: a Variable for every array, and the static values of the others."""
     supply = iter(outputs)
     return tuple(next(supply) if static is None else static for static in found.statics)
 
 
-def _in_place(
+def in_place(
     modules: Sequence[Variable], found: TracedStep, outputs: Sequence[Variable]
 ) -> dict[Variable, Variable]:
     """Map each array of a module that a step changes in place to the Variable that replaces it."""
@@ -163,7 +195,9 @@ def _in_place(
     }
 
 
-def _signature(call: CalledStep, given: _Given, state_places: set[int], result: Structure) -> Signature:
+def signature_of(
+    call: CalledStep, given: Given, state_places: Collection[int], result: Structure
+) -> Signature:
     """How a compiled Program is begun, with the arguments that are state, and fed, with the others."""
     state = [(call.names[i], given.plain[i]) for i in sorted(state_places)]
     if call.graph is not None:

@@ -92,17 +92,22 @@ class CalledStep:
         return [found.get(keys) for keys, leaf in self.graph.state.places if isinstance(leaf, Leaf)]
 
 
-def call_of(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledStep:
-    """The call of a step; raises ``ArgumentError`` for what is no function, or does not take that."""
+def expect_function(step: Any, what: str = "inspect") -> None:
+    """Raise ``ArgumentError`` for what is no function."""
     if not callable(step):
         raise ArgumentError(
-            f"inspect was given {describe(step)} in place of a function. Write inspect(train_step, *args), "
+            f"{what} was given {describe(step)} in place of a function. Write {what}(train_step, *args), "
             "with the arguments that train_step is called with, or their shapes."
         )
+
+
+def call_of(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledStep:
+    """The call of a step; raises ``ArgumentError`` for what is no function, or does not take that."""
+    expect_function(step)
     title = _title(step)
     names = _names(step, title, args, kwargs)
     values = (*args, *kwargs.values())
-    modules = [i for i, value in enumerate(values) if _holds_modules(value)]
+    modules = [i for i, value in enumerate(values) if holds_modules(value)]
     count, keywords = len(args), tuple(kwargs)
 
     def rebuild(all_of_them: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -190,7 +195,7 @@ def _names(step: Any, title: str, args: tuple[Any, ...], kwargs: Mapping[str, An
     return [*names[: len(args)], *kwargs]
 
 
-def _holds_modules(value: Any) -> bool:
+def holds_modules(value: Any) -> bool:
     """Whether there is a module, optimizer or metric of flax.nnx in it, which a step changes in place."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:

@@ -83,8 +83,8 @@ def expect_sure(
             f"{title} returns {_types(new)} as its result number {new.place + 1}, which the forward pass "
             f"makes of its argument {name!r} and which is built as that is. Nothing shows whether it is the "
             "next value, as the hidden state of a recurrent network is, or a result, as a reconstruction of "
-            f"the batch is. Say what is carried on from step to step: carried={[*known, name]} if it is the next "
-            f"value, carried={known} if it is a result."
+            f"the batch is. Say what is carried on from step to step: carried={[*known, name]} if it is the "
+            f"next value, carried={known} if it is a result."
         )
 
 

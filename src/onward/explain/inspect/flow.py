@@ -44,6 +44,8 @@ class Provenance:
         for v in op.outputs:
             self.updated[v] = updated if is_update or row.keeps_order else 0
             self.forward[v] = forward if op.made_by is Pass.FORWARD else 0
+            if v.is_key:  # keys are split wherever it is: what nothing draws with belongs to no pass
+                self.forward[v] = forward | updated
         for old, new in carries_of(op.body) if op.made_by is Pass.BACKWARD else ():
             self.updated[op.outputs[new]] = self.updated.get(op.inputs[old], 0)
 
@@ -61,7 +63,7 @@ class Provenance:
         changed = [(n, o) for n, o in zip(new.variables, old.variables, strict=True) if n is not o]
         if new.is_numbers or not changed or any(self.is_updated(n, o) for n, o in changed):
             return False
-        return any(o in self.looked_at and not _is_key(o) for _, o in changed)
+        return any(o in self.looked_at and not is_key(o) for _, o in changed)
 
     def share(self, new: TreePart, old: TreePart, told: bool = False) -> int:
         """How many arrays of a part the update makes from those of another; -1 if it does not replace it.
@@ -82,7 +84,7 @@ class Provenance:
         if gradients or not any(self.is_kept(n, o) for n, o in changed):
             return -1
         surely = told or not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
-        return 0 if surely or _is_key(old.variables[0]) else -1
+        return 0 if surely or is_key(old.variables[0]) else -1
 
     def reads(self, part: TreePart, other: TreePart) -> bool:
         """Whether a part is computed from what the ops make in another."""
@@ -140,7 +142,7 @@ def _counts_on(row: Primitive) -> bool:
     return chosen or row.keeps_order or row.linear is Linear.TOGETHER
 
 
-def _is_key(v: Variable) -> bool:
+def is_key(v: Variable) -> bool:
     """Whether it is a random key."""
     return bool(jax.numpy.issubdtype(v.dtype, jax.dtypes.prng_key)) or (
         v.dtype == np.uint32 and v.shape == (2,)

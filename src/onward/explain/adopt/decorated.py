@@ -1,0 +1,130 @@
+"""An adopted step as a function that is called as before: the same arguments, the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+
+from onward.core.compiler import compiled_alone
+from onward.core.errors import ArgumentError, TraceError
+from onward.core.lower import lower
+from onward.core.program import Program
+from onward.core.structure import Static
+from onward.define.arguments import type_of
+from onward.execute.tuning import Tuning
+from onward.explain.adopt.step import AdoptedStep
+from onward.explain.inspect.call import holds_modules
+
+Adopting = Callable[[tuple[Any, ...], dict[str, Any]], tuple[AdoptedStep, Program]]
+
+
+def called_as_before(step: Callable[..., Any], adopting: Adopting) -> Callable[..., Any]:
+    """The function that ``adopt`` makes of a step which is not called yet.
+
+    Args:
+        step: the training step.
+        adopting: from its arguments to the adopted step and its Program.
+
+    Raises:
+        ArgumentError: modules of flax.nnx, which a step changes in place.
+    """
+    known: dict[Any, Callable[..., Any]] = {}
+    looked_at: set[Any] = set()
+
+    @wraps(step)
+    def adopted(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        kinds = map(_is_array, leaves) if treedef not in looked_at else map(_is_no_number, leaves)
+        fed = tuple(kinds)
+        fixed = tuple((type(x), x) for x, is_fed in zip(leaves, fed, strict=True) if not is_fed)
+        call = known.get((treedef, fed, fixed))
+        if call is None:
+            _expect_no_modules((*args, *kwargs.values()))
+            donated = _donated(step, args, kwargs, sum(fed))
+            call = known[treedef, fed, fixed] = _Compiled(adopting, leaves, fed, treedef, donated)
+        try:
+            return call(*(x for x, is_fed in zip(leaves, fed, strict=True) if is_fed))
+        except TraceError:
+            if treedef in looked_at or not any(isinstance(x, bool | int | float) for x in leaves):
+                raise
+            looked_at.add(treedef)  # the step looks at a Python number, as at a static argument
+            return adopted(*args, **kwargs)
+
+    return adopted
+
+
+def _is_no_number(value: Any) -> bool:
+    return not isinstance(value, bool | int | float | complex) and _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array) or type_of(value) is not None
+
+
+def _expect_no_modules(arguments: Sequence[Any]) -> None:
+    if any(map(holds_modules, arguments)):
+        raise ArgumentError(
+            "An adopted step was given modules of flax.nnx, which it would change in place. Take the "
+            "Program: adopt(step, model, optimizer, batch), compile it, and begin with "
+            "step.init(nnx.split((model, optimizer))[1])."
+        )
+
+
+def _donated(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[int, ...]:
+    """Which of the arrays a jitted step reuses."""
+    try:
+        told = jax.tree.leaves(step.trace(*args, **kwargs).args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    except (AttributeError, TypeError):
+        return ()
+    return tuple(i for i, info in enumerate(told) if info.donated) if len(told) == count else ()
+
+
+class _Compiled:
+    """The step on the arrays among its arguments alone, compiled once for each of their types."""
+
+    def __init__(
+        self,
+        adopting: Adopting,
+        leaves: Sequence[Any],
+        fed: Sequence[bool],
+        treedef: Any,
+        donated: tuple[int, ...],
+    ) -> None:
+        self.adopting, self.fed, self.treedef = adopting, fed, treedef
+        self.fixed = [None if is_fed else x for x, is_fed in zip(leaves, fed, strict=True)]
+        self.result: tuple[Any, Sequence[Static | None]] = None, ()
+        self.jitted = compiled_alone(self.run, donate_argnums=donated)
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Run it; returns the containers of the step."""
+        supply = iter(self.jitted(*arrays))
+        treedef, statics = self.result
+        leaves = [next(supply) if static is None else static.value for static in statics]
+        return jax.tree.unflatten(treedef, leaves)
+
+    def run(self, *arrays: Any) -> list[Any]:
+        """The arrays that the step returns, by its Program."""
+        supply = iter(arrays)
+        values = [next(supply) if is_fed else x for x, is_fed in zip(self.fixed, self.fed, strict=True)]
+        types = [_type(x) if is_fed else x for x, is_fed in zip(values, self.fed, strict=True)]
+        step, program = self.adopting(*jax.tree.unflatten(self.treedef, types))
+        self.result = step.treedef, step.statics
+        return _stepped(step, Tuning()(program, ()).program, values)
+
+
+def _type(value: Any) -> jax.ShapeDtypeStruct:
+    kind = jax.typeof(value)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+
+
+def _stepped(step: AdoptedStep, program: Program, values: Sequence[Any]) -> list[Any]:
+    """The arrays that the step returns for these leaves of its arguments."""
+    state, data = step.parted(values)
+    following = [program.next_state.get(v, v) for v in program.state]
+    assert program.signature is not None
+    results = program.signature.result.variables
+    found = lower(program, [*following, *results], at_once=True)(state, data)
+    return step.returned(found[: len(following)], found[len(following) :])

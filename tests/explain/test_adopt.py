@@ -1,0 +1,401 @@
+"""Steps of other libraries, adopted: every transform of them trains as the step does in plain JAX."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import value_and_grad
+
+import onward as ow
+from onward.distribute.merges import Bucketed, DiLoCo, LocalSGD
+
+KEY, STEPS = jax.random.key(0), 2
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+X[0] = 0.0  # relu at 0, whose derivative is a choice
+Y = np.sin(X.sum(1, keepdims=True))
+PARAMS = {"a": jnp.asarray(X[1:5].T @ X[:6, :4].T) / 3, "b": jnp.ones((6, 1))}
+pytestmark = pytest.mark.usefixtures("earlier_objects_frozen")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step with the state that it begins with, and from what it returns to the next state and the loss."""
+
+    step: Callable[..., Any]
+    state: tuple[Any, ...]
+    parts: Callable[[Any], tuple[tuple[Any, ...], Any]]
+    data: tuple[Any, ...] = (X, Y)
+
+
+def mean_loss(params, x, y):
+    return jnp.mean((jax.nn.relu(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+def sgd(params, grads, rate=0.1):
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads)
+
+
+def with_optax():
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(mean_loss)(params, x, y)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return Case(step, (PARAMS, optimizer.init(PARAMS)), lambda out: (out[:2], out[2]))
+
+
+def by_hand():
+    """Gradients alone, which ``jax.grad`` gives; no loss is returned."""
+
+    def step(params, x, y):
+        return sgd(params, jax.grad(mean_loss)(params, x, y))
+
+    return Case(step, (PARAMS,), lambda out: ((out,), None))
+
+
+def with_a_sum_and_a_rate():
+    """A sum over examples, a learning rate that is fed, a target that no gradient flows through."""
+
+    @jax.jit
+    def step(params, slow, momentum, x, y, rate):
+        def loss(params):
+            fixed = jax.lax.stop_gradient(jnp.tanh(x @ params["a"]) @ slow["b"])
+            return jnp.sum((jnp.tanh(x @ params["a"]) @ params["b"] - 0.5 * fixed - y) ** 2)
+
+        value, grads = value_and_grad(loss)(params)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        params = sgd(params, momentum, rate)
+        slow = jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, slow, params)
+        return params, slow, momentum, {"loss": value, "norm": optax.tree.norm(grads)}
+
+    state = (PARAMS, PARAMS, jax.tree.map(jnp.zeros_like, PARAMS))
+    return Case(step, state, lambda out: (out[:3], out[3]["loss"]), (X, Y, np.float32(0.01)))
+
+
+def with_flax():
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(
+                nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(4, use_bias=False)(x)))
+            )
+
+    class State(TrainState):
+        batch_stats: Any
+
+    network = Network()
+    made = network.init(KEY, X)
+    state = State.create(
+        apply_fn=network.apply,
+        params=made["params"],
+        tx=optax.sgd(0.1, momentum=0.9),
+        batch_stats=made["batch_stats"],
+    )
+
+    @jax.jit
+    def step(state, batch):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            out, changed = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
+            return jnp.mean((out - batch["y"]) ** 2), changed
+
+        (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=changed["batch_stats"]), {"loss": value}
+
+    return Case(step, (state,), lambda out: (out[:1], out[1]["loss"]), ({"x": X, "y": Y},))
+
+
+def with_equinox():
+    model, optimizer = eqx.nn.MLP(4, 1, 4, 1, key=KEY), optax.sgd(0.1, momentum=0.9)
+
+    @eqx.filter_value_and_grad
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    @eqx.filter_jit
+    def step(model, opt_state, x, y):
+        value, grads = loss(model, x, y)
+        updates, opt_state = optimizer.update(grads, opt_state, model)
+        return eqx.apply_updates(model, updates), opt_state, value
+
+    state = model, optimizer.init(eqx.filter(model, eqx.is_array))
+    return Case(step, state, lambda out: (out[:2], out[2]))
+
+
+def with_haiku():
+    """A random key that is split and carried on, once for each micro-batch; ``optax.MultiSteps``."""
+    network = hk.transform(lambda x: hk.nets.MLP([1])(x))
+    params, optimizer = network.init(KEY, X), optax.MultiSteps(optax.adam(1e-2), 2)
+
+    @jax.jit
+    def step(params, opt_state, key, x, y):
+        key, now = jax.random.split(key)
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((network.apply(p, now, x) - y) ** 2))(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, key, value
+
+    return Case(step, (params, optimizer.init(params), KEY), lambda out: (out[:3], out[3]))
+
+
+MAKERS = {
+    maker.__name__: maker
+    for maker in (with_optax, by_hand, with_a_sum_and_a_rate, with_flax, with_equinox, with_haiku)
+}
+
+
+@cache
+def case(name):
+    return MAKERS[name]()
+
+
+@cache
+def adopted(name):
+    chosen = case(name)
+    return ow.adopt(chosen.step, *chosen.state, *chosen.data)
+
+
+def longer(data):
+    """The same batch twice over."""
+    return tuple(
+        jax.tree.map(lambda x: np.concatenate([x, x[::-1]]) if np.ndim(x) else x, part) for part in data
+    )
+
+
+def plain(name, data, steps=STEPS):
+    chosen = case(name)
+    state, loss = chosen.state, None
+    for _ in range(steps):
+        state, loss = chosen.parts(chosen.step(*state, *data))
+    return state, loss
+
+
+def numbers(tree):
+    arrays = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
+    keyless = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays)
+    return [np.asarray(x, np.float64) for x in keyless]
+
+
+def expect_equal(program, name, data=None, rtol=2e-5):
+    """Train a Program, and compare state and loss with the step's in plain JAX."""
+    chosen = case(name)
+    data = chosen.data if data is None else data
+    step = ow.compile(program)
+    state = step.init(chosen.state if len(chosen.state) > 1 else chosen.state[0])
+    for _ in range(STEPS):
+        state, out = step(state, *data)
+    wanted, loss = plain(name, data)
+    for mine, theirs in zip(numbers(state.parameters), numbers(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=rtol)
+    if loss is not None:
+        np.testing.assert_allclose(out.loss, loss, rtol=rtol)
+    return step, state
+
+
+@pytest.mark.parametrize("name", ["by_hand", "with_a_sum_and_a_rate"])
+def test_it_trains_as_before_on_batches_of_other_lengths(name):
+    expect_equal(adopted(name), name, longer(case(name).data))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_devices_and_micro_batches_train_as_one(name):
+    program = adopted(name)
+    if name not in ("with_flax", "with_haiku"):  # statistics and keys go from micro-batch to micro-batch
+        program = ow.accumulate(program, 2)
+    if name == "with_optax":
+        program = ow.watch(program, gradients=True, every=1)
+    expect_equal(ow.guard(ow.replicate(program, 2)), name)
+
+
+@pytest.mark.parametrize(
+    ("transform", "rtol"),
+    [
+        (lambda p: ow.replicate(p, 2, Bucketed(64)), 2e-5),
+        (ow.mixed_precision, 2e-2),
+        (lambda p: ow.mixed_precision(p, "float16", scale=128.0), 2e-2),
+    ],
+    ids=["Bucketed", "bfloat16", "float16"],
+)
+def test_transforms(transform, rtol):
+    program = transform(adopted("with_optax"))
+    assert program != adopted("with_optax")
+    expect_equal(program, "with_optax", rtol=rtol)
+
+
+def deep_loss(params, x):
+    for w in params:
+        with jax.named_scope("block"):
+            x = jnp.tanh(jnp.tanh(x @ w) @ w.T)
+    return jnp.mean(x**2)
+
+
+def test_layers_are_rolled_and_computed_again():
+    params = [jnp.asarray(X[i : i + 4]) / 2 for i in range(4)]
+
+    def step(params, x):
+        loss, grads = jax.value_and_grad(deep_loss)(params, x)
+        return sgd(params, grads), loss
+
+    program = ow.adopt(step, params, X)
+    rolled = ow.roll(program)
+    assert len(rolled.ops) < len(program.ops)
+    for other in (rolled, ow.recompute(program, scopes=["block"])):
+        compiled = ow.compile(other)
+        state, out = compiled(compiled.init(params), X)
+        wanted, loss = step(params, X)
+        np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
+        for mine, theirs in zip(state.parameters, wanted, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_saved_and_goes_on(tmp_path):
+    step, state = expect_equal(adopted("with_optax"), "with_optax")
+    path = ow.save(step, tmp_path / "step.onward", state)
+    loaded, state = ow.load_step(path)
+    state, out = loaded(state, X, Y)
+    np.testing.assert_allclose(out.loss, plain("with_optax", (X, Y), STEPS + 1)[1], rtol=1e-5)
+
+
+def test_the_test_program_learns_nothing():
+    program = ow.for_test(adopted("with_flax"))
+    assert not program.next_state
+    assert all(op.made_by is ow.Pass.FORWARD for op in program.ops)
+    assert not any("trace" in v.name for v in program.state), "what the optimizer keeps is left away"
+
+
+@pytest.mark.parametrize("name", ["with_flax", "with_equinox"])
+def test_as_a_decorator_it_is_called_as_before(name):
+    chosen = case(name)
+    step = ow.adopt(chosen.step)
+    mine, theirs = (s(*chosen.state, *chosen.data) for s in (step, chosen.step))
+    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+    for x, y in zip(numbers(mine), numbers(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    assert step.__name__ == "step"
+
+
+def test_as_a_decorator_it_reuses_what_the_step_donates_and_looks_at_numbers():
+    def step(w, x, power):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** power))(w)
+        return w - (0.1 if power == 2 else 0.2) * grad, loss
+
+    decorated = ow.adopt(jax.jit(step, donate_argnums=0, static_argnums=2))
+    w = jnp.ones(4)
+    for power in (2, 3):
+        given = w + 0
+        found = decorated(given, X, power)
+        assert given.is_deleted()
+        np.testing.assert_allclose(found[0], step(w, X, power)[0], rtol=1e-5)
+
+
+DIFFERENTIATED = jax.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))
+
+
+def in_a_loop(w, xs):
+    def once(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), None
+
+    return jax.lax.scan(once, w, xs)[0]
+
+
+def twice(w, x):
+    first = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    second = jax.grad(lambda w: jnp.mean(jnp.sin(x @ w)))(w)
+    return w - first - second
+
+
+def of_a_copy(w, x):
+    return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def of_data(w, x):
+    return w + 1.0, jax.grad(lambda x: jnp.mean((x @ w) ** 2))(x)
+
+
+@pytest.mark.parametrize(
+    ("step", "data", "words"),
+    [
+        (lambda w, x: w - DIFFERENTIATED(w, x)[1], X, "no call of jax.grad or jax.value_and_grad is seen"),
+        (in_a_loop, np.stack([X, X]), "of a loop over steps adopt the step within it"),
+        (lambda w, x: w - x.sum(0), X, "no call of jax.grad"),
+        (twice, X, r"computes gradients 2 times, at .*test_adopt.py:\d+ and .*one loss of both"),
+        (of_a_copy, X, r"for bfloat16\[4\] .* is no argument, but computed"),
+        (of_data, X, "differentiates its loss for 'x'"),
+        (jax.pmap(by_hand().step, axis_name="i"), None, "spread over devices by shard_map or pmap itself"),
+    ],
+    ids=["before", "loop", "none", "twice", "copy", "data", "pmap"],
+)
+def test_what_cannot_be_adopted_is_told(step, data, words):
+    args = (jnp.ones(4), data)
+    if data is None:
+        args = jax.tree.map(lambda x: np.stack([x, x]), (PARAMS, X, Y))
+    with pytest.raises(ow.GraphError, match=words):
+        ow.adopt(step, *args)
+    assert jax.grad.__module__.startswith("jax"), "jax.grad is what it was"
+
+
+@pytest.mark.parametrize("merge", [ow.Sharded(), LocalSGD(2), DiLoCo(2)], ids=lambda m: type(m).__name__)
+def test_a_merge_that_updates_by_itself_is_refused(merge):
+    with pytest.raises(
+        ow.GraphError, match="makes the update itself, for which it has to know the optimizer"
+    ):
+        ow.replicate(adopted("with_optax"), 2, merge)
+
+
+def test_an_update_that_reads_the_loss_is_refused_on_devices():
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * loss * grad, loss
+
+    program = ow.adopt(step, jnp.ones(4), X)
+    with pytest.raises(ow.GraphError, match="beside the gradients, which every device has of its own part"):
+        ow.replicate(program, 2)
+
+
+def test_what_the_loss_decides_is_decided_once_for_all_micro_batches():
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(accumulation_size=2))
+
+    def step(w, opt_state, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        updates, opt_state = optimizer.update(grad, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state, {"loss": loss, "perplexity": jnp.exp(loss)}
+
+    given = jnp.ones(4), optimizer.init(jnp.ones(4))
+    compiled = ow.compile(ow.accumulate(ow.adopt(step, *given, X), 2))
+    state, _ = compiled(compiled.init(given), X)
+    for mine, theirs in zip(numbers(state.parameters), numbers(step(*given, X)[:2]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
+def test_modules_that_are_changed_in_place():
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    program = ow.accumulate(ow.adopt(step, model, optimizer, X, Y), 2)
+    compiled = ow.compile(program)
+    state, out = compiled(compiled.init(nnx.split((model, optimizer))[1]), X, Y)
+    with pytest.raises(ow.ArgumentError, match="which it would change in place"):
+        ow.adopt(step)(model, optimizer, X, Y)
+    loss = step(model, optimizer, X, Y)
+    np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
+    for mine, theirs in zip(numbers(state.parameters), numbers(nnx.state((model, optimizer))), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
