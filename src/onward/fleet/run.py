@@ -44,7 +44,8 @@ class Run:
             step that was made again has one record, and so has one whose trainer died before it told of it
             (unless the first server died with it). Hyperparameters that changed when a folder was resumed
             stand there by their names.
-        watched: for each trainer, what ``watch`` made it look at; ``history.watched`` is that of the first.
+        watched: for each trainer, what ``watch`` made it and the servers look at; ``history.watched`` is that
+            of the first.
         load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
             ``pushes``, ``duplicates``, ``received``, ``sent``, ``written`` (bytes so far).
         events: what happened besides, in words: who died, and what was done about it.

@@ -26,7 +26,7 @@ from onward.define.trace import explaining
 from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule, RuleBeside
 from onward.derive.update.act import Act, Hyperparameters, Shared, Slot
-from onward.derive.update.draft import SlotPlace, UpdateDraft, update_op
+from onward.derive.update.draft import SlotPlace, UpdateDraft
 from onward.derive.update.groups import Route, Routing
 from onward.derive.update.hyperparameters import STEP, hyperparameters
 from onward.derive.update.loss import LossFunction
@@ -185,7 +185,8 @@ class Update:
         """Go on with what stands in for the parameters."""
         pairs_so_far = tuple((t.parameter, t.gradient) for t in self.trained)
         ops, pairs = stand_ins.make(replace(self.draft.so_far, gradients=pairs_so_far))
-        self.draft.ops.extend(ops)
+        for op in ops:
+            self.draft.append(op)
         self.placement, self.parts = stand_ins.placement, stand_ins.parts
         for t in self.trained:
             place, t.gradient = pairs[t.parameter]
@@ -349,15 +350,14 @@ class Update:
         if rule.type is UpdateType.ACROSS and self.sharing is not None:
             shared = self.sharing(self.draft, rule, [t.parameter for t in members], columns["gradient"])
         act = Act(rule, columns, slots, values, results, loss, shared)
-        if act.key not in self.draft.bodies:
-            self.draft.bodies[act.key] = explaining(f"The update of {type(rule).__name__}", act.tight)
-        body, taken = self.draft.bodies[act.key]
+        said = f"The update of {type(rule).__name__}"
+        body, taken = self.draft.once(act.key, lambda: explaining(said, act.tight))
         old = [v for kept_slots in slots for slot in kept_slots.values() for v in slot.arrays]
         made = [Variable(self.draft.names.new(v.name), v.shape, v.dtype, kind) for v in results]
         new = [Variable(self.draft.names.new(f"next({v.name})"), v.shape, v.dtype) for v in old]
         self.draft.next_state.update(zip(old, new, strict=True))
         inputs = tuple(act.inputs[i] for i in taken)
-        self.draft.ops.append(update_op(rule.name, inputs, (*made, *new), body, rule.type))
+        self.draft.add(rule.name, inputs, (*made, *new), body, rule.type)
         return made
 
     def number_of(self, rule: Rule) -> int:
