@@ -23,7 +23,7 @@ from onward.fit.model import Model
 from onward.fit.progress import Progress
 from onward.fleet.collect import Collector
 from onward.fleet.fence import claim_driver, only_driver
-from onward.fleet.job import Job
+from onward.fleet.job import ClusterJob
 from onward.fleet.messages import HistoryRow, ServerStatus, TrainerStatus
 from onward.fleet.settings import Settings, check_same_training
 from onward.fleet.supervisor import Supervisor
@@ -74,7 +74,7 @@ class Run:
         self._reading, self._closed = threading.Lock(), False
         self._loads: dict[int, tuple[float, ServerStatus]] = {}
         self._busy: dict[int, float] = {}
-        self.job = Job(program, settings, model.state)
+        self.job = ClusterJob(program, settings, model.state)
         with ExitStack() as stack:
             self.engine = stack.enter_context(hosting)
             folder = self._folder(stack)
