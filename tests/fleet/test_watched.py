@@ -23,7 +23,7 @@ def loss(p, x):
 
 @cache
 def minimized(how="plain", rows=4):
-    program = ow.Adam(0.1).minimize(loss, FIRST, np.concatenate([BATCHES[0][0]] * (rows // 4)))
+    program = ow.Momentum(0.1).minimize(loss, FIRST, np.concatenate([BATCHES[0][0]] * (rows // 4)))
     return ow.mixed_precision(program, "float16", scale=2.0**20) if how == "float16" else program
 
 

@@ -18,8 +18,9 @@ from onward.core.walk import substitute
 from onward.core.words import Pass, Placement
 from onward.derive.for_test import for_test
 from onward.derive.update.act import Hyperparameters, Slot
+from onward.derive.update.growing import Update
 from onward.derive.update.precision import widened
-from onward.derive.update.update import Update, append_update, optimizer_of, updated
+from onward.derive.update.update import append_update, optimizer_of, updated
 
 
 def for_evaluation(program: Program) -> Program:

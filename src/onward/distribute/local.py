@@ -24,7 +24,8 @@ from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Momentum
-from onward.derive.update.update import StandIns, with_update
+from onward.derive.update.growing import StandIns
+from onward.derive.update.update import with_update
 from onward.distribute.merge import Average, Devices, Merge, expect_way, is_count
 
 

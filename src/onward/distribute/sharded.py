@@ -20,7 +20,8 @@ from onward.core.words import Pass, Placement, UpdateType
 from onward.derive.backward import append_backward
 from onward.derive.rule import GradientRule, ParameterRule
 from onward.derive.update.groups import Routing
-from onward.derive.update.update import Pair, StandIns, append_update, optimizer_of, with_update
+from onward.derive.update.growing import Pair, StandIns
+from onward.derive.update.update import append_update, optimizer_of, with_update
 from onward.distribute.merge import Average, Devices, Merge
 
 

@@ -12,7 +12,7 @@ from onward.core.errors import ClusterError
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.trainer import as_typed
 from onward.execute.state import Layout
-from onward.fleet.job import Job
+from onward.fleet.job import ClusterJob
 from onward.fleet.link import Unreachable
 from onward.fleet.messages import Reply, Sender, ServerStatus, ServerWord, Told
 from onward.fleet.modes import in_rounds
@@ -32,7 +32,7 @@ class Collector:
         driver: the number of the driver of their folder.
     """
 
-    def __init__(self, job: Job, layout: Layout, supervisor: Supervisor, driver: int) -> None:
+    def __init__(self, job: ClusterJob, layout: Layout, supervisor: Supervisor, driver: int) -> None:
         self.settings, self.cut = job.settings, job.cut
         self.layout, self.supervisor, self.driver = layout, supervisor, driver
 

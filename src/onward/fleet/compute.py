@@ -221,7 +221,7 @@ class Gradient:
 
 
 def _seen(parts: Iterable[tuple[Any, Any]]) -> Seen:
-    """What a step saw, on the host."""
+    """The statistics of a step, on the host."""
     return tuple((int(at), np.asarray(numbers)) for at, numbers in parts)
 
 

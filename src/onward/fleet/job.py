@@ -20,7 +20,7 @@ from onward.fleet.servers import TrainerSpec
 from onward.fleet.settings import Settings
 
 
-class Job:
+class ClusterJob:
     """A training on a cluster before it runs.
 
     Args:

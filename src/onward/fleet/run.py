@@ -23,7 +23,7 @@ from onward.fit.model import Model
 from onward.fit.progress import Progress
 from onward.fleet.collect import Collector
 from onward.fleet.fence import claim_driver, only_driver
-from onward.fleet.job import Job
+from onward.fleet.job import ClusterJob
 from onward.fleet.messages import HistoryRow, ServerStatus, TrainerStatus
 from onward.fleet.settings import Settings, check_same_training
 from onward.fleet.supervisor import Supervisor
@@ -44,7 +44,8 @@ class Run:
             step that was made again has one record, and so has one whose trainer died before it told of it
             (unless the first server died with it). Hyperparameters that changed when a folder was resumed
             stand there by their names.
-        watched: for each trainer, what ``watch`` made it look at; ``history.watched`` is that of the first.
+        watched: for each trainer, what ``watch`` made it and the servers look at; ``history.watched`` is that
+            of the first.
         load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
             ``pushes``, ``duplicates``, ``received``, ``sent``, ``written`` (bytes so far).
         events: what happened besides, in words: who died, and what was done about it.
@@ -73,7 +74,7 @@ class Run:
         self._reading, self._closed = threading.Lock(), False
         self._loads: dict[int, tuple[float, ServerStatus]] = {}
         self._busy: dict[int, float] = {}
-        self.job = Job(program, settings, model.state)
+        self.job = ClusterJob(program, settings, model.state)
         with ExitStack() as stack:
             self.engine = stack.enter_context(hosting)
             folder = self._folder(stack)

@@ -8,6 +8,8 @@ from tests.distribute.split.by_hand import ByHand, parts_of
 
 import onward as ow
 from onward.derive.watch.reading import Watched
+from onward.derive.watch.statistics import SCALARS
+from onward.distribute.split.joined import WHOLE
 
 ROWS, STEPS = 8, 4
 RNG = np.random.default_rng(0)
@@ -24,11 +26,12 @@ def watched(rows, guard):
     """All statistics of what is shared; those that need all numbers in one place, of one that is not."""
     optimizer = ow.Adam(lambda step: 0.1 / (1 + step), rules=[ow.ClipByGlobalNorm(0.1)])
     program = optimizer.minimize(loss, FIRST, np.ones((rows, 6)))
-    program = ow.watch(program, gradients=True, updates=True, every=2)
+    some = ["norm", "std", "max", "ratio"]
+    program = ow.watch(program, gradients=True, updates=True, statistics=some, every=2)
     program = ow.guard(program) if guard else program
     names = ["b/mean", "next(b)", "beta1", "step", "clip_by_global_norm(grad(b))"]
     own = ow.typing.Statistic("first", lambda x, over: jnp.ravel(x)[:2])
-    return ow.watch(program, names, updates="b", statistics=["histogram", own, "mean"], every=1)
+    return ow.watch(program, names, updates="b", statistics=[own, "mean"], every=1)
 
 
 @pytest.mark.parametrize(("servers", "trainers", "guard"), [(2, 1, False), (3, 2, True)])
@@ -56,9 +59,22 @@ def test_servers_together_see_what_one_device_sees(servers, trainers, guard):
                 same(found[label], out.watched[label], label)
 
 
+@pytest.mark.parametrize("odd", [(0.0, 0.0), (np.inf, 1.0), (np.inf, np.nan), (1e200, 1.0)])
+def test_statistics_of_parts_make_that_of_the_whole(odd):
+    """All that follow from parts, of two and more, one of which has one number."""
+    x, base = RNG.normal(size=(2, 9))
+    x[4], x[7] = odd
+    parts, sizes = [slice(0, 1), slice(1, 6), slice(6, 9)], np.array([1.0, 5.0, 3.0])
+    with jax.enable_x64(True), np.errstate(all="ignore"):
+        for statistic in SCALARS.values():
+            whole = WHOLE[statistic.function]
+            columns = [[np.float64(s(x[p], base=base[p])) for p in parts] for s in whole.of]
+            expected = np.float64(statistic(x, base=base))
+            rtol = 1e-6 if statistic.name in ("zeros", "nonfinite") else 1e-12  # these are float32
+            np.testing.assert_allclose(whole.of_parts(sizes, *columns), expected, rtol, 1e-15)
+
+
 def same(found, expected, label):
     assert sorted(found) == sorted(expected)
     for name, x in expected.items():
-        y = found[name]
-        x, y = (np.append(h.counts, h.edges) if name == "histogram" else h for h in (x, y))
-        np.testing.assert_allclose(y, x, 1e-9, 1e-15, err_msg=f"{label} {name}")
+        np.testing.assert_allclose(found[name], x, 1e-9, 1e-15, err_msg=f"{label} {name}")

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from onward.core.builder import given_way
+from onward.core.builder import Builder, given_way
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
-from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
@@ -28,17 +26,12 @@ class SlotPlace:
     length: int | None = None
 
 
-class UpdateDraft:
-    """The ops so far, the new state and its first values, and what replaces what."""
+class UpdateDraft(Builder):
+    """The ops and the state of an update pass, behind those of the source, and what replaces what."""
 
     def __init__(self, program: Program) -> None:
-        self.source = program
-        self.names = Names(v.name for v in (*program.inputs, *program.state, *program.constants))
-        self.state: list[Variable] = []
-        self.initializers: list[Op] = []
-        self.next_state: dict[Variable, Variable] = {}
-        self.ops: list[Op] = []
-        self.bodies: dict[Any, tuple[Body, tuple[int, ...]]] = {}
+        taken = (v.name for v in (*program.inputs, *program.state, *program.constants))
+        super().__init__(program, taken=taken, made_by=Pass.UPDATE)
         self.numbers: list[Variable] = []
         self.limits: dict[Variable, float] = {}
 
@@ -49,18 +42,10 @@ class UpdateDraft:
             HyperparameterError: a number that the dtype cannot hold.
         """
         expect_held(name, value, dtype, limit)
-        v = self.number(name, value, dtype)
+        v = self.carry(name, lambda: jnp.asarray(value, dtype))
         self.numbers.append(v)
         if limit is not None:
             self.limits[v] = limit
-        return v
-
-    def number(self, name: str, value: float, dtype: Any) -> Variable:
-        """A state Variable that begins with this number."""
-        v = Variable(self.names.new(name), (), np.dtype(dtype), Kind.STATE)
-        self.state.append(v)
-        body = body_of(lambda: [jnp.asarray(value, dtype)])
-        self.initializers.append(update_op("constant", (), (v,), body))
         return v
 
     def made(
@@ -69,16 +54,11 @@ class UpdateDraft:
         inputs: tuple[Variable, ...],
         results: Sequence[tuple[str, Variable]],
         function: Callable[..., Any],
-    ) -> list[Variable]:
+    ) -> tuple[Variable, ...]:
         """An op that is no rule's; the results are named so, and typed as these Variables are."""
         key = (kind, tuple((v.shape, v.dtype) for v in (*inputs, *(like for _, like in results))))
-        if key not in self.bodies:
-            body = body_of(lambda *xs: list(function(*xs)), *(v.aval for v in inputs))
-            self.bodies[key] = (body, ())
-        outputs = [Variable(self.names.new(name), like.shape, like.dtype) for name, like in results]
-        op = update_op(kind, inputs, tuple(outputs), self.bodies[key][0], UpdateType.ELEMENTWISE)
-        self.ops.append(op)
-        return outputs
+        body = self.once(key, lambda: body_of(lambda *xs: list(function(*xs)), *(v.aval for v in inputs)))
+        return self.add(kind, inputs, [name for name, _ in results], body, UpdateType.ELEMENTWISE)
 
     def keep(
         self,
@@ -99,12 +79,9 @@ class UpdateDraft:
         """
         sharded = place.placement is Placement.SHARDED
         made = [
-            Variable(
-                self.names.new(f"{parameter.name}/{name}"),
-                kind.shape,
-                kind.dtype,
-                Kind.STATE,
-                Placement.REPLICATED if sharded and not kind.shape else place.placement,
+            replace(
+                self.named(f"{parameter.name}/{name}", kind, Kind.STATE),
+                placement=Placement.REPLICATED if sharded and not kind.shape else place.placement,
             )
             for name, kind in types.items()
         ]
@@ -113,11 +90,9 @@ class UpdateDraft:
         whole = parameter.aval
         length = place.length if sharded else None
         key = (owner, whole.shape, whole.dtype, length)
-        if key not in self.bodies:
-            self.bodies[key] = tight(body_of(_begin(first, length), whole))
-        body, read = self.bodies[key]
+        body, read = self.once(key, lambda: tight(body_of(_begin(first, length), whole)))
         self.state.extend(made)
-        self.initializers.append(update_op("init", (parameter,) if read else (), tuple(made), body))
+        self.initializers.append(Op("init", (parameter,) if read else (), tuple(made), body, Pass.UPDATE))
         return made
 
     @property
@@ -129,7 +104,7 @@ class UpdateDraft:
             ops=(*self.source.ops, *self.ops),
         )
 
-    def program(self) -> Program:
+    def program(self, **changes: Any) -> Program:
         """The Program with the update pass at its end.
 
         State keeps its name whatever the network computes: an activation of the same name gives way.
@@ -140,6 +115,7 @@ class UpdateDraft:
             initializers=(*self.source.initializers, *self.initializers),
             hyperparameters=(*self.source.hyperparameters, *self.numbers),
             limits={**self.source.limits, **self.limits},
+            **changes,
         )
         mine = {v.name for v in (*self.state, *(v for op in self.ops for v in op.outputs))}
         renamed = given_way(self.source, mine)
@@ -159,14 +135,3 @@ def _begin(first: Callable[[Any], list[Any]], length: int | None) -> Callable[[A
 def tight(body: Body) -> tuple[Body, tuple[int, ...]]:
     """The body without the inputs it does not read, and the positions of those it does."""
     return body.restricted(range(len(body.out_avals)))
-
-
-def update_op(
-    kind: str,
-    inputs: tuple[Variable, ...],
-    outputs: tuple[Variable, ...],
-    body: Body,
-    update: UpdateType | None = None,
-) -> Op:
-    """An op of the update pass."""
-    return Op(kind, inputs, outputs, body, Pass.UPDATE, update=update)

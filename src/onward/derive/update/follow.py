@@ -7,27 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.marks import ADVANCE
-from onward.core.program import Variable
-from onward.core.words import Kind, UpdateType
+from onward.core.program import Op, Variable
+from onward.core.words import Kind, Pass, UpdateType
 from onward.derive.update.apart import Apart, StateArray
-from onward.derive.update.draft import update_op
 from onward.derive.update.groups import Route
-
-if TYPE_CHECKING:
-    from onward.derive.update.update import Trained, Update
+from onward.derive.update.growing import Trained, Update
 
 Slots = Mapping[StateArray, Variable]
 
 
-def follow(update: Update, route: Route, apart: Apart, members: Sequence[Trained]) -> None:
+def follow(update: Update, route: Route, apart: Apart) -> None:
     """Add the ops and the state of one optimizer for the parameters that are here."""
+    members = update.members(route)
     if apart.type is UpdateType.ACROSS and not members:
         return
     at = {name: i for i, name in enumerate(apart.parameters)}
@@ -101,8 +99,8 @@ class _OneAtWork:
         gradients = [i for i, position in enumerate(taken) if position < len(self.apart.parameters)]
         fitted = _fitted(body, inputs, outputs, gradients)
         key = kind, fitted.signature
-        known, _ = self.draft.bodies.setdefault(key, (fitted, ()))
-        self.draft.ops.append(update_op(kind, tuple(inputs), tuple(outputs), known, update))
+        known = self.draft.once(key, lambda: fitted)
+        self.draft.add(kind, inputs, outputs, known, update)
 
     def _following(self, leaves: Sequence[StateArray]) -> list[Variable]:
         """The Variables that replace some of the state."""
@@ -123,7 +121,7 @@ class _OneAtWork:
         self.draft.state.append(v)
         fitted = _fitted(body, read, [v], ())
         kind = "init" if read else "constant"
-        self.draft.initializers.append(update_op(kind, tuple(read), (v,), fitted))
+        self.draft.initializers.append(Op(kind, tuple(read), (v,), fitted, Pass.UPDATE))
         if leaf.changeable:
             self.draft.numbers.append(v)
         return v

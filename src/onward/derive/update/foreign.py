@@ -13,8 +13,8 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.tracing import current_axis
 from onward.core.placement import equal_variables, expect_one_device
-from onward.core.program import Op, Program, Variable
-from onward.core.recipe import Phase, whole_types
+from onward.core.program import Op, Phase, Program, Variable
+from onward.core.recipe import whole_types
 from onward.core.structure import Structure
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass

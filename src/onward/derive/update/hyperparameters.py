@@ -19,7 +19,7 @@ from onward.core.words import UpdateType
 from onward.define.trace import explaining
 from onward.derive.rule import Rule, expect_held
 from onward.derive.schedules.base import Schedule
-from onward.derive.update.draft import UpdateDraft, update_op
+from onward.derive.update.draft import UpdateDraft
 from onward.derive.update.groups import Route, Routing, own_fields
 
 STEP = "step"
@@ -58,11 +58,9 @@ def hyperparameters(
 
 def _count(draft: UpdateDraft) -> Variable:
     """The step counter: the number of updates made so far, at most ``LAST``."""
-    step = draft.number(STEP, 0, np.int32)
-    following = Variable(draft.names.new(f"next({step.name})"), (), step.dtype)
+    step = draft.carry(STEP, lambda: jnp.int32(0))
     body = body_of(lambda n: [jnp.minimum(n, LAST - 1) + 1], Type((), step.dtype))
-    draft.ops.append(update_op(COUNT, (step,), (following,), body, UpdateType.BOOKKEEPING))
-    draft.next_state[step] = following
+    draft.follow({step: draft.add(COUNT, [step], [f"next({step.name})"], body, UpdateType.BOOKKEEPING)[0]})
     return step
 
 
@@ -78,10 +76,8 @@ def _scheduled(
     _expect_real(name, result.dtype)
     if not isinstance(schedule, Schedule):
         _expect_begun(name, schedule, dtype)
-    value = Variable(draft.names.new(name), (), np.dtype(dtype))
     body = body_of(lambda n: [jnp.asarray(schedule(n), dtype)], Type((), step.dtype))
-    draft.ops.append(update_op(SCHEDULE, (step,), (value,), body, UpdateType.BOOKKEEPING))
-    return value
+    return draft.add(SCHEDULE, [step], [name], body, UpdateType.BOOKKEEPING)[0]
 
 
 def _expect_real(name: str, dtype: Any) -> None:

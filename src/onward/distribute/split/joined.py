@@ -42,12 +42,17 @@ class Whole:
     of_parts: Callable[..., Any]
 
 
+def _root(norms: Any) -> Any:
+    """The norm of several; ``hypot`` alone takes infinity and NaN for infinite."""
+    return np.nan if np.isnan(norms).any() else np.hypot.reduce(norms)
+
+
 def _norm(sizes: np.ndarray, norms: Any) -> Any:
-    return np.hypot.reduce(norms)
+    return _root(norms)
 
 
 def _rms(sizes: np.ndarray, norms: Any) -> Any:
-    return np.hypot.reduce(norms) / np.sqrt(sizes.sum())
+    return _root(norms) / np.sqrt(sizes.sum())
 
 
 def _mean(sizes: np.ndarray, means: Any) -> Any:
@@ -57,11 +62,11 @@ def _mean(sizes: np.ndarray, means: Any) -> Any:
 def _std(sizes: np.ndarray, means: Any, stds: Any) -> Any:
     """Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Sample Variances, 1979."""
     far = np.subtract(means, _mean(sizes, means))
-    return np.hypot.reduce(np.sqrt(sizes / sizes.sum()) * np.hypot(far, stds))
+    return _root(np.sqrt(sizes / sizes.sum()) * [*map(_root, zip(far, stds, strict=True))])
 
 
 def _ratio(sizes: np.ndarray, norms: Any, bases: Any) -> Any:
-    return np.hypot.reduce(norms) / np.hypot.reduce(bases)
+    return _root(norms) / _root(bases)
 
 
 _NORM, _MEAN = SCALARS["norm"], SCALARS["mean"]

@@ -100,20 +100,17 @@ class Looks:
         self, program: Program, own: Sequence[Shard], step: Variable | None, guarded: bool
     ) -> Program:
         """The Program of a server with the ops that look before it is guarded, or with those after."""
-        here = {s.parameter.name: program[str(s)] for s in own}
-        known = {v.name: v for v in _updated(program)}
+        here = {v.name: v for v in _updated(program)} | {s.parameter.name: program[str(s)] for s in own}
         for n, (how, late) in enumerate(self.servers):
-            units = {
-                label: WatchEntry(label, entry.role, ((here | known)[name].name,))
+            units = (
+                WatchEntry(_label(n, entry.role, name), entry.role, (here[name].name,))
                 for entry in how.entries
                 for name in entry.names
-                if name in here or (entry.role is Role.VALUE and name in known)
-                for label in [_label(n, entry.role, name)]
-            }
-            seen = {k: e for k, e in units.items() if variables_of(program, e) is not None}
+                if name in here
+            )
+            seen = tuple(dict.fromkeys(e for e in units if variables_of(program, e) is not None))
             if seen and late is guarded:
-                told = Watch(tuple(seen.values()), of_each_part(how.statistics), how.every)
-                program = with_looks(program, told, step)
+                program = with_looks(program, Watch(seen, of_each_part(how.statistics), how.every), step)
         return program
 
     def joined(self, programs: Sequence[Program]) -> tuple[Joined, ...]:

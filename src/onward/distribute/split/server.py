@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import Builder
 from onward.core.check import check
 from onward.core.jaxprs.body import body_of
 from onward.core.names import Names
@@ -137,15 +138,13 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
     scale = () if duties.scale is None else (duties.scale,)
     step = counter_of(last) if duties.looks.trainer and not duties.index else None
     last, looked = remembered(duties.looks.on_server(last, duties.owned, counter, guarded=True))
-    sending = _Sending(last, (*draft.parameters, *draft.carried, *scale, *([] if step is None else [step])))
-    sent = (sending.op,) if sending.given else ()
-    whole = check(replace(last, ops=(*last.ops, *sent), outputs=sending.op.outputs))
+    given = (*draft.parameters, *draft.carried, *scale, *([] if step is None else [step]))
     return ServerPart(
-        program=whole,
+        program=_with_sending(last, given),
         received=draft.fed,
         rows=draft.rows,
         shares=draft.shares,
-        given=sending.given,
+        given=given,
         tables=draft.tables,
         shared=tuple(shared),
         measuring=measuring,
@@ -220,7 +219,7 @@ class _ServerHead:
         if not a.sums or a.by_trainer:
             return Shared(pieces, a.sums)
         part = summed(a, gradients, draft.names)
-        draft.ops.append(part)
+        draft.append(part)
         if a not in self.fed_sums:
             return Shared(pieces, part.outputs)
         if self.duties.index:
@@ -230,9 +229,9 @@ class _ServerHead:
 
     def _added(self, draft: UpdateDraft, a: Across, here: Sequence[Variable]) -> tuple[Variable, ...]:
         """On the first server, the sums over all servers, which it keeps until the next update."""
-        following = tuple(Variable(draft.names.new(f"next({v.name})"), v.shape, v.dtype) for v in a.sums)
-        draft.ops.append(added([here, *self.fed_sums[a].values()], following))
-        draft.next_state.update(zip(map(self.kept.__getitem__, a.sums), following, strict=True))
+        following = tuple(draft.named(f"next({v.name})", v) for v in a.sums)
+        draft.append(added([here, *self.fed_sums[a].values()], following))
+        draft.follow(dict(zip(map(self.kept.__getitem__, a.sums), following, strict=True)))
         return following
 
     def measured(self, program: Program) -> tuple[Program | None, Program]:
@@ -333,18 +332,13 @@ class _ServerHead:
         return program
 
 
-class _Sending:
-    """The ``send`` op of a server: what trainers get once the update is done."""
-
-    def __init__(self, program: Program, given: Sequence[Variable]) -> None:
-        self.given = tuple(given)
-        inputs = tuple(program.next_state.get(v, v) for v in self.given)
-        names = Names(program.variables)
-        outputs = tuple(
-            travelling(v, names.new(f"to_trainers/{v.name}"), Kind.ACTIVATION) for v in self.given
-        )
-        body = body_of(lambda *values: [plain(x) for x in values], *(v.aval for v in inputs))
-        self.op = Op("send", inputs, outputs, body, Pass.COLLECTIVE)
+def _with_sending(program: Program, given: Sequence[Variable]) -> Program:
+    """The Program with the ``send`` op: what trainers get once the update is done."""
+    builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
+    inputs = [program.next_state.get(v, v) for v in given]
+    body = body_of(lambda *values: [plain(x) for x in values], *(v.aval for v in inputs))
+    names = [f"to_trainers/{v.name}" for v in given]
+    return builder.program(outputs=builder.add("send", inputs, names, body) if given else ())
 
 
 def _in_order(program: Program, base: Program, whose: Mapping[str, str]) -> Program:

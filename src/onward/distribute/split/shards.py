@@ -113,9 +113,10 @@ def _cut_in_order(
             owned[-1].append(Shard(p, begin, begin + count))
             begin, room, left = begin + count, room - count * per_row, left - count * per_row
     if len(owned) < servers or not all(owned):
+        kept = f" (watch needs all rows of {min(whole)!r} on one)" if whole else ""
         raise GraphError(
-            f"{sum(map(len, owned))} parameters and parts of such are too few for {servers} servers. Take "
-            f"{len(owned)}."
+            f"{sum(map(len, owned))} parameters and parts of such are too few for {servers} servers{kept}. "
+            f"Take {len(owned)}."
         )
     return tuple(map(tuple, owned))
 

@@ -159,7 +159,7 @@ class Split:
 
     @cached_property
     def looks(self) -> Looks:
-        """What of the watched values trainers look at, and what servers."""
+        """The watched values, divided between trainers and servers."""
         by_row = frozenset(t.parameter.name for t in self.tables)
         return Looks.of(self.base, self.watches, by_row, self.count)
 

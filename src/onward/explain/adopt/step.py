@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from onward.core.jaxprs.tracing import current_axis, traced
-from onward.core.program import Program
-from onward.core.recipe import Recipe
+from onward.core.program import Program, Recipe
 from onward.core.structure import Static
 from onward.define.arguments import Leaf, Specification, specify
 from onward.define.context import Context
