@@ -1,6 +1,7 @@
 """Processes that host objects: calls, deaths, tokens, and that nothing is left behind."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import onward
 from onward.core import extras
 from onward.core.errors import ClusterError, MissingExtraError
+from onward.execute.host_memory import can_keep_host_memory
 from onward.fleet import engine as engines
 from onward.fleet import ray_start
 from onward.fleet.engine import Engine, is_reborn
@@ -67,6 +69,12 @@ class Counter:
 
     def pull(self, n):
         return self.count, np.arange(n, dtype=np.float32)
+
+    def page_faults(self):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            np.ones(8_000_000, np.int8)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     def describe(self, array):
         return type(array) is np.ndarray, array.flags.owndata, array.flags.writeable, float(array.sum())
@@ -190,6 +198,12 @@ def test_a_call_that_waits_or_blocks_holds_up_nobody(link):
     link.call("release").result(WAIT)
     assert waiting.result(WAIT) == "open"
     assert blocking.result(WAIT) == "blocked"
+
+
+@pytest.mark.skipif(not can_keep_host_memory(), reason="only glibc can be told so")
+def test_memory_that_a_call_used_is_there_for_the_next_one(link):
+    link.call("page_faults").result(WAIT)
+    assert link.call("page_faults").result(WAIT) < 2000  # 20,000 where it is given back
 
 
 def test_a_result_that_is_late(link):
