@@ -1,5 +1,6 @@
 """Processes that host objects: calls, deaths, tokens, and that nothing is left behind."""
 
+import asyncio
 import os
 import resource
 import shutil
@@ -7,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from textwrap import indent
@@ -36,7 +36,7 @@ class Counter:
             raise ValueError(f"{start} is below zero")
         self.count = start
         self.reborn = is_reborn()
-        self.open = threading.Event()
+        self.open = asyncio.Event()
 
     def add(self, n):
         self.count += n
@@ -46,11 +46,11 @@ class Counter:
         time.sleep(seconds)
         return "blocked"
 
-    def wait(self):
-        self.open.wait(WAIT)
+    async def wait(self):
+        await self.open.wait()
         return "open"
 
-    def release(self):
+    async def release(self):
         self.open.set()
 
     def fail(self):
@@ -70,7 +70,7 @@ class Counter:
     def pull(self, n):
         return self.count, np.arange(n, dtype=np.float32)
 
-    def page_faults(self):
+    async def page_faults(self):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(10):
             b"1" * self.count * 8_000_000
