@@ -4,8 +4,10 @@ Nothing of a host that died goes on: its threads stand still, without an excepti
 runs and files stay as they are, as when a process is killed. In the end ``release`` ends them.
 """
 
+import asyncio
 import atexit
 import copy
+import inspect
 import threading
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -19,7 +21,7 @@ DEAD = []
 
 
 class Released(SystemExit):
-    """Ends the threads of a host that died."""
+    """Ends the threads of a host that died; an event loop lets no other exception through."""
 
 
 def here():
@@ -57,18 +59,8 @@ class Helper(threading.Thread):
             atexit.unregister(self.background._report)
 
 
-class Turn(threading.Condition):
-    """The turn of the calls of a server: those of one that died stand still."""
-
-    def wait(self, timeout=None):
-        found = super().wait(min(timeout, AWAY))
-        if not here().alive:
-            stand_still()
-        return found
-
-
 class Host:
-    """One hosted object and its threads."""
+    """One hosted object and its event loop."""
 
     def __init__(self, engine, number, factory, arguments):
         self.engine, self.number = engine, number
@@ -76,7 +68,9 @@ class Host:
         self.alive, self.stopped = True, False
         self.over, self.lock = threading.Event(), threading.Lock()
         self.open = set()
+        self.loop = asyncio.new_event_loop()
         self.hosted = Future()
+        self.start(self.serve)
         self.start(self.make)
 
     def start(self, function, *arguments):
@@ -89,12 +83,24 @@ class Host:
         thread.host = self
         thread.start()
 
+    def serve(self):
+        with suppress(Released):
+            self.loop.run_forever()
+        while self.loop._ready or asyncio.all_tasks(self.loop):
+            self.turn()
+        self.loop.close()
+
+    def turn(self):
+        """What is ready, once, and nobody waits on for anything."""
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)
+        with suppress(Released):
+            self.loop.run_forever()
+
     def make(self):
         try:
-            made = self.factory(*self.arguments)
-            if hasattr(made, "desk"):
-                made.desk.turn = Turn()
-            self.hosted.set_result(made)
+            self.hosted.set_result(self.factory(*self.arguments))
         except BaseException as error:
             self.hosted.set_exception(error)
 
@@ -109,13 +115,28 @@ class Host:
     def run(self, method, arguments, result):
         try:
             function = getattr(self.hosted.result(), method)
-            if not self.alive:
-                stand_still()
-            self.settle(result, function(*arguments), None)
+            if inspect.iscoroutinefunction(function):
+                found = self.begin(function, arguments).result()
+            else:
+                found = function(*arguments)
+            self.settle(result, found, None)
         except BaseException as error:
             self.settle(result, None, error)
         if method == self.engine.dies_after:
             self.engine.lose(self)
+
+    def begin(self, function, arguments):
+        """A call that waits on the event loop, which is open as long as the host is alive."""
+        with self.lock:
+            pending = self.alive and asyncio.run_coroutine_threadsafe(
+                self.wait(function, arguments), self.loop
+            )
+        return pending or stand_still()
+
+    async def wait(self, function, arguments):
+        if not self.alive:
+            stand_still()
+        return await function(*arguments)
 
     def settle(self, result, found, error):
         if self.stopped and self.alive:
@@ -135,6 +156,7 @@ class Host:
             if not self.alive:
                 return
             self.alive = False
+            self.loop.call_soon_threadsafe(stand_still)
         for result in list(self.open):
             self.fail(result)
         DEAD.append(self)

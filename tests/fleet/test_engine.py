@@ -1,12 +1,13 @@
 """Processes that host objects: calls, deaths, tokens, and that nothing is left behind."""
 
+import asyncio
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from textwrap import indent
@@ -18,6 +19,7 @@ import pytest
 import onward
 from onward.core import extras
 from onward.core.errors import ClusterError, MissingExtraError
+from onward.execute.host_memory import can_keep_host_memory
 from onward.fleet import engine as engines
 from onward.fleet import ray_start
 from onward.fleet.engine import Engine, is_reborn
@@ -34,7 +36,7 @@ class Counter:
             raise ValueError(f"{start} is below zero")
         self.count = start
         self.reborn = is_reborn()
-        self.open = threading.Event()
+        self.open = asyncio.Event()
 
     def add(self, n):
         self.count += n
@@ -44,11 +46,11 @@ class Counter:
         time.sleep(seconds)
         return "blocked"
 
-    def wait(self):
-        self.open.wait(WAIT)
+    async def wait(self):
+        await self.open.wait()
         return "open"
 
-    def release(self):
+    async def release(self):
         self.open.set()
 
     def fail(self):
@@ -67,6 +69,12 @@ class Counter:
 
     def pull(self, n):
         return self.count, np.arange(n, dtype=np.float32)
+
+    async def page_faults(self):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            b"1" * self.count * 8_000_000
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     def describe(self, array):
         return type(array) is np.ndarray, array.flags.owndata, array.flags.writeable, float(array.sum())
@@ -190,6 +198,12 @@ def test_a_call_that_waits_or_blocks_holds_up_nobody(link):
     link.call("release").result(WAIT)
     assert waiting.result(WAIT) == "open"
     assert blocking.result(WAIT) == "blocked"
+
+
+@pytest.mark.skipif(not can_keep_host_memory(), reason="only glibc can be told so")
+def test_memory_that_a_call_used_is_there_for_the_next_one(link):
+    link.call("page_faults").result(WAIT)
+    assert link.call("page_faults").result(WAIT) < 10_000  # ten times as many where it is given back
 
 
 def test_a_result_that_is_late(link):

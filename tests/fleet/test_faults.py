@@ -1,5 +1,6 @@
 """Exactly once, whoever dies: processes that are killed, messages that are lost, disks that are full."""
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -433,7 +434,7 @@ class Desk:
         self.part = self.cut.server_parts[self.spec.index]
 
     def call(self, method, *arguments):
-        return getattr(self.server, method)(*arguments)
+        return asyncio.run(getattr(self.server, method)(*arguments))
 
     def push(self, trainer, sequence, incarnation=1, ones=True, generation=0, **changes):
         arrays = tuple(np.ones(v.shape, v.dtype) for v in self.part.received[0])

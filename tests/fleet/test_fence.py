@@ -1,5 +1,6 @@
 """One writer to a folder of records: a second driver is refused, who lost a place writes beside nobody."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -53,7 +54,7 @@ def apply(server, n, driver=0):
     part = server.desk.keeper.holding.part
     gradients = Gradients(tuple(np.eye(BATCHES, dtype=v.dtype)[n] for v in part.received[0]))
     push = Push(Sender(0, 1, 0, driver), n, n, 1.0, gradients)
-    return server.exchange(push, {})
+    return asyncio.run(server.exchange(push, {}))
 
 
 def times(server):
@@ -151,7 +152,7 @@ def test_every_answer_of_a_server_that_lost_its_place_is_refused(tmp_path):
     )
     for ask in asked:
         with pytest.raises(Unreachable, match=r"Server 0 of epoch 0\.0 .*epoch 0\.1"):
-            ask()
+            asyncio.run(ask())
     assert "its place was taken" in zombie.ending()
     assert successor.ending() is None
     assert apply(successor, 1).epoch == Epoch(0, 1)

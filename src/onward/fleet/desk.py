@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import update_wrapper
 from pathlib import Path
 from secrets import token_hex
-from threading import Condition
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from time import monotonic
 
 import numpy as np
 
@@ -32,8 +31,6 @@ OLDER = (
 )
 
 Wanted = Mapping[str, np.ndarray]
-Arguments = ParamSpec("Arguments")
-Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Desk:
         )
         self.birth = token_hex(8)
         self.incarnations = {t: line[0] for t, line in self.keeper.ledger.items()}
-        self.turn = Condition()
+        self.news = asyncio.Condition()
         self.pushes = self.duplicates = self.received = self.sent = 0
         self.rows: list[HistoryRow] = []
         self.first_row = 0
@@ -169,13 +166,24 @@ class Desk:
         seen = holding.seen() if is_done else ()
         return Reply(word, self.keeper.version, values, staleness, lag, self.epoch, told, seen)
 
-    def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-        """Let others have their turn until the condition holds; False if it does not in time."""
-        return self.turn.wait_for(condition, seconds)
+    async def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+        """Wait for news until the condition holds; False if it does not in time."""
+        end = monotonic() + seconds
+        async with self.news:
+            while not condition():
+                left = end - monotonic()
+                if left <= 0:
+                    return False
+                try:
+                    await asyncio.wait_for(self.news.wait(), left)
+                except TimeoutError:
+                    return bool(condition())
+        return True
 
-    def tell(self) -> None:
+    async def tell(self) -> None:
         """Wake all who wait."""
-        self.turn.notify_all()
+        async with self.news:
+            self.news.notify_all()
 
     def note(self, push: Push, staleness: int = 0, lag: int = 0) -> None:
         """Remember a step that was applied, until the driver has it; its trainer may die before it tells."""
@@ -211,25 +219,3 @@ class Desk:
             written=keeper.store.bytes_written if keeper.store is not None else 0,
             skipped=keeper.holding.skipped,
         )
-
-
-class AtDesk(Protocol):
-    """A server of any kind."""
-
-    desk: Desk
-
-
-Server = TypeVar("Server", bound=AtDesk)
-
-
-def in_turn(
-    method: Callable[Concatenate[Server, Arguments], Returned],
-) -> Callable[Concatenate[Server, Arguments], Returned]:
-    """Let a method of a server run alone, but while it waits for ``Desk.until``."""
-
-    def alone(self: Server, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Returned:
-        with self.desk.turn:
-            return method(self, *arguments, **options)
-
-    update_wrapper(alone, method)
-    return alone

@@ -7,12 +7,15 @@ starts processes, a ``Link`` reaches the object in one of them, a ``Pending`` is
         link = engine.spawn(Counter, 5, name="counter")     # Counter(5), in a process of its own
         link.call("add", 3).result(timeout=10.0)            # 8
 
-Calls run in a thread each: one that blocks holds up nobody. An object that two calls would confuse has them
-take turns, as a server does (``desk``). The process keeps the memory that it once used for the next call.
+Methods that are ``async def`` run on the one event loop of their process, so between two ``await`` nothing
+else of the kind runs. Other methods run in a thread each: one that blocks holds up nobody. What memory the
+loop's thread has used is kept for its next call.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import re
 import socket
@@ -292,6 +295,8 @@ class _Host:
         self._made: Future[Any] = Future()
         _Host.reborn = _was_restarted()
         keep_host_memory()
+        self._loop = asyncio.new_event_loop()  # one thread, as each thread keeps memory of its own
+        Thread(target=self._loop.run_forever, name="onward-methods", daemon=True).start()
         Thread(target=self._make, args=(made,), name="onward-object", daemon=True).start()
 
     def _make(self, made: bytes) -> None:
@@ -315,7 +320,10 @@ class _Host:
 
     def call(self, asked: tuple[str, tuple[Any, ...]]) -> Any:
         method, arguments = asked
-        return getattr(self._made.result(), method)(*arguments)
+        found = getattr(self._made.result(), method)(*arguments)
+        if inspect.iscoroutine(found):
+            return asyncio.run_coroutine_threadsafe(found, self._loop).result()
+        return found
 
     def place(self) -> HostAddress:
         self._made.result()

@@ -1,7 +1,7 @@
 """A parameter server: the object that trainers call, whatever carries the calls.
 
-Calls take turns: one that waits for news lets others have theirs, in between it runs alone. Every answer
-comes within a few seconds: who has to wait longer is told to ask again.
+Each method runs alone between two ``await``. Every answer comes within a few seconds: who has to wait longer
+is told to ask again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import monotonic
 
 from onward.distribute.split.joined import Seen
-from onward.fleet.desk import Desk, ServerSpec, Wanted, in_turn
+from onward.fleet.desk import Desk, ServerSpec, Wanted
 from onward.fleet.faults import BETWEEN
 from onward.fleet.messages import Push, Reply, Sender, ServerStatus, ServerWord, Told, Welcome
 from onward.fleet.modes import Bounded, in_rounds
@@ -39,8 +39,7 @@ class RoundServer:
         self.over = False
         self.held_until = 0.0
 
-    @in_turn
-    def hello(self, sender: Sender, fingerprint: str) -> Welcome:
+    async def hello(self, sender: Sender, fingerprint: str) -> Welcome:
         """Take a trainer in; tells whether its gradient of this round is here already."""
         self.desk.greet(sender, fingerprint)
         keeper = self.desk.keeper
@@ -49,8 +48,7 @@ class RoundServer:
             keeper.version, keeper.generation, sequence, sender.trainer in self.staged, self.desk.epoch
         )
 
-    @in_turn
-    def push(self, push: Push) -> Reply:
+    async def push(self, push: Push) -> Reply:
         """Stage a gradient; what was staged or applied before is recognised."""
         if objection := self.desk.objection(push.sender):
             return objection
@@ -63,11 +61,10 @@ class RoundServer:
         self.desk.taken(push)
         self.staged[push.sender.trainer], self.told = push, Told()
         if self.spec.index == 0:
-            self._decide()
+            await self._decide()
         return self.desk.say(ServerWord.DONE)
 
-    @in_turn
-    def pull(self, sender: Sender, version: int, wanted: Wanted, told: Told = NOTHING) -> Reply:
+    async def pull(self, sender: Sender, version: int, wanted: Wanted, told: Told = NOTHING) -> Reply:
         """Give the values of this version, once the first server has decided it or another has made it."""
         if objection := self.desk.objection(sender):
             return objection
@@ -77,9 +74,9 @@ class RoundServer:
         if version == keeper.version + 1 and not self.over:
             if sender.trainer not in self.staged and sender.trainer >= 0:
                 return self.desk.say(ServerWord.MISSING)
-            self._hear(told)
+            await self._hear(told)
         generation = keeper.generation
-        self.desk.until(
+        await self.desk.until(
             lambda: (
                 keeper.version >= version or self.over or keeper.generation != generation or self._lacks_parts
             )
@@ -92,16 +89,14 @@ class RoundServer:
             return self.desk.say(ServerWord.PARTS)
         return self.desk.say(ServerWord.OVER if self.over else ServerWord.WAIT)
 
-    @in_turn
-    def exchange(self, push: Push, wanted: Wanted, told: Told = NOTHING) -> Reply:
+    async def exchange(self, push: Push, wanted: Wanted, told: Told = NOTHING) -> Reply:
         """Stage a gradient, and get the version that follows."""
-        reply = self.push(push)
+        reply = await self.push(push)
         if reply.word is not ServerWord.DONE:
             return reply
-        return self.pull(push.sender, push.sequence + 1, wanted, told)
+        return await self.pull(push.sender, push.sequence + 1, wanted, told)
 
-    @in_turn
-    def measure(self, sender: Sender, version: int) -> Reply:
+    async def measure(self, sender: Sender, version: int) -> Reply:
         """Give this server's part of the sums that this version's update needs; nothing if that is made."""
         if objection := self.desk.objection(sender):
             return objection
@@ -111,7 +106,7 @@ class RoundServer:
         if version == keeper.version and sender.trainer not in self.staged:
             return self.desk.say(ServerWord.MISSING)
         generation = keeper.generation
-        self.desk.until(
+        await self.desk.until(
             lambda: self._is_complete or keeper.version > version or keeper.generation != generation
         )
         if objection := self.desk.objection(sender):
@@ -122,8 +117,7 @@ class RoundServer:
             return self.desk.say(ServerWord.WAIT)
         return self.desk.say(ServerWord.DONE, told=self._part())
 
-    @in_turn
-    def end(self, sender: Sender, version: int) -> Reply:
+    async def end(self, sender: Sender, version: int) -> Reply:
         """Write what it has, before a trainer ends that could not send it again."""
         if objection := self.desk.objection(sender):
             return objection
@@ -132,40 +126,34 @@ class RoundServer:
         self.desk.keeper.flush()
         return self.desk.say(ServerWord.DONE)
 
-    @in_turn
-    def finish(self, trainers: list[int]) -> None:
+    async def finish(self, trainers: list[int]) -> None:
         """These trainers were told that all is over, perhaps by a process whose place this one has taken."""
         self.over = True
-        self.desk.tell()
+        await self.desk.tell()
 
-    @in_turn
-    def hold(self, seconds: float) -> ServerStatus:
+    async def hold(self, seconds: float) -> ServerStatus:
         """Decide no further round for so long (0: no longer), and tell where it stands."""
         self.held_until = monotonic() + seconds if seconds else 0.0
-        return self.status()
+        return await self.status()
 
-    @in_turn
-    def versions(self) -> tuple[int, ...]:
+    async def versions(self) -> tuple[int, ...]:
         """The versions that the server could go back to."""
         return self.desk.keeper.versions
 
-    @in_turn
-    def go_back(self, version: int, generation: int) -> None:
+    async def go_back(self, version: int, generation: int) -> None:
         """Forget everything after this version."""
         if generation <= self.desk.keeper.generation:  # an old message
             return
         self.desk.keeper.go_back(version, generation)
         self.staged, self.told, self.over = {}, Told(), False
-        self.desk.tell()
+        await self.desk.tell()
 
-    @in_turn
-    def status(self, seen: int = 0, birth: str = "") -> ServerStatus:
+    async def status(self, seen: int = 0, birth: str = "") -> ServerStatus:
         """How it is doing, and with ``birth`` the steps from ``seen`` on."""
-        self._decide()
+        await self._decide()
         return self.desk.status(len(self.staged), seen, birth)
 
-    @in_turn
-    def check(self, fingerprint: str) -> tuple[int, int, str]:
+    async def check(self, fingerprint: str) -> tuple[int, int, str]:
         """Raise ``ClusterError`` for another graph; tell generation, newest incarnation and birth."""
         return self.desk.checked(fingerprint)
 
@@ -194,19 +182,19 @@ class RoundServer:
         """Whether it comes from a later start of the trainer than what is staged."""
         return push.sender.incarnation > self.staged[push.sender.trainer].sender.incarnation
 
-    def _decide(self) -> None:
+    async def _decide(self) -> None:
         """On the first server: make the round, if all is there."""
         if self.spec.index == 0 and self._is_complete and monotonic() >= self.held_until and not self.over:
             if all(p.gradients is None for p in self.staged.values()):
                 self.desk.keeper.flush()
                 self.over = True
-                self.desk.tell()
+                await self.desk.tell()
             elif self._lacks_parts:
-                self.desk.tell()
+                await self.desk.tell()
             else:
-                self._make()
+                await self._make()
 
-    def _hear(self, told: Told) -> None:
+    async def _hear(self, told: Told) -> None:
         """On the first server, take what the others add to sums; on these make the decided round."""
         holding = self.desk.keeper.holding
         if not self._is_complete:
@@ -214,10 +202,10 @@ class RoundServer:
         if self.spec.index:
             self.told = told if holding.part.told else NOTHING
             if holding.knows(self.told.arrays):
-                self._make()
+                await self._make()
         elif told.of and set(told.of.values()) == {self._starts} and holding.knows(told.arrays):
             self.told = told
-            self._decide()
+            await self._decide()
 
     def _present(self) -> tuple[list[Push], list[Push | None], list[float]]:
         """The staged pushes, the same with None for those without a gradient, and the share of each."""
@@ -238,14 +226,14 @@ class RoundServer:
         known = self.desk.keeper.holding.known(self.told.arrays)
         return replace(push, gradients=replace(push.gradients, shared={**push.gradients.shared, **known}))
 
-    def _make(self) -> None:
+    async def _make(self) -> None:
         pushes, present, shares = self._present()
         self.desk.keeper.apply(list(map(self._knowing, present)), shares)
         self.desk.pushes += sum(p is not None for p in present)
         for push in pushes:
             self.desk.note(push)
         self.staged, self.told = {}, Told()
-        self.desk.tell()
+        await self.desk.tell()
 
     def _shares(self, pushes: list[Push]) -> list[float]:
         weights = [p.weight if p.gradients is not None else 0.0 for p in pushes]
@@ -264,16 +252,14 @@ class FreeServer:
         self.bound = spec.mode.staleness if isinstance(spec.mode, Bounded) else None
         self.finished: set[int] = set()
 
-    @in_turn
-    def hello(self, sender: Sender, fingerprint: str) -> Welcome:
+    async def hello(self, sender: Sender, fingerprint: str) -> Welcome:
         """Take a trainer in; tells which of its gradients is the last that was applied."""
         self.desk.greet(sender, fingerprint)
         keeper = self.desk.keeper
         last = keeper.last(sender.trainer)[1]
         return Welcome(keeper.version, keeper.generation, last, False, self.desk.epoch)
 
-    @in_turn
-    def exchange(self, push: Push, wanted: Wanted) -> Reply:
+    async def exchange(self, push: Push, wanted: Wanted) -> Reply:
         """Apply a gradient, unless it was before; answer when the trainer may begin its next step."""
         if objection := self.desk.objection(push.sender):
             return objection
@@ -286,18 +272,17 @@ class FreeServer:
             self.desk.pushes += 1
             self.desk.note(push, staleness, lag)
             seen = keeper.holding.seen()
-            self.desk.tell()
+            await self.desk.tell()
         else:
             self.desk.duplicates += 1
-        reply = self.pull(push.sender, 0, wanted)
+        reply = await self.pull(push.sender, 0, wanted)
         return replace(reply, staleness=staleness, lag=lag, seen=seen)
 
-    @in_turn
-    def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
+    async def pull(self, sender: Sender, version: int, wanted: Wanted) -> Reply:
         """Give the values, once the trainer may begin its next step."""
         if objection := self.desk.objection(sender):
             return objection
-        if not self.desk.until(lambda: self.may_begin(sender.trainer)):
+        if not await self.desk.until(lambda: self.may_begin(sender.trainer)):
             return self.desk.say(ServerWord.WAIT)
         return self.desk.say(ServerWord.DONE, wanted)
 
@@ -313,33 +298,28 @@ class FreeServer:
             clocks[trainer] = made
         return clocks[trainer] - min(clocks.values()) if trainer >= 0 else 0
 
-    @in_turn
-    def finish(self, trainers: list[int]) -> None:
+    async def finish(self, trainers: list[int]) -> None:
         """Wait for these trainers no longer, which have no batch any more."""
         self.finished |= set(trainers)
-        self.desk.tell()
+        await self.desk.tell()
 
-    @in_turn
-    def end(self, sender: Sender, version: int) -> Reply:
+    async def end(self, sender: Sender, version: int) -> Reply:
         """Write what it has; wait for this trainer no longer, which has no batch any more."""
         if objection := self.desk.objection(sender):
             return objection
         self.desk.keeper.flush()
-        self.finish([sender.trainer])
+        await self.finish([sender.trainer])
         return self.desk.say(ServerWord.DONE)
 
-    @in_turn
-    def hold(self, seconds: float) -> ServerStatus:
+    async def hold(self, seconds: float) -> ServerStatus:
         """Tell where it stands; nothing is held."""
-        return self.status()
+        return await self.status()
 
-    @in_turn
-    def status(self, seen: int = 0, birth: str = "") -> ServerStatus:
+    async def status(self, seen: int = 0, birth: str = "") -> ServerStatus:
         """How it is doing, and with ``birth`` the steps from ``seen`` on."""
         return self.desk.status(0, seen, birth)
 
-    @in_turn
-    def check(self, fingerprint: str) -> tuple[int, int, str]:
+    async def check(self, fingerprint: str) -> tuple[int, int, str]:
         """Raise ``ClusterError`` for another graph; tell generation, newest incarnation and birth."""
         return self.desk.checked(fingerprint)
 

@@ -52,7 +52,7 @@ class TrainerActor:
                 self.stuck = again.stuck
                 sleep(PAUSE)
 
-    def status(self, seen: int) -> TrainerStatus:
+    async def status(self, seen: int) -> TrainerStatus:
         """How it is doing, and the steps that it made after so many."""
         with self._lock:
             rows = self.rows[seen:]
