@@ -101,9 +101,13 @@ TOPICS = {
         ),
     ),
     "execute-session": Topic("Sessions", ("fit.session", "fit.scope")),
-    "explain-pictures": Topic("Draw, diff, inspect", ("explain.draw", "explain.diff", "explain.inspect")),
+    "explain-pictures": Topic(
+        "Draw, diff, inspect", ("explain.draw", "explain.diff", "explain.inspect", "explain.compare")
+    ),
     "explain-cost": Topic("Cost, memory, time", ("explain.summary", "explain.memory", "explain.profile")),
-    "explain-watch": Topic("Watched numbers, faults", ("explain.watched", "explain.find_nonfinite")),
+    "explain-watch": Topic(
+        "Watched numbers, faults", ("explain.watched", "explain.find_nonfinite", "explain.testing")
+    ),
     "serve-export": Topic("Export", ("serve.export",)),
     "serve-endpoint": Topic("Endpoint", ("serve.",)),
 }
