@@ -58,7 +58,12 @@ def perceptron(at: Sites, p: Any, x: Any, y: Any) -> Any:
         swapped=lambda: x[::-1] @ p["w1"],
         dtype=lambda: (x.astype(jnp.bfloat16) @ p["w1"].astype(jnp.bfloat16)).astype(jnp.float32),
     )
-    h = at("bias", lambda: h + p["b1"], dropped=lambda: h, constant=lambda: h + 1.01 * p["b1"])
+    h = at(
+        "bias",
+        lambda: h + jnp.sin(h + p["b1"]),
+        dropped=lambda: h + jnp.sin(h),
+        constant=lambda: h + jnp.sin(h + 1.01 * p["b1"]),
+    )
     mean = at(
         "mean",
         lambda: jnp.mean(h, 0, keepdims=True),
@@ -471,8 +476,7 @@ def transforms(a: ow.Program, takes_apart: bool) -> list[tuple[str, Callable[[],
         ("replicate", lambda: ow.replicate(a, 8)),
         ("replicate 2", lambda: ow.replicate(a, 2)),
         ("guard", lambda: ow.guard(a)),
-        ("watch", lambda: ow.watch(a)),
-        ("roll", lambda: ow.roll(a)),
+        ("watch", lambda: ow.watch(a, gradients=True)),
         ("mixed_precision", lambda: ow.mixed_precision(a, "bfloat16")),
         ("sharded", lambda: ow.replicate(a, 8, merge=ow.Sharded())),
     ]

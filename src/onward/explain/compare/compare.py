@@ -30,7 +30,7 @@ from onward.execute.step import Step
 from onward.explain.compare.found import Comparison
 from onward.explain.compare.rounding import epsilon_of
 from onward.explain.compare.search import Search, whose_ops_run
-from onward.explain.compare.values import AllValues, count_of, is_by_name, state_of
+from onward.explain.compare.values import AllValues, begun_alike, count_of, is_by_name, state_of
 
 
 def compare(
@@ -103,7 +103,8 @@ class Compared:
         mine = state_of(self.a.program, state, "a")
         is_begun = isinstance(state, State) or is_by_name(self.a.program, state)
         theirs = other if other is not None else mine if is_begun else state
-        return mine, state_of(self.b.program, theirs, "b")
+        begun = begun_alike(self.a.program, self.b.program, mine)
+        return mine, state_of(self.b.program, theirs, "b", begun)
 
     def __call__(
         self,

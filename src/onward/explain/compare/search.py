@@ -25,7 +25,17 @@ from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
 from onward.explain.compare.rounding import Bounded, bounded, epsilon_of
-from onward.explain.compare.twins import Anchor, anchors, by_value, far, is_key, laid_out, matched, widened
+from onward.explain.compare.twins import (
+    Anchor,
+    anchors,
+    by_value,
+    far,
+    is_key,
+    laid_out,
+    largest,
+    matched,
+    widened,
+)
 from onward.explain.compare.values import Values, count_of
 from onward.explain.diff.compare import same_array
 from onward.explain.diff.match import Matching
@@ -165,7 +175,8 @@ class Search:
                 self.beside[anchor.mine], self.of_twin[anchor.mine] = value, anchor.theirs
 
     def _of_anchor(self, anchor: Anchor) -> Any | None:
-        return laid_out(self.a, self.b, self.of_a[anchor.mine], self.of_b[anchor.theirs], must=True)
+        is_told = not anchor.what.startswith("gradient of ")  # the gradients of parts may be merged later
+        return laid_out(self.a, self.b, self.of_a[anchor.mine], self.of_b[anchor.theirs], must=is_told)
 
     def _stale(self) -> list[Disagreement]:
         """Next values of state that a leaves as it was and b does not."""
@@ -293,11 +304,14 @@ class Search:
     def _plainly_wrong(self, judged: Iterable[Variable], gradients: set[Variable]) -> set[Variable]:
         """What differs by so much that it need not be asked what rounding explains.
 
-        An update may make a step of any direction of a gradient of nearly nothing: it is not judged so.
+        A gradient of nearly nothing may be all rounding: gradients are measured by the largest of all, and
+        what updates make of them is not judged so.
         """
         behind = self._reached(gradients) - gradients
         most = max(_PLAIN, _EPSILONS * self.epsilon)
-        return {v for v in judged if v not in behind and far(self.of_a[v], self.beside[v]) > most}
+        steepest = max((largest(self.of_a[g]) for g in gradients if g in self.beside), default=0.0)
+        least = {v: steepest if v in gradients else 0.0 for v in judged if v not in behind}
+        return {v for v, scale in least.items() if far(self.of_a[v], self.beside[v], scale) > most}
 
     def _share(
         self, d: Disagreement, judged: Sequence[Variable], wrong: set[Variable], stops: set[Variable]

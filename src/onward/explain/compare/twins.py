@@ -122,8 +122,14 @@ def widened(x: Any) -> Any:
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
-def far(x: Any, y: Any) -> float:
-    """The largest difference, as a part of the largest number."""
+def largest(x: Any) -> float:
+    """The largest finite number, without its sign."""
+    x = widened(x)
+    return float(np.max(np.where(np.isfinite(x), np.abs(x), 0.0), initial=0.0))
+
+
+def far(x: Any, y: Any, least: float = 0.0) -> float:
+    """The largest difference, as a part of the largest number, or of this one if that is larger."""
     if np.shape(x) != np.shape(y):
         return float("inf")
     x, y = widened(x), widened(y)
@@ -131,9 +137,10 @@ def far(x: Any, y: Any) -> float:
         return 0.0
     with np.errstate(all="ignore"):
         difference = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
-        largest = float(np.max(np.where(np.isfinite(x), np.abs(x), 0.0)))
         worst = float(np.max(difference))
-    return 0.0 if worst == 0 else float("inf") if not np.isfinite(worst) else worst / max(largest, 1e-300)
+    if worst == 0:
+        return 0.0
+    return worst / max(largest(x), least, 1e-300) if np.isfinite(worst) else float("inf")
 
 
 def by_value(

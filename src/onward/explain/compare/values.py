@@ -75,17 +75,17 @@ class AllValues:
         """A result with a row for each device; what is the same on all comes as one."""
         if self.program.replicas is None:
             return on_host(value)
-        rows = jnp.reshape(value, (-1, *v.shape))
-        return on_host(jnp.broadcast_to(rows, (count_of(self.program), *v.shape)))
+        value = on_host(value)
+        return _of(value).broadcast_to(value.reshape(-1, *v.shape), (count_of(self.program), *v.shape))
 
     def _rows(self, v: Variable, value: Any) -> Any:
         """What is given to all devices as one row for each."""
-        count = count_of(self.program)
+        count, value = count_of(self.program), on_host(value)
         if self.program.replicas is None:
-            return on_host(value)
+            return value
         if v.placement is Placement.REPLICATED or v in self.program.constants:
-            return on_host(jnp.broadcast_to(value, (count, *v.shape)))
-        return on_host(jnp.reshape(value, (count, *v.shape)))
+            return _of(value).broadcast_to(value, (count, *v.shape))
+        return value.reshape(count, *v.shape)
 
     def _whole(self, v: Variable, rows: Any) -> Any:
         if self.program.replicas is None:
@@ -95,9 +95,15 @@ class AllValues:
         return rows.reshape(whole_shape(v, self.program.replicas))
 
 
+def _of(value: Any) -> Any:
+    """The library whose functions take an array."""
+    return np if isinstance(value, np.ndarray) else jnp
+
+
 def on_host(value: Any) -> Any:
     """An array as NumPy has it; random keys stay what they are."""
-    return value if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else np.asarray(value)
+    is_key = jnp.issubdtype(getattr(value, "dtype", np.dtype(float)), jax.dtypes.prng_key)
+    return value if is_key else np.asarray(value)
 
 
 def _filled(program: Program, values: list[Any]) -> list[Any]:
@@ -133,8 +139,20 @@ def _giving(program: Program, wanted: tuple[Variable, ...]) -> Program:
     )
 
 
-def state_of(program: Program, given: Any, name: str) -> Mapping[str, Any]:
+def begun_alike(a: Program, b: Program, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the state of one Program that which another begins by the same numbers, without running it again."""
+    first = {v.name: op for op in a.initializers for v in op.outputs if not op.inputs}
+    second = ((v, op) for op in b.initializers for v in op.outputs if not op.inputs)
+    alike = (v for v, op in second if v.name in first and first[v.name].body.signature is op.body.signature)
+    return {v.name: values[v.name] for v in alike if v.name in values and _fits(b, v, values[v.name])}
+
+
+def state_of(
+    program: Program, given: Any, name: str, begun: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
     """The values of all state of a Program: of a State, by name, or in the containers that ``init`` takes.
+
+    ``begun`` holds first values of state that is not given.
 
     Raises:
         StateError: a State that was given to a step, or state that nothing gives.
@@ -156,6 +174,7 @@ def state_of(program: Program, given: Any, name: str) -> Mapping[str, Any]:
             f"compare: the state of {name} is {describe(given)}; expected the State before the step, or a "
             "dict of its values by name."
         )
+    known = {state[n]: x for n, x in (begun or {}).items()} | known
     return {v.name: x for v, x in initialized(program, known, 0).items()}
 
 
