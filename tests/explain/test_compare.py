@@ -109,6 +109,34 @@ def test_bounds_hold_what_float64_says_and_little_more():
     assert (found.bound < 1e-3 * magnitudes).all()
 
 
+def test_what_was_changed_within_a_loop_is_told():
+    def looped(factor):
+        return minimized(lambda h: jax.lax.scan(lambda c, row: (c + row * factor, c), h[0], h)[1])
+
+    found = compare(looped(1.0), looped(1.5), W, X, Y)
+    assert (found.op.type, [op.type for op in found.inside]) == ("scan", ["mul", "mul"])
+    assert "1.5" in str(found)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    def saved(middle):
+        path = tmp_path_factory.mktemp("steps") / "step.onward"
+        step = ow.compile(minimized(middle))
+        ow.save(step, path, step.init(W))
+        return ow.load_step(path)
+
+    return saved(lambda h: jnp.tanh(h)), saved(lambda h: jnp.sin(h))
+
+
+def test_steps_from_files_are_compared_with_code_and_with_each_other(right, loaded):
+    (same, state), (other, _) = loaded
+    assert compare(right, same, state, X, Y).equal
+    for a, b in ((right, other), (same, other)):
+        found = compare(a, b, state, X, Y)
+        assert (found.equal, found.before.type, found.after.type) == (False, "tanh", "sin")
+
+
 def test_what_is_no_program_is_refused(right):
     with pytest.raises(ArgumentError, match="expected two Programs"):
         compare(right, W, W, X, Y)

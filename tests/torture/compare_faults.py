@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -447,6 +448,7 @@ def equals() -> Iterator[Equal]:
                         f"{name} {type(optimizer).__name__} {word}",
                         lambda a=of_it, made=made, n=network: (a, made(), n.parameters, n.batch),
                     )
+        yield Equal(f"{name} from a file", partial(from_a_file, a, network))
         theirs, state = opened(Sites(), network)
         yield Equal(
             f"inspect {name}", lambda n=network, a=theirs, s=state: (a, opened(Sites(), n)[0], s, n.batch)
@@ -458,6 +460,15 @@ def equals() -> Iterator[Equal]:
         yield Equal(
             f"theirs and ours {name}", lambda n=network, a=by_hand, b=ours: (a, b, n.parameters, n.batch)
         )
+
+
+def from_a_file(a: ow.Program, network: Network) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    """A program, and the step that was saved of it and loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        step = ow.compile(a)
+        ow.save(step, f"{folder}/step.onward", step.init(network.parameters))
+        loaded, state = ow.load_step(f"{folder}/step.onward")
+    return a, loaded.program, state, network.batch
 
 
 def sgd_by_hand(network: Network) -> Callable[..., Any]:

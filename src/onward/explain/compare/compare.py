@@ -51,7 +51,8 @@ def compare(
     what the rounding of what it read makes of these very numbers. What transforms mean to compute otherwise
     is not blamed unless results, the loss, gradients or the next state differ.
 
-    Loops, and what a Program from a file keeps to itself, are compared by what leaves them.
+    Loops are compared by what leaves them. Of two Programs from files neither has ops that can be run alone:
+    their values are compared, with a thousandth of the largest number as the bound.
 
     Args:
         a: a Program, or what ``compile`` made of one.

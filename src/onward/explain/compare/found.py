@@ -16,6 +16,7 @@ from onward.explain.compare.search import Disagreement, Verdict
 from onward.explain.compare.twins import is_key, widened
 from onward.explain.compare.values import count_of
 from onward.explain.diff.compare import compared
+from onward.explain.diff.diff import diff
 from onward.explain.diff.match import Matching
 
 _FEW = 6
@@ -74,6 +75,16 @@ class Comparison:
         """The ops of a and those of b between the last values that agree and the first that do not."""
         mine, theirs = self.verdict.region
         return (theirs, mine) if self.is_swapped else (mine, theirs)
+
+    @cached_property
+    def inside(self) -> tuple[Op, ...]:
+        """Of a loop or a branch, the first ops within it whose code is another: that of a, that of b."""
+        if self.before is None or self.after is None:
+            return ()
+        both = self.before.subprograms, self.after.subprograms
+        found = (diff(both[0][name], both[1][name]) for name in both[0] if name in both[1])
+        pairs = (pair for apart in found for pair in apart.changed if not pair.is_resized)
+        return next(((pair.before, pair.after) for pair in pairs), ())
 
     @property
     def variable(self) -> str:
@@ -195,6 +206,8 @@ def _rows(found: Comparison) -> Iterator[tuple[str, str]]:
         both = zip("ab", found.ops, (found.before, found.after), strict=True)
         for name, ops, op in both if any(found.ops) else ():
             yield from _of_program(name, ops, op)
+        for name, op in zip("ab", found.inside, strict=False):
+            yield f"inside {name}", f"{sentence(op)}{_place(op)}"
         yield "values", _values(found, first)
         yield "bound", f"rounding explains {found.bound:.3g}"
         yield "reaches", _several(found.reaches)
@@ -214,11 +227,15 @@ def _of_program(name: str, ops: Sequence[Op], chosen: Op | None) -> Iterator[tup
     shown = [op for op in ops if op is chosen] + [op for op in ops if op is not chosen]
     for op in shown[:_FEW]:
         types = " ".join(dict.fromkeys(map(short_type, op.outputs)))
-        place = f"  # {op.source} in {op.source.function}" if op.source is not None and op.source.file else ""
-        yield name, f"{op.made_by}  {types}  {sentence(op)}{place}"
+        yield name, f"{op.made_by}  {types}  {sentence(op)}{_place(op)}"
         name = ""
     if len(ops) > _FEW:
         yield "", f"... and {len(ops) - _FEW} more ops before the last values that agree"
+
+
+def _place(op: Op) -> str:
+    """The user's line behind an op, as a comment."""
+    return f"  # {op.source} in {op.source.function}" if op.source is not None and op.source.file else ""
 
 
 def _values(found: Comparison, first: Disagreement) -> str:

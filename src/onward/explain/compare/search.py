@@ -259,15 +259,26 @@ class Search:
         """What the ops of a give otherwise than b has, when they read what stands beside, in their order."""
         wanted = set(wanted)
         ops = self._needed(wanted, beside)
-        if not ops or any(isinstance(op.body, DescribedBody) for op in ops):
+        asked = [v for op in ops for v in op.outputs if v in wanted]
+        if any(isinstance(op.body, DescribedBody) for op in ops):
+            return self._far_apart(asked)
+        if not ops:
             return []
         read = dict.fromkeys(v for op in ops for v in op.inputs)
         made = {v for op in ops for v in op.outputs}
         given = {v: beside[v] if v in beside else self.of_a[v] for v in read if v in beside or v not in made}
         given = {v: self._as_mine(v, x) for v, x in given.items()}
-        asked = [v for op in ops for v in op.outputs if v in wanted]
         expected = bounded(self.a, ops, given, asked, self.epsilon)
         found = (Disagreement(v, self.of_twin[v], expected[v], self.beside[v]) for v in asked)
+        return [d for d in found if d.excess.any()]
+
+    def _far_apart(self, asked: Iterable[Variable]) -> list[Disagreement]:
+        """What differs by more than rounding hardly makes, where neither Program has ops that can be run."""
+        most = max(_PLAIN, _EPSILONS * self.epsilon)
+        bounds = {v: most * largest(self.of_a[v]) if epsilon_of(v.dtype) else None for v in asked}
+        found = (
+            Disagreement(v, self.of_twin[v], Bounded(self.of_a[v], bounds[v]), self.beside[v]) for v in asked
+        )
         return [d for d in found if d.excess.any()]
 
     def _as_mine(self, v: Variable, value: Any) -> Any:
