@@ -8,7 +8,7 @@ from typing import Any
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.execute.step import Step
-from onward.explain.compare.compare import Compared
+from onward.explain.compare.compare import ComparedPrograms
 
 __all__ = ["assert_same_training"]
 
@@ -51,7 +51,7 @@ def assert_same_training(
     rounds = [batch] * steps if batches is None else list(batches)
     if not rounds:
         raise ArgumentError("assert_same_training was given no step; expected steps=3, or a batch or more.")
-    both = Compared(a, b, rounds[0], precision)
+    both = ComparedPrograms(a, b, rounds[0], precision)
     states = both.states(state, other_state)
     for step, data in enumerate(rounds):
         found = both(*states, data, step)

@@ -29,7 +29,7 @@ from onward.execute.state import State
 from onward.execute.step import Step
 from onward.explain.compare.found import Comparison
 from onward.explain.compare.rounding import epsilon_of
-from onward.explain.compare.search import Search, whose_ops_run
+from onward.explain.compare.search import PartingSearch, whose_ops_run
 from onward.explain.compare.values import AllValues, begun_alike, count_of, is_by_name, state_of
 
 
@@ -82,11 +82,11 @@ def compare(
 
     Source: bounds by Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019.
     """
-    both = Compared(a, b, batch, precision)
+    both = ComparedPrograms(a, b, batch, precision)
     return both(*both.states(state, other_state), batch)
 
 
-class Compared:
+class ComparedPrograms:
     """Two Programs compiled to be compared on any number of steps."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Compared:
         self.following = self.a.following(of_a), self.b.following(of_b)
         a, b = self.a.program, self.b.program
         sides = (b, a, of_b, of_a) if self.is_swapped else (a, b, of_a, of_b)
-        verdict = Search(*sides, self.epsilon, begins=not step).run()
+        verdict = PartingSearch(*sides, self.epsilon, begins=not step).run()
         return Comparison(a, b, verdict, self.is_swapped, step)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from onward.core.columns import columns
 from onward.core.program import Op, Program, Variable
 from onward.core.show import sentence, short_type
-from onward.explain.compare.search import Disagreement, Verdict
+from onward.explain.compare.search import Disagreement, Parting
 from onward.explain.compare.twins import is_key, widened
 from onward.explain.compare.values import count_of
 from onward.explain.diff.compare import compared
@@ -36,7 +36,7 @@ class Comparison:
 
     a: Program
     b: Program
-    verdict: Verdict
+    verdict: Parting
     is_swapped: bool = False
     step: int | None = None
 
@@ -121,12 +121,12 @@ class Comparison:
 
     @property
     def values(self) -> tuple[Any, Any]:
-        """What a and b give there, of the same inputs."""
+        """The numbers that a and b give there, of the same inputs."""
         return self._worst[3]
 
     @property
     def reaches(self) -> tuple[str, ...]:
-        """What must agree and does not."""
+        """The names of all that must agree and does not."""
         return tuple(anchor.what for anchor in self.verdict.reaches)
 
     @property

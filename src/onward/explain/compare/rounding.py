@@ -41,7 +41,7 @@ def epsilon_of(dtype: Any) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Bounded:
+class BoundedValue:
     """Values, and for each number how far from it rounding alone can lead."""
 
     value: Any
@@ -54,7 +54,7 @@ def bounded(
     given: Mapping[Variable, Any],
     wanted: Sequence[Variable],
     epsilon: float,
-) -> dict[Variable, Bounded]:
+) -> dict[Variable, BoundedValue]:
     """The values that ops give to Variables when they read given ones, with bounds of their rounding.
 
     What an op gives to a Variable that is given itself is asked for, and not read by the ops behind it.
@@ -75,7 +75,7 @@ def bounded(
     results = [compiled(values, jnp.float32(size), jnp.uint32(seed)) for size, seed in _RUNS]
     first, *moved = ([np.asarray(x) if not _is_key(x) else x for x in found] for found in results)
     return {
-        v: Bounded(value, _bound(value, [sample[i] for sample in moved]))
+        v: BoundedValue(value, _bound(value, [sample[i] for sample in moved]))
         for i, (v, value) in enumerate(zip(wanted, first, strict=True))
     }
 
@@ -116,7 +116,7 @@ def _noisy_run(
     ops: Sequence[Op], read: Sequence[Variable], wanted: Sequence[Variable], epsilon: float
 ) -> Callable[..., list[Any]]:
     def run(values: Sequence[Any], size: Any, seed: Any) -> list[Any]:
-        noise = _Noise(size, seed, epsilon)
+        noise = _RoundingMoves(size, seed, epsilon)
         env = dict(zip(read, (noise.relative(x) for x in values), strict=True))
         found: dict[Variable, Any] = {}
         for op in ops:
@@ -130,7 +130,7 @@ def _noisy_run(
 
 
 @dataclass(frozen=True, eq=False)
-class _Noise:
+class _RoundingMoves:
     """Moves numbers by their rounding, ``size`` times."""
 
     size: Any
@@ -193,14 +193,14 @@ class _Noise:
 
 
 @dataclass(frozen=True, eq=False)
-class _Written:
+class _NumberInEquation:
     """A number that stands in an equation."""
 
     number: Any
 
 
 @lru_cache(maxsize=1024)
-def _straight_part(body: Body) -> tuple[Program, Sequence[int | _Written]] | None:
+def _straight_part(body: Body) -> tuple[Program, Sequence[int | _NumberInEquation]] | None:
     """The Program that a Body runs once from start to end, and what it is given; None for one equation."""
     if isinstance(body, DescribedBody):
         return None
@@ -211,7 +211,7 @@ def _straight_part(body: Body) -> tuple[Program, Sequence[int | _Written]] | Non
     if not of(name).calls_once or len(parts) != 1 or "constant" in body.operands:
         return None
     written = iter(numbers(body))
-    operands = tuple(x if isinstance(x, int) else _Written(next(written)) for x in body.operands)
+    operands = tuple(x if isinstance(x, int) else _NumberInEquation(next(written)) for x in body.operands)
     if len(operands) != len(parts[0].inputs) or len(parts[0].outputs) != len(body.out_avals):
         return None
     return parts[0], operands

@@ -24,9 +24,9 @@ from onward.core.described import DescribedBody
 from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
-from onward.explain.compare.rounding import Bounded, bounded, epsilon_of
+from onward.explain.compare.rounding import BoundedValue, bounded, epsilon_of
 from onward.explain.compare.twins import (
-    Anchor,
+    MustAgree,
     anchors,
     by_value,
     far,
@@ -60,7 +60,7 @@ class Disagreement:
 
     mine: Variable
     theirs: Variable | None
-    expected: Bounded
+    expected: BoundedValue
     found: Any
 
     @property
@@ -70,7 +70,7 @@ class Disagreement:
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict:
+class Parting:
     """The outcome of a search.
 
     Attributes:
@@ -83,7 +83,7 @@ class Verdict:
     """
 
     first: Disagreement | None
-    reaches: tuple[Anchor, ...]
+    reaches: tuple[MustAgree, ...]
     forgiven: tuple[Disagreement, ...]
     largest: tuple[float, str]
     compared: tuple[int, int]
@@ -91,7 +91,7 @@ class Verdict:
     region: tuple[tuple[Op, ...], tuple[Op, ...]] = ((), ())
 
 
-def excess(expected: Bounded, found: Any) -> np.ndarray:
+def excess(expected: BoundedValue, found: Any) -> np.ndarray:
     """For each number its difference from what was expected; 0 where that is within the bound."""
     if is_key(expected.value) or not jnp.issubdtype(expected.value.dtype, jnp.inexact):
         differs = widened(expected.value) != widened(found)
@@ -106,7 +106,7 @@ def excess(expected: Bounded, found: Any) -> np.ndarray:
 
 
 @dataclass
-class Search:
+class PartingSearch:
     """One comparison of two Programs on the values of one step of both.
 
     Attributes:
@@ -127,7 +127,7 @@ class Search:
     twins: dict[Variable, Variable] = field(default_factory=dict)  # of b to a
     beside: dict[Variable, Any] = field(default_factory=dict)  # for Variables of a the value of b
 
-    def run(self) -> Verdict:
+    def run(self) -> Parting:
         """Look for the first disagreement."""
         self.matching = matched(self.a, self.b, self.of_a, self.of_b)
         self.twins = dict(self.matching.variables)
@@ -148,7 +148,7 @@ class Search:
         )
         blamed = [*self._given_apart(), *blamed]
         first = blamed[0] if blamed else None
-        return Verdict(
+        return Parting(
             first=first,
             reaches=tuple(reached),
             forgiven=() if first else tuple(suspects),
@@ -174,7 +174,7 @@ class Search:
             if value is not None and anchor.mine in self.makers:
                 self.beside[anchor.mine], self.of_twin[anchor.mine] = value, anchor.theirs
 
-    def _of_anchor(self, anchor: Anchor) -> Any | None:
+    def _of_anchor(self, anchor: MustAgree) -> Any | None:
         is_told = not anchor.what.startswith("gradient of ")  # the gradients of parts may be merged later
         return laid_out(self.a, self.b, self.of_a[anchor.mine], self.of_b[anchor.theirs], must=is_told)
 
@@ -184,7 +184,7 @@ class Search:
         for anchor in (x for x in self.anchors if x.mine not in self.makers and x.what.startswith("next ")):
             value = self._of_anchor(anchor)
             if value is not None:
-                expected = Bounded(self.beside.get(anchor.mine, self.of_a[anchor.mine]), 0.0)
+                expected = BoundedValue(self.beside.get(anchor.mine, self.of_a[anchor.mine]), 0.0)
                 found.append(Disagreement(anchor.mine, anchor.theirs, expected, value))
         return [d for d in found if d.excess.any()]
 
@@ -198,7 +198,7 @@ class Search:
             Disagreement(
                 v,
                 self.of_twin[v],
-                Bounded(
+                BoundedValue(
                     self.of_a[v],
                     None if is_key(self.of_a[v]) else epsilons[v] * np.abs(widened(self.of_a[v])),
                 ),
@@ -256,7 +256,7 @@ class Search:
         return False
 
     def _disagreeing(self, wanted: Iterable[Variable], beside: Mapping[Variable, Any]) -> list[Disagreement]:
-        """What the ops of a give otherwise than b has, when they read what stands beside, in their order."""
+        """The values that the ops of a give otherwise than b, reading what stands beside, in their order."""
         wanted = set(wanted)
         ops = self._needed(wanted, beside)
         asked = [v for op in ops for v in op.outputs if v in wanted]
@@ -273,11 +273,12 @@ class Search:
         return [d for d in found if d.excess.any()]
 
     def _far_apart(self, asked: Iterable[Variable]) -> list[Disagreement]:
-        """What differs by more than rounding hardly makes, where neither Program has ops that can be run."""
+        """The values that rounding hardly explains, where neither Program has ops that can be run."""
         most = max(_PLAIN, _EPSILONS * self.epsilon)
         bounds = {v: most * largest(self.of_a[v]) if epsilon_of(v.dtype) else None for v in asked}
         found = (
-            Disagreement(v, self.of_twin[v], Bounded(self.of_a[v], bounds[v]), self.beside[v]) for v in asked
+            Disagreement(v, self.of_twin[v], BoundedValue(self.of_a[v], bounds[v]), self.beside[v])
+            for v in asked
         )
         return [d for d in found if d.excess.any()]
 
@@ -293,7 +294,7 @@ class Search:
                 needed.update(v for v in op.inputs if v not in beside)
         return ops[::-1]
 
-    def _blamed(self, suspects: Sequence[Disagreement]) -> tuple[list[Disagreement], list[Anchor]]:
+    def _blamed(self, suspects: Sequence[Disagreement]) -> tuple[list[Disagreement], list[MustAgree]]:
         """The suspects from which what must agree goes wrong, the worst first; and what does."""
         if not suspects:
             return [], []
@@ -313,7 +314,7 @@ class Search:
         return blamed, [must[v] for v in must if v in wrong]
 
     def _plainly_wrong(self, judged: Iterable[Variable], gradients: set[Variable]) -> set[Variable]:
-        """What differs by so much that it need not be asked what rounding explains.
+        """The values so far apart that it need not be asked what rounding explains.
 
         A gradient of nearly nothing may be all rounding: gradients are measured by the largest of all, and
         what updates make of them is not judged so.
@@ -333,7 +334,7 @@ class Search:
         return sum(v in wrong for v in of_it) / len(of_it) if of_it else 0.0
 
     def _reached(self, sources: set[Variable], stops: Iterable[Variable] = ()) -> set[Variable]:
-        """What depends on these, themselves included; not through what stops it."""
+        """All that depends on these, themselves included; not through what stops it."""
         reached, stops = set(sources), set(stops)
         for op in self.a.ops:
             if any(v in reached and (v not in stops or v in sources) for v in op.inputs):

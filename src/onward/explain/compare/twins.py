@@ -25,7 +25,7 @@ _NEAR = 1e-4  # of the largest number: values that are paired for what they are
 
 
 @dataclass(frozen=True)
-class Anchor:
+class MustAgree:
     """Two values that must agree, whatever is between: ``what`` they are of both Programs."""
 
     what: str
@@ -59,19 +59,19 @@ def _same_given(x: Any, y: Any) -> bool:
     return x.shape == y.shape and x.dtype == y.dtype and same_array(x, y)
 
 
-def anchors(a: Program, b: Program, twins: Mapping[Variable, Variable]) -> list[Anchor]:
-    """What must agree: results in order, the loss, gradients, the next values of state."""
+def anchors(a: Program, b: Program, twins: Mapping[Variable, Variable]) -> list[MustAgree]:
+    """All that must agree: results in order, the loss, gradients, the next values of state."""
     found = []
     if len(a.outputs) == len(b.outputs):
-        found += [Anchor("result", x, y) for x, y in zip(a.outputs, b.outputs, strict=True)]
+        found += [MustAgree("result", x, y) for x, y in zip(a.outputs, b.outputs, strict=True)]
     if a.loss is not None and b.loss is not None:
-        found.append(Anchor("loss", a.loss, b.loss))
+        found.append(MustAgree("loss", a.loss, b.loss))
     of_b = {twins[p]: g for p, g in b.gradients if p in twins}
-    found += [Anchor(f"gradient of {p.name}", g, of_b[p]) for p, g in a.gradients if p in of_b]
+    found += [MustAgree(f"gradient of {p.name}", g, of_b[p]) for p, g in a.gradients if p in of_b]
     state = {twins[v]: v for v in b.state if v in twins}
     changing = [v for v in a.state if v in state and (v in a.next_state or state[v] in b.next_state)]
     found += [
-        Anchor(f"next {v.name}", a.next_state.get(v, v), b.next_state.get(state[v], state[v]))
+        MustAgree(f"next {v.name}", a.next_state.get(v, v), b.next_state.get(state[v], state[v]))
         for v in changing
     ]
     return found

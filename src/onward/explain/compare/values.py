@@ -79,7 +79,7 @@ class AllValues:
         return _of(value).broadcast_to(value.reshape(-1, *v.shape), (count_of(self.program), *v.shape))
 
     def _rows(self, v: Variable, value: Any) -> Any:
-        """What is given to all devices as one row for each."""
+        """A given value with a row for each device."""
         count, value = count_of(self.program), on_host(value)
         if self.program.replicas is None:
             return value
