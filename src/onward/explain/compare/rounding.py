@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod, sqrt
 from typing import Any
 
@@ -145,13 +145,8 @@ class _RoundingMoves:
         """Numbers up or down by the epsilon of their dtype times this scale."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        real = jnp.real(x)
-        bits = jax.lax.bitcast_convert_type(real.astype(jnp.float32), jnp.uint32)
-        mixed = (bits ^ (bits >> 15)) * self.seed
-        sign = jnp.where((mixed ^ (mixed << 7)) >> 31 == 0, 1.0, -1.0).astype(real.dtype)
         epsilon = max(epsilon_of(x.dtype), self.epsilon)
-        there = x + (self.size.astype(real.dtype) * epsilon) * sign * scale
-        return jnp.where(jnp.isfinite(there), there, x).astype(x.dtype)
+        return _moved(x, jnp.asarray(scale, jnp.real(x).dtype), self.size, self.seed, epsilon)
 
     def of_body(self, body: Body, values: Sequence[Any]) -> list[Any]:
         """The results of a Body, each of its equations moved."""
@@ -190,6 +185,17 @@ class _RoundingMoves:
         """Numbers moved by what the largest of them may be rounded by."""
         is_number = jnp.issubdtype(x.dtype, jnp.inexact)
         return self.moved(x, times * jnp.max(jnp.abs(x), initial=0)) if is_number else x
+
+
+@partial(jax.jit, static_argnums=4)  # traced once for each type: tracing it everywhere takes longer than XLA
+def _moved(x: Any, scale: Any, size: Any, seed: Any, epsilon: float) -> Any:
+    """Numbers up or down, as their bits say, by a part of this scale."""
+    real = jnp.real(x)
+    bits = jax.lax.bitcast_convert_type(real.astype(jnp.float32), jnp.uint32)
+    mixed = (bits ^ (bits >> 15)) * seed
+    sign = jnp.where((mixed ^ (mixed << 7)) >> 31 == 0, 1.0, -1.0).astype(real.dtype)
+    there = x + (size.astype(real.dtype) * epsilon) * sign * scale
+    return jnp.where(jnp.isfinite(there), there, x).astype(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)

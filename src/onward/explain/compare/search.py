@@ -235,10 +235,12 @@ class PartingSearch:
         """Those whose ops give others, on what the other Program reads."""
         for _ in range(_ROUNDS):
             suspects = self._disagreeing(doubtful, self.beside)
-            again = [s for s in suspects if self._is_found_elsewhere(s)]
+            again = {s.mine for s in suspects if self._is_found_elsewhere(s)}
             if not again:
                 return suspects
-            doubtful = [v for v in self.makers if v in self.beside and not self._is_same(v)]
+            readers = self._reached(again, stops=self.beside)
+            left = {s.mine for s in suspects} - again
+            doubtful = [v for v in self.makers if v in left or (v in readers - again and v in self.beside)]
         return suspects
 
     def _is_found_elsewhere(self, suspect: Disagreement) -> bool:
