@@ -119,7 +119,7 @@ def test_what_other_libraries_call_it_is_there():
 def test_a_name_of_a_module_is_the_one_at_the_top():
     modules = [v for v in VALUES.values() if isinstance(v, ModuleType)]
     optimizers = [n for n in ow.__all__ if n in OPTIMIZERS and n != "Optimizer"]
-    assert len(modules) == 9
+    assert len(modules) == 10
     assert [n for n in optimizers if getattr(ow.optimizer, n) is not getattr(ow, n)] == []
 
 

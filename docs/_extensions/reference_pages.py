@@ -103,10 +103,13 @@ TOPICS = {
     ),
     "execute-session": Topic("Sessions", ("fit.session", "fit.scope")),
     "explain-pictures": Topic(
-        "Draw, diff, inspect, adopt", ("explain.draw", "explain.diff", "explain.inspect", "explain.adopt")
+        "Draw, diff, inspect, adopt",
+        ("explain.draw", "explain.diff", "explain.inspect", "explain.adopt", "explain.compare"),
     ),
     "explain-cost": Topic("Cost, memory, time", ("explain.summary", "explain.memory", "explain.profile")),
-    "explain-watch": Topic("Watched numbers, faults", ("explain.watched", "explain.find_nonfinite")),
+    "explain-watch": Topic(
+        "Watched numbers, faults", ("explain.watched", "explain.find_nonfinite", "explain.testing")
+    ),
     "serve-export": Topic("Export", ("serve.export",)),
     "serve-endpoint": Topic("Endpoint", ("serve.",)),
 }

@@ -20,6 +20,7 @@ from onward.execute.outs import Outs as Outs
 from onward.execute.restore import Restored as Restored
 from onward.execute.storage.storage import Storage as Storage
 from onward.execute.tuning import StepPlan as StepPlan
+from onward.explain.compare.found import Comparison as Comparison
 from onward.explain.diff.diff import Diff as Diff
 from onward.explain.draw.draw import Drawing as Drawing
 from onward.explain.memory.memory import Beside as Beside

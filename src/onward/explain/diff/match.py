@@ -27,16 +27,18 @@ class Matching:
         return Matching(ops, {old: new for new, old in self.variables.items()})
 
 
-def match(a: Program, b: Program) -> Matching:
+def match(a: Program, b: Program, known: Mapping[Variable, Variable] | None = None) -> Matching:
     """Pair the ops of two Programs; the other way round the same pairs are found.
 
     Args:
         a: a Program; its ops are the keys of what is returned.
         b: another.
+        known: Variables of b with those of a that they stand for, whatever they are called.
     """
+    known = known or {}
     if _order(b) < _order(a):
-        return match(b, a).mirrored()
-    pairs = _Pairs(a, b)
+        return match(b, a, {old: new for new, old in known.items()}).mirrored()
+    pairs = _Pairs(a, b, known)
     pairs.take_objects()
     pairs.take_computations()
     pairs.take_gradients()
@@ -65,12 +67,14 @@ def _of_one_trace(a: Program, b: Program) -> bool:
 class _Pairs:
     """Pairs, found one way after the other; ``twins`` leads from Variables of b to those of a."""
 
-    def __init__(self, a: Program, b: Program) -> None:
+    def __init__(self, a: Program, b: Program, known: Mapping[Variable, Variable]) -> None:
         self.a, self.b = a, b
         self.ops: dict[Op, Op] = {}
         self.found: set[Op] = set()  # of b
         self.twins: dict[Variable, Variable] = {}
         self.taken: set[Variable] = set()  # of a
+        for new, old in known.items():
+            self._pair_variables(old, new)
         of_a = {v for op in a.ops for v in op.outputs}
         for v in (v for op in b.ops for v in op.outputs if v in of_a):
             self._pair_variables(v, v)
