@@ -9,8 +9,8 @@ from onward.derive.update.plan import UpdatePlan as UpdatePlan
 from onward.derive.watch.statistics import Histogram as Histogram
 from onward.derive.watch.statistics import Statistic as Statistic
 from onward.distribute.plan import Plan as Plan
+from onward.distribute.split.cut import Split as Split
 from onward.distribute.split.shards import Shard as Shard
-from onward.distribute.split.split import Split as Split
 from onward.execute.checkpoint.loaded import Checkpoint as Checkpoint
 from onward.execute.loop.batches import Batches as Batches
 from onward.execute.loop.events import EventKind as EventKind

@@ -9,7 +9,7 @@ from tests.fleet.hosting import Threads
 
 import onward as ow
 from onward.core.jaxprs.equations import Type
-from onward.distribute.split.split import Split
+from onward.distribute.split.cut import Split
 from onward.fleet import compute, holding
 from onward.fleet.blueprint import Blueprint
 

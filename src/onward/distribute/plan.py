@@ -36,7 +36,7 @@ from onward.core.primitives.traits import Exchanges
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind, Placement
-from onward.distribute.split.split import Split
+from onward.distribute.split.cut import Split
 from onward.distribute.split.traffic import Traffic, traffic
 
 _PLACES = {

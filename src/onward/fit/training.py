@@ -126,7 +126,7 @@ class Training:
             part.agree(deadline_of(None))
 
     def tested_batches(self) -> Iterator[Any]:
-        """What to test with; processes that were asked to end do so between two batches, too."""
+        """The batches of a test; processes that were asked to end do so between two of them, too."""
         for batch, _ in LoopReader(self.test).epoch(0):
             self.before()
             yield batch

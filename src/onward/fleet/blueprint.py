@@ -12,9 +12,10 @@ import numpy as np
 from onward.core.program import Program, Recipe
 from onward.core.recipe import build, recipe_of
 from onward.derive.optimizer import Optimizer
+from onward.distribute.split.cut import Split
 from onward.distribute.split.devices import TrainerDevices
 from onward.distribute.split.local import split_local
-from onward.distribute.split.split import Split, split
+from onward.distribute.split.split import split
 
 
 @dataclass(frozen=True)

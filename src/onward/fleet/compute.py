@@ -17,9 +17,9 @@ from onward.core.program import Program, Variable
 from onward.core.walk import prune
 from onward.derive.guard import is_guarded
 from onward.derive.watch.watch import watching_of
+from onward.distribute.split.cut import Split
 from onward.distribute.split.joined import Seen
 from onward.distribute.split.rows import Table
-from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import TRAINER, as_typed, carried_by
 from onward.execute.compile import compile
 from onward.execute.feeds import Feeds, data_names, key_of

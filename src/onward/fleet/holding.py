@@ -16,9 +16,9 @@ from onward.core.errors import ClusterError, NonFiniteError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import producers
+from onward.distribute.split.cut import Split
 from onward.distribute.split.joined import Seen
 from onward.distribute.split.server import ServerPart
-from onward.distribute.split.split import Split
 from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.initialize import initialized
 

@@ -14,7 +14,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, ClusterError, NonFiniteError
 from onward.core.words import Kind
 from onward.distribute.merge import is_count
-from onward.distribute.split.split import Split
+from onward.distribute.split.cut import Split
 from onward.fleet.faults import Faults
 from onward.fleet.fence import Epoch, ServerPlace
 from onward.fleet.frame import Change

@@ -11,8 +11,8 @@ from itertools import count, islice
 from time import perf_counter, sleep, time
 from typing import Any
 
+from onward.distribute.split.cut import Split
 from onward.distribute.split.joined import Seen, is_now
-from onward.distribute.split.split import Split
 from onward.fleet.compute import BatchResult, Compute, Gradient, LocalSteps, Prepared
 from onward.fleet.holding import Values
 from onward.fleet.messages import HistoryRow, Push, Reply, ServerWord, Told, TrainerStatus, Welcome

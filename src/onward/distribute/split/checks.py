@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from onward.core.errors import GraphError, UnknownNameError
 from onward.core.marks import Mark
@@ -16,12 +15,10 @@ from onward.derive.rule import GradientRule
 from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.precision import is_low
 from onward.derive.update.update import append_update, optimizer_of
+from onward.distribute.split.cut import Split, place_of_update
 from onward.distribute.split.guarding import GUARDS, Guarding
 from onward.distribute.split.rows import Table
 from onward.distribute.split.shards import Shard, is_by_number, rows_of
-
-if TYPE_CHECKING:
-    from onward.distribute.split.split import Split
 
 
 def tables_named(lazy: Iterable[Where], tables: Sequence[Table]) -> tuple[Variable, ...]:
@@ -152,12 +149,6 @@ def _place_of_backward(recipe: Recipe) -> int:
     """Which of the transforms made the gradients."""
     places = [i for i, step in enumerate(recipe.steps) if step.function is append_backward]
     return max(places, default=0)
-
-
-def place_of_update(recipe: Recipe) -> int:
-    """Which of the transforms made the update, as far as there is one."""
-    places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
-    return max(places, default=-1)
 
 
 def optimizer_before_guards(program: Program, recipe: Recipe) -> OptimizerRule:

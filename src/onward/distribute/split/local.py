@@ -21,8 +21,8 @@ from onward.derive.optimizer import Optimizer
 from onward.derive.seam import forward_pass
 from onward.derive.update.groups import Routing
 from onward.distribute.split.checks import check_landing, check_rules
+from onward.distribute.split.cut import Split
 from onward.distribute.split.shards import balanced
-from onward.distribute.split.split import Split
 
 
 def split_local(program: Program, servers: int, trainers: int, outer: Optimizer) -> Split:

@@ -29,9 +29,9 @@ from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind
+from onward.distribute.split.cut import Split
 from onward.distribute.split.server import ServerPart
 from onward.distribute.split.shards import Shard
-from onward.distribute.split.split import Split
 
 NUMBER = 4
 """The bytes of a row number: int32."""
