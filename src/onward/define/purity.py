@@ -31,9 +31,10 @@ class LeakWatch:
 
     def end(self, function: Any, name: str) -> None:
         """Raise ``TraceError`` if one of them is still alive; called after the trace."""
-        if not self._alive():
-            return
-        gc.collect()
+        for generation in (1, 2):  # what a trace leaves is young, and to look through all takes long
+            if not self._alive():
+                return
+            gc.collect(generation)
         if self._alive() and (place := _whereabouts()):
             raise TraceError(
                 f"{name} is not pure{_definition(function)}: it keeps a traced array after it has returned, "
