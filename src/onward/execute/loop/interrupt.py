@@ -212,15 +212,19 @@ def uninterrupted(function: Callable[Arguments, Result]) -> Callable[Arguments, 
     >>> try:
     ...     traced()
     ... except KeyboardInterrupt:
-    ...     print("interrupted")
+    ...     print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     this is still done
-    interrupted
+    True
     """
 
     @wraps(function)
     def whole(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        with while_a_step_runs():
-            return function(*arguments, **options)
+        is_first = getsignal(signal.SIGINT) is signal.default_int_handler
+        with (part := while_a_step_runs()):
+            result = function(*arguments, **options)
+        if is_first and getsignal(signal.SIGINT) is part:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return result
 
     return whole
 
