@@ -175,6 +175,18 @@ def test_while_jax_traces_and_compiles_ctrl_c_waits(name):
 
 
 @pytest.mark.usefixtures("handler_is_restored")
+def test_a_checkpoint_whose_writing_begins_is_written_before_ctrl_c(tmp_path):
+    step, first = counting()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ow.Checkpoints(tmp_path) as checkpoints,
+        interrupted_in("start", 0),
+    ):
+        checkpoints.save(first, 1)
+    assert holds(step.restore(tmp_path)) == 0
+
+
+@pytest.mark.usefixtures("handler_is_restored")
 def test_every_state_that_led_there_is_whole_after_an_interrupt_and_none_without():
     step, first = counting()
     held = first.copy()
