@@ -9,8 +9,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -63,26 +62,14 @@ def in_turn(
     After ``budget`` seconds no further round begins, once there were ``least``.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
-    with earlier_objects_frozen():
-        begin = perf_counter()
-        for i in range(rounds):
-            for name in list(sides) if i % 2 == 0 else reversed(list(sides)):
-                gc.collect()
-                times[name].append(sides[name]())
-            if budget is not None and i + 1 >= least and perf_counter() - begin > budget:
-                break
+    begin = perf_counter()
+    for i in range(rounds):
+        for name in list(sides) if i % 2 == 0 else reversed(list(sides)):
+            gc.collect()
+            times[name].append(sides[name]())
+        if budget is not None and i + 1 >= least and perf_counter() - begin > budget:
+            break
     return times
-
-
-@contextmanager
-def earlier_objects_frozen() -> Iterator[None]:
-    """Garbage is looked for among what is made in the block, not in all that the libraries hold."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def ratio_row(

@@ -136,10 +136,6 @@ def earlier_objects_frozen():
     """What tests before left behind is not looked through again: benchmarks collect garbage in each round."""
     gc.collect()
     gc.freeze()
-    yield
-    if not gc.get_freeze_count():  # a benchmark has ended, which freezes and unfreezes for itself
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.fixture(scope="module")
