@@ -66,6 +66,7 @@ class Builder:
         outputs: Sequence[str | Variable],
         body: Body,
         update: UpdateType | None = None,
+        replaces: Sequence[Variable] = (),
         **fields: Any,
     ) -> tuple[Variable, ...]:
         """Add an op; returns what it computes.
@@ -76,10 +77,12 @@ class Builder:
             outputs: what it computes: Variables, or names for new ones, which get a number if they are taken.
             body: how.
             update: how far it looks, if it is one of the update pass.
+            replaces: state Variables whose next values it computes, behind ``outputs``.
             fields: of the ``Op``, such as ``scope``.
         """
-        types = zip(outputs, body.out_avals, strict=True)
+        types = zip([*outputs, *(f"next({v.name})" for v in replaces)], body.out_avals, strict=True)
         made = tuple(self.named(v, t) if isinstance(v, str) else v for v, t in types)
+        self.follow(dict(zip(replaces, made[len(outputs) :], strict=True)))
         told = {"made_by": self._made_by, **fields}
         self._ops.append(Op(kind, tuple(inputs), made, body, update=update, **told))
         return made
@@ -94,19 +97,21 @@ class Builder:
         first: Callable[[], Any] | Body,
         kind: str = "constant",
         placement: Placement = Placement.REPLICATED,
+        reads: Sequence[Variable] = (),
     ) -> Variable:
-        """Add a state Variable that begins with what ``first`` computes of nothing.
+        """Add a state Variable that begins with what ``first`` computes.
 
         Args:
             name: its name, if it is free.
             first: the first value.
             kind: the type of the op that makes it.
             placement: where it lies.
+            reads: the state that ``first`` is computed of, if it is a Body that reads some.
         """
         body = first if isinstance(first, Body) else body_of(lambda: [first()])
         v = replace(self.named(name, body.out_avals[0], Kind.STATE), placement=placement)
         self.state.append(v)
-        self.initializers.append(Op(kind, (), (v,), body, self._made_by))
+        self.initializers.append(Op(kind, tuple(reads), (v,), body, self._made_by))
         return v
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:

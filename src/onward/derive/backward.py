@@ -250,7 +250,7 @@ class _Backward:
 
     def lets_through(self, v: Variable) -> bool:
         """Whether a Variable can carry a gradient."""
-        return v not in self.stopped and _differentiable(v)
+        return v not in self.stopped and v.is_float
 
     def differentiate(
         self, op: Op, chosen: list[int], given: list[int], total: dict[Variable, Variable]
@@ -344,10 +344,6 @@ def _rule_of(op: Op, body: Body, chosen: list[int], given: list[int]) -> Derivat
         ) from error
 
 
-def _differentiable(v: Variable) -> bool:
-    return bool(jnp.issubdtype(v.dtype, np.inexact))
-
-
 def _loss_of(program: Program, loss: str | Variable | None) -> Variable:
     if loss is not None:
         target = find(program, loss)
@@ -365,7 +361,7 @@ def _loss_of(program: Program, loss: str | Variable | None) -> Variable:
             f"The loss {target.name!r} of {program.name} is {target.type}{_made_at(program, target)}; it "
             "must be a scalar. Reduce it over the batch: jnp.mean(loss)."
         )
-    if not _differentiable(target):
+    if not target.is_float:
         raise LossError(
             f"The loss {target.name!r} of {program.name} is {target.type}{_made_at(program, target)}; it "
             "must be a floating point number. Is a count or an accuracy returned in place of the loss?"
@@ -385,7 +381,7 @@ def _expect_real(target: Variable, what: str, place: str = "") -> None:
 
 def _expect_floats(program: Program, chosen: Iterable[Where]) -> None:
     """Raise ``LossError`` for an integer that shall be trained."""
-    counting = {v.name: v for v in program.state if not _differentiable(v)}
+    counting = {v.name: v for v in program.state if not v.is_float}
     for where in chosen:
         if (v := counting.get(name_of(where) or "")) is not None:
             raise LossError(
@@ -407,7 +403,7 @@ def _check_targets(
     if len(seeds) != len(targets):
         raise ArgumentError(f"{len(targets)} targets and {len(seeds)} target_gradients; give one for each.")
     for v in (*targets, *inputs):
-        if not _differentiable(v):
+        if not v.is_float:
             raise LossError(f"{v.name!r} is {v.type}: only floating point Variables have gradients.")
     for target, seed in zip(targets, seeds, strict=True):
         if seed is None:

@@ -17,9 +17,8 @@ from onward.core.errors import ArgumentError
 from onward.core.jaxprs.body import body_of
 from onward.core.lower import lower
 from onward.core.marks import COUNT, LOCAL
-from onward.core.names import Names
 from onward.core.placement import local_copies
-from onward.core.program import Applied, Op, Program, Variable
+from onward.core.program import Applied, Program, Variable
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer
@@ -63,23 +62,12 @@ class LocalSGD(Merge):
 
     def apply(self, program: Program, devices: Devices, steps: Sequence[Applied]) -> Program:
         """The Program whose forward and backward pass read each device's own parameters."""
-        names = Names(program.variables)
-        local = {p: _local(p, names) for p, _ in program.gradients}
-        kinds = {p: p.aval for p in local}
-        inits = (
-            Op(LOCAL, (p,), (v,), body_of(lambda x: [x], kinds[p]), Pass.COLLECTIVE) for p, v in local.items()
-        )
-
-        def own(op: Op) -> Op:
+        builder = Builder(program, made_by=Pass.COLLECTIVE)
+        local = {p: _local(builder, p) for p, _ in program.gradients}
+        for op in program.ops:
             read = tuple(local.get(v, v) for v in op.inputs)
-            return op if read == op.inputs else replace(op, inputs=read)
-
-        return replace(
-            program,
-            state=(*program.state, *local.values()),
-            initializers=(*program.initializers, *inits),
-            ops=tuple(map(own, program.ops)),
-        )
+            builder.append(op if read == op.inputs else replace(op, inputs=read))
+        return builder.program()
 
     def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:
         """Each device's own update, and now and then the meeting."""
@@ -153,18 +141,20 @@ class DiLoCo(LocalSGD):
         return with_update(merged, self.outer)
 
 
-def _local(p: Variable, names: Names) -> Variable:
-    """Each device's own of a parameter."""
-    return Variable(names.new(f"{p.name}/local"), p.shape, p.dtype, Kind.STATE, Placement.PER_REPLICA)
+def _local(builder: Builder, p: Variable) -> Variable:
+    """Each device's own of a parameter, which begins as the parameter does."""
+    same = body_of(lambda x: [x], p.aval)
+    return builder.carry(f"{p.name}/local", same, LOCAL, Placement.PER_REPLICA, reads=[p])
 
 
 def _now_and_then(
     program: Program, sync: Program, local: Mapping[Variable, Variable], step: Variable, merge: LocalSGD
 ) -> Program:
     """The Program with a synchronization as one op, which does something at every so many steps."""
-    names = Names(program.variables)
+    builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     parameters = list(local)
-    renamed = {v: replace(v, name=names.new(f"outer/{v.name}")) for v in sync.state if v not in local}
+    outer = (v for v in sync.state if v not in local)
+    renamed = {v: replace(v, name=builder.names.new(f"outer/{v.name}")) for v in outer}
     sync = substitute(sync, renamed)
     changing = [*parameters, *(v for v in sync.next_state if v not in local)]
     fixed = [v for v in sync.state if v not in changing]
@@ -185,15 +175,11 @@ def _now_and_then(
         return list(lax.cond((number + 1) % merge.every == 0, meet, part))
 
     inputs = (step, *given)
-    replaced = (*local.values(), *changing)
-    outputs = tuple(Variable(names.new(f"next({v.name})"), v.shape, v.dtype) for v in replaced)
     body = body_of(sometimes, *(v.aval for v in inputs))
-    return replace(
-        program,
-        state=(*program.state, *renamed.values()),
-        initializers=(*program.initializers, *sync.initializers),
+    builder.state += renamed.values()
+    builder.initializers += sync.initializers
+    builder.add(merge.name, inputs, [], body, replaces=(*local.values(), *changing))
+    return builder.program(
         hyperparameters=(*program.hyperparameters, *sync.hyperparameters),
         limits={**program.limits, **sync.limits},
-        ops=(*program.ops, Op(merge.name, inputs, outputs, body, Pass.COLLECTIVE)),
-        next_state={**program.next_state, **dict(zip(replaced, outputs, strict=True))},
     )

@@ -284,11 +284,9 @@ def _merged(
         return [*_parts(result, shapes), *(following[name] for name in kinds)]
 
     inputs = [*group, *kept]
-    names = [*(f"{strategy.name}({g.name})" for g in group), *(f"next({v.name})" for v in kept)]
+    names = [f"{strategy.name}({g.name})" for g in group]
     body = body_of(merge, *(v.aval for v in inputs))
-    outputs = builder.add(strategy.name, inputs, names, body)
-    builder.follow(dict(zip(kept, outputs[len(group) :], strict=True)))
-    return outputs[: len(group)]
+    return builder.add(strategy.name, inputs, names, body, replaces=kept)[: len(group)]
 
 
 def is_count(value: object) -> bool:

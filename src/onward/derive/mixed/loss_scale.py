@@ -83,9 +83,7 @@ def _adjusted(
     good = builder.carry("good_steps", lambda: jnp.int32(0))
     reads = scale, good, finite
     body = body_of(_adjusting(growth_every, factor), *(v.aval for v in reads))
-    names = [f"next({v.name})" for v in (scale, good)]
-    following = builder.add("adjust_scale", reads, names, body, UpdateType.BOOKKEEPING)
-    builder.follow(dict(zip((scale, good), following, strict=True)))
+    builder.add("adjust_scale", reads, [], body, UpdateType.BOOKKEEPING, replaces=(scale, good))
     return builder.program()
 
 

@@ -99,10 +99,10 @@ class _Turn:
         """The turn, the gradients of its results as further inputs, and the gradients of its inputs."""
         program = self.program
         names = Names(program.variables)
-        results = [v for v in dict.fromkeys(program.outputs) if _is_real(v)]
+        results = [v for v in dict.fromkeys(program.outputs) if v.is_float]
         seeds = [Variable(names.new(f"grad({v.name})"), v.shape, v.dtype, Kind.DATA) for v in results]
         given = replace(program, inputs=(*program.inputs, *seeds))
-        wanted = [v for v in program.inputs if _is_real(v)]
+        wanted = [v for v in program.inputs if v.is_float]
         found, parts = gradients(given, results, wanted, seeds)
         pairs = tuple((v, g) for v, g in zip(wanted, parts, strict=True) if g is not None)
         return replace(found, gradients=pairs)
@@ -141,7 +141,7 @@ class _Turn:
         forward = lower(replace(program, ops=tuple(early)), [*results, *read])
         behind = replace(program, inputs=(*program.inputs, *read), ops=tuple(late))
         backward = lower(behind, [g for g in known if g is not None])
-        first = {v: results.index(v) for v in dict.fromkeys(results) if _is_real(v)}
+        first = {v: results.index(v) for v in dict.fromkeys(results) if v.is_float}
 
         def zeros() -> list[Any]:
             return [jnp.zeros(v.shape, v.dtype) for v in seeds]
@@ -176,7 +176,3 @@ def _of_equal_rank(ranks: Sequence[int], inside: Sequence[Variable]) -> int:
 
 def _number(text: int | str, v: Variable) -> Any:
     return np.array(text == "True") if v.dtype == np.bool_ else np.array(str(text)).astype(v.dtype)
-
-
-def _is_real(v: Variable) -> bool:
-    return bool(jnp.issubdtype(v.dtype, np.inexact))

@@ -68,7 +68,21 @@ class exponential(Schedule):
         return _stopped(self, value, self.rate > 1)
 
 
-class natural_exp(Schedule):
+class _FadingByRate(Schedule):
+    """The base of what fades at a rate, which may be any."""
+
+    begin: Value
+    _: KW_ONLY
+    rate: Value
+    every: Steps = 1
+    staircase: bool = False
+    end: Value | None = None
+
+    def _check(self) -> None:
+        _check_end(self)
+
+
+class natural_exp(_FadingByRate):
     """The natural exponential: ``begin exp(-rate n / every)``.
 
     The ``natural_exp_decay`` of the early Paddle and of TensorFlow 1; elsewhere it is written as an
@@ -92,21 +106,11 @@ class natural_exp(Schedule):
         ['1.0000', '0.6065', '0.3679']
     """
 
-    begin: Value
-    _: KW_ONLY
-    rate: Value
-    every: Steps = 1
-    staircase: bool = False
-    end: Value | None = None
-
-    def _check(self) -> None:
-        _check_end(self)
-
     def _at(self, n: jax.Array) -> Any:
         return _stopped(self, self.begin * jnp.exp(-self.rate * _elapsed(self, n)))
 
 
-class inverse_time(Schedule):
+class inverse_time(_FadingByRate):
     """The inverse of time: ``begin / (1 + rate n / every)``.
 
     As Keras' ``InverseTimeDecay`` and the early Paddle's ``inverse_time_decay``. It is the rate for which
@@ -129,16 +133,6 @@ class inverse_time(Schedule):
         >>> ow.schedule.inverse_time(1.0, rate=0.5, every=10)([0, 20, 60]).tolist()
         [1.0, 0.5, 0.25]
     """
-
-    begin: Value
-    _: KW_ONLY
-    rate: Value
-    every: Steps = 1
-    staircase: bool = False
-    end: Value | None = None
-
-    def _check(self) -> None:
-        _check_end(self)
 
     def _at(self, n: jax.Array) -> Any:
         return _stopped(self, self.begin / (1 + self.rate * _elapsed(self, n)))
@@ -178,7 +172,7 @@ class noam(Schedule):
         return peak * jnp.minimum(t / self.warmup, jnp.sqrt(self.warmup / t))
 
 
-_Fading = exponential | natural_exp | inverse_time
+_Fading = exponential | _FadingByRate
 
 
 def _elapsed(schedule: _Fading, n: jax.Array) -> Any:

@@ -174,14 +174,14 @@ class Act:
     def _column(self, name: str, column: Sequence[Variable], env: Mapping[Variable, Any]) -> list[Any]:
         """The arguments that the rule takes under this name, one per parameter; a gradient points uphill."""
         found = [widened(env[v]) for v in column]
-        return list(map(_turned, found)) if name == "gradient" else found
+        return list(map(uphill, found)) if name == "gradient" else found
 
     def _result(self, value: Any, v: Variable, parameter: str) -> Any:
         """The rule's result in the required dtype; its shape must be the right one already."""
         is_gradient = isinstance(self.rule, GradientRule)
         what = "the gradient" if is_gradient else "the next value"
         _expect_shape(self.rule, value, v.shape, f"{what} of {parameter!r}")
-        return jnp.asarray(_turned(value) if is_gradient else value, v.dtype)
+        return jnp.asarray(uphill(value) if is_gradient else value, v.dtype)
 
     def _fitting(self, value: Any, slot: Slot) -> Any:
         _expect_shape(self.rule, value, slot.how.used.shape, f"the next value of {slot.arrays[0].name!r}")
@@ -224,6 +224,6 @@ def _expect_shape(rule: Any, value: Any, shape: tuple[int, ...], what: str) -> N
         )
 
 
-def _turned(gradient: Any) -> Any:
-    """A complex gradient of JAX as the direction uphill, and back."""
+def uphill(gradient: Any) -> Any:
+    """A gradient of JAX as rules see it, a complex one as the direction uphill; the same again leads back."""
     return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient

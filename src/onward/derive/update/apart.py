@@ -21,6 +21,7 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.layout import Shape, inlined, laid_out, read_by
 from onward.core.names import Names
+from onward.core.variable import Variable
 from onward.core.words import UpdateType
 from onward.derive.update.state_names import Place, places_of
 
@@ -176,8 +177,8 @@ class _TracedPair:
             kinds = [
                 Type(t.shape, jnp.promote_types(t.dtype, m.dtype)) for t, m in zip(kinds, made, strict=True)
             ]
-        begin = body_of(lambda *p: _cast(begin(*p), kinds), *self.types)
-        run = body_of(lambda *x: _cast(run(*x), [*self.types, *kinds]), *run.in_types)
+        begin = body_of(lambda *p: cast(begin(*p), kinds), *self.types)
+        run = body_of(lambda *x: cast(run(*x), [*self.types, *kinds]), *run.in_types)
         return inlined(begin), inlined(run)
 
     def _begin(self, *parameters: Any) -> list[Any]:
@@ -217,7 +218,8 @@ def _moved(parameter: Any, update: Any) -> Any:
     return moved.astype(parameter.dtype)
 
 
-def _cast(values: Sequence[Any], types: Sequence[Type]) -> list[Any]:
+def cast(values: Sequence[Any], types: Sequence[Type | Variable]) -> list[Any]:
+    """The values in these dtypes."""
     arrays = map(jnp.asarray, values)
     return [x if x.dtype == t.dtype else x.astype(t.dtype) for x, t in zip(arrays, types, strict=True)]
 

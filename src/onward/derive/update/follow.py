@@ -6,21 +6,19 @@ What all parameters share, such as a count, is replaced by an op of its own, whi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.marks import ADVANCE
-from onward.core.program import Op, Variable
-from onward.core.words import Kind, Pass, UpdateType
-from onward.derive.update.apart import Apart, StateArray
+from onward.core.program import Variable
+from onward.core.words import Placement, UpdateType
+from onward.derive.update.apart import Apart, Part, StateArray, cast
 from onward.derive.update.groups import Route
 from onward.derive.update.growing import Trained, Update
-
-Slots = Mapping[StateArray, Variable]
 
 
 def follow(update: Update, route: Route, apart: Apart) -> None:
@@ -62,66 +60,54 @@ class _OneAtWork:
 
     def advance(self) -> None:
         """The op that replaces the state that all parameters share."""
-        body, taken = self.apart.advances()
-        made = self._following(self.apart.advancing)
-        self._append(ADVANCE, taken, made, body, UpdateType.BOOKKEEPING)
+        self._append(ADVANCE, self.apart.advances(), [], self.apart.advancing, UpdateType.BOOKKEEPING)
 
     def update_one(self, parameter: int) -> None:
         """The op that updates one parameter and its state."""
         t = self.members[parameter]
-        body, taken = self.apart.updates(parameter, t.place.shape)
-        made = [self._made(t)]
-        following = self._following(self.apart.own(parameter))
-        self._append(self.route.optimizer.name, taken, [*made, *following], body, self.apart.type)
-        self.pass_.becomes([t], made)
+        part = self.apart.updates(parameter, t.place.shape)
+        self._append(self.route.optimizer.name, part, [t], self.apart.own(parameter), self.apart.type)
 
     def update_all(self) -> None:
         """The op that updates all parameters and all of the state."""
         members = [self.members[i] for i in range(len(self.apart.parameters))]
         count = len(members)
         leaves = [*(leaf for i in range(count) for leaf in self.apart.own(i)), *self.apart.advancing]
-        body, taken = self.apart.run.restricted([*range(count), *(count + leaf.number for leaf in leaves)])
-        made = list(map(self._made, members))
-        following = self._following(leaves)
-        self._append(self.route.optimizer.name, taken, [*made, *following], body, UpdateType.ACROSS)
-        self.pass_.becomes(members, made)
-
-    def _made(self, t: Trained) -> Variable:
-        """The Variable that the op makes of a parameter."""
-        v = self.pass_.following(self.route.optimizer, t)
-        return replace(v, name=self.draft.names.new(v.name))
+        part = self.apart.run.restricted([*range(count), *(count + leaf.number for leaf in leaves)])
+        self._append(self.route.optimizer.name, part, members, leaves, UpdateType.ACROSS)
 
     def _append(
-        self, kind: str, taken: Sequence[int], outputs: Sequence[Variable], body: Body, update: UpdateType
+        self,
+        kind: str,
+        part: Part,
+        members: Sequence[Trained],
+        leaves: Sequence[StateArray],
+        update: UpdateType,
     ) -> None:
-        """Add an op, whose Body is shared with those that compute the same."""
+        """Add the op that updates parameters and replaces state; those that compute the same share a Body."""
+        body, taken = part
         inputs = [self.env[i] for i in taken]
+        wanted = [self.pass_.following(self.route.optimizer, t) for t in members]
+        made = [self.draft.named(v.name, v) for v in wanted]
+        old = [self.env[self.apart.at_leaf(leaf)] for leaf in leaves]
         gradients = [i for i, position in enumerate(taken) if position < len(self.apart.parameters)]
-        fitted = _fitted(body, inputs, outputs, gradients)
-        key = kind, fitted.signature
-        known = self.draft.once(key, lambda: fitted)
-        self.draft.add(kind, inputs, outputs, known, update)
-
-    def _following(self, leaves: Sequence[StateArray]) -> list[Variable]:
-        """The Variables that replace some of the state."""
-        made = []
-        for old in (self.env[self.apart.at_leaf(leaf)] for leaf in leaves):
-            made.append(Variable(self.draft.names.new(f"next({old.name})"), old.shape, old.dtype))
-            self.draft.next_state[old] = made[-1]
-        return made
+        fitted = _fitted(body, inputs, [*made, *old], gradients)
+        known = self.draft.once((kind, fitted.signature), lambda: fitted)
+        self.draft.add(kind, inputs, made, known, update, replaces=old)
+        self.pass_.becomes(members, made)
 
     def _shared(self, leaf: StateArray) -> Variable:
         """A state Variable that belongs to no parameter."""
         body, taken = self.apart.begin.restricted([leaf.number])
         read = [self.members[i].parameter for i in taken]
-        across = self.apart.type is UpdateType.ACROSS
-        placement = {"placement": self.pass_.placement} if across else {}
         name = f"{self.route.name}/{leaf.name}" if self.route.name else leaf.name
-        v = Variable(self.draft.names.new(name), leaf.type.shape, leaf.type.dtype, Kind.STATE, **placement)
-        self.draft.state.append(v)
-        fitted = _fitted(body, read, [v], ())
-        kind = "init" if read else "constant"
-        self.draft.initializers.append(Op(kind, tuple(read), (v,), fitted, Pass.UPDATE))
+        v = self.draft.carry(
+            name,
+            _fitted(body, read, [leaf.type], ()),
+            "init" if read else "constant",
+            self.pass_.placement if self.apart.type is UpdateType.ACROSS else Placement.REPLICATED,
+            reads=read,
+        )
         if leaf.changeable:
             self.draft.numbers.append(v)
         return v
@@ -146,7 +132,7 @@ class _OneAtWork:
 
 
 def _fitted(
-    body: Body, inputs: Sequence[Variable], outputs: Sequence[Variable], gradients: Sequence[int]
+    body: Body, inputs: Sequence[Variable], outputs: Sequence[Variable | Type], gradients: Sequence[int]
 ) -> Body:
     """The Body for Variables of other dtypes; a complex gradient is given as the direction uphill."""
     turned = [i for i in gradients if jnp.issubdtype(inputs[i].dtype, jnp.complexfloating)]
@@ -156,12 +142,6 @@ def _fitted(
 
     def run(*values: Any) -> list[Any]:
         given = [x.conj() if i in turned else x for i, x in enumerate(values)]
-        made = body(*_cast(given, [t.dtype for t in body.in_types]))
-        return _cast(made, dtypes[1])
+        return cast(body(*cast(given, body.in_types)), outputs)
 
     return body_of(run, *(v.aval for v in inputs))
-
-
-def _cast(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    arrays = map(jnp.asarray, values)
-    return [x if x.dtype == d else x.astype(d) for x, d in zip(arrays, dtypes, strict=True)]

@@ -267,11 +267,9 @@ class Update:
         said = f"The update of {type(rule).__name__}"
         body, taken = self.draft.once(act.key, lambda: explaining(said, act.tight))
         old = [v for kept_slots in slots for slot in kept_slots.values() for v in slot.arrays]
-        made = [Variable(self.draft.names.new(v.name), v.shape, v.dtype, kind) for v in results]
-        new = [Variable(self.draft.names.new(f"next({v.name})"), v.shape, v.dtype) for v in old]
-        self.draft.next_state.update(zip(old, new, strict=True))
+        made = [self.draft.named(v.name, v, kind) for v in results]
         inputs = tuple(act.inputs[i] for i in taken)
-        self.draft.add(rule.name, inputs, (*made, *new), body, rule.type)
+        self.draft.add(rule.name, inputs, made, body, rule.type, replaces=old)
         return made
 
     def number_of(self, rule: Rule) -> int:

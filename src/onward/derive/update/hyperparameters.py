@@ -60,7 +60,7 @@ def _count(draft: UpdateDraft) -> Variable:
     """The step counter: the number of updates made so far, at most ``LAST``."""
     step = draft.carry(STEP, lambda: jnp.int32(0))
     body = body_of(lambda n: [jnp.minimum(n, LAST - 1) + 1], Type((), step.dtype))
-    draft.follow({step: draft.add(COUNT, [step], [f"next({step.name})"], body, UpdateType.BOOKKEEPING)[0]})
+    draft.add(COUNT, [step], [], body, UpdateType.BOOKKEEPING, replaces=[step])
     return step
 
 

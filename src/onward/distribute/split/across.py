@@ -36,6 +36,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass, UpdateType
 from onward.derive.rule import GradientRule, Piece
+from onward.derive.update.act import uphill
 from onward.derive.update.groups import Routing
 from onward.distribute.split.shards import Shards
 
@@ -135,7 +136,7 @@ def summed(across: Across, gradients: Sequence[Variable], names: Names, downhill
     outputs = tuple(Variable(names.new(f"part({v.name})"), v.shape, v.dtype) for v in across.sums)
 
     def sums(*values: Any) -> list[Any]:
-        wide = [_turned(x.astype(jnp.promote_types(x.dtype, across.dtype))) for x in values]
+        wide = [uphill(x.astype(jnp.promote_types(x.dtype, across.dtype))) for x in values]
         wide = [-x if down else x for x, down in zip_longest(wide, downhill)]
         found = across.rule.sums(wide)
         return [jnp.asarray(x, v.dtype) for x, v in zip(found, outputs, strict=True)]
@@ -160,8 +161,3 @@ def zero(v: Variable) -> Op:
     """The op that gives a sum its first value, zero."""
     body = body_of(lambda: [jnp.zeros(v.shape, v.dtype)])
     return Op("constant", (), (v,), body, Pass.UPDATE)
-
-
-def _turned(gradient: Any) -> Any:
-    """A complex gradient of JAX as the direction uphill, as rules see it."""
-    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
