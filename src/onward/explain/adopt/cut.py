@@ -8,7 +8,8 @@ from typing import Any
 
 from onward.core.check import check
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import Body, read_jaxpr
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.reading import read_jaxpr
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.structure import Static, Structure
