@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from onward.core.calls import called_scopes
 from onward.core.check import expect_program
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
@@ -46,6 +47,8 @@ def homes(program: Program) -> Homes:
 def scopes(program: Program) -> Mapping[Op, str]:
     """For each op the scope in which people look for it: its own, or that of the op it belongs to.
 
+    Where nobody named a scope, the calls of the user's functions are it: ``called_scopes``.
+
     Args:
         program: at any stage.
 
@@ -54,12 +57,48 @@ def scopes(program: Program) -> Mapping[Op, str]:
         >>> def loss(params, x):
         ...     with jax.named_scope("layer"):
         ...         y = x @ params
+        ...     return total(y)
+        >>> def total(y):
         ...     return jnp.sum(y)
         >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((3, 2)), jnp.ones((4, 3)))
         >>> [(op.type, scope) for op, scope in scopes(program).items() if op.made_by is not ow.Pass.BACKWARD]
-        [('dot_general', 'layer'), ('reduce_sum', ''), ('count', ''), ('sgd', 'layer')]
+        [('dot_general', 'layer'), ('reduce_sum', 'total'), ('count', ''), ('sgd', 'layer')]
     """
-    return {op: home.scope if home is not None else op.scope for op, home in homes(program).items()}
+    found = homes(program)
+    named = called_scopes(spine_of(program))
+    return {op: named.get(home, home.scope) if home is not None else op.scope for op, home in found.items()}
+
+
+def own_scopes(program: Program) -> Mapping[Op, str]:
+    """For each op the scope that it stands in itself: as it is named, else by the calls that led to it.
+
+    A gradient op stands where its forward op does, an update in no scope but one that was named.
+    """
+    found = homes(program)
+    named = called_scopes(spine_of(program))
+
+    def scope(op: Op) -> str:
+        home = found[op] if op.made_by in (Pass.FORWARD, Pass.BACKWARD) else None
+        called = "" if home is None else named.get(home, home.scope)
+        return op.scope if home is None or called == home.scope else called
+
+    return {op: scope(op) for op in program.ops}
+
+
+def scoped_names(program: Program) -> Mapping[Variable, str]:
+    """The names of what is computed in scopes that nobody named, below these.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> def layer(x):
+        ...     return jnp.tanh(x)
+        >>> program = ow.trace(lambda w: jnp.sum(layer(layer(w))), jnp.ones(3))
+        >>> list(scoped_names(program).values())
+        ['layer_0/tanh', 'layer_1/tanh_1']
+    """
+    named = called_scopes(spine_of(program))
+    called = ((op, scope) for op, scope in named.items() if scope != op.scope)
+    return {v: f"{scope}/{v.name}" for op, scope in called for v in op.outputs}
 
 
 class _Homes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import count
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import jax
@@ -23,6 +24,10 @@ _LIBRARIES = (
     "<frozen ",
 )
 _SPEAKS_FOR_THE_USER = _HOUSE + "shell"
+_order = count()
+
+StackFrame = tuple[CodeType | str, int]
+"""A function that was running, and how far; the name of one that JAX ran within an op."""
 
 
 def is_library(filename: str) -> bool:
@@ -47,10 +52,27 @@ def named(file: str) -> str:
 
 
 class Source:
-    """The place in the user's code behind an op; reading a traceback is put off until asked."""
+    """The place in the user's code behind an op; reading a traceback is put off until asked.
 
-    def __init__(self, traceback: Any) -> None:
+    Attributes:
+        within: the call of a jitted function around it, in whose own trace it stands.
+        marks: the scopes that ``jax.named_scope`` opened around it, without the names of jitted functions.
+        runs: the function of the user that the op itself runs, such as the body of a loop.
+        order: grows in the order in which places are read.
+        layers: for an op that stands for repeated layers, the places of the ops of each.
+    """
+
+    def __init__(self, traceback: Any, within: Source | None = None, marks: str = "", runs: str = "") -> None:
         self._traceback = traceback
+        self.within, self.marks, self.runs, self.order = within, marks, runs, next(_order)
+        self.layers: tuple[tuple[Source, ...], ...] = ()
+
+    def over(self, layers: Iterable[Iterable[Source | None]]) -> Source:
+        """The same place, for an op that stands for the ops at all of these, layer by layer."""
+        source = Source(self._traceback, self.within, self.marks)
+        source.__dict__["_frame"] = self._frame
+        source.layers = tuple(tuple(s for s in layer if s is not None) for layer in layers)
+        return source
 
     @classmethod
     def at(cls, file: str, line: int, function: str) -> Source:
@@ -92,6 +114,20 @@ class Source:
         """The calls that led here, outermost first: file, function and line."""
         frames = self._traceback.frames if self._traceback is not None else ()
         return tuple((f.file_name, f.function_name, f.line_num) for f in reversed(frames))
+
+    @property
+    def stack(self) -> Sequence[StackFrame]:
+        """The functions that were running, outermost first, from the one that was traced."""
+        own: list[StackFrame] = list(self.within.stack) if self.within is not None else []
+        if self._traceback is not None:
+            codes, positions = self._traceback.raw_frames()
+            own += zip(reversed(codes), reversed(positions), strict=True)
+        return [*own, (self.runs, 0)] if self.runs else own
+
+    @cached_property
+    def key(self) -> tuple[int, ...]:
+        """Equal for places that were recorded as one."""
+        return (*(self.within.key if self.within is not None else ()), id(self._traceback))
 
     def __str__(self) -> str:
         return f"{self.name}:{self.line}" if self.file else ""

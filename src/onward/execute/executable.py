@@ -11,6 +11,7 @@ from jax.sharding import Sharding
 
 from onward.core.compiler import compiler_options
 from onward.core.errors import PeerError, StateError
+from onward.core.homes import own_scopes
 from onward.core.lower import lower
 from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
@@ -31,7 +32,8 @@ from onward.execute.storage.storage import Storage
 class Executable:
     """A Program ready to run: by ``function`` under a trace, by a call on arrays.
 
-    With a storage, its state is the buffers of that: ``layout`` is theirs.
+    With a storage, its state is the buffers of that: ``layout`` is theirs. ``scopes`` are those that its
+    instructions bear, for each op.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class Executable:
         self.layout = Layout.of(program)
         following = [program.next_state[v] for v in self.layout.changed]
         self._spread = None if program.replicas is None else Spread(program, following, wanted, by)
-        run = lower(program, [*following, *wanted], at_once=True)
+        self.scopes = own_scopes(program)
+        run = lower(program, [*following, *wanted], at_once=True, scopes=self.scopes)
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
         self._reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]

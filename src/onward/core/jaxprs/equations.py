@@ -12,8 +12,10 @@ from jax.extend import core as jex
 
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
+from onward.core.source import is_library
 
 Type = jax.ShapeDtypeStruct
+_BY_NAME = (Runs.AGAIN, Runs.SCAN, Runs.WHILE)  # of which a function of the user may be the body
 _JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)  # type: ignore[attr-defined, unused-ignore]
 
 
@@ -46,6 +48,15 @@ def is_inlined(eqn: Any) -> bool:
 def has_rule_of_its_own(eqn: Any) -> bool:
     """Whether an equation calls a ``custom_jvp`` or ``custom_vjp`` function."""
     return of(eqn.primitive.name).runs is Runs.RULE
+
+
+def function_run_by(eqn: Any) -> str:
+    """The name of the user's function that a loop or ``jax.checkpoint`` runs; empty for other equations."""
+    if of(eqn.primitive.name).runs not in _BY_NAME:
+        return ""
+    told = [inner.jaxpr.debug_info for value in eqn.params.values() for inner in jaxprs_in(value)]
+    names = [d.func_name for d in told if d.func_filename and not is_library(d.func_filename)]
+    return names[0] if len(names) == 1 and names[0].isidentifier() else ""
 
 
 def equations_within(eqn: Any) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +16,20 @@ from onward.core.jaxprs.scopes import outermost_scope
 from onward.core.program import Op, Variable
 
 
-def joined(ops: Iterable[Op], given: Sequence[Variable], wanted: Sequence[Variable]) -> Body:
+def joined(
+    ops: Iterable[Op],
+    given: Sequence[Variable],
+    wanted: Sequence[Variable],
+    scopes: Mapping[Op, str] | None = None,
+) -> Body:
     """The equations of all these ops in a row, as one Body from given Variables to wanted ones.
 
     Nothing is traced for it: a Program of thousands of ops takes milliseconds. The equations stand in the
-    scopes of their ops, below the pass that made them.
+    scopes of their ops, or those given for them, below the pass that made them.
     """
     row = _GrowingJaxpr(given)
     for op in ops:
-        row.append(op)
+        row.append(op, op.scope if scopes is None else scopes[op])
     return row.body([row.env[v] for v in wanted])
 
 
@@ -38,11 +43,11 @@ class _GrowingJaxpr:
         self.eqns: list[Any] = []
         self.stacks: dict[str, Any] = {}
 
-    def append(self, op: Op) -> None:
+    def append(self, op: Op, scope: str) -> None:
         constvars, consts, invars, eqns, outvars = op.body.parts
         atoms = dict(zip(invars, map(self.env.__getitem__, op.inputs), strict=True))
         atoms.update(zip(constvars, map(self.constant, constvars, consts), strict=True))
-        stack = self.stack(f"{op.made_by}/{op.scope}" if op.scope else str(op.made_by))
+        stack = self.stack(f"{op.made_by}/{scope}" if scope else str(op.made_by))
 
         def read(v: Any) -> Any:
             return v if isinstance(v, jex.Literal) else atoms[v]

@@ -16,6 +16,7 @@ from onward.core.graph import Op, Program
 from onward.core.jaxprs.body import Body, EquationBody
 from onward.core.jaxprs.equations import (
     Type,
+    function_run_by,
     has_rule_of_its_own,
     is_inlined,
     jaxprs_in,
@@ -116,19 +117,19 @@ class Reader:
         self.labels: dict[Any, str] = {}
         self.ops: list[Op] = []
         self.constants: dict[Variable, Any] = {}
-        self.stacks: dict[int, tuple[Any, str]] = {}
+        self.stacks: dict[int, tuple[Any, str, str]] = {}
         self._by_identity: dict[int, Variable] = {}
 
-    def read(self, closed: Any, scope: str, caller: Any) -> None:
-        """Read every equation of this jaxpr; ``caller`` is the equation of the ``jit`` around it."""
+    def read(self, closed: Any, scope: str, caller: Source | None) -> None:
+        """Read every equation of this jaxpr; ``caller`` is the place of the ``jit`` around it."""
         jaxpr = closed.jaxpr
         for v, const in zip(jaxpr.constvars, closed.consts, strict=True):
             self.env[v] = self.constant(const)
         in_library = is_library(jaxpr.debug_info.func_filename or "<frozen ")
         unnamed = jaxpr.debug_info.with_unknown_names()
         for eqn in jaxpr.eqns:
-            place = caller if caller is not None and in_library else eqn
-            stack = self.shown(eqn.source_info.name_stack)
+            stack, marks = self.shown(eqn.source_info.name_stack)
+            place = caller if caller is not None and in_library else _place(eqn, caller, marks)
             here = _below(scope, stack)
             if eqn.primitive is _declare:
                 self.env[eqn.outvars[0]] = self.declarations[eqn.params["name"]]
@@ -147,15 +148,15 @@ class Reader:
             return ""
         return str(eqn.params.get("name", "call"))
 
-    def shown(self, stack: Any) -> str:
-        """The scopes of an equation in one text; many equations share one stack."""
+    def shown(self, stack: Any) -> tuple[str, str]:
+        """The scopes of an equation in one text, and those of a person; many equations share one stack."""
         known = self.stacks.get(id(stack))
         if known is None:
-            text = entries(stack, "Scope") if self.apart else str(stack)
-            known = self.stacks[id(stack)] = stack, text
-        return known[1]
+            marks = entries(stack, "Scope")
+            known = self.stacks[id(stack)] = stack, marks if self.apart else str(stack), marks
+        return known[1:]
 
-    def inline(self, eqn: Any, scope: str, place: Any) -> None:
+    def inline(self, eqn: Any, scope: str, place: Source | None) -> None:
         """Read the function that an equation calls, as if its equations stood here."""
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         for v, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True):
@@ -169,13 +170,12 @@ class Reader:
         for v, outer in outputs:
             self.env[outer] = self.resolve(v)
 
-    def append(self, eqn: Any, scope: str, place: Any, debug_info: Any) -> None:
+    def append(self, eqn: Any, scope: str, source: Source, debug_info: Any) -> None:
         """Make the Op of an equation, and the Variables that it gives."""
         eqn = self.with_literals(eqn)
         read = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex.Literal)))
         written = [v for v in eqn.outvars if not isinstance(v, jex.DropVar)]
         kind = _kind(eqn)
-        source = Source(place.source_info.traceback)
         _refuse_references(eqn, source)
         given = eqn.params.get("name") if kind == "name" else None
         label = given or (f"{scope}/{kind}" if scope else kind)
@@ -232,6 +232,12 @@ class Reader:
 
 def _below(scope: str, name: str) -> str:
     return f"{scope}/{name}" if scope and name else scope or name
+
+
+def _place(eqn: Any, caller: Source | None, marks: str) -> Source:
+    """The place of an equation within a call."""
+    around = caller.marks if caller is not None else ""
+    return Source(eqn.source_info.traceback, caller, _below(around, marks), function_run_by(eqn))
 
 
 def _draws(eqn: Any) -> bool:

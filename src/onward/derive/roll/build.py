@@ -73,6 +73,8 @@ class RolledLoop:
     def __post_init__(self) -> None:
         first = self.run.layers[0]
         self.scope, self.source = _common_scope(first), first[0].source
+        if self.source is not None:
+            self.source = self.source.over([op.source for op in ops] for ops in self.run.layers)
         reads = dict.fromkeys(read for reads in self.run.reads for read in reads)
         self.carried: list[Slot] = _slots(read for read in reads if read.source is From.CARRY)
         for read in reads:

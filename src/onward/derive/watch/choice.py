@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError, GraphError
+from onward.core.homes import scoped_names
 from onward.core.marks import UNSCALE
 from onward.core.program import Program, Variable
 from onward.core.walk import Where, listed, producers, select
@@ -81,9 +83,9 @@ def entries_of(
     ]
     known = tuple(v for v in program.variables.values() if is_numeric(v))
     aliases = seam_of(program)
-    for v in select(known, listed(patterns), "watch"):
+    for v, label in _chosen(program, known, patterns, "watch"):
         p = aliases.get(v)
-        found.append(WatchEntry(v.name, Role.VALUE, (v.name,)) if p is None else _entry(Role.GRADIENT, p))
+        found.append(WatchEntry(label, Role.VALUE, (v.name,)) if p is None else _entry(Role.GRADIENT, p))
     return tuple(dict.fromkeys(found))
 
 
@@ -99,16 +101,36 @@ def _of(
         if what == "activations":
             advice = "A loop over micro-batches keeps them within: watch before accumulate."
         raise GraphError(f"watch: Program {program.name!r} has no {what}. {advice}")
-    chosen = among if choice is True else select(among, listed(choice), f"watch, {what}")
-    for p in chosen:
-        yield _entry(role, p)
+    chosen = (
+        [(v, v.name) for v in among] if choice is True else _chosen(program, among, choice, f"watch, {what}")
+    )
+    for p, label in chosen:
+        yield _entry(role, p, label)
     if choice is True and what != "activations" and len(chosen) > 1:
-        yield WatchEntry(f"all {what}", role, tuple(p.name for p in chosen))
+        yield WatchEntry(f"all {what}", role, tuple(p.name for p, _ in chosen))
 
 
-def _entry(role: Role, v: Variable) -> WatchEntry:
-    label = {Role.VALUE: v.name, Role.GRADIENT: f"grad({v.name})", Role.UPDATE: f"update({v.name})"}[role]
-    return WatchEntry(label, role, (v.name,))
+def _chosen(
+    program: Program, among: Sequence[Variable], choice: Where | Iterable[Where], what: str
+) -> list[tuple[Variable, str]]:
+    """The Variables that are picked, and what to call them.
+
+    A pattern that no name fits is looked for among names below the scopes that nobody named, and those found
+    are called so.
+    """
+    asked = listed(choice)
+    unknown = [c for c in asked if isinstance(c, str) and not any(fnmatchcase(v.name, c) for v in among)]
+    scoped = scoped_names(program) if unknown else {}
+    labels = {v: scoped[v] for v in among if v in scoped and any(fnmatchcase(scoped[v], c) for c in unknown)}
+    met = [c for c in unknown if any(fnmatchcase(label, c) for label in labels.values())]
+    plain = set(select(among, rest, what)) if (rest := [c for c in asked if c not in met]) else set()
+    return [(v, labels.get(v, v.name)) for v in among if v in plain or v in labels]
+
+
+def _entry(role: Role, v: Variable, label: str = "") -> WatchEntry:
+    name = label or v.name
+    shown = {Role.VALUE: name, Role.GRADIENT: f"grad({name})", Role.UPDATE: f"update({name})"}[role]
+    return WatchEntry(shown, role, (v.name,))
 
 
 def seam_of(program: Program) -> dict[Variable, Variable]:

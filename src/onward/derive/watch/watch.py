@@ -68,7 +68,8 @@ def watch(
     Args:
         program: a training Program, or one without an update and ``every=1``.
         patterns: Variables of any kind, by name, pattern (``"grad(*)"``, ``"block_*/relu"``), Variable or
-            predicate.
+            predicate. A pattern that fits no name is looked for below the calls of the user's functions,
+            which are the scopes that nobody named.
         gradients: True for those of all parameters and for the norm of all together; or which, by the names
             of their parameters.
         updates: likewise.

@@ -32,7 +32,7 @@ def op_details(op: Op, facts: Facts) -> Details:
     """An op: where it comes from, what it reads and computes, what it costs."""
     source = op.source
     place = f"{named(source.file)}:{source.line} in {source.function}" if source and source.file else ""
-    rows = [("pass", str(op.made_by)), ("scope", op.scope), ("line", place), *_costs(facts.costs[op])]
+    rows = [("pass", str(op.made_by)), ("scope", facts.scopes[op]), ("line", place), *_costs(facts.costs[op])]
     if op.update is not None:
         rows.append(("update", str(op.update)))
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from onward.core.homes import own_scopes
 from onward.core.program import Op, Program, Variable
 from onward.core.show import short_type
 from onward.core.walk import producers
@@ -76,9 +77,9 @@ def _colours(lane: str) -> str:
 def _scopes(program: Program, number: Mapping[Op, str]) -> Iterator[str]:
     """The ops, those of a scope and a pass in a cluster."""
     tree: dict[str, object] = {}
-    for op in program.ops:
+    for op, scope in own_scopes(program).items():
         at = tree
-        for part in (str(op.made_by), *op.scope.split("/")) if op.scope else ():
+        for part in (str(op.made_by), *scope.split("/")) if scope else ():
             at = at.setdefault(part, {})  # type: ignore[assignment]
         at[number[op]] = op
     yield from _clusters(tree, program, 1, [0])

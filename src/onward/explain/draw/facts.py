@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from onward.core.cost import Cost, cost
+from onward.core.homes import own_scopes
 from onward.core.program import Op, Program, Variable
 from onward.explain.draw.scene import shortened
 
@@ -21,6 +22,7 @@ class Facts:
         program: the Program.
         index: the place of each op in it.
         costs: what each op costs.
+        scopes: the one that each op stands in.
         following: for each next value of state, the Variable whose value it replaces.
         hyperparameters: the state that people set.
         lengths: for each op with Programs inside that run more than once, how often they do.
@@ -29,6 +31,7 @@ class Facts:
     program: Program
     index: Mapping[Op, int]
     costs: Mapping[Op, Cost]
+    scopes: Mapping[Op, str]
     following: Mapping[Variable, Variable]
     hyperparameters: frozenset[Variable]
     lengths: Mapping[Op, str]
@@ -44,7 +47,9 @@ def facts_of(program: Program) -> Facts:
     costs = {op: cost(op) for op in program.ops}
     following = {new: old for old, new in program.next_state.items()}
     lengths = {op: _length(op, costs[op].endless) for op in program.ops if op.subprograms}
-    return Facts(program, index, costs, following, frozenset(program.hyperparameters), lengths)
+    return Facts(
+        program, index, costs, own_scopes(program), following, frozenset(program.hyperparameters), lengths
+    )
 
 
 def _length(op: Op, is_endless: bool) -> str:

@@ -12,10 +12,10 @@ from functools import cached_property
 from itertools import count, groupby
 
 from onward.core.cost import cost
-from onward.core.homes import homes, spine_of
+from onward.core.homes import homes, scopes, spine_of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers
-from onward.explain.draw.repeats import Repeat, common, parts_of, repeats_of, stand_ins
+from onward.explain.draw.repeats import Repeat, common, repeats_of, stand_ins
 
 MOST_IN_ONE = 60
 """How many boxes one scope shows; more are folded to parts."""
@@ -93,7 +93,9 @@ class _TreeBuilder:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.spine = spine_of(program)
-        self.repeats = repeats_of(program)
+        named = scopes(program)
+        self.scopes = {op: tuple(named[op].split("/")) if named[op] else () for op in self.spine}
+        self.repeats = repeats_of(program, named)
         self.stands = stand_ins(self.repeats)
         self.homes = homes(program)
         self.shown = [op for op in self.spine if self.stands.get(op, op) is op]
@@ -146,12 +148,12 @@ class _TreeBuilder:
 
     def all_paths(self) -> dict[Op, _Path]:
         """For each drawn op the scopes and repeated layers around it, outermost first."""
-        paths: dict[Op, _Path] = {op: parts_of(op) for op in self.shown}
+        paths: dict[Op, _Path] = {op: self.scopes[op] for op in self.shown}
         for repeat in self.repeats:
-            shared = common([parts_of(op) for layer in repeat.layers for op in layer])
-            own = common([parts_of(op) for op in repeat.layers[0]])
+            shared = common([self.scopes[op] for layer in repeat.layers for op in layer])
+            own = common([self.scopes[op] for op in repeat.layers[0]])
             for op in repeat.layers[0]:
-                paths[op] = (*shared, repeat, *parts_of(op)[len(own) :])
+                paths[op] = (*shared, repeat, *self.scopes[op][len(own) :])
         return paths
 
     def side_ops(self) -> dict[Op, list[Op]]:
@@ -228,7 +230,15 @@ class _TreeBuilder:
             yield self.group(number, f"{key}/{inner.title}", inner.children, remove=inner)
         else:
             times = key.times if isinstance(key, Repeat) else 1
-            yield self.group(number, key if isinstance(key, str) else _title(key), children, times)
+            yield self.group(number, key if isinstance(key, str) else self.title(key), children, times)
+
+    def title(self, repeat: Repeat) -> str:
+        """The scopes of the first and the last layer, or what to call layers that have none."""
+        shared = len(common([self.scopes[op] for layer in repeat.layers for op in layer]))
+        names = ["/".join(common([self.scopes[op] for op in layer])[shared:]) for layer in repeat.layers]
+        if not names[0]:
+            return "layer"
+        return names[0] if names[0] == names[-1] else f"{names[0]} … {names[-1]}"
 
     def one(self, op: Op) -> Node:
         """The leaf of an op."""
@@ -268,12 +278,3 @@ def _is_little(op: Op) -> bool:
 
 def _key(path: _Path, depth: int) -> _Key | None:
     return path[depth] if len(path) > depth else None
-
-
-def _title(repeat: Repeat) -> str:
-    """The scopes of the first and the last layer, or what to call layers that have none."""
-    shared = len(common([parts_of(op) for layer in repeat.layers for op in layer]))
-    names = ["/".join(common([parts_of(op) for op in layer])[shared:]) for layer in repeat.layers]
-    if not names[0]:
-        return "layer"
-    return names[0] if names[0] == names[-1] else f"{names[0]} … {names[-1]}"

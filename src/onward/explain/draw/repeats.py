@@ -27,19 +27,21 @@ class Repeat:
         return len(self.layers)
 
 
-def repeats_of(program: Program) -> tuple[Repeat, ...]:
-    """The repeated layers of a Program's forward pass."""
+def repeats_of(program: Program, scopes: Mapping[Op, str]) -> tuple[Repeat, ...]:
+    """The repeated layers of a Program's forward pass, whose ops are in these scopes."""
     ops = tuple(op for op in program.ops if op.made_by is Pass.FORWARD)
     first_form = forward_ops(program)
     original = dict(zip(first_form, ops, strict=True))
     line = line_of(replace(program, ops=first_form), frozenset(), frozenset())
-    runs = find_runs(line, _is_worth_a_box).runs
+
+    def is_worth_a_box(run: LayerRun) -> bool:
+        """Whether enough is saved, and each scope is either in one layer alone or in all of them."""
+        return run.saved >= _LEAST_OPS_SAVED and are_whole(
+            [[scopes[original[op]] for op in layer] for layer in run.layers]
+        )
+
+    runs = find_runs(line, is_worth_a_box).runs
     return tuple(Repeat(tuple(tuple(original[op] for op in layer) for layer in run.layers)) for run in runs)
-
-
-def _is_worth_a_box(run: LayerRun) -> bool:
-    """Whether enough is saved, and each scope is either in one layer alone or in all of them."""
-    return run.saved >= _LEAST_OPS_SAVED and are_whole([[op.scope for op in layer] for layer in run.layers])
 
 
 def are_whole(layers: Sequence[Sequence[str]]) -> bool:
@@ -55,11 +57,6 @@ def are_whole(layers: Sequence[Sequence[str]]) -> bool:
     heads = [{path[shared] for path in layer if len(path) > shared} for layer in paths]
     are_equal = all(head == heads[0] for head in heads)
     return are_equal or sum(map(len, heads)) == len(set().union(*heads))
-
-
-def parts_of(op: Op) -> tuple[str, ...]:
-    """The scopes an op is in, outermost first."""
-    return tuple(op.scope.split("/")) if op.scope else ()
 
 
 def common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from onward.core.check import expect_program
+from onward.core.homes import scoped_names
 from onward.core.liveness import Array, lifetimes
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes
@@ -133,6 +134,11 @@ class Memory:
         known = set(self.program.variables.values())
         return tuple(self._held(array, known) for array in self._lives.alive(self._lives.peak))
 
+    @cached_property
+    def _names(self) -> Mapping[Variable, str]:
+        """The names of what was computed in scopes that nobody named."""
+        return scoped_names(self.program)
+
     def _held(self, array: Array, known: set[Variable]) -> Held:
         shown = next((v for v in array.variables if v in known), array.variables[0])
         maker = self._op(array.begin) if array.begin >= 0 else None
@@ -162,14 +168,14 @@ class Memory:
         return picture([self.chart()])
 
     def _repr_html_(self) -> str:
-        return self.plot().html(rows(self.held))
+        return self.plot().html(rows(self.held, self._names))
 
     def __repr__(self) -> str:
         return f"Memory({self.program.name!r}, {human_bytes(self.peak)} at the peak)"
 
     def __str__(self) -> str:
         title = f"Memory of {self.program.name}"
-        return text(title, self.peak, self.curve, self.peak_number, self.shares, self.held)
+        return text(title, self.peak, self.curve, self.peak_number, self.shares, self.held, self._names)
 
 
 @dataclass(frozen=True, eq=False)

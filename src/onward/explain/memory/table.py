@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from onward.core.columns import columns
-from onward.core.program import Op
+from onward.core.program import Op, Variable
 from onward.core.show import human_bytes, short_type
 from onward.explain.memory.held import Held, MemoryShare, PeakMoment
 
@@ -20,6 +20,7 @@ def text(
     number: int,
     shares: Mapping[MemoryShare, int],
     held: Sequence[Held],
+    names: Mapping[Variable, str],
 ) -> str:
     """The text that ``print(memory(program))`` shows; the peak is at the op of this number."""
     head = f"{title}: {human_bytes(peak)} at the peak"
@@ -32,7 +33,7 @@ def text(
         for share, n in shares.items()
         if n
     ]
-    return f"{head}\n\n{columns(told, right=(1, 2))}\n\n{columns(rows(held), right=(0,))}"
+    return f"{head}\n\n{columns(told, right=(1, 2))}\n\n{columns(rows(held, names), right=(0,))}"
 
 
 def side_by_side(memories: Sequence[tuple[Mapping[MemoryShare, int], int]], labels: Sequence[str]) -> str:
@@ -45,8 +46,13 @@ def side_by_side(memories: Sequence[tuple[Mapping[MemoryShare, int], int]], labe
     return columns(table, right=range(1, len(memories) + 1))
 
 
-def rows(alive: Iterable[Held]) -> list[tuple[str, ...]]:
-    """The arrays in memory at the peak, a row each; those of repeated layers in one row."""
+def rows(alive: Iterable[Held], names: Mapping[Variable, str]) -> list[tuple[str, ...]]:
+    """The arrays in memory at the peak, a row each; those of repeated layers in one row.
+
+    Args:
+        alive: the arrays.
+        names: what Variables are called here, other than by their own names.
+    """
     alike: dict[tuple[str, ...], list[Held]] = {}
     for held in alive:
         ends = (
@@ -57,8 +63,8 @@ def rows(alive: Iterable[Held]) -> list[tuple[str, ...]]:
     groups = sorted(alike.items(), key=lambda pair: -sum(held.bytes for held in pair[1]))
     table: list[tuple[str, ...]] = [("bytes", "at the peak", "type", "for", "made by", "last read by")]
     for words, group in groups[:_SHOWN]:
-        name = group[0].variable.name if len(group) == 1 else f"{len(group)} x {group[0].variable.name}"
-        table.append((_total(group), name, *words))
+        first = names.get(group[0].variable, group[0].variable.name)
+        table.append((_total(group), first if len(group) == 1 else f"{len(group)} x {first}", *words))
     if rest := [held for _, group in groups[_SHOWN:] for held in group]:
         table.append((_total(rest), f"{len(rest):,} more", "", "", "", ""))
     return table

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from onward.core.program import Program
+from onward.core.program import Op, Program
 from onward.core.words import Pass
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*?\s(?P<kind>[a-z][\w\-]*)\(")
@@ -26,12 +26,12 @@ class InstructionOrigin(NamedTuple):
     scope: str
 
 
-def places(text: str, program: Program) -> Mapping[str, InstructionOrigin]:
-    """For each instruction of a compiled step, by name, where it comes from.
+def places(text: str, program: Program, scopes: Mapping[Op, str]) -> Mapping[str, InstructionOrigin]:
+    """For each instruction of a compiled step, by name, where it comes from; its ops were in these scopes.
 
     Loops, branches and calls are left out: what runs within them is named by itself.
     """
-    known = frozenset(scopes_of(program))
+    known = frozenset((*scopes_of(program), *filter(None, scopes.values())))
     found: dict[str, InstructionOrigin] = {}
     for line in text.splitlines():
         if (shape := _INSTRUCTION.match(line)) and shape["kind"] not in _AROUND:

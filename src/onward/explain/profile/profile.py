@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from onward.core.columns import columns
 from onward.core.cost import Cost, cost
 from onward.core.errors import ArgumentError
-from onward.core.program import Program
+from onward.core.program import Op, Program
 from onward.core.show import human_number
 from onward.core.structure import describe
 from onward.core.words import Pass
@@ -98,9 +98,10 @@ def profile(step: Step, state: State, data: Any, steps: int = 10, depth: int = 1
     """Measure where the time of a step goes.
 
     The step runs as it is compiled, repeated layers as a loop where ``compile`` makes one; what is measured
-    there counts in the scope of an op within, what is counted from the ops in that of the loop. An update
-    counts outside of scopes, as one instruction may update parameters of many. On several devices all numbers
-    are those of all devices together. It runs on copies: the State is not spent.
+    there counts in the scope of an op within, what is counted from the ops in that of the loop. Where nobody
+    named a scope, the calls of the user's functions are it. An update counts outside of scopes, as one
+    instruction may update parameters of many. On several devices all numbers are those of all devices
+    together. It runs on copies: the State is not spent.
 
     Args:
         step: what ``compile`` returned.
@@ -137,8 +138,9 @@ def profile(step: Step, state: State, data: Any, steps: int = 10, depth: int = 1
             state, out = step(state, *arguments, **named)
             jax.block_until_ready((jax.tree.leaves(state), jax.tree.leaves(out)))
             clock.append(perf_counter() - begin)
-    by_place = _by_place(spent, places(executable.text, executable.program), steps, depth)
-    return _table(by_place, _costs(executable.program, depth), median(clock), steps)
+    at = places(executable.text, executable.program, executable.scopes)
+    by_place = _by_place(spent, at, steps, depth)
+    return _table(by_place, _costs(executable.program, executable.scopes, depth), median(clock), steps)
 
 
 def _by_place(
@@ -157,12 +159,12 @@ def _cut(place: InstructionOrigin, depth: int) -> InstructionOrigin:
     return InstructionOrigin(place.made_by, "/".join(place.scope.split("/")[:depth]))
 
 
-def _costs(program: Program, depth: int) -> Mapping[InstructionOrigin, Cost]:
+def _costs(program: Program, scopes: Mapping[Op, str], depth: int) -> Mapping[InstructionOrigin, Cost]:
     """The costs of the ops by pass and scope on all devices; ops in a loop count where the loop stands."""
     devices = program.replicas.count if program.replicas is not None else 1
     found: dict[InstructionOrigin, Cost] = {}
     for op in program.ops:
-        place = _cut(InstructionOrigin(op.made_by, op.scope), depth)
+        place = _cut(InstructionOrigin(op.made_by, scopes[op]), depth)
         found[place] = found.get(place, Cost()) + cost(op) * devices
     return found
 

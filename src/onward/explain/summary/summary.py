@@ -82,7 +82,8 @@ def summary(program: Program, depth: int | None = 1, sort: str | None = None) ->
     """Tabulate the costs of a Program by scope and pass.
 
     Each op counts in the scope in which people look for it: a gradient op in that of its forward op, an
-    update in that of the first op which reads its parameter. Layers that take the same are shown once.
+    update in that of the first op which reads its parameter. Where nobody named a scope, the calls of the
+    user's functions are it. Layers that take the same are shown once.
     Operations and bytes are those of ``cost``; what is live is estimated as in ``memory``.
 
     Args:
