@@ -459,4 +459,5 @@ def read_jaxpr(
     }
     reader.read(closed, scope="", caller=None)
     outputs = tuple(reader.value(v) for v in closed.jaxpr.outvars)
-    return Reading(tuple(reader.ops), outputs, reader.constants, tuple(reader.under))
+    under, open_ = tuple(reader.under), tuple(reader.differentiations)
+    return Reading(tuple(reader.ops), outputs, reader.constants, under, open_)
