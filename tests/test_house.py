@@ -49,7 +49,7 @@ def test_readme_code_runs_and_prints_what_it_shows(capsys):
             shown += 1
         else:
             assert language == "sh", "a block that nothing executes"
-    assert shown == 10
+    assert shown == 11
 
 
 def test_the_picture_of_the_readme_shows_its_program():

@@ -19,15 +19,6 @@ NAMING_PRIMITIVES = {
     "execute/nonfinite/finding.py",  # the advice, whose keys a test compares with the table
 }
 
-KNOWN_CIRCLES = {
-    # the data refers to itself, and shows itself: an Op has a Body, that of a loop holds Programs of Ops
-    frozenset({"core.program", "core.show", "core.jaxprs.body", "core.jaxprs.reading"}),
-    # a Diff shows itself by functions that take one
-    frozenset({"explain.diff.diff", "explain.diff.lines", "explain.diff.page"}),
-    # an Endpoint answers by routes that ask it
-    frozenset({"serve.endpoint.endpoint", "serve.endpoint.page", "serve.endpoint.routes"}),
-}
-
 
 def class_names() -> Counter[str]:
     return Counter(
@@ -133,7 +124,7 @@ def test_imports_stand_at_the_top():
 def test_files_import_in_no_circle():
     parts = {p: p.relative_to(HOUSE).with_suffix("").parts for p in FILES}
     named = {".".join(part for part in names if part != "__init__"): p for p, names in parts.items()}
-    assert circles({name: p.read_text() for name, p in named.items()}) == KNOWN_CIRCLES
+    assert circles({name: p.read_text() for name, p in named.items()}) == set()
 
 
 def test_only_one_room_touches_jaxpr_types_and_none_the_private_ones():

@@ -44,7 +44,15 @@ class Topic:
 TOPICS = {
     "core-program": Topic(
         "Programs",
-        ("core.program", "core.variable", "core.jaxprs", "core.words", "core.check", "core.transform"),
+        (
+            "core.graph",
+            "core.program",
+            "core.variable",
+            "core.jaxprs",
+            "core.words",
+            "core.check",
+            "core.transform",
+        ),
     ),
     "core-walk": Topic(
         "Walking, showing, counting", ("core.walk", "core.show", "core.cost", "core.homes", "derive.graph")

@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.torture.training_interrupts import speaks
 
 import onward as ow
 from onward.execute.line import rescue
@@ -26,7 +28,7 @@ X = np.ones(4, "float32")
 def counting():
     """A Step that adds exactly 1 to every weight, and a State that was never stepped."""
     params = {"w": jnp.zeros(8)}
-    step = ow.compile(ow.SGD(1.0).minimize(lambda p, x: -jnp.sum(p["w"]) * jnp.mean(x), params, X))
+    step = ow.compile(ow.SGD(1.0).minimize(lambda p, x: -jnp.sum(p["w"]) * jnp.max(x), params, X))
     return step, step.init(params)
 
 
@@ -40,8 +42,9 @@ def holds(state):
 
 CHILD = """
 import sys, jax.numpy as jnp, numpy as np, onward as ow
+from itertools import count
 x, params = np.ones(4, "float32"), {"w": jnp.zeros(8)}
-step = ow.compile(ow.SGD(1.0).minimize(lambda p, x: -jnp.sum(p["w"]) * jnp.mean(x), params, x))
+step = ow.compile(ow.SGD(1.0).minimize(lambda p, x: -jnp.sum(p["w"]) * jnp.max(x), params, x))
 def looped(state):
     while True:
         state, out = step(state, x)
@@ -53,7 +56,8 @@ def tell(event):
         print("running", flush=True)
 state, out = step(step.init(params), x)
 state, outs = step.run(state, [x] * 4, steps=2)
-for kind in 3 * ["printed", "function", "run", "train"]:
+lengths = count(5)
+for kind in sys.argv[1:]:
     try:
         if kind == "train":
             ow.train(network, [x] * 9, optimizer=ow.SGD(1.0), epochs=10**6, callbacks=[tell], progress=False)
@@ -63,6 +67,10 @@ for kind in 3 * ["printed", "function", "run", "train"]:
         while True:
             if kind == "printed":
                 state, out = step(state, x)
+            elif kind == "traced":
+                state, out = step(state, np.ones(next(lengths), "float32"))
+            elif kind == "run-traced":
+                state, outs = step.run(state, [np.ones(next(lengths), "float32")] * 4, steps=2)
             else:
                 state, outs = step.run(state, [x] * 40, steps=4)
     except KeyboardInterrupt as interrupt:
@@ -77,20 +85,35 @@ def without_cache(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 
+def answer(process, errors):
+    """Press Ctrl-C, and again where Python says that it has thrown it away: what the process then says."""
+    ignored = errors.read_text().count("Exception ignored")
+    process.send_signal(signal.SIGINT)
+    while not speaks(process.stdout, 0.1):
+        if (now := errors.read_text().count("Exception ignored")) > ignored:
+            ignored = now
+            process.send_signal(signal.SIGINT)
+    return process.stdout.readline().split()
+
+
 @pytest.mark.usefixtures("without_cache")
-def test_interrupts_of_a_process_at_random_moments_leave_the_state_whole():
-    delays, said = np.random.default_rng(0), []
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as process:
+def test_interrupts_of_a_process_at_random_moments_leave_the_state_whole(tmp_path):
+    kinds = 3 * ["printed", "function", "run", "train", "traced", "run-traced"]
+    delays, said, errors = np.random.default_rng(0), [], tmp_path / "errors"
+    command = [sys.executable, "-c", CHILD, *kinds]
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
         end = threading.Timer(120, process.kill)
         end.start()
-        for _ in range(12):
-            assert process.stdout.readline() == "running\n"
-            time.sleep(delays.uniform(0.001, 0.03))
-            process.send_signal(signal.SIGINT)
-            said.append(process.stdout.readline().split())
+        for kind in kinds:
+            assert process.stdout.readline() == "running\n", errors.read_text()
+            time.sleep(delays.uniform(0.001, 0.2 if "traced" in kind else 0.03))
+            said.append(answer(process, errors))
         assert process.wait(60) == 0
         end.cancel()
-    assert said == [[kind, "kept"] for kind in 3 * ["printed", "function", "run", "train"]]
+    assert said == [[kind, "kept"] for kind in kinds], errors.read_text()
 
 
 @pytest.fixture
@@ -118,6 +141,49 @@ def test_between_the_return_of_a_step_and_the_assignment():
     state, _ = step(state, X)  # and on it goes, once
     assert holds(state) == 5
     assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+
+
+@contextmanager
+def interrupted_in(name, calls):
+    """SIGINT at the first call of a function of this name after so many calls of any."""
+    left = [calls]
+
+    def watch(frame, event, _):
+        if event == "call":
+            left[0] -= 1
+            if left[0] < 0 and name in (None, frame.f_code.co_name):
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("name", ["__eq__", "__hash__", None])
+@pytest.mark.usefixtures("handler_is_restored")
+def test_while_jax_traces_and_compiles_ctrl_c_waits(name):
+    step, first = counting()
+    state = first.copy()
+    for calls in (300, 3000, 12000):
+        batch = np.ones(calls + len(str(name)), "float32")
+        with pytest.raises(KeyboardInterrupt), interrupted_in(name, calls):
+            state, _ = step.run(state, [batch] * 2, steps=2)
+        assert holds(state) % 2 == 0
+
+
+@pytest.mark.usefixtures("handler_is_restored")
+def test_a_checkpoint_whose_writing_begins_is_written_before_ctrl_c(tmp_path):
+    step, first = counting()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ow.Checkpoints(tmp_path) as checkpoints,
+        interrupted_in("start", 0),
+    ):
+        checkpoints.save(first, 1)
+    assert holds(step.restore(tmp_path)) == 0
 
 
 @pytest.mark.usefixtures("handler_is_restored")

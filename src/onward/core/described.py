@@ -15,7 +15,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.signature import BodySignature, interned
-from onward.core.program import Program
+from onward.core.program import Program, programs_within
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class DescribedBody(Body):
         """Its operands: positions of inputs, and literal numbers as text."""
         return self.description.operands
 
-    @cached_property
-    def subprograms(self) -> Mapping[str, Program]:
-        """The Programs within."""
-        return self.description.subprograms
+
+@programs_within.register
+def _programs_within(body: DescribedBody) -> Mapping[str, Program]:
+    return body.description.subprograms

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs.body import Body, program_of
-from onward.core.program import Op, Program, Variable
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.reading import program_of
+from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.show import short_type
 
 Outline = Mapping[str, Any]
@@ -101,9 +102,8 @@ def _what(op: Op, body: Body) -> str:
 
 
 def _parts(op: Op, body: Body) -> Mapping[str, Program]:
-    if body.subprograms or len(body.equations) < 2:
-        return body.subprograms
-    return {"body": program_of(body.closed, op.type)}
+    within = programs_within(body)
+    return within if within or len(body.equations) < 2 else {"body": program_of(body.closed, op.type)}
 
 
 def _constant(v: Variable, value: Any) -> str:

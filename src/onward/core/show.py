@@ -20,13 +20,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING
 
+from onward.core.graph import Op, Program
 from onward.core.variable import Variable
 from onward.core.words import Kind, Pass, Placement
-
-if TYPE_CHECKING:
-    from onward.core.program import Op, Program
 
 _TYPE_WIDTH = 24
 _RULE_WIDTH = 70

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from onward.core.described import DescribedBody
-from onward.core.jaxprs.body import Body, program_of
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.reading import program_of
 from onward.core.primitives.table import of
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Op, Program, Variable, programs_within
 
 _SAME = "copy"
 
@@ -85,7 +86,7 @@ class _OpOpener:
         self, number: int, op: Op, inputs: tuple[Variable, ...], outputs: tuple[Variable, ...]
     ) -> Iterator[Equation]:
         """The equations of an op of one equation, which may be a call."""
-        inner = tuple(op.body.subprograms.values())
+        inner = tuple(programs_within(op.body).values())
         kind = op.type if isinstance(op.body, DescribedBody) else next(op.body.calls).primitive
         if of(kind).is_loop:
             yield Equation(number, kind, inputs, outputs, inner)

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, TraceError
-from onward.core.jaxprs.body import body_of, read_jaxpr
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.reading import read_jaxpr
 from onward.core.names import Names
 from onward.core.program import SEED, Op, Program, Variable
 from onward.core.structure import Signature, Static, Structure, describe

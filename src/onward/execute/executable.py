@@ -17,6 +17,7 @@ from onward.core.program import Program, Variable
 from onward.core.words import Placement
 from onward.derive.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
+from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
@@ -101,6 +102,7 @@ class Executable:
             self._peers = Peers.meet(self._deadline)
             self._fingerprint = fingerprint(self.program)
 
+    @uninterrupted
     def _compiled_with(self, shardings: Mapping[str, Any]) -> jax.stages.Compiled:
         def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
             own = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))

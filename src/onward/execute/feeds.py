@@ -12,6 +12,7 @@ from onward.core.errors import ArgumentError, nearest
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.define.arguments import Type, expect_unmasked, type_of
+from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.state import fits
 
 _FIXED = (jax.Array, np.generic, bool, int, float, complex)  # nobody can change their numbers
@@ -107,6 +108,7 @@ class Feeds:
 
         return tuple(s.unflatten(map(kind, s.variables)) for s in self.structures)
 
+    @uninterrupted
     def convert(self, values: Sequence[Any]) -> list[Any]:
         """The values as arrays of the Program's dtypes.
 

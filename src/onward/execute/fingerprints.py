@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import Body, program_of
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.reading import program_of
 from onward.core.marks import SCHEDULE
 from onward.core.outline import anonymous, difference, outline
 from onward.core.program import Program

@@ -13,9 +13,11 @@ from onward.core.placement import whole_shape
 from onward.core.program import SEED, Program, Variable
 from onward.core.structure import Structure, describe
 from onward.core.words import Placement
+from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.state import copied, stored
 
 
+@uninterrupted
 def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> dict[Variable, Any]:
     """Every state Variable with its value: the given ones, and what the initializers make of the seed.
 

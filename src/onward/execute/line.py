@@ -19,7 +19,7 @@ newest of it. Nothing is kept alive for that: all references are weak, and who i
 from __future__ import annotations
 
 from typing import Any, Protocol
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import ReferenceType, ref
 
 
 class InLine(Protocol):
@@ -55,7 +55,8 @@ class StateLine:
                 state.become(newest)
 
 
-_lines: WeakValueDictionary[int, StateLine] = WeakValueDictionary()
+# The callback of each reference is a function of C: in one of Python, Ctrl-C would be thrown away by Python.
+_lines: set[ReferenceType[StateLine]] = set()
 
 
 def follow(before: InLine, after: InLine) -> None:
@@ -63,7 +64,7 @@ def follow(before: InLine, after: InLine) -> None:
     line = before.line
     if line is None:
         line = before.line = StateLine()
-        _lines[id(line)] = line
+        _lines.add(ref(line, _lines.discard))
     line.before.add(ref(before, line.before.discard))
     line.newest = ref(after)
     after.line = line
@@ -71,6 +72,6 @@ def follow(before: InLine, after: InLine) -> None:
 
 def rescue() -> None:
     """Make every State whole that is spent, and of which a whole one came."""
-    for known in _lines.valuerefs():
+    for known in _lines.copy():
         if (line := known()) is not None:
             line.rescue()

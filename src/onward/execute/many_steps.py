@@ -32,7 +32,7 @@ from onward.core.structure import describe
 from onward.execute.feeds import Feeds, Key
 from onward.execute.line import follow
 from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
-from onward.execute.loop.interrupt import while_a_step_runs
+from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
 from onward.execute.lying import lies_elsewhere
 from onward.execute.nonfinite.checks import Arguments
 from onward.execute.out import Out
@@ -144,6 +144,7 @@ class ManySteps:
         outs.append(OutsPart(out, len(group.batches)))
         return following
 
+    @uninterrupted
     def _loop(self, state: State, group: BatchGroup) -> _StepLoop:
         tree: Any = jax.tree.structure(state)
         loops = self._loops.setdefault((len(group.batches), group.batches[0].key), [])

@@ -22,7 +22,7 @@ from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
 from onward.execute.line import follow
-from onward.execute.loop.interrupt import while_a_step_runs
+from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
 from onward.execute.loop.reader import move
 from onward.execute.lying import laid, lies_elsewhere
 from onward.execute.many_steps import ManySteps
@@ -92,6 +92,7 @@ class Step:
         if ahead:
             self._compile(self._first)
 
+    @uninterrupted
     def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
         """The State before the first step: the parameters copied, everything else initialized.
 
@@ -124,6 +125,7 @@ class Step:
         values = initialized(self.program, given, seed)
         return self._stored([values[v] for v in self.layout.variables])
 
+    @uninterrupted
     def _stored(self, values: Sequence[Any]) -> State:
         """The State of these values as this Step stores it."""
         if self._portions is None:
@@ -323,6 +325,7 @@ class Step:
         with self._lock:
             return self._executable_for(state.storage, values), values, filling
 
+    @uninterrupted
     def _executable_for(self, storage: Storage | None, values: Sequence[Any]) -> Executable:
         """The Executable for data of these shapes on state in this storage."""
         key = storage, key_of(values)

@@ -20,6 +20,7 @@ from onward.derive.recompute.lean import lean
 from onward.derive.recompute.report import is_recomputed
 from onward.derive.rewrite.rewrite import rewrite, rewritten_ops
 from onward.derive.roll.roll import roll, roll_where_worth, rolls_of
+from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.storage.storage import Storage
 
 
@@ -68,6 +69,7 @@ class Tuning:
     is_on: bool = True
     roll: bool | None = None
 
+    @uninterrupted
     def __call__(self, program: Program, fetch: Sequence[str]) -> Tuned:
         """The Program to compile, of which these names are fetched."""
         if program.code is not None:

@@ -20,6 +20,7 @@ from onward.core.program import Program, Variable
 from onward.core.structure import describe, path_name
 from onward.core.walk import find, name_of
 from onward.execute.feeds import data_names, unshared
+from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.loop.reader import LoopReader
 from onward.execute.out import Out
 from onward.execute.spread import on_one_device, summed
@@ -197,16 +198,20 @@ class _Forward:
         if self._bounded:
             self.step.feeds.check_bounds(data)
         try:
-            if state.storage is not None:
-                stored = State(state.layout, on_one_device(state.buffers), state.storage)
-                out: Out = self._run_stored(stored, data)
-            else:
-                out = self._run(on_one_device(self._own(state.values)), data)
-            return out
+            return self._at_once(state, data)
         except (RuntimeError, ValueError) as error:
             if state.is_spent:
                 raise StateError(SPENT) from error
             raise
+
+    @uninterrupted
+    def _at_once(self, state: State, data: list[Any]) -> Out:
+        if state.storage is None:
+            out: Out = self._run(on_one_device(self._own(state.values)), data)
+        else:
+            stored = State(state.layout, on_one_device(state.buffers), state.storage)
+            out = self._run_stored(stored, data)
+        return out
 
     def _is_plain(self, state: State, data: list[Any]) -> bool:
         """Whether nothing needs to be converted, flattened or reordered."""

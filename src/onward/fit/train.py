@@ -33,6 +33,7 @@ from onward.derive.seam import forward_pass
 from onward.distribute.merge import Merge
 from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
 from onward.execute.checkpoint.identity import Identity
+from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.loop.reader import LoopReader
 from onward.fit.evaluator import as_feed
 from onward.fit.model import Model
@@ -131,7 +132,7 @@ def train(
             forward, program = forward_pass(cost), cost
         else:
             forward = _forward(cost, first)
-            program = chosen.minimize(forward, **given)
+            program = uninterrupted(chosen.minimize)(forward, **given)
         trainer = Trainer(
             Model(forward, seed=seed),
             program,

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -29,16 +29,11 @@ from onward.core.jaxprs.equations import (
     literal_value,
     names_within,
     nowhere,
-    shape_of,
     type_of,
 )
-from onward.core.jaxprs.reading import Reader, Reading
 from onward.core.jaxprs.signature import BodySignature, interned, key_of_parts, signature_of
 from onward.core.jaxprs.tracing import traced
-from onward.core.names import Names
 from onward.core.primitives.table import of
-from onward.core.program import Program, Variable
-from onward.core.words import Kind, Pass
 
 _TOO_LONG = 60
 
@@ -309,18 +304,6 @@ class Body:
         jaxpr = self.closed.jaxpr
         return EquationBody(eqn.replace(invars=invars), jaxpr.invars, jaxpr.outvars, jaxpr.debug_info)
 
-    @cached_property
-    def subprograms(self) -> Mapping[str, Program]:
-        """The Programs inside a control flow primitive, by the name of the parameter."""
-        found: dict[str, Program] = {}
-        for eqn in self.equations if len(self.equations) == 1 else ():
-            for key, value in eqn.params.items():
-                inner = jaxprs_in(value)
-                for i, closed in enumerate(inner):
-                    name = key if len(inner) == 1 else f"{key}[{i}]"
-                    found[name] = program_of(closed, name)
-        return found
-
 
 class EquationBody(Body):
     """The Body of one traced equation; its jaxpr is built when first needed."""
@@ -419,45 +402,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     return int(value) if isinstance(value, np.integer) else value
-
-
-def program_of(closed: Any, name: str) -> Program:
-    """A jaxpr (such as the body of a scan) as a Program of its own, with the backward passes within."""
-    names = Names()
-    inputs = tuple(
-        Variable(names.new(f"input_{i}"), *shape_of(v.aval), Kind.DATA)
-        for i, v in enumerate(closed.jaxpr.invars)
-    )
-    read = read_jaxpr(closed, inputs, names, apart=True)
-    ops = (
-        replace(op, made_by=Pass.BACKWARD) if "transpose" in marks else op
-        for op, marks in zip(read.ops, read.under, strict=True)
-    )
-    return Program(name, inputs, constants=read.constants, ops=tuple(ops), outputs=read.outputs)
-
-
-def read_jaxpr(
-    closed: Any,
-    inputs: Sequence[Variable],
-    names: Names,
-    declarations: Mapping[str, Variable] | None = None,
-    labels: Mapping[int, str] | None = None,
-    apart: bool = False,
-) -> Reading:
-    """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope.
-
-    ``declarations`` holds the Variables that stand for ``declared`` values, ``labels`` the names that some
-    of the outputs shall bear, by position. With ``apart`` a scope is what a person wrote, without what JAX
-    wrapped around it: transforms, calls of its own functions, a ``jit`` around everything.
-    """
-    reader = Reader(names, declarations or {}, apart, EquationBody)
-    reader.env.update(zip(closed.jaxpr.invars, inputs, strict=True))
-    reader.labels = {
-        closed.jaxpr.outvars[i]: name
-        for i, name in (labels or {}).items()
-        if not isinstance(closed.jaxpr.outvars[i], jex.Literal)
-    }
-    reader.read(closed, scope="", caller=None)
-    outputs = tuple(reader.value(v) for v in closed.jaxpr.outvars)
-    under, open_ = tuple(reader.under), tuple(reader.differentiations)
-    return Reading(tuple(reader.ops), outputs, reader.constants, under, open_)

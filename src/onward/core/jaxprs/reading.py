@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend import core as jex
 
 from onward.core.errors import TraceError
+from onward.core.graph import Op, Program
+from onward.core.jaxprs.body import Body, EquationBody
 from onward.core.jaxprs.differentiated import is_differentiated, is_entered
 from onward.core.jaxprs.equations import (
     Type,
@@ -22,9 +25,9 @@ from onward.core.jaxprs.equations import (
 )
 from onward.core.jaxprs.scopes import entries, transforms_around
 from onward.core.names import Names
-from onward.core.program import Op, Variable
 from onward.core.source import Source, is_library
-from onward.core.words import Kind
+from onward.core.variable import Variable
+from onward.core.words import Kind, Pass
 
 _declare = jex.Primitive("declare")
 _declare.def_abstract_eval(lambda *, name, type: jax.core.ShapedArray(type.shape, type.dtype))  # noqa: A006
@@ -65,13 +68,70 @@ def declared(name: str, kind: Type) -> Any:
     return _declare.bind(name=name, type=kind)
 
 
-class Reader:
-    """One walk over a jaxpr; ``body`` makes what an Op computes of its equation."""
+_within: WeakKeyDictionary[Body, dict[str, Program]] = WeakKeyDictionary()
 
-    def __init__(
-        self, names: Names, declarations: Mapping[str, Variable], apart: bool, body: Callable[..., Any]
-    ) -> None:
-        self.names, self.declarations, self.apart, self.body = names, declarations, apart, body
+
+def programs_in(body: Body) -> Mapping[str, Program]:
+    """The Programs inside a control flow primitive, by the name of the parameter; the same ones each time."""
+    if body not in _within:
+        found: dict[str, Program] = {}
+        for eqn in body.equations if len(body.equations) == 1 else ():
+            for key, value in eqn.params.items():
+                inner = jaxprs_in(value)
+                for i, closed in enumerate(inner):
+                    name = key if len(inner) == 1 else f"{key}[{i}]"
+                    found[name] = program_of(closed, name)
+        _within[body] = found
+    return _within[body]
+
+
+def program_of(closed: Any, name: str) -> Program:
+    """A jaxpr (such as the body of a scan) as a Program of its own, with the backward passes within."""
+    names = Names()
+    inputs = tuple(
+        Variable(names.new(f"input_{i}"), *shape_of(v.aval), Kind.DATA)
+        for i, v in enumerate(closed.jaxpr.invars)
+    )
+    read = read_jaxpr(closed, inputs, names, apart=True)
+    ops = (
+        replace(op, made_by=Pass.BACKWARD) if "transpose" in marks else op
+        for op, marks in zip(read.ops, read.under, strict=True)
+    )
+    return Program(name, inputs, constants=read.constants, ops=tuple(ops), outputs=read.outputs)
+
+
+def read_jaxpr(
+    closed: Any,
+    inputs: Sequence[Variable],
+    names: Names,
+    declarations: Mapping[str, Variable] | None = None,
+    labels: Mapping[int, str] | None = None,
+    apart: bool = False,
+) -> Reading:
+    """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope.
+
+    ``declarations`` holds the Variables that stand for ``declared`` values, ``labels`` the names that some
+    of the outputs shall bear, by position. With ``apart`` a scope is what a person wrote, without what JAX
+    wrapped around it: transforms, calls of its own functions, a ``jit`` around everything.
+    """
+    reader = Reader(names, declarations or {}, apart)
+    reader.env.update(zip(closed.jaxpr.invars, inputs, strict=True))
+    reader.labels = {
+        closed.jaxpr.outvars[i]: name
+        for i, name in (labels or {}).items()
+        if not isinstance(closed.jaxpr.outvars[i], jex.Literal)
+    }
+    reader.read(closed, scope="", caller=None)
+    outputs = tuple(reader.value(v) for v in closed.jaxpr.outvars)
+    under, open_ = tuple(reader.under), tuple(reader.differentiations)
+    return Reading(tuple(reader.ops), outputs, reader.constants, under, open_)
+
+
+class Reader:
+    """One walk over a jaxpr."""
+
+    def __init__(self, names: Names, declarations: Mapping[str, Variable], apart: bool) -> None:
+        self.names, self.declarations, self.apart = names, declarations, apart
         self.within: frozenset[str] = frozenset()
         self.under: list[frozenset[str]] = []
         self.env: dict[Any, Any] = {}
@@ -174,7 +234,7 @@ class Reader:
                 type=kind,
                 inputs=tuple(self.env[v] for v in read),
                 outputs=tuple(outputs),
-                body=self.body(eqn, read, written, debug_info),
+                body=EquationBody(eqn, read, written, debug_info),
                 scope=scope,
                 source=source,
             )

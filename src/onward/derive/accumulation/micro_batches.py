@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from onward.core.jaxprs.tracing import along, traced
 from onward.core.lower import lower
 from onward.core.marks import ACCUMULATE
 from onward.core.names import Names
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.words import Pass, Placement
 from onward.derive.accumulation.loop_ops import LoopCut, expect_no_data_in_updates, expect_same_graph
 
@@ -70,17 +69,18 @@ class MicroBatchLoop(Body):
 
     def __init__(self, closed: Any, steps: int, turn: Program) -> None:
         super().__init__(closed)
-        self._steps, self._turn = steps, turn
+        self._steps, self.turn = steps, turn
 
     @property
     def attributes(self) -> Mapping[str, str]:
         """How many micro-batches there are."""
         return {"steps": str(self._steps)}
 
-    @cached_property
-    def subprograms(self) -> Mapping[str, Program]:
-        """The Program that is run on each micro-batch."""
-        return {"micro_batch": self._turn}
+
+@programs_within.register
+def _programs_within(body: MicroBatchLoop) -> Mapping[str, Program]:
+    """The Program that is run on each micro-batch."""
+    return {"micro_batch": body.turn}
 
 
 def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:

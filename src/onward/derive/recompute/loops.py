@@ -20,7 +20,7 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.primitives.traits import Runs
-from onward.core.program import Op, Phase, Program, Variable
+from onward.core.program import Op, Phase, Program, Variable, programs_within
 from onward.core.transform import transform
 from onward.core.words import Kind, Pass
 from onward.derive.backward import gradients
@@ -83,7 +83,7 @@ class _Turn:
     def of(op: Op) -> _Turn | None:
         """The parts of a loop; None if it is called with what cannot be told apart."""
         body = op.primal or op.body
-        program = body.subprograms.get("jaxpr")
+        program = programs_within(body).get("jaxpr")
         if program is None or len(body.equations) != 1 or "constant" in body.operands:
             return None
         if len(program.outputs) != len(body.out_avals):  # some results are read by nobody

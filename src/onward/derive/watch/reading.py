@@ -20,6 +20,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.jaxprs.body import Body
+from onward.core.program import Program, programs_within
 from onward.derive.watch.statistics import Statistic
 
 NOT_NOW = -1  # in place of the number of a step in which nothing was looked at
@@ -62,10 +63,11 @@ class Watching(Body):
         """How often it looks, and at how much."""
         return {"every": str(self._every), "statistics": str(len(self.cells))}
 
-    @property
-    def subprograms(self) -> Mapping[str, Any]:
-        """None that are worth a look."""
-        return {}
+
+@programs_within.register
+def _programs_within(body: Watching) -> Mapping[str, Program]:
+    """None that are worth a look."""
+    return {}
 
 
 Part = tuple[tuple[Cell, ...], Any, Any]  # cells, the number of the step, the array of all statistics

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable
 from threading import Thread
 
+from onward.execute.loop.interrupt import uninterrupted
+
 
 class WritingThread:
     """One piece of writing at a time, in a thread that the interpreter waits for when it exits.
@@ -26,6 +28,7 @@ class WritingThread:
         """Keep a warning for the caller that waits for the writing."""
         self._notes.append(text)
 
+    @uninterrupted
     def run(self, write: Callable[[], None]) -> None:
         """Write beside what follows, or now."""
         if not self.asynchronous:
@@ -35,8 +38,9 @@ class WritingThread:
         self._thread = Thread(target=self._catch, args=(write,), name="onward-checkpoint")
         self._thread.start()
 
+    @uninterrupted
     def join(self) -> None:
-        """Return when everything is written, whatever became of it."""
+        """Return when everything is written, whatever became of it. Ctrl-C waits: it would cut this off."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

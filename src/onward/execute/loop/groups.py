@@ -16,6 +16,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.execute.feeds import Feeds, Key, key_of
+from onward.execute.loop.interrupt import uninterrupted
 
 
 class StackableBatch(NamedTuple):
@@ -131,6 +132,7 @@ def _is_on_host(value: Any) -> bool:
     return not is_key and all(device.platform == "cpu" for device in value.devices())
 
 
+@uninterrupted
 @jax.jit
 def _stacked_on_device(values: Sequence[Any]) -> Any:
     return jnp.stack(values)

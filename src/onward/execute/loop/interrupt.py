@@ -27,8 +27,9 @@ Where several processes make the steps, each of them asks the others before a st
 to end tells them, and all end after the same one. A second Ctrl-C in a process waits for no other.
 
 A loop of one's own marks nothing: ``state, out = step(state, x)``. There each step marks itself, by
-``while_a_step_runs``, and the handler stays until Ctrl-C. Before it raises it calls ``rescue``: a State that
-was given to a step, and is still in somebody's hands, becomes the newest one that came of it.
+``while_a_step_runs``, what traces or compiles is ``uninterrupted``, and the handler stays until Ctrl-C.
+Before it raises it calls ``rescue``: a State that was given to a step, and is still in somebody's hands,
+becomes the newest one that came of it.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # signal's own asks enums: 2 us in Python 3.11
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from onward.execute.line import rescue
 from onward.execute.peers.peers import Peers
 
 Handler = Callable[[int, FrameType | None], Any]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 TERMINATED = 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, as shells count
 
 
@@ -192,6 +196,37 @@ def while_a_step_runs() -> AbstractContextManager[None]:
     part = Uninterrupted(former)
     signal.signal(signal.SIGINT, part)
     return part
+
+
+def uninterrupted(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let Ctrl-C wait for the end of a function that has JAX trace or compile.
+
+    JAX remembers traces: in what compares their keys a KeyboardInterrupt comes out as another error,
+    "ValueError: Cache keys should be comparable", and in what forgets them, the callbacks of weak references,
+    Python prints it and throws it away.
+
+    >>> @uninterrupted
+    ... def traced():
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     print("this is still done")
+    >>> try:
+    ...     traced()
+    ... except KeyboardInterrupt:
+    ...     print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    this is still done
+    True
+    """
+
+    @wraps(function)
+    def whole(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        is_first = getsignal(signal.SIGINT) is signal.default_int_handler
+        with (part := while_a_step_runs()):
+            result = function(*arguments, **options)
+        if is_first and getsignal(signal.SIGINT) is part:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return result
+
+    return whole
 
 
 class Termination:

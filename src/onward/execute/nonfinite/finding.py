@@ -10,7 +10,7 @@ import numpy as np
 from onward.core.columns import columns
 from onward.core.jaxprs.body import Body
 from onward.core.primitives.table import of
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.source import Source
 from onward.core.words import Kind, Pass
 from onward.derive.roll.literals import numbers
@@ -208,7 +208,7 @@ def source_of(op: Op, forward: Op | None, inside: tuple[Inside, ...]) -> Source 
     """
     origin = forward or op
     body = origin.primal or origin.body
-    known = {_place(source) for source in _sources(body.subprograms.values())}
+    known = {_place(source) for source in _sources(programs_within(body).values())}
     own_rule = op.made_by is Pass.UPDATE or body.has_custom_rule
     for step in reversed(inside):
         source = step.op.source

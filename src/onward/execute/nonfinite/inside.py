@@ -14,12 +14,13 @@ from typing import Any
 
 from onward.core.compiler import compiled_alone
 from onward.core.described import DescribedBody
-from onward.core.jaxprs.body import Body, program_of
+from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.loops import result_of
+from onward.core.jaxprs.reading import program_of
 from onward.core.lower import lower
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Op, Program, Variable, programs_within
 from onward.derive.roll.literals import numbers
 from onward.execute.nonfinite.flags import Bad, Flags, bad_in, line_of_flags
 from onward.execute.nonfinite.numbers import Numbers
@@ -57,7 +58,7 @@ def inside(op: Op, values: Sequence[Any], wanted: Wanted, depth: int = 0) -> tup
     body = op.body
     if body.collectives or body.has_effects or depth > _DEPTH or isinstance(body, DescribedBody):
         return ()
-    parts, names = body.subprograms, [v.name for v in op.inputs]
+    parts, names = programs_within(body), [v.name for v in op.inputs]
     if len(body.equations) != 1 or (not parts and op.type not in body.primitives):
         return _straight(_ProgramWithin("", program_of(body.closed, op.type), names), values, wanted, depth)
     if not parts or "constant" in body.operands:

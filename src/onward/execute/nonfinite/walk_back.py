@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from onward.core.described import DescribedBody
-from onward.core.jaxprs.body import Body, program_of
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.reading import program_of
 from onward.core.primitives.table import of
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.walk import producers
 from onward.core.words import Kind
 from onward.derive.roll.literals import numbers
@@ -143,7 +144,7 @@ def writes(body: Body, bad: Bad) -> bool:
     if any(_holds(x, bad) for x in numbers(body)):
         return True
     is_one = len(body.equations) == 1
-    inner = tuple(body.subprograms.values()) if is_one else (program_of(body.closed, "body"),)
+    inner = tuple(programs_within(body).values()) if is_one else (program_of(body.closed, "body"),)
     return any(_has_constant(part, bad) or any(writes(op.body, bad) for op in part.ops) for part in inner)
 
 

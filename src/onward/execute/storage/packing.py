@@ -17,12 +17,14 @@ from onward.core.marks import STACK
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass, UpdateType
+from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.storage.families import Family, components, families_of, is_rows, is_stack
 from onward.execute.storage.storage import Buffer, BufferForm, Storage, end_to_end, stacked
 
 Unit = Op | Family
 
 
+@uninterrupted
 def packed(program: Program, storage: Storage, outputs: Sequence[Variable]) -> Program:
     """The Program whose state is the buffers of this storage, and which returns these Variables.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from onward.core.columns import columns
 from onward.core.program import Variable
+from onward.execute.loop.interrupt import uninterrupted
 
 
 class BufferForm(StrEnum):
@@ -46,6 +47,7 @@ class Buffer:
         """Where each member begins in a flat buffer."""
         return tuple(int(n) for n in np.cumsum([0, *(v.size for v in self.members)]))
 
+    @uninterrupted
     def read(self, array: Any, k: int) -> Any:
         """The value of member ``k``; axes that a transformation has put in front stay in front."""
         if self.form is BufferForm.ALONE:

@@ -10,7 +10,8 @@ import jax
 
 from onward.core.check import check
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import Body, body_of, read_jaxpr
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.reading import read_jaxpr
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.structure import Static, Structure

@@ -24,10 +24,11 @@ import numpy as np
 
 from onward.core.compiler import compiler_options
 from onward.core.described import DescribedBody
-from onward.core.jaxprs.body import Body, Call, program_of
+from onward.core.jaxprs.body import Body, Call
+from onward.core.jaxprs.reading import program_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Primitive, Reduces
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Op, Program, Variable, programs_within
 from onward.derive.roll.literals import numbers
 
 _limits: Any = jnp.finfo  # that of JAX knows all dtypes
@@ -213,7 +214,7 @@ def _straight_part(body: Body) -> tuple[Program, Sequence[int | _NumberInEquatio
     if len(body.equations) != 1:
         return program_of(body.closed, "body"), tuple(range(len(body.in_avals)))
     (name,) = {call.primitive for call in body.calls}
-    parts = list(body.subprograms.values())
+    parts = list(programs_within(body).values())
     if not of(name).calls_once or len(parts) != 1 or "constant" in body.operands:
         return None
     written = iter(numbers(body))

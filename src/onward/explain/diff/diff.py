@@ -9,21 +9,19 @@ the same, re-wired (it computes the same from something else) or changed.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onward.core.check import expect_program
-from onward.core.cost import cost
-from onward.core.liveness import lifetimes
-from onward.core.program import Op, Program
-from onward.explain.diff.compare import Fact, Pair, compared, facts
+from onward.core.program import Program
+from onward.explain.diff.changes import Changes
+from onward.explain.diff.compare import compared, facts
 from onward.explain.diff.lines import headline
 from onward.explain.diff.match import Matching, match
 from onward.explain.diff.page import html, text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Diff:
+class Diff(Changes):
     """The differences from one Program to another; print it. It is false if nothing differs.
 
     Attributes:
@@ -37,35 +35,6 @@ class Diff:
         moved: how many of the paired ops stand in another order.
         facts: differences in feeds, state, what is returned, gradients and next state.
     """
-
-    before: Program
-    after: Program
-    added: tuple[Op, ...]
-    removed: tuple[Op, ...]
-    rewired: tuple[Pair, ...]
-    changed: tuple[Pair, ...]
-    same: tuple[Pair, ...]
-    moved: int
-    facts: tuple[Fact, ...]
-    matching: Matching
-
-    def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.rewired or self.changed or self.moved or self.facts)
-
-    def __len__(self) -> int:
-        return len(self.added) + len(self.removed) + len(self.rewired) + len(self.changed)
-
-    @property
-    def costs(self) -> Mapping[str, tuple[int, int]]:
-        """Estimates for both: operations, bytes moved and exchanged, and the bytes of the peak of memory."""
-        old, new = cost(self.before), cost(self.after)
-        before, after = (max(lifetimes(p).bytes, default=0) for p in (self.before, self.after))
-        return {
-            "operations": (old.flops, new.flops),
-            "bytes moved": (old.bytes, new.bytes),
-            "bytes exchanged": (old.exchanged, new.exchanged),
-            "peak memory": (before, after),
-        }
 
     @property
     def headline(self) -> str:

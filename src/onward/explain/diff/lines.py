@@ -9,15 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onward.core.program import Op, Program, Variable
 from onward.core.show import sentence, short_type
 from onward.core.words import Pass
+from onward.explain.diff.changes import Changes
 from onward.explain.diff.compare import Fact, Pair
-
-if TYPE_CHECKING:
-    from onward.explain.diff.diff import Diff
 
 _FEW = 4
 _KINDS = 10
@@ -49,7 +47,7 @@ class ChangeLine:
         return f"{self.mark} {self.count:,} x" if self.count > 1 else self.mark
 
 
-def headline(found: Diff) -> str:
+def headline(found: Changes) -> str:
     """All changes in one line."""
     resized = sum(pair.is_resized for pair in found.changed)
     parts = [
@@ -69,7 +67,7 @@ def headline(found: Diff) -> str:
     return f"{_title(found)}: {'; '.join([*told, *around])}"
 
 
-def _title(found: Diff) -> str:
+def _title(found: Changes) -> str:
     """The transforms that the second has beyond the first, or the names of both."""
     a, b = found.before.recipe, found.after.recipe
     if a is not None and b is not None and a.origin is b.origin:
@@ -89,7 +87,7 @@ def _counts(*pairs: tuple[int, str]) -> Iterator[str]:
     return (f"{n:,} {word}" for n, word in pairs if n)
 
 
-def _gradients(found: Diff) -> Iterator[str]:
+def _gradients(found: Changes) -> Iterator[str]:
     """Say which type of added op makes every gradient now, if it is one type for all."""
     twins, before = found.matching.variables, dict(found.before.gradients)
     pairs = [(before.get(twins[p]), g) for p, g in found.after.gradients if p in twins]
@@ -111,7 +109,7 @@ def _facts_in_words(found: Sequence[Fact]) -> Iterator[str]:
         yield begins[0].text if len(begins) == 1 else f"{len(begins):,} begin anew"
 
 
-def lines(found: Diff) -> Iterator[list[ChangeLine]]:
+def lines(found: Changes) -> Iterator[list[ChangeLine]]:
     """The lines in blocks: what is given, the ops by pass, what is handed out."""
     around = list(_folded_facts(found.facts))
     yield [line for line in around if line.margin in _FIRST]
@@ -130,7 +128,7 @@ def _folded_facts(found: Iterable[Fact]) -> Iterator[ChangeLine]:
             )
 
 
-def _ops(found: Diff) -> Iterator[ChangeLine]:
+def _ops(found: Changes) -> Iterator[ChangeLine]:
     for mark, ops in (("-", found.removed), ("+", found.added)):
         for of_pass in _groups(ops, lambda op: op.made_by):
             kinds = _groups(of_pass, lambda op: op.type)

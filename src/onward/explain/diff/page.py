@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from onward.core.show import human_bytes
 from onward.core.words import Pass
+from onward.explain.diff.changes import Changes
 from onward.explain.diff.lines import ChangeLine, headline, lines
 from onward.explain.style import CSS, MONO, colour
 from onward.explain.style import text as escaped
-
-if TYPE_CHECKING:
-    from onward.explain.diff.diff import Diff
 
 _MOST = 60
 _WIDEST = 150
@@ -31,7 +27,7 @@ _CSS = f"""
 """
 
 
-def text(found: Diff) -> str:
+def text(found: Changes) -> str:
     """The page as text."""
     blocks = [block for block in lines(found) if block]
     every = [line for block in blocks for line in block]
@@ -56,7 +52,7 @@ def _cut(words: str, most: int) -> str:
     return words if len(words) <= most else f"{words[: most - 3]}..."
 
 
-def costs(found: Diff) -> str:
+def costs(found: Changes) -> str:
     """The costs of both Programs and the number of unchanged ops, as a line of text."""
     told = [f"{len(found.same):,} ops as before"]
     for what, pair in found.costs.items():
@@ -66,7 +62,7 @@ def costs(found: Diff) -> str:
     return "; ".join(told)
 
 
-def html(found: Diff) -> str:
+def html(found: Changes) -> str:
     """The page in colours."""
     rows: list[str] = []
     for block in (block for block in lines(found) if block):

@@ -9,10 +9,10 @@ from enum import StrEnum
 import jax
 
 from onward.core.errors import ArgumentError, nearest
-from onward.core.jaxprs.body import Body, read_jaxpr
+from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.devices import on_devices
 from onward.core.jaxprs.equations import Type
-from onward.core.jaxprs.reading import Reading
+from onward.core.jaxprs.reading import Reading, read_jaxpr
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.structure import Signature, Static, Structure

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from socket import socket
-from threading import Lock
 from typing import Any
 
 from onward.core.errors import ArgumentError, OnwardError
-from onward.serve.endpoint.batcher import Batcher
-from onward.serve.endpoint.metrics import Counters
-from onward.serve.endpoint.room import Room
 from onward.serve.endpoint.routes import Routes
-from onward.serve.endpoint.served import Served
 from onward.serve.endpoint.server import bound, is_local, serve, served_aside, url_of
-from onward.serve.endpoint.source import Source, opened
+from onward.serve.endpoint.service import ModelService
 from onward.serve.endpoint.watch import FileWatch
 
 LOG = logging.getLogger("onward.serve")
 
 
-class Endpoint:
+class Endpoint(ModelService):
     """An ASGI application that answers what a Model computes; any ASGI server runs it, ``run`` brings one.
 
     Requests that come while others are computed are joined into one batch, where a trial on made-up numbers
@@ -70,44 +66,9 @@ class Endpoint:
         {"outputs":{"fc_0":[[0.0,0.0]]}}
     """
 
-    def __init__(
-        self,
-        model: Source,
-        *,
-        outputs: Iterable[str] = (),
-        name: str | None = None,
-        max_batch: int = 32,
-        join: bool = True,
-        latency: float = 0.002,
-        timeout: float = 30.0,
-        max_body: int = 16 * 2**20,
-        max_memory: int = 2**30,
-        max_waiting: int = 1024,
-        reload_token: str | None = None,
-        hosts: Iterable[str] = (),
-        allow_nonfinite: bool = False,
-    ) -> None:
-        _expect_positive(max_batch=max_batch, timeout=timeout, max_body=max_body, max_waiting=max_waiting)
-        _expect_positive(max_memory=max_memory)
-        if not 0 <= latency < timeout:
-            raise ArgumentError(
-                f"latency is {latency}; expected seconds from 0 to below the timeout, {timeout}."
-            )
-        self._outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-        self.max_batch, self.timeout, self.max_body = max_batch, timeout, max_body
-        self.join, self.reload_token = join, reload_token
-        self.room = Room(max_memory)
-        self._hosts = (hosts,) if isinstance(hosts, str) else tuple(hosts)
-        self.names: tuple[str, ...] | None = None
-        self._allow_nonfinite = allow_nonfinite
-        self.draining = False
-        self.counts = Counters()
-        self.batcher = Batcher(latency, max_waiting, self.counts)
-        self._reloading = Lock()
-        self._reload_error: str | None = None
-        self.served = self._made(model)
-        self.name = name or self.served.source.model.topology.name
-        self._application = Routes(self).application()
+    @cached_property
+    def _application(self) -> Any:
+        return Routes(self).application()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer as the ASGI protocol says."""
@@ -159,84 +120,11 @@ class Endpoint:
             with served_aside(self, listener, self.timeout + 5):
                 yield url_of(listener)
 
-    def warm_up(self) -> None:
-        """Compile what is asked for by default, and find whether requests may be joined.
-
-        Raises:
-            OnwardError: the model takes no batch.
-        """
-        self.draining = False
-        self.batcher.open()
-        self.served.ask().result()
-
-    def reload(self, model: Source | None = None) -> None:
-        """Exchange the model; requests that came before are answered by the one that they came to.
-
-        The new one is loaded, compared and compiled beside the old one, which answers until that is done and
-        goes on answering if it fails.
-
-        Args:
-            model: a Model or a path; without it the file that the endpoint was made from.
-
-        Raises:
-            ArgumentError: other inputs or outputs than before, or there is no file.
-            ModelFileError: the file holds no model.
-        """
-        with self._reloading:
-            try:
-                new = self._made(self._again() if model is None else model)
-                self.served.expect_same_interface(new)
-                new.ask().result()
-            except Exception as error:
-                self._reload_error = f"{type(error).__name__}: {error}"
-                self.counts.add("onward_reloads_total", result="failed")
-                raise
-            self.served, self._reload_error = new, None
-            self.counts.add("onward_reloads_total", result="done")
-
-    def health(self) -> dict[str, Any]:
-        """Whether it answers, with which model, and how requests are joined."""
-        served, asked = self.served, self.served.ask()
-        joining = asked.result().joining if asked.done() and not asked.exception() else None
-        return {
-            "ready": joining is not None and not self.draining,
-            "name": self.name,
-            "version": served.source.version,
-            "inputs": [str(x) for x in served.plan.inputs],
-            "outputs": list(served.plan.fetch),
-            "batch_sizes": list(joining.sizes) if joining else [],
-            "joined": joining is not None and not joining.alone,
-            "alone_because": (joining.alone or None) if joining else None,
-            "waiting": self.batcher.waiting,
-            "reload_error": self._reload_error,
-        }
-
-    def metrics(self) -> str:
-        """The metrics of the endpoint, in the text format of Prometheus."""
-        return self.counts.text(
-            onward_waiting=(self.batcher.waiting, "Requests that wait to be computed."),
-            onward_memory_bytes=(self.room.taken, "Memory set aside for the requests in flight."),
-        )
-
-    def close(self) -> None:
-        """Compute what waits, and end the threads that compute and compile."""
-        self.served.close()
-        self.batcher.close(self.timeout)
-
-    def _made(self, model: Source) -> Served:
-        return Served(opened(model, self._allow_nonfinite), self._outputs, self.max_batch, self.join)
-
     def _bound(self, host: str, port: int) -> socket:
         """A socket; where it is reached from this machine alone, the names that it answers to are known."""
         listener = bound(host, port)
         self.names = (host, *self._hosts) if is_local(listener) else None
         return listener
-
-    def _again(self) -> Source:
-        path = self.served.source.path
-        if path is None:
-            raise ArgumentError("The endpoint was made from a Model, not from a file; write reload(model).")
-        return path
 
     def _reload_or_say(self) -> None:
         """Reload; what goes wrong is said in the log and by ``/health``."""
@@ -257,9 +145,3 @@ class Endpoint:
 
     def __repr__(self) -> str:
         return f"Endpoint({self.name!r}, version {self.served.source.version})"
-
-
-def _expect_positive(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if not value > 0:
-            raise ArgumentError(f"{name} is {value}; expected a number above 0.")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from onward.explain.style import MONO, page, text
 from onward.serve.endpoint.bodies import NPY
 from onward.serve.endpoint.openapi import example
 from onward.serve.endpoint.plan import Input, RequestPlan
-
-if TYPE_CHECKING:
-    from onward.serve.endpoint.endpoint import Endpoint
+from onward.serve.endpoint.service import ModelService
 
 _CSS = f"""
 main {{ max-width: 56rem; margin: 0 auto; padding: 2rem 1.5rem 4rem; line-height: 1.5; }}
@@ -29,7 +26,7 @@ pre {{ background: var(--ow-panel); border: 1px solid var(--ow-line); border-rad
 _LONGEST = 240  # characters of an example that are worth reading
 
 
-def docs(endpoint: Endpoint, url: str, routes: Mapping[str, tuple[str, str]]) -> str:
+def docs(endpoint: ModelService, url: str, routes: Mapping[str, tuple[str, str]]) -> str:
     """The page of an endpoint, with commands to try at its address."""
     served = endpoint.served
     plan, source = served.plan, served.source
@@ -92,7 +89,7 @@ def _long(plan: RequestPlan, url: str) -> str:
     return f"{made}\ncurl -s {url}/predict -H 'content-type: application/json' -d @x.json"
 
 
-def _limits(endpoint: Endpoint) -> str:
+def _limits(endpoint: ModelService) -> str:
     return (
         f"A body has at most {endpoint.max_body:,} bytes and comes within {endpoint.timeout:g} seconds; so "
         f"long an answer may take as well. Up to {endpoint.max_batch} examples are computed at once, be they "

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from onward.core.errors import OnwardError, UnknownNameError, nearest
@@ -23,9 +23,7 @@ from onward.serve.endpoint.refusal import Refusal, later
 from onward.serve.endpoint.room import need_of
 from onward.serve.endpoint.served import Ready, Served
 from onward.serve.endpoint.server import is_known_host
-
-if TYPE_CHECKING:
-    from onward.serve.endpoint.endpoint import Endpoint
+from onward.serve.endpoint.service import ModelService
 
 LOG = logging.getLogger("onward.serve")
 _SOON = 0.05  # seconds before it is looked whether the client is still there
@@ -50,7 +48,7 @@ ROUTES: Mapping[str, tuple[str, str]] = {
 class Routes:
     """The handlers; each returns a response or raises a Refusal."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: ModelService) -> None:
         self.endpoint = endpoint
         self._responses = require("starlette.responses", "serve")
 
