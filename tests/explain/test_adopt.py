@@ -508,7 +508,7 @@ def test_modules_that_are_changed_in_place():
         ("linen_mnist", "Average x8"),
         ("small_gpt", "guard"),
         ("ppo_update", "Average x8"),
-        ("deep_q_learning", "Sum x8"),
+        ("deep_q_learning", "Average x8"),
     ],
 )
 def test_published_steps_train_as_before(name, transform):
