@@ -1,8 +1,9 @@
 """Steps of other libraries, adopted: every transform of them trains as the step does in plain JAX."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +16,9 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax import value_and_grad
+from jax import grad, value_and_grad
+from tests.explain.adopted_programs import PUBLISHED
+from tests.torture.adopt_table import cell
 
 import onward as ow
 from onward.distribute.merges import Bucketed, DiLoCo, LocalSGD
@@ -270,7 +273,8 @@ def test_it_is_saved_and_goes_on(tmp_path):
 
 
 def test_the_test_program_learns_nothing():
-    program = ow.for_test(adopted("with_flax"))
+    with pytest.warns(match=r"normalizes by the batch that it is given, and does not read '.*(mean|var)'"):
+        program = ow.for_test(adopted("with_flax"))
     assert not program.next_state
     assert all(op.made_by is ow.Pass.FORWARD for op in program.ops)
     assert not any("trace" in v.name for v in program.state), "what the optimizer keeps is left away"
@@ -321,6 +325,31 @@ def of_a_copy(w, x):
     return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
+def loss_of(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def of_micro_batches(w, x):
+    return w - sum(jax.grad(loss_of)(w, part) for part in (x[:4], x[4:]))
+
+
+def of_each_example(w, x):
+    return w - jax.vmap(jax.grad(loss_of), (None, 0))(w, x).mean(0)
+
+
+def of_one_array_twice(w, x):
+    grads = jax.grad(lambda a, b: jnp.mean((x @ a) * jnp.sin(x @ b)), (0, -1))(w, w)
+    return w - grads[0] - grads[1]
+
+
+def on_a_condition(w, x):
+    return jax.lax.cond(w[0] > 0, lambda: w - jax.grad(loss_of)(w, x), lambda: w)
+
+
+def of_complex_numbers(w, x):
+    return w - jax.grad(lambda w: jnp.sum((w * x[0]) ** 2), holomorphic=True)(w + 0j).real
+
+
 def of_data(w, x):
     return w + 1.0, jax.grad(lambda x: jnp.mean((x @ w) ** 2))(x)
 
@@ -329,14 +358,22 @@ def of_data(w, x):
     ("step", "data", "words"),
     [
         (lambda w, x: w - DIFFERENTIATED(w, x)[1], X, "no call of jax.grad or jax.value_and_grad is seen"),
-        (in_a_loop, np.stack([X, X]), "of a loop over steps adopt the step within it"),
+        (in_a_loop, np.stack([X, X]), r"within scan \(.*test_adopt.py:\d+\).* Of a loop over steps adopt"),
         (lambda w, x: w - x.sum(0), X, "no call of jax.grad"),
         (twice, X, r"computes gradients 2 times, at .*test_adopt.py:\d+ and .*one loss of both"),
+        (of_micro_batches, X, r"2 times, at \S*test_adopt.py:\d+, .*write onward.accumulate\(program, 2\)"),
+        (of_each_example, X, r"within a vmap or a derivative \(.*test_adopt.py:\d+\).* in the step itself"),
+        (on_a_condition, X, "gradients within cond"),
+        (of_complex_numbers, X, "gradients with holomorphic"),
+        (of_one_array_twice, X, "for 'w' in two arguments"),
         (of_a_copy, X, r"for bfloat16\[4\] .* is no argument, but computed"),
         (of_data, X, "differentiates its loss for 'x'"),
         (jax.pmap(by_hand().step, axis_name="i"), None, "spread over devices by shard_map or pmap itself"),
     ],
-    ids=["before", "loop", "none", "twice", "copy", "data", "pmap"],
+    ids=[
+        *("before", "loop", "none", "twice", "micro-batches", "vmap", "cond", "complex", "one array twice"),
+        *("copy", "data", "pmap"),
+    ],
 )
 def test_what_cannot_be_adopted_is_told(step, data, words):
     args = (jnp.ones(4), data)
@@ -345,6 +382,70 @@ def test_what_cannot_be_adopted_is_told(step, data, words):
     with pytest.raises(ow.GraphError, match=words):
         ow.adopt(step, *args)
     assert jax.grad.__module__.startswith("jax"), "jax.grad is what it was"
+
+
+class Trainer:
+    rate = 0.1
+
+    @partial(jax.jit, static_argnums=0)
+    def method(self, w, x):
+        return w - self.rate * grad(loss_of)(w, x)
+
+
+@jax.jit
+def jitted_gradients(w, x):
+    return jax.value_and_grad(loss_of)(w, x)
+
+
+def of_a_jitted_function(w, x):
+    value, gradient = jitted_gradients(w, x)
+    return w - 0.1 * gradient, value
+
+
+def toward_targets_of_its_own(w, x):
+    """The targets are computed of the same parameters before, and read within the loss as well: constants."""
+    targets = jnp.tanh(x[::-1] @ w)
+
+    def loss(v):
+        return jnp.mean((jnp.tanh(x @ v) - targets + 0.1 * (x @ w)) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - 0.1 * gradient, value
+
+
+@pytest.mark.parametrize(
+    "step", [Trainer().method, of_a_jitted_function, toward_targets_of_its_own], ids=lambda f: f.__name__
+)
+def test_where_and_for_what_gradients_are_computed(step):
+    w = jnp.arange(4.0)
+    wanted = step(w, X)
+    found = ow.adopt(step)(w, X)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+    np.testing.assert_allclose(jitted_gradients(w, X)[0], loss_of(w, X), rtol=1e-5)
+
+
+def test_other_threads_and_failures_find_jax_grad_as_it_is():
+    held = jax.grad, jax.value_and_grad, grad, value_and_grad
+    is_original = []
+
+    def step(w, x):
+        with ThreadPoolExecutor(1) as pool:
+            elsewhere = pool.submit(lambda: jax.grad(loss_of)(jnp.ones(4), X)).result()
+        is_original.append(jax.grad is held[0])
+        return w - jax.grad(loss_of)(w, x) * elsewhere
+
+    def failing(w, x):
+        if jax.grad is not held[0]:
+            raise ValueError("spoiled")
+        return w - jax.grad(loss_of)(w, x)
+
+    assert ow.adopt(step, jnp.ones(4), X).gradients
+    assert is_original[0]
+    assert not any(is_original[1:])
+    with pytest.raises(ow.TraceError, match="spoiled"):
+        ow.adopt(failing, jnp.ones(4), X)
+    assert (jax.grad, jax.value_and_grad, grad, value_and_grad) == held
 
 
 @pytest.mark.parametrize("merge", [ow.Sharded(), LocalSGD(2), DiLoCo(2)], ids=lambda m: type(m).__name__)
@@ -399,3 +500,17 @@ def test_modules_that_are_changed_in_place():
     np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
     for mine, theirs in zip(numbers(state.parameters), numbers(nnx.state((model, optimizer))), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [
+        ("linen_mnist", "Average x8"),
+        ("small_gpt", "guard"),
+        ("ppo_update", "Average x8"),
+        ("deep_q_learning", "Average x8"),
+    ],
+)
+def test_published_steps_train_as_before(name, transform):
+    case = PUBLISHED[name]()
+    assert cell(case, ow.adopt(case.step, *case.state, *case.data), transform) == ("=", "")

@@ -62,8 +62,8 @@ def compiled_alone(function: Callable[..., Any], **options: Any) -> Callable[...
     alone = jax.jit(function, compiler_options=chosen, **options)
 
     @wraps(function)
-    def compiled(*arguments: Any) -> Any:
+    def compiled(*arguments: Any, **named: Any) -> Any:
         is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # whatever is made inside a trace is traced
-        return (within if is_traced else alone)(*arguments)
+        return (within if is_traced else alone)(*arguments, **named)
 
     return compiled

@@ -8,6 +8,7 @@ from onward.core.jaxprs.drawing import draws
 from onward.core.program import Phase, Program
 from onward.core.recipe import recipe_of, with_steps
 from onward.core.source import user_level
+from onward.core.walk import ancestors
 
 
 def for_test(program: Program) -> Program:
@@ -16,7 +17,7 @@ def for_test(program: Program) -> Program:
     The function is traced again with ``training=False``: dropout drops nothing, batch normalization uses the
     statistics it has. Backward and update are left away, with every transform that came after them.
     A function that calls layers of another library tells them, by ``onward.is_training()``; where it draws
-    random numbers and never asks, a warning says so.
+    random numbers, or normalizes by its own batch as in training, and never asks, a warning says so.
 
     Raises:
         RecipeError: the Program was not traced, or its ops were changed by hand.
@@ -33,7 +34,8 @@ def for_test(program: Program) -> Program:
         ['fc_0/w', 'fc_0/b']
     """
     test = quietly_for_test(program)
-    _warn_of_draws(test)
+    if test.recipe is not None and not test.recipe.origin.asks_training:
+        _warn(test, _drawing(test) or _normalizing(program))
     return test
 
 
@@ -43,18 +45,36 @@ def quietly_for_test(program: Program) -> Program:
     return with_steps(recipe.origin.for_test(), recipe.until(Phase.BACKWARD).steps)
 
 
-def _warn_of_draws(test: Program) -> None:
-    """Warn of a function that draws although nothing is trained, and cannot know that nothing is."""
-    if test.recipe is None or test.recipe.origin.asks_training:
-        return
-    drawing = next((op for op in test.ops if draws(op.body)), None)
-    if drawing is None:
+def _warn(test: Program, found: str | None) -> None:
+    """Warn of a function that goes on as in training, and cannot know that nothing is trained."""
+    if found is None:
         return
     warnings.warn(
-        f"The test Program of {test.name} draws random numbers ({drawing.type} at {drawing.source}), as in "
-        "training: it never asks onward.is_training(). A layer of another library does not know what is "
-        "traced. Tell it: train=ow.is_training() for flax linen, is_training=ow.is_training() for haiku, "
-        "eqx.nn.inference_mode(model, not ow.is_training()) for equinox, `if not ow.is_training(): "
-        "model.eval()` behind nnx.merge.",
+        f"The test Program of {test.name} {found}, as in training: it never asks onward.is_training(). A "
+        "layer of another library does not know what is traced. Tell it: train=ow.is_training() for flax "
+        "linen, is_training=ow.is_training() for haiku, eqx.nn.inference_mode(model, not "
+        "ow.is_training()) for equinox, `if not ow.is_training(): model.eval()` behind nnx.merge.",
         stacklevel=user_level(),
     )
+
+
+def _drawing(test: Program) -> str | None:
+    drawing = next((op for op in test.ops if draws(op.body)), None)
+    return None if drawing is None else f"draws random numbers ({drawing.type} at {drawing.source})"
+
+
+def _normalizing(program: Program) -> str | None:
+    """Batch normalization: what the loss reads of a batch is averaged in state that it does not read."""
+    read = ancestors(program, program.loss) if program.loss is not None else set()
+    made = {v for op in program.ops for v in op.outputs}
+    later = {gradient for _, gradient in program.gradients}
+    for op in program.ops:
+        if not later.isdisjoint(op.inputs):
+            later.update(op.outputs)
+    for old, new in program.next_state.items():
+        if old.shape and old not in read and new not in later:
+            behind = ancestors(program, new) - read
+            edge = {v for op in program.ops if not behind.isdisjoint(op.outputs) for v in op.inputs} & read
+            if any(v.shape == old.shape and v in made for v in edge):
+                return f"normalizes by the batch that it is given, and does not read {old.name!r}"
+    return None

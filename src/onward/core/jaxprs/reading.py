@@ -14,6 +14,7 @@ from jax.extend import core as jex
 from onward.core.errors import TraceError
 from onward.core.graph import Op, Program
 from onward.core.jaxprs.body import Body, EquationBody
+from onward.core.jaxprs.differentiated import is_differentiated, is_entered
 from onward.core.jaxprs.equations import (
     Type,
     function_run_by,
@@ -34,6 +35,25 @@ _declare.def_abstract_eval(lambda *, name, type: jax.core.ShapedArray(type.shape
 
 
 @dataclass(frozen=True)
+class Differentiation:
+    """A call of ``jax.grad`` that was left open.
+
+    Attributes:
+        line: of the call.
+        loss: the value.
+        wanted: what it is differentiated for.
+        entered: the same as the differentiated function reads it.
+        gradients: one for each.
+    """
+
+    line: str
+    loss: Variable
+    wanted: tuple[Variable, ...]
+    entered: tuple[Variable, ...]
+    gradients: tuple[Variable, ...]
+
+
+@dataclass(frozen=True)
 class Reading:
     """The result of ``read_jaxpr``; with ``apart``, for each op the transforms around its equation."""
 
@@ -41,6 +61,7 @@ class Reading:
     outputs: tuple[Variable, ...]
     constants: Mapping[Variable, Any]
     under: tuple[frozenset[str], ...]
+    differentiations: tuple[Differentiation, ...] = ()
 
 
 def declared(name: str, kind: Type) -> Any:
@@ -103,7 +124,8 @@ def read_jaxpr(
     }
     reader.read(closed, scope="", caller=None)
     outputs = tuple(reader.value(v) for v in closed.jaxpr.outvars)
-    return Reading(tuple(reader.ops), outputs, reader.constants, tuple(reader.under))
+    under, open_ = tuple(reader.under), tuple(reader.differentiations)
+    return Reading(tuple(reader.ops), outputs, reader.constants, under, open_)
 
 
 class Reader:
@@ -116,6 +138,8 @@ class Reader:
         self.env: dict[Any, Any] = {}
         self.labels: dict[Any, str] = {}
         self.ops: list[Op] = []
+        self.differentiations: list[Differentiation] = []
+        self.entered: dict[Variable, Variable] = {}
         self.constants: dict[Variable, Any] = {}
         self.stacks: dict[int, tuple[Any, str, str]] = {}
         self._by_identity: dict[int, Variable] = {}
@@ -133,6 +157,10 @@ class Reader:
             here = _below(scope, stack)
             if eqn.primitive is _declare:
                 self.env[eqn.outvars[0]] = self.declarations[eqn.params["name"]]
+            elif is_entered(eqn):
+                self.enter(eqn)
+            elif is_differentiated(eqn):
+                self.differentiate(eqn)
             elif is_inlined(eqn) and not _draws(eqn):
                 if self.apart and not here and len(jaxpr.eqns) == 1:
                     self.inline(eqn, "", None)
@@ -169,6 +197,24 @@ class Reader:
         self.labels, self.within = outside, within
         for v, outer in outputs:
             self.env[outer] = self.resolve(v)
+
+    def enter(self, eqn: Any) -> None:
+        """Give what a differentiated function is given Variables of their own, that no op gives."""
+        for old, new in zip(map(self.value, eqn.invars), eqn.outvars, strict=True):
+            self.env[new] = Variable(self.names.new(old.name), old.shape, old.dtype, old.kind)
+            self.entered[self.env[new]] = old
+
+    def differentiate(self, eqn: Any) -> None:
+        """Note a call of ``jax.grad`` that was left open; its gradients are Variables that no op gives."""
+        loss, *entered = map(self.value, eqn.invars)
+        wanted = tuple(self.entered[v] for v in entered)
+        gradients = tuple(
+            Variable(self.names.new(f"gradient {i}"), *shape_of(v.aval), Kind.GRADIENT)
+            for i, v in enumerate(eqn.outvars)
+        )
+        self.env.update(zip(eqn.outvars, gradients, strict=True))
+        line = eqn.params["line"]
+        self.differentiations.append(Differentiation(line, loss, wanted, tuple(entered), gradients))
 
     def append(self, eqn: Any, scope: str, source: Source, debug_info: Any) -> None:
         """Make the Op of an equation, and the Variables that it gives."""
@@ -243,6 +289,9 @@ def _place(eqn: Any, caller: Source | None, marks: str) -> Source:
 def _draws(eqn: Any) -> bool:
     """Whether this is a call of ``jax.random`` that draws numbers from a key: one op, not its many."""
     if not eqn.invars or not eqn.params.get("name", "").startswith("_"):
+        return False
+    (inner,) = jaxprs_in(tuple(eqn.params.values()))
+    if not is_library(inner.jaxpr.debug_info.func_filename or "<frozen "):
         return False
     return bool(jax.numpy.issubdtype(eqn.invars[0].aval.dtype, jax.dtypes.prng_key))
 

@@ -30,10 +30,17 @@ def current_axis() -> Replicas | None:
     return _replicas.get()
 
 
-def traced(function: Callable[..., Any], *types: Any) -> Any:
-    """The closed jaxpr of a function of flat arrays."""
+def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None) -> Any:
+    """The closed jaxpr of a function of flat arrays.
+
+    JAX traces a function that is jitted within once, and takes that wherever it is called. ``apart`` keeps
+    what is traced here from all that is traced without it, and the other way round.
+    """
     axis = _replicas.get()
-    return jax.make_jaxpr(function, axis_env=[(axis.name, axis.count)] if axis else None)(*types)
+    axes: list[tuple[Any, int]] = [(axis.name, axis.count)] if axis else []
+    if apart is not None:
+        axes.append((apart, 1))  # nobody exchanges along it; JAX takes what it knows only under equal axes
+    return jax.make_jaxpr(function, axis_env=axes or None)(*types)
 
 
 def settings_now() -> Hashable:

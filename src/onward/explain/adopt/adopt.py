@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 from onward.core.errors import GraphError
@@ -47,12 +47,13 @@ def adopt(
 ) -> Any:
     """Take someone's JAX training step as a Program of one's own; as a decorator, call it as before.
 
-    The step is traced with its gradients left open, at its call of ``jax.grad`` or ``jax.value_and_grad``:
-    the function that it differentiates is the forward pass, from which the backward pass is derived here,
-    and what the step does with the gradients is the update, whatever library made it. So every transform
-    takes the Program: ``replicate``, ``accumulate``, ``mixed_precision``, ``roll``, ``recompute``, ``guard``,
-    ``watch``, and data of other lengths is traced again. ``onward.compile`` runs it as what ``inspect``
-    gives: ``step.init`` takes the arguments that are carried on.
+    The step is traced with its gradients left open, at its call of ``jax.grad`` or ``jax.value_and_grad``,
+    also in functions jitted within it: the function that it differentiates is the forward pass, from which
+    the backward pass is derived here, and what the step does with the gradients is the update, whatever
+    library made it. So every transform takes the Program: ``replicate``, ``accumulate``,
+    ``mixed_precision``, ``roll``, ``recompute``, ``guard``, ``watch``, and data of other lengths is traced
+    again. ``onward.compile`` runs it as what ``inspect`` gives: ``step.init`` takes the arguments that are
+    carried on.
 
     Given no arguments, as a decorator above ``@jax.jit``, it returns a function that takes and returns what
     the step does, compiled from the Program, tuned as ``compile`` does, once for each type of its arguments.
@@ -67,8 +68,8 @@ def adopt(
     Raises:
         ArgumentError: no function, arguments that it does not take, or a result of which nothing shows
             whether it is carried on.
-        GraphError: it computes no gradients, several times, or where they cannot be seen: in a loop, by a
-            function that was differentiated outside of it, or on several devices.
+        GraphError: it computes no gradients, several times, or where they cannot be left open: in a loop, a
+            ``vmap`` or a condition, by a function that was differentiated outside of it, on several devices.
         TraceError: the step needs the value of an array, or has side effects.
 
     Example:
@@ -106,9 +107,11 @@ def _adopted(
 
 
 def unjitted(step: Any) -> Any:
-    """The function behind ``jax.jit``, ``nnx.jit`` or ``eqx.filter_jit``, for JAX traces each only once."""
+    """The function behind ``jax.jit``, ``nnx.jit`` or ``eqx.filter_jit``, also of a method or a partial."""
     if isinstance(step, partial):
         return partial(unjitted(step.func), *step.args, **step.keywords)
-    while hasattr(step, "__wrapped__") and not isinstance(step, FunctionType):
-        step = step.__wrapped__
+    if isinstance(step, MethodType):
+        return MethodType(unjitted(step.__func__), step.__self__)
+    if hasattr(step, "__wrapped__") and not isinstance(step, FunctionType):
+        return unjitted(step.__wrapped__)
     return step

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from onward.core.check import check
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.reading import read_jaxpr
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
@@ -26,27 +28,24 @@ from onward.explain.inspect.tracing import TracedStep
 
 @dataclass(frozen=True, eq=False)
 class CutTrace:
-    """The trace of a step in which gradients are declared values.
+    """The trace of a step in which gradients are left open.
 
     Attributes:
         call: the call.
-        closed: the jaxpr: what the step returns, what replaces arrays of modules, the loss, and the arrays
-            that it is differentiated for.
-        gradients: the names of the declared gradients, one for each of these.
-        lines: where the step differentiates.
+        closed: the jaxpr: what the step returns, and what replaces arrays of modules.
         treedef: the containers of what it returns.
         statics: as in ``TracedStep``.
         in_place: as there.
+        hidden: the lines of gradients that could not be left open, and what each is within.
         asks_training: whether the step asks if it is being trained.
     """
 
     call: CalledStep
     closed: Any
-    gradients: Sequence[str]
-    lines: Sequence[str]
     treedef: Any
     statics: Sequence[Static | None]
     in_place: Sequence[bool]
+    hidden: Mapping[str, str]
     asks_training: bool = False
 
 
@@ -71,7 +70,6 @@ def cut(found: CutTrace, pairs: Sequence[Pair], places: Collection[int]) -> Cut:
     Raises:
         GraphError: the step differentiates no function that can be seen, several, or what is no argument.
     """
-    _expect_one_call(found)
     return _Cutting(found, pairs, places).cut()
 
 
@@ -82,23 +80,21 @@ class _Cutting:
         self.found, self.places = found, places
         names = Names()
         given = self.given = Given.of(found.call, names, Body(found.closed).in_types)
-        kinds = [v.aval for v in found.closed.jaxpr.outvars[-len(found.gradients) :]]
-        declared = {
-            name: Variable(names.new(name), tuple(kind.shape), kind.dtype, Kind.GRADIENT)
-            for name, kind in zip(found.gradients, kinds, strict=True)
-        }
-        self.gradients = tuple(declared.values())
-        reading = read_jaxpr(found.closed, given.variables, names, declared, apart=True)
+        reading = read_jaxpr(found.closed, given.variables, names, apart=True)
         self.constants = reading.constants
-        results = reading.outputs[: -1 - len(declared)]
-        self.loss, *self.wanted = reading.outputs[-1 - len(declared) :]
+        _expect_one_call(found, [each.line for each in reading.differentiations])
+        (one,) = reading.differentiations
+        inside = dict(zip(one.entered, one.wanted, strict=True))
+        self.loss, *results = (inside.get(v, v) for v in (one.loss, *reading.outputs))
+        self.wanted, self.gradients, self.line = one.wanted, one.gradients, one.line
+        ops = _held_outside(reading.ops, inside, one.loss, names)
         whole = TracedStep(found.closed, found.treedef, found.statics, found.in_place)
         returned = Structure(found.treedef, leaves_of(whole, results))
         flat = tuple(leaf for s in given.plain.values() for leaf in s.leaves)
         mine = [(_within(returned.leaves, new), _within(flat, old)) for new, old in pairs]
         self.following = {**next_values(mine), **in_place(given.modules, whole, results)}
         self.result = without(returned, mine)
-        self.forward, self.update = self._parts(reading.ops)
+        self.forward, self.update = self._parts(ops)
         self.later = {v for op in self.update for v in op.outputs} | set(self.gradients)
 
     def _parts(self, ops: Sequence[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
@@ -127,9 +123,7 @@ class _Cutting:
 
     def cut(self) -> Cut:
         """The two Programs, parameters told from other state."""
-        _expect_arguments(
-            self.found, self.wanted, self.given.state(self.places), self.given.data(self.places)
-        )
+        self._expect_arguments()
         forward = self._forward()
         trained = set(self.wanted)
         kinds = {v: Kind.PARAMETER if v in trained else Kind.STATE for v in forward.state}
@@ -138,6 +132,29 @@ class _Cutting:
         reached = ancestors(forward, self.loss)
         names = [v.name for v in forward.parameters if v in reached]
         return Cut(forward, self._update(forward, new), tuple(names), self.found.asks_training)
+
+    def _expect_arguments(self) -> None:
+        """Raise ``GraphError`` for a step that trains what is not carried on as it is."""
+        name, line = self.found.call.title, self.line
+        state, data = self.given.state(self.places), self.given.data(self.places)
+        for v in self.wanted:
+            if self.wanted.count(v) > 1:
+                raise GraphError(
+                    f"{name} differentiates its loss for {v.name!r} in two arguments ({line}), and a Program "
+                    "has one gradient for each parameter. Give the loss the array once."
+                )
+            if v in data:
+                raise GraphError(
+                    f"{name} differentiates its loss for {v.name!r} ({line}), which it does not carry on: "
+                    "nothing it returns replaces it. Return its next value; if it does, say so: "
+                    "carried=[...]."
+                )
+            if v not in state:
+                raise GraphError(
+                    f"{name} differentiates its loss for {v.type} ({line}), which is no argument, but "
+                    "computed from them. Differentiate for the argument, and compute it within the loss: "
+                    "jax.grad(lambda params: loss(cast(params)))(params)."
+                )
 
     def _forward(self) -> Program:
         made = [v for op in self.forward for v in op.outputs]  # in order, by which other traces are matched
@@ -181,6 +198,29 @@ class _Cutting:
         )
 
 
+def _held_outside(
+    ops: Sequence[Op], inside: Mapping[Variable, Variable], loss: Variable, names: Names
+) -> tuple[Op, ...]:
+    """The ops, in which no gradient flows to what is differentiated for but through the call itself.
+
+    A loss may read targets that were computed of the parameters before it: constants, to ``jax.grad``.
+    """
+    outside, needed = set(inside.values()), _needed_for(ops, [loss])
+    held: dict[Variable, Op] = {}
+
+    def read(v: Variable, op: Op) -> Variable:
+        if v not in outside or needed.isdisjoint(op.outputs):
+            return inside.get(v, v)
+        if v not in held:
+            body = body_of(lambda x: [jax.lax.stop_gradient(x)], jax.ShapeDtypeStruct(v.shape, v.dtype))
+            output = replace(v, name=names.new(v.name), kind=op.outputs[0].kind)
+            held[v] = Op("stop_gradient", (v,), (output,), body, source=op.source)
+        return held[v].outputs[0]
+
+    new = [replace(op, inputs=tuple(read(v, op) for v in op.inputs)) for op in ops]
+    return (*held.values(), *new)
+
+
 def _needed_for(ops: Sequence[Op], targets: Iterable[Variable]) -> set[Variable]:
     """The Variables that these depend on, themselves included."""
     needed = set(targets)
@@ -198,37 +238,35 @@ def _within(leaves: Sequence[Variable | Static], part: TreePart) -> TreePart:
 _UNSEEN = (
     "{name}: no call of jax.grad or jax.value_and_grad is seen within it, so its loss and its update cannot "
     "be told apart. Call it within the step, jax.value_and_grad(loss)(params, ...), not once outside of it, "
-    "nor within a loop, a vmap or another jax.jit; of a loop over steps adopt the step within it. ow.inspect "
-    "shows it as it is."
+    "and not jax.vjp or jax.jacrev in its place. ow.inspect shows the step as it is."
 )
+_HIDDEN = (
+    "{name} computes its gradients {what} ({line}), so its loss and its update cannot be told apart. "
+    "{advice} ow.inspect shows the step as it is."
+)
+_OF_A_LOOP = (
+    "Of a loop over steps adopt the step within it; of a loop over micro-batches the step for one batch, and "
+    "write onward.accumulate."
+)
+_ELSEWHERE = "Call jax.value_and_grad(loss)(params, ...) in the step itself, for real numbers."
+_SEVERAL = (
+    "{name} computes gradients {count} times, at {lines}, and a Program has one loss. {advice} ow.inspect "
+    "shows the step as it is."
+)
+_LOOP = "Adopt the step for one batch, and write onward.accumulate(program, {count})."
+_LOSSES = "Make a step of each, which adopt takes, or one loss of both."
 
 
-def _expect_one_call(found: CutTrace) -> None:
+def _expect_one_call(found: CutTrace, lines: Sequence[str]) -> None:
     """Raise ``GraphError`` unless the step differentiates one function, once."""
-    if not found.lines:
-        raise GraphError(_UNSEEN.format(name=found.call.title))
-    if len(found.lines) > 1:
-        raise GraphError(
-            f"{found.call.title} computes gradients {len(found.lines)} times, at "
-            f"{' and '.join(found.lines)}, and a Program has one loss. Make a step of each, which adopt "
-            "takes, or one loss of both. ow.inspect shows the step as it is."
-        )
-
-
-def _expect_arguments(
-    found: CutTrace, wanted: Sequence[Variable], state: Sequence[Variable], data: Sequence[Variable]
-) -> None:
-    """Raise ``GraphError`` for a step that trains what is not carried on as it is."""
-    name, line = found.call.title, found.lines[0]
-    for v in wanted:
-        if v in data:
-            raise GraphError(
-                f"{name} differentiates its loss for {v.name!r} ({line}), which it does not carry on: "
-                "nothing it returns replaces it. Return its next value; if it does, say so: carried=[...]."
-            )
-        if v not in state:
-            raise GraphError(
-                f"{name} differentiates its loss for {v.type} ({line}), which is no argument, but computed "
-                "from them. Differentiate for the argument, and compute it within the loss: "
-                "jax.grad(lambda params: loss(cast(params)))(params)."
-            )
+    name, different = found.call.title, list(dict.fromkeys(lines))
+    if not lines and found.hidden:
+        line, what = next(iter(found.hidden.items()))
+        advice = _OF_A_LOOP if what in ("within scan", "within while") else _ELSEWHERE
+        raise GraphError(_HIDDEN.format(name=name, what=what, line=line, advice=advice))
+    if not lines:
+        raise GraphError(_UNSEEN.format(name=name))
+    if len(lines) > 1:
+        advice = _LOSSES if len(different) > 1 else _LOOP.format(count=len(lines))
+        places = " and ".join(different)
+        raise GraphError(_SEVERAL.format(name=name, count=len(lines), lines=places, advice=advice))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import jax
@@ -31,29 +32,86 @@ def called_as_before(step: Callable[..., Any], adopting: Adopting) -> Callable[.
     Raises:
         ArgumentError: modules of flax.nnx, which a step changes in place.
     """
-    known: dict[Any, Callable[..., Any]] = {}
-    looked_at: set[Any] = set()
+    calls = _Calls(step, adopting)
 
     @wraps(step)
     def adopted(*args: Any, **kwargs: Any) -> Any:
+        if calls.at_once is None and calls.arrays_alone:
+            calls.begin(args, kwargs)
+        if calls.at_once is None:
+            return calls(args, kwargs)
+        try:
+            return calls.at_once(*args, **kwargs)
+        except (TypeError, TraceError, _OtherThanArraysError):
+            returned = calls(args, kwargs)
+            calls.at_once, calls.arrays_alone = None, False
+            return returned
+
+    return adopted
+
+
+class _OtherThanArraysError(Exception):
+    """The step returns something that is no array."""
+
+
+class _Calls:
+    """The calls of a step: at once where all it is given are arrays, as a jitted function takes them.
+
+    Otherwise what is no array is fixed: the step is compiled for each of these values.
+    """
+
+    def __init__(self, step: Callable[..., Any], adopting: Adopting) -> None:
+        self.step, self.adopting = step, adopting
+        self.at_once: Callable[..., Any] | None = None
+        self.arrays_alone = True
+        self.known: dict[Any, Callable[..., Any]] = {}
+        self.looked_at: set[Any] = set()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the step, compiled for these arguments."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        kinds = map(_is_array, leaves) if treedef not in looked_at else map(_is_no_number, leaves)
+        kinds = map(_is_array, leaves) if treedef not in self.looked_at else map(_is_no_number, leaves)
         fed = tuple(kinds)
         fixed = tuple((type(x), x) for x, is_fed in zip(leaves, fed, strict=True) if not is_fed)
-        call = known.get((treedef, fed, fixed))
+        call = self.known.get((treedef, fed, fixed))
         if call is None:
             _expect_no_modules((*args, *kwargs.values()))
-            donated = _donated(step, args, kwargs, sum(fed))
-            call = known[treedef, fed, fixed] = _Compiled(adopting, leaves, fed, treedef, donated)
+            donated = _donated(self.step, args, kwargs, sum(fed))
+            call = _Compiled(self.adopting, leaves, fed, treedef, donated or ())
+            self.known[treedef, fed, fixed] = call
         try:
             return call(*(x for x, is_fed in zip(leaves, fed, strict=True) if is_fed))
         except TraceError:
-            if treedef in looked_at or not any(isinstance(x, bool | int | float) for x in leaves):
+            if treedef in self.looked_at or not any(isinstance(x, bool | int | float) for x in leaves):
                 raise
-            looked_at.add(treedef)  # the step looks at a Python number, as at a static argument
-            return adopted(*args, **kwargs)
+            self.looked_at.add(treedef)  # the step looks at a Python number, as at a static argument
+            return self(args, kwargs)
 
-    return adopted
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Get ready to call the step at once, if it is given arrays alone."""
+        _expect_no_modules((*args, *kwargs.values()))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        donated = _donated(self.step, args, kwargs, len(leaves)) if all(map(_is_array, leaves)) else None
+        self.arrays_alone = donated is not None
+        if donated is None:
+            return
+        given, named = jax.tree.unflatten(treedef, [i in donated for i in range(len(leaves))])
+        self.at_once = compiled_alone(
+            self.run,
+            donate_argnums=tuple(i for i, flags in enumerate(given) if any(jax.tree.leaves(flags))),
+            donate_argnames=tuple(name for name, flags in named.items() if any(jax.tree.leaves(flags))),
+        )
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The step by its Program, on traced arrays."""
+        _expect_no_modules((*args, *kwargs.values()))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        step, program = self.adopting(*jax.tree.unflatten(treedef, map(_type, leaves)))
+        if not all(static is None or isinstance(static.value, bool | int | float) for static in step.statics):
+            raise _OtherThanArraysError
+        arrays = iter(_stepped(step, Tuning()(program, ()).program, leaves))
+        results = [next(arrays) if static is None else static.value for static in step.statics]
+        return jax.tree.unflatten(step.treedef, results)
 
 
 def _is_no_number(value: Any) -> bool:
@@ -73,13 +131,15 @@ def _expect_no_modules(arguments: Sequence[Any]) -> None:
         )
 
 
-def _donated(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[int, ...]:
-    """Which of the arrays a jitted step reuses."""
+def _donated(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[int, ...] | None:
+    """Which of the arrays a jitted step reuses; None if it takes some of them for static arguments."""
+    if isinstance(step, MethodType):
+        step, args = step.__func__, (step.__self__, *args)
     try:
         told = jax.tree.leaves(step.trace(*args, **kwargs).args_info, is_leaf=lambda x: hasattr(x, "donated"))
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError):
         return ()
-    return tuple(i for i, info in enumerate(told) if info.donated) if len(told) == count else ()
+    return tuple(i for i, info in enumerate(told) if info.donated) if len(told) == count else None
 
 
 class _Compiled:

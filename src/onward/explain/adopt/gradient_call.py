@@ -1,97 +1,115 @@
-"""The call of ``jax.grad`` within someone's step: the function that it differentiates, and for what.
+"""The calls of ``jax.grad`` within someone's step: the function that each differentiates, and for what.
 
 In a traced step the derivatives stand already, and what was differentiated cannot be told from them: a
 function with a rule of its own is gone, and so is every ``stop_gradient``. So while a step is traced,
 ``jax.grad`` and ``jax.value_and_grad`` are others, under those names and wherever a module holds them: called
-by that step, they compute the value alone, and in place of each gradient stands a declared value. For
-everyone else, in other threads and within functions that JAX traces by themselves, they are what they were.
+by that step, or by functions jitted within it, they compute the value alone, and an open equation stands for
+the gradients. Within the function that is differentiated, and for everyone else in other threads, they are
+what they were; so they are at lines that are told to be left, as those in a loop.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
+from operator import index
 from threading import RLock
 from typing import Any
 
 import jax
 
-from onward.core.jaxprs.equations import Type
-from onward.core.jaxprs.reading import declared
-from onward.core.jaxprs.scopes import trace_in_progress
+from onward.core.jaxprs.differentiated import entered, gradients_of
 from onward.core.source import user_line
 
 
 @dataclass
 class GradientCalls:
-    """The calls that were taken apart in one trace.
+    """The calls of one trace, by their lines in the user's code.
 
     Attributes:
-        loss: the value of the function that is differentiated.
-        wanted: the arrays that it is differentiated for, in order.
-        names: of the declared gradients, one for each of these.
-        lines: of the user's code, one for each call.
+        left: the lines at which gradients are computed as they always were.
+        hidden: the lines at which they cannot be left open, and what they are within.
     """
 
-    loss: Any = None
-    wanted: list[Any] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
+    left: Collection[str]
+    hidden: dict[str, str] = field(default_factory=dict)
 
-    def called(self, options: _Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function; returns its value and declared gradients, as the differentiated one would."""
-        self.lines.append(user_line())
+    def called(
+        self, options: _Options, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The value and the open gradients, as the differentiated function would return them."""
+        line = user_line()
+        if options.special:
+            self.hidden[line] = f"with {options.special}"
+        if line in self.left or options.special:
+            return plain(*args, **kwargs)
+        wanted, treedef = jax.tree.flatten(options.chosen(args))
+        inside = entered(wanted)
+        gradients = None
+        if inside is not None:
+            returned = self.within(
+                options, options.with_chosen(args, jax.tree.unflatten(treedef, inside)), kwargs
+            )
+            gradients = gradients_of(returned[0] if options.has_aux else returned, inside, line)
+        if gradients is None:
+            self.hidden[line] = "within a vmap or a derivative"
+            return plain(*args, **kwargs)
+        return options.returned(returned, jax.tree.unflatten(treedef, gradients))
+
+    def within(self, options: _Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function that is differentiated, in which gradients are computed as they always were."""
         token = _calls.set(None)
         try:
-            returned = options.function(*args, **kwargs)
+            return options.function(*args, **kwargs)
         finally:
             _calls.reset(token)
-        self.loss = returned[0] if options.has_aux else returned
-        places = options.places
-        one = isinstance(options.argnums, int)
-        gradients = self.gradients(args[places[0]] if one else tuple(args[i] for i in places))
-        if options.has_value:
-            return returned, gradients
-        return (gradients, returned[1]) if options.has_aux else gradients
-
-    def gradients(self, arguments: Any) -> Any:
-        """The declared gradients for these arguments."""
-        leaves, treedef = jax.tree.flatten(arguments)
-        names = [f"gradient {len(self.names) + i}" for i in range(len(leaves))]
-        self.wanted += leaves
-        self.names += names
-        kinds = [Type(x.shape, x.dtype) for x in leaves]
-        return jax.tree.unflatten(treedef, map(declared, names, kinds))
 
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of ``jax.grad`` or ``jax.value_and_grad``."""
+    """The arguments of ``jax.grad`` or ``jax.value_and_grad``; ``special`` names those that few give."""
 
     function: Callable[..., Any]
     argnums: Any
     has_aux: bool
     has_value: bool
+    special: str
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        return (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
+    def chosen(self, args: tuple[Any, ...]) -> Any:
+        """Those of the arguments that the function is differentiated for."""
+        if isinstance(self.argnums, tuple | list):
+            return tuple(args[index(i)] for i in self.argnums)
+        return args[index(self.argnums)]
+
+    def with_chosen(self, args: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
+        """The arguments with other values of these."""
+        several = isinstance(self.argnums, tuple | list)
+        places, values = (self.argnums, values) if several else ((self.argnums,), (values,))
+        new = {index(i) % len(args): value for i, value in zip(places, values, strict=True)}
+        return tuple(new.get(i, x) for i, x in enumerate(args))
+
+    def returned(self, value: Any, gradients: Any) -> Any:
+        """The containers that the differentiated function returns."""
+        if self.has_value:
+            return value, gradients
+        return (gradients, value[1]) if self.has_aux else gradients
 
 
-_calls: ContextVar[tuple[GradientCalls, Any] | None] = ContextVar("gradient calls", default=None)
+_calls: ContextVar[GradientCalls | None] = ContextVar("gradient calls", default=None)
 _lock = RLock()
 _NAMES = ("grad", "value_and_grad")
+_SPECIAL = ("holomorphic", "allow_int", "reduce_axes")
 
 
 @contextmanager
-def taking_apart() -> Iterator[GradientCalls]:
-    """Take the calls of the trace in progress apart; called inside the trace."""
-    found = GradientCalls()
-    token = _calls.set((found, trace_in_progress()))
+def taking_apart(left: Collection[str]) -> Iterator[GradientCalls]:
+    """Leave the gradients open that are computed in this block, but those at the lines of ``left``."""
+    found = GradientCalls(left)
+    token = _calls.set(found)
     try:
         with _lock, _replaced():
             yield found
@@ -102,21 +120,24 @@ def taking_apart() -> Iterator[GradientCalls]:
 @contextmanager
 def _replaced() -> Iterator[None]:
     """Let every module that holds ``jax.grad`` or ``jax.value_and_grad`` hold another for a while."""
-    others = {getattr(jax, name): _taken_apart(getattr(jax, name), name != "grad") for name in _NAMES}
+    originals = [getattr(jax, name) for name in _NAMES]
+    others = {id(f): _taken_apart(f, name != "grad") for f, name in zip(originals, _NAMES, strict=True)}
     held = [
-        (module, name, value)
+        (names, name, value)
         for module in list(sys.modules.values())
         if not getattr(module, "__name__", "jax").startswith("jax.")
-        for name, value in list(getattr(module, "__dict__", {}).items())
-        if any(value is original for original in others)
+        for names in (getattr(module, "__dict__", {}),)
+        for name, value in list(names.items())
+        if id(value) in others
     ]
-    for module, name, value in held:
-        setattr(module, name, others[value])
     try:
+        for names, name, value in held:
+            names[name] = others[id(value)]
         yield
     finally:
-        for module, name, value in held:
-            setattr(module, name, value)
+        for names, name, value in held:
+            if names.get(name) is others[id(value)]:
+                names[name] = value
 
 
 def _taken_apart(original: Callable[..., Any], has_value: bool) -> Callable[..., Any]:
@@ -129,14 +150,14 @@ def _taken_apart(original: Callable[..., Any], has_value: bool) -> Callable[...,
         plain = original(fun, argnums, has_aux, *rest, **others)
         if _calls.get() is None:
             return plain
+        told = dict(zip(_SPECIAL, rest, strict=False)) | others
+        special = " and ".join(name for name, value in told.items() if value)
+        options = _Options(fun, argnums, has_aux, has_value, special)
 
         @wraps(plain)
         def differentiated(*args: Any, **kwargs: Any) -> Any:
             current = _calls.get()
-            special = any(rest) or any(others.values())
-            if current is None or special or current[1] != trace_in_progress():
-                return plain(*args, **kwargs)
-            return current[0].called(_Options(fun, argnums, has_aux, has_value), args, kwargs)
+            return plain(*args, **kwargs) if current is None else current.called(options, plain, args, kwargs)
 
         return differentiated
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from onward.core.jaxprs.differentiated import hidden_calls
 from onward.core.jaxprs.tracing import current_axis, traced
 from onward.core.program import Program, Recipe
 from onward.core.structure import Static
@@ -119,23 +120,31 @@ def _retyped(old: Specification, data: Any) -> Specification:
 
 
 def traced_apart(call: CalledStep, training: bool = True) -> CutTrace:
-    """The trace of a step in which gradients are declared values."""
+    """The trace of a step in which gradients are left open, but those that are computed in loops."""
+    hidden: dict[str, str] = {}
+    while True:
+        known = len(hidden)
+        found = _traced_once(call, training, frozenset(hidden))
+        hidden.update({**found.hidden, **dict(hidden_calls(found.closed))})
+        if len(hidden) == known:
+            return replace(found, hidden=hidden)
+
+
+def _traced_once(call: CalledStep, training: bool, left: frozenset[str]) -> CutTrace:
+    """One trace; gradients at the lines of ``left`` are computed as they always were."""
     found: list[Any] = []
     context = Context(training, None, {}, [])
 
     def flat(*leaves: Any) -> list[Any]:
-        with context.open(), taking_apart() as calls:
+        with context.open(), taking_apart(left) as calls:
             returned, modules = call.run(leaves)
         values, treedef = jax.tree.flatten(returned)
         statics = [None if is_array(value) else Static(value) for value in values]
-        in_place = [value is not None for value in modules]
-        found.append((calls, treedef, statics, in_place))
-        replaced = [value for value in modules if value is not None]
-        loss = [] if calls.loss is None else [calls.loss]
-        return [*filter(is_array, values), *replaced, *loss, *calls.wanted]
+        found.append((treedef, statics, [value is not None for value in modules], calls.hidden))
+        return [*filter(is_array, values), *(value for value in modules if value is not None)]
 
-    closed = explaining(call.title, partial(traced, flat), *(leaf.type for _, leaf in call.leaves))
+    tracing = partial(traced, flat, apart=("gradients left open", training, left))
+    closed = explaining(call.title, tracing, *(leaf.type for _, leaf in call.leaves))
     context.forget()
-    calls, treedef, statics, in_place = found[-1]
-    told = context.asks_training
-    return CutTrace(call, closed, calls.names, calls.lines, treedef, statics, in_place, told)
+    treedef, statics, in_place, hidden = found[-1]
+    return CutTrace(call, closed, treedef, statics, in_place, hidden, context.asks_training)
