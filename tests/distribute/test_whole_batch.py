@@ -246,6 +246,7 @@ SEES_OTHERS = {
         "some of the examples",
     ),
     "turned": (lambda w, x: jnp.tanh(x.reshape(3, -1).T @ w).mean(), "moves numbers of one example"),
+    "edges": (lambda w, x: jnp.tanh((x @ w)[x.argsort(1)[:, 0] * 2]).mean(), "finds examples by numbers"),
     "in a loop": (normalized_twice, "computes a statistic of the examples within"),
 }
 
@@ -259,6 +260,17 @@ def test_examples_that_see_each_other_are_warned_of(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ow.replicate(program, DEVICES, sync_batch_norm=False)
+
+
+@pytest.mark.parametrize("name", ["contrastive", "edges", "reversed"])
+def test_micro_batches_whose_examples_need_others_are_warned_of(name):
+    loss, why = SEES_OTHERS[name]
+    program = ow.SGD(0.1).minimize(loss, W, X)
+    with pytest.warns(
+        UserWarning, match=rf"test_whole_batch.py:\d+.* {why}.* 4 micro-batches has only its own"
+    ):
+        ow.accumulate(program, 4)
+    ow.accumulate(program, 4, is_sum=False)
 
 
 def test_results_that_nobody_takes_are_not_warned_of():

@@ -143,7 +143,7 @@ def test_the_table_names_the_largest_once_for_equal_layers():
         r"Memory of loss: [\d.]+ MiB at the peak, at op \d+ of \d+: \w+  \w+  models.py:\d+", head
     )
     assert "saved for backward" in shares
-    assert "2 x exp" in table
+    assert "2 x block_0/attention/exp" in table
     assert len(table.splitlines()) <= 12
 
 

@@ -66,7 +66,7 @@ def test_on_many_devices():
 def test_almost_every_instruction_has_a_pass(step):
     """By hand: of the instructions that XLA names at all, each belongs to a pass."""
     executable = step.executable(step.init(PARAMS), X)
-    found = places(executable.text, executable.program)
+    found = places(executable.text, executable.program, executable.scopes)
     named = [line for line in executable.text.splitlines() if "dot(" in line and "op_name=" in line]
     assert named
     for line in named:

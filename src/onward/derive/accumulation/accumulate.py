@@ -8,6 +8,7 @@ them and what updates runs once, after the loop, on the gradient of the whole ba
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,12 +19,13 @@ from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, laid_out, recipe_of
+from onward.core.source import user_level
 from onward.core.structure import expect_flag, is_word
 from onward.core.walk import Where, select
 from onward.core.words import Placement
 from onward.derive.accumulation.micro_batches import Accumulation, with_loop
 from onward.derive.batch import WEIGHT, batch_names, data_types
-from onward.derive.over_batch.known import Follows, How
+from onward.derive.over_batch.known import Following, Follows, How
 from onward.derive.over_batch.loss import is_sum as is_sum_of
 from onward.derive.over_batch.walk import follow
 
@@ -68,7 +70,8 @@ def accumulate(
 
     Warns:
         UserWarning: the loss is neither (the root of a mean, a quotient of sums, a sum beside a penalty), so
-            that the mean over micro-batches is not the loss of the big batch.
+            that the mean over micro-batches is not the loss of the big batch; or examples see each other, as
+            in a graph whose nodes are the batch.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).
@@ -133,11 +136,24 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     if following is None or part.signature is None:
         return how
     if how.is_sum is None:
+        _expect_apart(part, following, how.steps)
         how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
     results = part.signature.result.variables
     return replace(
         how, sums=tuple(i for i, v in enumerate(results) if following.found[v] == Follows(How.MEAN, 1))
     )
+
+
+def _expect_apart(part: Program, following: Following, steps: int) -> None:
+    """Warn where the loss of a micro-batch, or what it carries on, needs the examples of others."""
+    told = [] if part.loss is None else [part.loss]
+    for op, why in following.reaching(part, [*told, *part.next_state.values()]).mixing[:1]:
+        warnings.warn(
+            f"{part.name}: {op.type!r}{f' at {op.source}' if op.source else ''} {why}, and each of {steps} "
+            "micro-batches has only its own. The result differs from that of the whole batch. Name data that "
+            "every micro-batch needs whole, as whole=['nodes']; is_sum=False says that it is meant so.",
+            stacklevel=user_level(),
+        )
 
 
 def accumulation_of(program: Program) -> Accumulation | None:

@@ -157,8 +157,22 @@ class Follower(BatchWalk):
         given = Operands(self, op, other)
         if calls[0].inner and not of(calls[0].primitive).update:
             return within(self, self.inner, op, other, calls[0], given)
+        if self._finds_by_data(calls[0], given):
+            self.note(
+                op, "finds examples by numbers that stand in data, which count those of the whole batch"
+            )
         how = given.combined(calls[0])
         return [self._output(op, v, calls[0], given, how) for v in op.outputs]
+
+    def _finds_by_data(self, call: Call, given: Operands) -> bool:
+        """Whether examples are gathered by indices that are no count of them, as the nodes of a graph are."""
+        if call.primitive != "gather":
+            return False
+        (source, _), (index, _) = given.values
+        if source.kind is not How.ROWS or source.layout is None:
+            return False
+        by_index = source.layout.axis in call.params["dimension_numbers"].start_index_map
+        return by_index and index.kind is How.ROWS and not index.counts
 
     def _power_of_merged(self, op: Op) -> int:
         """A sum over the parts is their number times the mean."""
