@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,3 +179,16 @@ def test_a_network_without_a_derivative_is_not_saved_trainable(tmp_path):
     with pytest.raises(ow.ArgumentError, match=r"save\(program, path, state\)"):
         ow.save(model.topology, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_with_a_number_that_is_not_finite(tmp_path):
+    """As a pooling layer has it, which begins with -inf."""
+    layers = jnp.ones(4), eqx.nn.MaxPool1d(2)
+
+    def loss(layers, x):
+        return jnp.mean(layers[1](x * layers[0]))
+
+    x = np.arange(8.0, dtype="float32").reshape(2, 4)
+    step = ow.compile(ow.SGD(0.1).minimize(loss, layers, x))
+    again, state = ow.load_step(ow.save(step, tmp_path / "step", step.init(layers)))
+    np.testing.assert_allclose(again(state, x)[1].loss, loss(layers, x))

@@ -10,6 +10,7 @@ from collections import namedtuple
 from collections.abc import Mapping
 from functools import cache
 from keyword import iskeyword
+from math import isfinite
 from typing import Any
 
 import jax
@@ -49,6 +50,8 @@ def _leaf(leaf: Variable | Static, number: Mapping[Variable, int]) -> Any:
     if isinstance(leaf, Variable):
         return {"variable": number[leaf]}
     value = leaf.value
+    if isinstance(value, float) and not isfinite(value):
+        return {"not_finite": str(value)}  # JSON has no such number
     return {"static": value if isinstance(value, _WORDS) else repr(value)[:200]}
 
 
@@ -90,6 +93,8 @@ def _rebuilt(record: Any, variables: list[Variable], depth: int) -> Any:
             return variables[value]
         case "static", _ if isinstance(value, _WORDS):
             return Static(value)
+        case "not_finite", ("inf" | "-inf" | "nan"):
+            return Static(float(value))
         case "none", _:
             return None
         case (("list" | "tuple"), list()):
