@@ -43,7 +43,7 @@ def recurrent(params, x, y):
 MODELS = {"mlp": mlp, "residual": residual, "recurrent": recurrent}
 APART = {"sync_batch_norm": False}  # the recurrent model goes along the batch, which is warned of otherwise
 TRANSFORMS = {
-    "accumulate": lambda p: ow.accumulate(p, 2),
+    "accumulate": lambda p: ow.accumulate(p, 2, is_sum=False),
     "fence": ow.fence,
     "guard": lambda p: ow.guard(p, "skip"),
     "mixed": lambda p: ow.mixed_precision(p, "bfloat16"),

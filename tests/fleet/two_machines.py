@@ -20,9 +20,9 @@ ADDRESS = f"{HERE}:6379"
 CUTS = ("both ways", "answers", "frozen")
 """How a machine is cut off: no packet arrives, none of its own do, or all of its processes stand still."""
 
-SOON = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000}
-SOON |= {"health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
-"""After how long Ray takes a machine for dead: some 8 s, and not up to a minute."""
+SOON = {"health_check_initial_delay_ms": 5000, "health_check_period_ms": 1000}
+SOON |= {"health_check_timeout_ms": 4000, "health_check_failure_threshold": 3}
+"""After how long Ray takes a machine for dead: some 15 s, and not up to a minute."""
 
 QUIET = {"RAY_worker_niceness": "0", "RAY_kill_worker_timeout_milliseconds": "100"}
 LIMITS = ["--num-cpus=2", "--object-store-memory=100000000", "--disable-usage-stats", "--block"]
@@ -92,6 +92,11 @@ class Machines:
                 os.kill(pid, signal.SIGKILL)
         on = self.there("--net", "--uts", "--mount", f"--wd={os.getcwd()}")
         self.start(f"--address={ADDRESS}", f"--node-ip-address={THERE}", on=on)
+
+    def rejoin(self):
+        """Join again if Ray there has ended: on a busy machine it may answer too late, and ends itself."""
+        if self.started[-1].poll() is not None:
+            self.join()
 
     def processes(self):
         """The processes of the other machine."""

@@ -126,7 +126,7 @@ def undone(program: Program, layout: Callable[..., Program]) -> Program:
     Example:
         >>> import jax.numpy as jnp, onward as ow
         >>> from onward.derive.accumulation.accumulate import accumulated
-        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(x @ w), jnp.ones(3), jnp.ones((6, 3)))
         >>> str(undone(ow.accumulate(program, 3), accumulated)) == str(program)
         True
     """

@@ -20,6 +20,7 @@ from weakref import WeakSet
 from onward.execute.disk.fields import expect
 
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+_AFTER_DEATH = 2.0  # seconds in which the files of a process that was killed are closed
 _held: WeakSet[Lock] = WeakSet()
 
 
@@ -57,6 +58,19 @@ class ProcessName:
     def is_own(self) -> bool:
         """Whether it is this process."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was a process of this machine, and is none any more."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def to_bytes(self) -> bytes:
         """The contents of a file for ``read``."""
@@ -132,13 +146,15 @@ class Lock:
         self._close()
 
     def _lock(self, descriptor: int) -> OSError | None:
-        unsupported = None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _TAKEN:
-                raise LockedError(ProcessName.read(self.path)) from None
-            unsupported = error
+        unsupported, end = None, time.monotonic() + _AFTER_DEATH
+        while (error := _refusal(descriptor)) is not None:
+            if error.errno not in _TAKEN:
+                unsupported = error
+                break
+            holder = ProcessName.read(self.path)
+            if holder is None or not holder.has_ended or time.monotonic() > end:
+                raise LockedError(holder)
+            time.sleep(0.01)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, ProcessName.own().to_bytes(), 0)
         return unsupported
@@ -148,6 +164,15 @@ class Lock:
             os.close(self._descriptor)
         self._descriptor = None
         _held.discard(self)
+
+
+def _refusal(descriptor: int) -> OSError | None:
+    """The error of the system that does not lock a file at once."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.with_traceback(None)  # which would keep alive whoever asked
+    return None
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

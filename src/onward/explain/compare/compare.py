@@ -5,7 +5,7 @@
 ...     return jnp.mean(jnp.tanh(x * w) ** 2)
 >>> def other(w, x):
 ...     return jnp.mean(jnp.tanh(x * w) ** 3)
->>> w, x = jnp.arange(1.0, 4.0), jnp.ones(3)
+>>> w, x = jnp.arange(1.0, 4.0), jnp.ones((6, 3))
 >>> a, b = (ow.SGD(0.1).minimize(f, w, x) for f in (loss, other))
 >>> found = compare(a, b, w, x)
 >>> found.equal, found.op.type, found.before.attributes["y"], found.after.attributes["y"]
@@ -75,8 +75,8 @@ def compare(
         >>> import jax.numpy as jnp, onward as ow
         >>> def loss(w, x):
         ...     return jnp.mean(jnp.tanh(x * w) ** 2)
-        >>> a = ow.Adam(0.1).minimize(loss, jnp.ones(3), jnp.ones(3))
-        >>> found = compare(a, ow.accumulate(a, 3), jnp.ones(3), jnp.ones(3))
+        >>> a = ow.Adam(0.1).minimize(loss, jnp.ones(3), jnp.ones((6, 3)))
+        >>> found = compare(a, ow.accumulate(a, 3), jnp.ones(3), jnp.ones((6, 3)))
         >>> found.equal, bool(found)
         (True, True)
 
