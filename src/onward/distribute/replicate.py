@@ -31,11 +31,11 @@ from onward.core.structure import describe, is_word
 from onward.core.walk import Where, listed, select, substitute
 from onward.core.whole import opened
 from onward.core.words import Pass, Placement
-from onward.derive.accumulation.accumulate import accumulation_of, expect_devices
 from onward.derive.backward import append_backward
-from onward.derive.batch import WEIGHT, batch_names, data_types
 from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.update import append_update
+from onward.develop.accumulation.accumulate import accumulation_of, expect_devices
+from onward.develop.batch import WEIGHT, batch_names, data_types
 from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
 from onward.distribute.share import Share, weighed_by
 from onward.distribute.whole_batch import of_whole_batch

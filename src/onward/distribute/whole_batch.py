@@ -19,8 +19,8 @@ from onward.core.marks import SCALE
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
 from onward.core.words import Pass
-from onward.derive.over_batch.known import Following, How, Need
-from onward.derive.over_batch.walk import follow
+from onward.develop.over_batch.known import Following, How, Need
+from onward.develop.over_batch.walk import follow
 from onward.distribute.merge import Devices
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.program import Variable
-from onward.derive.watch.reading import Watched
+from onward.develop.watch.reading import Watched
 from onward.execute.out import Out
 
 

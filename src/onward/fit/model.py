@@ -16,7 +16,7 @@ from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.for_test import quietly_for_test
-from onward.derive.seam import forward_pass
+from onward.develop.seam import forward_pass
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared

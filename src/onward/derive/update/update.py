@@ -13,7 +13,6 @@ from onward.core.errors import GraphError
 from onward.core.placement import expect_one_device
 from onward.core.program import Applied, Phase, Program
 from onward.core.transform import transform
-from onward.derive.accumulation.accumulate import accumulation_of
 from onward.derive.rule import GradientRule, ParameterRule, Rule
 from onward.derive.update.follow import follow
 from onward.derive.update.groups import OptimizerRule, Routing
@@ -85,7 +84,7 @@ def updated(
     update = Update(
         program, optimizer, routing or Routing.of(optimizer, program.parameters, program), sharing
     )
-    if accumulation_of(program) is not None:
+    if _is_in_micro_batches(program):
         _expect_gradients_only(update.routing.all_rules())
     if stand_ins and not stand_ins.last:
         update.put(stand_ins)
@@ -104,6 +103,11 @@ def updated(
         update.change_parameters(rule)
     update.narrow()
     return update
+
+
+def _is_in_micro_batches(program: Program) -> bool:
+    steps = () if program.recipe is None else program.recipe.steps
+    return any(step.lays_out_batch and step.phase is Phase.MICRO_BATCHES for step in steps)
 
 
 def _expect_gradients_only(rules: Sequence[Rule]) -> None:

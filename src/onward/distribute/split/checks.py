@@ -10,11 +10,11 @@ from onward.core.program import Op, Program, Recipe, Variable
 from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
 from onward.derive.backward import append_backward
-from onward.derive.mixed.loss_scale import scale_loss
 from onward.derive.rule import GradientRule
 from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.precision import is_low
 from onward.derive.update.update import append_update, optimizer_of
+from onward.develop.mixed.loss_scale import scale_loss
 from onward.distribute.split.cut import Split, place_of_update
 from onward.distribute.split.guarding import GUARDS, Guarding
 from onward.distribute.split.rows import Table

@@ -17,7 +17,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass
-from onward.derive.watch.watch import watching_of
+from onward.develop.watch.watch import watching_of
 from onward.distribute.split.across import Across, summed
 from onward.distribute.split.rows import Table
 from onward.distribute.split.shards import Shard

@@ -21,7 +21,7 @@ from onward.core.lower import lower
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable, programs_within
-from onward.derive.roll.literals import numbers
+from onward.develop.roll.literals import numbers
 from onward.execute.nonfinite.flags import Bad, Flags, bad_in, line_of_flags
 from onward.execute.nonfinite.numbers import Numbers
 from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
