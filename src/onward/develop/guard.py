@@ -134,9 +134,7 @@ def stop_of(program: Program) -> Stop | None:
 
 def _place(op: Op | None) -> str:
     """The user's line behind an op, in brackets."""
-    return (
-        f" ({op.type} at {op.source})" if op is not None and op.source is not None and op.source.file else ""
-    )
+    return f" ({op.type}{op.at})" if op is not None and op.at else ""
 
 
 def watched_by_update(program: Program) -> tuple[Variable, ...]:

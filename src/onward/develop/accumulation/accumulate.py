@@ -13,14 +13,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
-from onward.core.structure import expect_flag, is_word
+from onward.core.structure import expect_flag, is_count, is_word
 from onward.core.walk import Where, select
 from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
@@ -149,7 +147,7 @@ def _expect_apart(part: Program, following: Following, steps: int) -> None:
     told = [] if part.loss is None else [part.loss]
     for op, why in following.reaching(part, [*told, *part.next_state.values()]).mixing[:1]:
         warnings.warn(
-            f"{part.name}: {op.type!r}{f' at {op.source}' if op.source else ''} {why}, and each of {steps} "
+            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} "
             "micro-batches has only its own. The result differs from that of the whole batch. Name data that "
             "every micro-batch needs whole, as whole=['nodes']; is_sum=False says that it is meant so.",
             stacklevel=user_level(),
@@ -203,7 +201,7 @@ def expect_rows(program: Program, how: Accumulation, devices: int) -> None:
 
 def _expect_fit(program: Program, recipe: Recipe, steps: Any) -> None:
     """Raise unless this Program can be accumulated over so many steps."""
-    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 1:
+    if not is_count(steps):
         raise ArgumentError(f"accumulate: steps is {steps!r}; expected how many micro-batches, at least 1.")
     if (how := accumulation_of(program)) is not None:
         raise GraphError(

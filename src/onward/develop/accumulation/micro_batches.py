@@ -191,10 +191,9 @@ class _LoopPlan:
                 "for a micro-batch, and nothing says how to put it together. Return and carry floats, which "
                 "are averaged, integers, which are summed, or arrays with one axis as long as the batch."
             )
-        real = jnp.issubdtype(whole.dtype, np.inexact)
         of_loss = whole in self.whole.late or whole in self.whole.of_loss
         is_mean = not (self.how.is_sum and of_loss) and whole not in self.added
-        weighed = bool(real) and is_mean and (not grown or whole in self.whole.late)
+        weighed = whole.is_float and is_mean and (not grown or whole in self.whole.late)
         return _LoopResult(whole, part, grown[0] if grown else None, weighed)
 
     def _turn(self) -> Program:

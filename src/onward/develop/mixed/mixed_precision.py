@@ -18,7 +18,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError
 from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, recipe_of, whole_types
-from onward.core.structure import is_word
+from onward.core.structure import is_count, is_number, is_word
 from onward.core.transform import transform
 from onward.core.walk import Where, listed
 from onward.derive.backward import append_backward
@@ -124,12 +124,11 @@ class _Scaling:
 
     def __post_init__(self) -> None:
         for name, value, least in (("scale", self.scale, 0), ("factor", self.factor, 1)):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value <= least:
+            if not is_number(value) or not math.isfinite(value) or value <= least:
                 raise HyperparameterError(
                     f"mixed_precision: {name} is {value!r}; expected a number above {least}."
                 )
-        if not isinstance(self.growth_every, int) or self.growth_every < 1:
+        if not is_count(self.growth_every):
             raise HyperparameterError(
                 f"mixed_precision: growth_every is {self.growth_every!r}; expected a number of steps, "
                 "at least 1."
@@ -161,13 +160,10 @@ def _expect_updates(program: Program, recipe: Recipe) -> None:
             '"bfloat16", or a Program for tests: for_test(program).'
         )
     for step in recipe.of(append_update):
-        for rule in Routing.of(optimizer_of(step), program.parameters).all_rules():
-            if rule.evaluates_loss:
-                raise GraphError(
-                    f"{type(rule).__name__} evaluates the loss again, and its gradients, which nothing "
-                    "scales, "
-                    'would be 0 in float16 where they are small. Take "bfloat16".'
-                )
+        Routing.of(optimizer_of(step), program.parameters).expect_gradients_only(
+            "again, and its gradients, which nothing scales, would be 0 in float16 where they are small. "
+            'Take "bfloat16".'
+        )
     if guard in made:
         raise GraphError(
             f"Program {program.name!r} is guarded, and mixed precision in float16 leaves out steps that "

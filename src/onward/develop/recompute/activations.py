@@ -90,5 +90,4 @@ def may_run_again(op: Op) -> bool:
 
 def where(op: Op | None) -> str:
     """The user's line behind an op, in brackets."""
-    known = op is not None and op.source is not None and op.source.file
-    return f" ({op.type} at {op.source.file}:{op.source.line})" if known else ""  # type: ignore[union-attr]
+    return f" ({op.type}{op.at})" if op is not None and op.at else ""

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -28,6 +27,7 @@ from onward.core.marks import Mark
 from onward.core.names import Names
 from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
+from onward.core.variable import holds_keys
 from onward.core.words import Pass
 from onward.develop.recompute.activations import Activations
 
@@ -188,7 +188,7 @@ def _barrier_of(types: tuple[Any, ...], leaves: int) -> Body:
 
 def _tied(x: Any, late: Any) -> Any:
     """The same array, which cannot be there before a bool that is False."""
-    if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if not x.size or holds_keys(x.dtype):
         return x
     zero = (0,) * x.ndim
     first = lax.slice(x, zero, (1,) * x.ndim)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.loops import carry_of
 from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.primitives.traits import Runs
@@ -61,7 +62,7 @@ def turn_of(op: Op) -> Program:
 
 
 def _keeping(op: Op, kept: dict[str, tuple[str, ...]]) -> Op:
-    name = op.outputs[0].name if op.outputs else ""
+    name = "".join(v.name for v in op.outputs[:1])
     turn = _Turn.of(op) if op.primitive.runs is Runs.SCAN and name in kept else None
     if turn is None:
         return op
@@ -88,11 +89,9 @@ class _Turn:
             return None
         if len(program.outputs) != len(body.out_avals):  # some results are read by nobody
             return None
-        pairs = zip(body.operands, program.inputs, strict=True)
-        operands = tuple(x if isinstance(x, int) else _number(x, v) for x, v in pairs)
-        ranks = [len(body.in_avals[x].shape) if isinstance(x, int) else 0 for x in operands]
-        carry = _of_equal_rank([len(t.shape) for t in body.out_avals], program.outputs)
-        return _Turn(op, program, operands, _of_equal_rank(ranks, program.inputs) - carry, carry)
+        given = zip(body.operands, body.numbers, program.inputs, strict=True)
+        operands = tuple(x if isinstance(x, int) else np.asarray(n, v.dtype) for x, n, v in given)
+        return _Turn(op, program, operands, *carry_of(body))
 
     @property
     def differentiated(self) -> Program:
@@ -167,12 +166,3 @@ class _Turn:
 def _sum_of(cotangents: Sequence[Any], results: Sequence[Variable], v: Variable) -> Any:
     """The gradient of a Variable that is returned once or several times."""
     return sum(g for g, result in zip(cotangents, results, strict=True) if result is v)
-
-
-def _of_equal_rank(ranks: Sequence[int], inside: Sequence[Variable]) -> int:
-    """How many are not cut by turns: what is has one axis more outside of the loop."""
-    return sum(rank == v.ndim for rank, v in zip(ranks, inside, strict=True))
-
-
-def _number(text: int | str, v: Variable) -> Any:
-    return np.array(text == "True") if v.dtype == np.bool_ else np.array(str(text)).astype(v.dtype)

@@ -19,6 +19,7 @@ from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
 from onward.core.program import Program, Variable
+from onward.core.structure import is_count
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
 from onward.develop.recompute.activations import where
@@ -148,7 +149,7 @@ def _kept(program: Program, keep: Where | Iterable[Where]) -> tuple[Variable, ..
 
 
 def _checked(budget: int | float | None) -> int | float:
-    is_bytes = isinstance(budget, int | np.integer) and not isinstance(budget, bool) and budget > 1
+    is_bytes = is_count(budget, 2)
     is_fraction = isinstance(budget, float | np.floating) and 0 < budget < 1
     if is_bytes or is_fraction:
         return int(budget) if is_bytes else float(budget)  # type: ignore[arg-type]

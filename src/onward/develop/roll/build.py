@@ -15,6 +15,7 @@ from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.tracing import traced
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
+from onward.core.variable import holds_keys
 from onward.core.words import Kind
 from onward.develop.roll.literals import numbers, with_numbers
 from onward.develop.roll.run import From, LayerRead, LayerRun, Place
@@ -96,7 +97,7 @@ class RolledLoop:
         """Decide how the loop gets what each layer has of its own: constants as one array, others stacked."""
         known = [self.around.constants.get(v) for v in read.values]
         name = f"stack({starred(read.values)})"
-        if any(value is None for value in known) or _is_extended(read.values[0]):
+        if any(value is None for value in known) or holds_keys(read.values[0].dtype):
             name = self.around.names.new(name)
             self.stacks.append(stack(read.values, name, self.scope, self.source))
             self.stacked[read] = self.stacks[-1].outputs[0]
@@ -254,11 +255,6 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
 
 
-def _is_extended(x: Any) -> bool:
-    """Whether something holds random keys."""
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
-
-
 def _strong(x: Any) -> Any:
     """A value whose dtype is not weak, as what is handed on must be."""
-    return x if _is_extended(x) else lax.convert_element_type(x, x.dtype)
+    return x if holds_keys(x.dtype) else lax.convert_element_type(x, x.dtype)

@@ -64,5 +64,4 @@ def _types(op: Op) -> str:
 
 
 def _where(op: Op) -> str:
-    at = f" at {op.source.file}:{op.source.line}" if op.source is not None and op.source.file else ""
-    return f"{op.type}{at}"
+    return f"{op.type}{op.at}"

@@ -13,9 +13,6 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.homes import scoped_names
 from onward.core.marks import UNSCALE
@@ -72,16 +69,14 @@ def entries_of(
     """
     trained = tuple(dict.fromkeys(p for p, _ in program.gradients))
     updated = tuple(p for p in program.parameters if program.next_state.get(p, p) is not p)
-    forward = tuple(
-        v for op in program.ops if op.made_by is Pass.FORWARD for v in op.outputs if is_numeric(v)
-    )
+    forward = tuple(v for op in program.ops if op.made_by is Pass.FORWARD for v in op.outputs if not v.is_key)
     found = [
         *_of(program, parameters, program.parameters, Role.VALUE, "parameters"),
         *_of(program, activations, forward, Role.VALUE, "activations"),
         *_of(program, gradients, trained, Role.GRADIENT, "gradients"),
         *_of(program, updates, updated, Role.UPDATE, "updates"),
     ]
-    known = tuple(v for v in program.variables.values() if is_numeric(v))
+    known = tuple(v for v in program.variables.values() if not v.is_key)
     aliases = seam_of(program)
     for v, label in _chosen(program, known, patterns, "watch"):
         p = aliases.get(v)
@@ -148,11 +143,6 @@ def seam_of(program: Program) -> dict[Variable, Variable]:
             before = inputs[place] if 0 <= place < len(inputs) else None
             v = before if before is not None and before.shape == v.shape else None
     return found
-
-
-def is_numeric(v: Variable) -> bool:
-    """Whether it holds numbers, not random keys."""
-    return not jnp.issubdtype(v.dtype, jax.dtypes.extended)
 
 
 def variables_of(program: Program, entry: WatchEntry) -> list[tuple[Variable, ...]] | None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import body_of
@@ -21,7 +19,7 @@ from onward.core.marks import COUNT, WATCH
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Phase, Program, Variable
-from onward.core.structure import describe
+from onward.core.structure import describe, is_count
 from onward.core.transform import transform
 from onward.core.walk import Where
 from onward.core.words import Pass, UpdateType
@@ -99,7 +97,7 @@ def watch(
     """
     expect_program(program, "watch")
     for name, number in (("every", every), ("bins", bins)):
-        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
+        if not is_count(number):
             raise ArgumentError(f"watch: {name} is {number!r}; expected a whole number, at least 1.")
     entries = entries_of(program, patterns, gradients, updates, parameters, activations)
     if not entries:

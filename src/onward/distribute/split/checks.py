@@ -115,12 +115,11 @@ def _check_updates(program: Program, own: Sequence[Shard], routing: Routing) -> 
 
 def check_rules(routing: Routing, servers: int) -> None:
     """Refuse by name what needs data, or more of the other servers' parameters than sums of gradients."""
+    routing.expect_gradients_only(
+        "in its update, and servers have no data. Take one that needs the gradient alone, or "
+        "replicate(program, devices)."
+    )
     for rule in routing.all_rules():
-        if rule.evaluates_loss:
-            raise GraphError(
-                f"{type(rule).__name__} evaluates the loss in its update, and servers have no data. Take one "
-                "that needs the gradient alone, or replicate(program, devices)."
-            )
         if rule.type is UpdateType.ACROSS and servers > 1 and not getattr(rule, "shares", False):
             how = (
                 ", or give it sums and update_share (GradientRule)" if isinstance(rule, GradientRule) else ""

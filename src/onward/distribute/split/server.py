@@ -316,7 +316,7 @@ class _ServerHead:
 
     def _carried(self, v: Variable, values: Sequence[Any], shares: Any) -> Any:
         """Statistics as their mean; of anything else, what the first trainer with a batch says."""
-        if jnp.issubdtype(v.dtype, jnp.inexact):
+        if v.is_float:
             if shares is None:
                 return values[0]
             return weighed(values, shares / jnp.maximum(jnp.sum(shares), 1e-30))
