@@ -50,6 +50,7 @@ from onward.derive.check_finite import check_finite as check_finite
 from onward.derive.clip import clip_by_global_norm as clip_by_global_norm
 from onward.derive.error_clip import error_clip as error_clip
 from onward.derive.fence import fence as fence
+from onward.derive.fission.fission import fission as fission
 from onward.derive.for_evaluation import for_evaluation as for_evaluation
 from onward.derive.for_test import for_test as for_test
 from onward.derive.guard import guard as guard

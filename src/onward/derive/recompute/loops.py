@@ -13,15 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.primitives.traits import Runs
-from onward.core.program import Op, Phase, Program, Variable, programs_within
+from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
+from onward.core.turn import ScanTurn
 from onward.core.words import Kind, Pass
 from onward.derive.backward import gradients
 from onward.derive.recompute.activations import may_run_again
@@ -71,28 +70,24 @@ def _keeping(op: Op, kept: dict[str, tuple[str, ...]]) -> Op:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A ``scan`` by its parts: of its operands so many are for all turns, so many carried, the rest cut."""
+    """One turn of a loop of the forward pass, and its gradient."""
 
     op: Op
-    program: Program
-    operands: tuple[int | Any, ...]
-    consts: int
-    carry: int
+    parts: ScanTurn
 
     @staticmethod
     def of(op: Op) -> _Turn | None:
-        """The parts of a loop; None if it is called with what cannot be told apart."""
+        """The turn of a loop; None if its parts cannot be told apart."""
         body = op.primal or op.body
-        program = programs_within(body).get("jaxpr")
-        if program is None or len(body.equations) != 1 or "constant" in body.operands:
+        parts = ScanTurn.of(body) if len(body.equations) == 1 else None
+        if parts is None or len(parts.program.outputs) != len(body.out_avals):  # some are read by nobody
             return None
-        if len(program.outputs) != len(body.out_avals):  # some results are read by nobody
-            return None
-        pairs = zip(body.operands, program.inputs, strict=True)
-        operands = tuple(x if isinstance(x, int) else _number(x, v) for x, v in pairs)
-        ranks = [len(body.in_avals[x].shape) if isinstance(x, int) else 0 for x in operands]
-        carry = _of_equal_rank([len(t.shape) for t in body.out_avals], program.outputs)
-        return _Turn(op, program, operands, _of_equal_rank(ranks, program.inputs) - carry, carry)
+        return _Turn(op, parts)
+
+    @property
+    def program(self) -> Program:
+        """The turn."""
+        return self.parts.program
 
     @property
     def differentiated(self) -> Program:
@@ -109,23 +104,8 @@ class _Turn:
 
     def loop(self, kept: Sequence[str]) -> Body:
         """The loop whose turns keep what bears these names."""
-        told = (self.op.primal or self.op.body).attributes
         turn = self.rule(keeping(self.differentiated, tuple(kept), ()))
-
-        def run(*values: Any) -> list[Any]:
-            given = [values[x] if isinstance(x, int) else x for x in self.operands]
-            fixed, rest = given[: self.consts], given[self.consts :]
-
-            def body(carry: Sequence[Any], cut: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                found = turn(*fixed, *carry, *cut)
-                return found[: self.carry], found[self.carry :]
-
-            start, cut = rest[: self.carry], rest[self.carry :]
-            length, backwards = int(told["length"]), told["reverse"] == "True"
-            carried, stacked = lax.scan(body, start, cut, length, backwards)
-            return [*carried, *stacked]
-
-        return body_of(run, *self.op.body.in_types)
+        return body_of(lambda *values: self.parts.scan(turn, values), *self.op.body.in_types)
 
     def rule(self, program: Program) -> Any:
         """The turn as a function with a gradient rule of its own, which keeps what this Program does."""
@@ -167,12 +147,3 @@ class _Turn:
 def _sum_of(cotangents: Sequence[Any], results: Sequence[Variable], v: Variable) -> Any:
     """The gradient of a Variable that is returned once or several times."""
     return sum(g for g, result in zip(cotangents, results, strict=True) if result is v)
-
-
-def _of_equal_rank(ranks: Sequence[int], inside: Sequence[Variable]) -> int:
-    """How many are not cut by turns: what is has one axis more outside of the loop."""
-    return sum(rank == v.ndim for rank, v in zip(ranks, inside, strict=True))
-
-
-def _number(text: int | str, v: Variable) -> Any:
-    return np.array(text == "True") if v.dtype == np.bool_ else np.array(str(text)).astype(v.dtype)
