@@ -16,12 +16,12 @@ import jax
 
 from onward.core.errors import GraphError, RecipeError
 from onward.core.program import Program
-from onward.derive.fence import fence, worth_fencing
-from onward.derive.fission.fission import fission, fissions
-from onward.derive.recompute.lean import lean
-from onward.derive.recompute.report import is_recomputed
-from onward.derive.rewrite.rewrite import rewrite, rewritten_ops
-from onward.derive.roll.roll import roll, roll_where_worth, rolls_of
+from onward.develop.fence import fence, worth_fencing
+from onward.develop.fission.fission import fission, fissions
+from onward.develop.recompute.lean import lean
+from onward.develop.recompute.report import is_recomputed
+from onward.develop.rewrite.rewrite import rewrite, rewritten_ops
+from onward.develop.roll.roll import roll, roll_where_worth, rolls_of
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.storage.storage import Storage
 
