@@ -82,6 +82,7 @@ from onward.develop import graph as graph
 from onward.develop.accumulation.accumulate import accumulate as accumulate
 from onward.develop.check_finite import check_finite as check_finite
 from onward.develop.fence import fence as fence
+from onward.develop.fission.fission import fission as fission
 from onward.develop.guard import guard as guard
 from onward.develop.mixed.mixed_precision import mixed_precision as mixed_precision
 from onward.develop.recompute.recompute import recompute as recompute

@@ -10,6 +10,7 @@ from onward.core.homes import homes
 from onward.core.jaxprs.body import body_of
 from onward.core.walk import ancestors, consumers, descendants, liveness, producers
 from onward.develop.fence import fences, worth_fencing
+from onward.develop.fission.fission import fissions
 from onward.develop.recompute.report import recomputed
 from onward.develop.roll.cost import worth_rolling
 from onward.develop.roll.roll import rolls_of
@@ -21,6 +22,7 @@ __all__ = [
     "consumers",
     "descendants",
     "fences",
+    "fissions",
     "forward_pass",
     "homes",
     "liveness",

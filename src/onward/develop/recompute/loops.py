@@ -13,16 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from onward.core.jaxprs.body import Body, body_of
-from onward.core.jaxprs.loops import carry_of
 from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.primitives.traits import Runs
-from onward.core.program import Op, Phase, Program, Variable, programs_within
+from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
+from onward.core.turn import ScanTurn
 from onward.core.words import Kind, Pass
 from onward.derive.backward import gradients
 from onward.develop.recompute.activations import may_run_again
@@ -72,26 +70,24 @@ def _keeping(op: Op, kept: dict[str, tuple[str, ...]]) -> Op:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A ``scan`` by its parts: of its operands so many are for all turns, so many carried, the rest cut."""
+    """One turn of a loop of the forward pass, and its gradient."""
 
     op: Op
-    program: Program
-    operands: tuple[int | Any, ...]
-    consts: int
-    carry: int
+    parts: ScanTurn
 
     @staticmethod
     def of(op: Op) -> _Turn | None:
-        """The parts of a loop; None if it is called with what cannot be told apart."""
+        """The turn of a loop; None if its parts cannot be told apart."""
         body = op.primal or op.body
-        program = programs_within(body).get("jaxpr")
-        if program is None or len(body.equations) != 1 or "constant" in body.operands:
+        parts = ScanTurn.of(body) if len(body.equations) == 1 else None
+        if parts is None or len(parts.program.outputs) != len(body.out_avals):  # some are read by nobody
             return None
-        if len(program.outputs) != len(body.out_avals):  # some results are read by nobody
-            return None
-        given = zip(body.operands, body.numbers, program.inputs, strict=True)
-        operands = tuple(x if isinstance(x, int) else np.asarray(n, v.dtype) for x, n, v in given)
-        return _Turn(op, program, operands, *carry_of(body))
+        return _Turn(op, parts)
+
+    @property
+    def program(self) -> Program:
+        """The turn."""
+        return self.parts.program
 
     @property
     def differentiated(self) -> Program:
@@ -108,23 +104,8 @@ class _Turn:
 
     def loop(self, kept: Sequence[str]) -> Body:
         """The loop whose turns keep what bears these names."""
-        told = (self.op.primal or self.op.body).attributes
         turn = self.rule(keeping(self.differentiated, tuple(kept), ()))
-
-        def run(*values: Any) -> list[Any]:
-            given = [values[x] if isinstance(x, int) else x for x in self.operands]
-            fixed, rest = given[: self.consts], given[self.consts :]
-
-            def body(carry: Sequence[Any], cut: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                found = turn(*fixed, *carry, *cut)
-                return found[: self.carry], found[self.carry :]
-
-            start, cut = rest[: self.carry], rest[self.carry :]
-            length, backwards = int(told["length"]), told["reverse"] == "True"
-            carried, stacked = lax.scan(body, start, cut, length, backwards)
-            return [*carried, *stacked]
-
-        return body_of(run, *self.op.body.in_types)
+        return body_of(lambda *values: self.parts.scan(turn, values), *self.op.body.in_types)
 
     def rule(self, program: Program) -> Any:
         """The turn as a function with a gradient rule of its own, which keeps what this Program does."""
