@@ -18,6 +18,7 @@ from onward.core.program import Program, Variable
 from onward.core.words import Placement
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
+from onward.execute.host_memory import keep_for_steps
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.out import Results
@@ -44,6 +45,7 @@ class Executable:
         by: By = By.SHARD_MAP,
         deadline: float | None = None,
         storage: Storage | None = None,
+        keep_memory: bool | None = None,
     ) -> None:
         watching = watching_of(program)
         looked_at = (v for _, *pair in watching for v in pair)
@@ -68,6 +70,8 @@ class Executable:
         several = program.replicas is not None and program.replicas.count > 1
         self._waits = several and jax.default_backend() == "cpu"
         self._first = list(range(len(self._reused)))
+        self._keep_memory = keep_memory
+        self.host_memory = ""  # what becomes of temporary arrays, in words
         self._deadline = deadline
         self._peers: Peers | None = None
         self._fingerprint = ""  # of what all processes have to run alike
@@ -101,6 +105,7 @@ class Executable:
         """Compile ahead of time, with the buffers of the changing state donated."""
         groups = (*self._split(self.layout.variables), self.program.inputs)
         self._compiled = self._compiled_with({} if self._spread is None else self._spread.shardings(*groups))
+        self.host_memory = keep_for_steps(self._compiled, self._keep_memory)
         if self._spread is not None and self._spread.is_shared:
             self._peers = Peers.meet(self._deadline)
             self._fingerprint = fingerprint(self.program)

@@ -63,6 +63,7 @@ class Step:
         apart: Collection[str] | None = None,
         by: str = By.SHARD_MAP,
         deadline: float | None = None,
+        keep_memory: bool | None = None,
     ) -> None:
         self.program = program
         self._checks = Checks.of(program)
@@ -77,7 +78,12 @@ class Step:
         self._known: set[Layout] = set()
         self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
         self._executable = partial(
-            Executable, fetch=self.fetch, donate=self._donate, by=By.of(by), deadline=deadline_of(deadline)
+            Executable,
+            fetch=self.fetch,
+            donate=self._donate,
+            by=By.of(by),
+            deadline=deadline_of(deadline),
+            keep_memory=keep_memory,
         )
         self._portions = None if program.replicas is None else Portions(program)
         self._tuning = tuning or Tuning(is_on=False)
@@ -289,7 +295,8 @@ class Step:
         """
         (tuned, *_) = self._tuned.values()
         alone = self._many.alone
-        notes = (*tuned.notes, f"run: one step per call: {alone}") if alone else tuned.notes
+        run = f"run: one step per call: {alone}" if alone else ""
+        notes = (*tuned.notes, *filter(None, (run, self._first.host_memory)))
         return StepPlan(self.program, self._first.program, notes, self.storage)
 
     def executable(self, state: State, /, *data: Any, **feed: Any) -> Executable:
