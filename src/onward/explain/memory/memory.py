@@ -44,7 +44,7 @@ from onward.core.liveness import Array, lifetimes
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes
 from onward.core.words import Kind, Pass
-from onward.derive.recompute.measure import results
+from onward.develop.recompute.measure import results
 from onward.explain.memory.held import Held, MemoryShare, PeakMoment
 from onward.explain.memory.plot import Chart, OpPoint, Picture, picture
 from onward.explain.memory.table import place, rows, side_by_side, text
