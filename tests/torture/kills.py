@@ -83,6 +83,12 @@ class Child:
         """Wait until it has made more steps than so many."""
         self.until(lambda: self.steps > steps)
 
+    def pause(self, seconds: float) -> None:
+        """Let it go on for so long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.listen(left)
+
     def listen(self, seconds: float) -> None:
         """Take what it tells in so many seconds, or until it tells something."""
         try:
@@ -239,7 +245,7 @@ class Lane:
         self.start = time.monotonic() - child.begun
         for _ in range(2):
             self.kill_some(child, mode)
-        child.listen(self.chance.uniform(0.0, 0.5))
+        child.pause(self.chance.uniform(0.0, 0.5))
         child.kill()
         self.count.killed("drivers", mode)
         return max(best, child.steps)
@@ -276,7 +282,7 @@ def kill_writers(count: Count, chance: random.Random) -> None:
         child = Child(killed.write, folder, 10**6)
         try:
             child.work(step)
-            child.listen(chance.uniform(0.0, 0.3))
+            child.pause(chance.uniform(0.0, 0.3))
             inside = count.of("writers") % 2 and waited_for_save(child)
             child.kill()
         except EndedError:
