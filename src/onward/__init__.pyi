@@ -12,6 +12,7 @@ from onward.core.errors import MissingExtraError as MissingExtraError
 from onward.core.errors import ModelFileError as ModelFileError
 from onward.core.errors import NonFiniteError as NonFiniteError
 from onward.core.errors import OnwardError as OnwardError
+from onward.core.errors import OutOfMemoryError as OutOfMemoryError
 from onward.core.errors import PeerError as PeerError
 from onward.core.errors import RecipeError as RecipeError
 from onward.core.errors import ServeError as ServeError

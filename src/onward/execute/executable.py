@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Sharding
 
 from onward.core.compiler import compiler_options
-from onward.core.errors import PeerError, StateError
+from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
 from onward.core.placement import whole_shape
@@ -20,6 +20,7 @@ from onward.derive.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
+from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
@@ -32,8 +33,8 @@ from onward.execute.storage.storage import Storage
 class Executable:
     """A Program ready to run: by ``function`` under a trace, by a call on arrays.
 
-    With a storage, its state is the buffers of that: ``layout`` is theirs. ``scopes`` are those that its
-    instructions bear, for each op.
+    With a storage, its state is the buffers of that: ``layout`` is theirs, ``unpacked`` the Program before.
+    ``scopes`` are those that its instructions bear, for each op.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Executable:
         looked_at = (v for _, *pair in watching for v in pair)
         wanted = tuple(dict.fromkeys((*program.outputs, *(program[name] for name in fetch), *looked_at)))
         self.results = Results(wanted, program.loss, program.signature, watching)
+        self.unpacked = program
         if storage is not None:
             program = packed(program, storage, wanted)
             wanted = program.outputs
@@ -74,6 +76,7 @@ class Executable:
         self._compiled: jax.stages.Compiled | None = None
         self._elsewhere: dict[Lying, tuple[Lying, jax.stages.Compiled]] = {}
         self.compilations = 0
+        self._has_run = False
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The state that changed, and the results, from the whole state and the data."""
@@ -117,7 +120,12 @@ class Executable:
         groups = (*self._split(self.layout.variables), self.program.inputs)
         types = (tuple(map(self._type, group)) for group in groups)
         self.compilations += 1
-        return jitted.lower(*types).compile(compiler_options())
+        try:
+            return jitted.lower(*types).compile(compiler_options())
+        except RuntimeError as error:
+            if is_exhausted(error):
+                raise self._out_of_memory(error) from error
+            raise
 
     def _type(self, v: Variable) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(whole_shape(v, self.program.replicas), v.dtype)
@@ -175,6 +183,7 @@ class Executable:
         Raises:
             StateError: some of the state was given to a step before.
             PeerError: another process did not take part.
+            OutOfMemoryError: a device has not the memory for it.
         """
         try:
             if self._peers is not None:
@@ -193,6 +202,8 @@ class Executable:
         except PeerError:
             raise
         except (RuntimeError, ValueError) as error:
+            if is_exhausted(error):
+                raise self._out_of_memory(error, (*own, *values)) from error
             if any(map(is_deleted, own)):
                 raise StateError(SPENT) from error
             raise
@@ -226,8 +237,7 @@ class Executable:
             for x, s in zip(own, homes, strict=False)
         ]
         changed, results = compiled(*self._split(own), tuple(values))
-        if jax.default_backend() == "cpu":
-            jax.block_until_ready(results)
+        self._wait(changed, results, jax.default_backend() == "cpu")
         return own, changed, results
 
     def _run_together(
@@ -242,9 +252,23 @@ class Executable:
     def _run_compiled(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         assert self._compiled is not None, "compile comes first"
         changed, results = self._compiled(*self._split(own), tuple(values))
-        if self._waits or self._peers is not None:
-            jax.block_until_ready((changed, results) if self._peers is not None else results)
+        self._wait(changed, results, self._waits)
         return changed, results
+
+    def _wait(self, changed: Sequence[Any], results: Sequence[Any], waits: bool) -> None:
+        """Wait where that is needed, and until a first run has shown that memory is enough.
+
+        A device computes, and may find that it lacks memory, after the call has returned.
+        """
+        if self._peers is not None or not self._has_run:
+            wait_for((changed, results))
+            self._has_run = True
+        elif waits:
+            jax.block_until_ready(results)
+
+    def _out_of_memory(self, error: Exception, arrays: Sequence[Any] = ()) -> OutOfMemoryError:
+        donated = {self.layout.changed[i].name for i in self._reused}
+        return out_of_memory(error, self.unpacked, self._compiled, donated, arrays)
 
 
 def _lies(value: Any, home: Sharding | None) -> bool:

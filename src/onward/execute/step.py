@@ -149,6 +149,7 @@ class Step:
             ArgumentError: data of the wrong number, structure, shape or dtype.
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
             NonFiniteError: an earlier step was not finite: see ``check_finite``, ``guard(program, "stop")``.
+            OutOfMemoryError: a device has not the memory for it; the error says what would lie there.
         """
         whose, state = state, self._accepted(state)
         given = state
