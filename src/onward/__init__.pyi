@@ -111,6 +111,7 @@ from onward.execute.step import Step as Step
 from onward.explain import testing as testing
 from onward.explain.adopt.adopt import adopt as adopt
 from onward.explain.compare.compare import compare as compare
+from onward.explain.compiling.compile_times import compile_times as compile_times
 from onward.explain.diff.diff import diff as diff
 from onward.explain.draw.draw import draw as draw
 from onward.explain.find_nonfinite import find_nonfinite as find_nonfinite

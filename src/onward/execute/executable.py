@@ -102,14 +102,20 @@ class Executable:
 
     def compile(self) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
-        groups = (*self._split(self.layout.variables), self.program.inputs)
-        self._compiled = self._compiled_with({} if self._spread is None else self._spread.shardings(*groups))
+        self._compiled = self._compiled_with(self._shardings)
         if self._spread is not None and self._spread.is_shared:
             self._peers = Peers.meet(self._deadline)
             self._fingerprint = fingerprint(self.program)
 
-    @uninterrupted
-    def _compiled_with(self, shardings: Mapping[str, Any]) -> jax.stages.Compiled:
+    @property
+    def _shardings(self) -> Mapping[str, Any]:
+        groups = (*self._split(self.layout.variables), self.program.inputs)
+        return {} if self._spread is None else self._spread.shardings(*groups)
+
+    def lowered(self, shardings: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
+        """The step as XLA is given it; without shardings, as its Program is laid out."""
+        shardings = self._shardings if shardings is None else shardings
+
         def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
             own = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))
             return self.function([own[i] for i in range(len(own))], values)
@@ -118,10 +124,13 @@ class Executable:
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
         jitted = jax.jit(split, donate_argnums=(0,), **shardings)
         groups = (*self._split(self.layout.variables), self.program.inputs)
-        types = (tuple(map(self._type, group)) for group in groups)
+        return jitted.lower(*(tuple(map(self._type, group)) for group in groups))
+
+    @uninterrupted
+    def _compiled_with(self, shardings: Mapping[str, Any]) -> jax.stages.Compiled:
         self.compilations += 1
         try:
-            return jitted.lower(*types).compile(compiler_options())
+            return self.lowered(shardings).compile(compiler_options())
         except RuntimeError as error:
             if is_exhausted(error):
                 raise self._out_of_memory(error) from error
