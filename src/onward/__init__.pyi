@@ -110,6 +110,7 @@ from onward.execute.state import State as State
 from onward.execute.step import Step as Step
 from onward.explain import testing as testing
 from onward.explain.adopt.adopt import adopt as adopt
+from onward.explain.collectives.collectives import collectives as collectives
 from onward.explain.compare.compare import compare as compare
 from onward.explain.compiling.compile_times import compile_times as compile_times
 from onward.explain.diff.diff import diff as diff

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
 from onward.core.placement import whole_shape
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.words import Placement
 from onward.derive.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
@@ -45,6 +45,7 @@ class Executable:
         by: By = By.SHARD_MAP,
         deadline: float | None = None,
         storage: Storage | None = None,
+        scopes: Callable[[Program], Mapping[Op, str]] = own_scopes,
     ) -> None:
         watching = watching_of(program)
         looked_at = (v for _, *pair in watching for v in pair)
@@ -59,7 +60,7 @@ class Executable:
         self.layout = Layout.of(program)
         following = [program.next_state[v] for v in self.layout.changed]
         self._spread = None if program.replicas is None else Spread(program, following, wanted, by)
-        self.scopes = own_scopes(program)
+        self.scopes = scopes(program)
         run = lower(program, [*following, *wanted], at_once=True, scopes=self.scopes)
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
@@ -138,6 +139,19 @@ class Executable:
 
     def _type(self, v: Variable) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(whole_shape(v, self.program.replicas), v.dtype)
+
+    @property
+    def shardings(self) -> list[Any]:
+        """Where the compiled step takes its arguments from."""
+        return [] if self._compiled is None else jax.tree.leaves(self._compiled.input_shardings)
+
+    def text_for(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[str, list[Any]]:
+        """The compiled text that runs arrays where they lie, and their shardings there."""
+        homes = homes_of(self.program, (*self.layout.variables, *self.program.inputs), (*own, *values))
+        if self._spread is not None or homes.count(None) == len(homes):
+            return self.text, self.shardings
+        compiled = self._compiled_for(homes)
+        return compiled.as_text() or "", jax.tree.leaves(compiled.input_shardings)
 
     def place(self, v: Variable, value: Any) -> Any:
         """The value of a state Variable where the compiled step takes it from."""
