@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 
 from onward.core.graph import Op, Program
 from onward.core.variable import Variable
@@ -256,7 +255,7 @@ def _table(blocks: list[list[_ListingLine]], source: bool) -> Iterator[str]:
 
 def nbytes(v: Variable) -> int:
     """The size of a value in bytes."""
-    return int(prod(v.shape)) * int(v.dtype.itemsize)
+    return v.size * int(v.dtype.itemsize)
 
 
 def human_bytes(count: int) -> str:
@@ -286,7 +285,7 @@ def human_number(count: float) -> str:
 
 
 def _numbers(variables: Iterable[Variable]) -> int:
-    return sum(prod(v.shape) for v in variables)
+    return sum(v.size for v in variables)
 
 
 def _count(n: int, noun: str) -> str:

@@ -8,7 +8,7 @@ from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
-from onward.derive.check_finite import check_finite as checked
+from onward.develop.check_finite import check_finite as checked
 from onward.execute.spread import By
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning

@@ -16,7 +16,7 @@ from onward.core.lower import lower
 from onward.core.placement import whole_shape
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Placement
-from onward.derive.watch.watch import watching_of
+from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within

@@ -28,7 +28,7 @@ from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.joining import as_one_call
 from onward.core.primitives.table import of
 from onward.core.program import Program
-from onward.core.structure import describe
+from onward.core.structure import describe, is_count
 from onward.execute.feeds import Feeds, Key
 from onward.execute.line import follow
 from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
@@ -218,7 +218,7 @@ class _StepLoop:
 
 def _expect(state: Any, batches: Any, steps: Any) -> None:
     """Raise unless these are a State that can be used, batches, and a number of steps."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not is_count(steps):
         raise ArgumentError(f"step.run: steps is {describe(steps)}; expected a whole number, at least 1.")
     if not isinstance(state, State):
         raise ArgumentError(

@@ -9,8 +9,8 @@ from math import floor
 from onward.core.program import Phase, Program, Recipe
 from onward.core.show import human_bytes, short_type
 from onward.core.words import Pass
-from onward.derive.batch import WEIGHT, batch_names
-from onward.derive.recompute.report import is_recomputed
+from onward.develop.batch import WEIGHT, batch_names
+from onward.develop.recompute.report import is_recomputed
 from onward.execute.memory.held import Held, MemoryShare
 from onward.execute.memory.table import place
 from onward.execute.memory.use import MemoryUse

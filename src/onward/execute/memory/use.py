@@ -13,7 +13,7 @@ from onward.core.homes import scoped_names
 from onward.core.liveness import Array, lifetimes
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
-from onward.derive.recompute.measure import results
+from onward.develop.recompute.measure import results
 from onward.execute.memory.held import Held, MemoryShare, PeakMoment
 
 

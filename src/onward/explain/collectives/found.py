@@ -22,7 +22,7 @@ _ALL_REDUCE, _GATHER, _SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 _PERMUTE, _SWAP = "collective-permute", "all-to-all"
 _KINDS = (_ALL_REDUCE, _GATHER, _SCATTER, _PERMUTE, _SWAP, "ragged-all-to-all", "collective-broadcast")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
-_SAME_ARRAY = ("copy", "bitcast", "convert", "reshape", "transpose")
+_SAME_ARRAY = re.compile("copy|bitcast|convert|reshape|transpose")  # instructions of XLA
 _PRODUCTS = (Work.PRODUCT, Work.RAGGED_PRODUCT, Work.CONVOLUTION)
 _BACKWARD = "transpose("
 _WRITTEN = {
@@ -191,7 +191,7 @@ class _Finder:
             if instruction.kind == "parameter":
                 is_entry = instruction.computation not in self.text.times
                 return instruction.place if is_entry and "/" not in instruction.place else ""
-            if instruction.kind not in _SAME_ARRAY or len(instruction.operands) != 1:
+            if not _SAME_ARRAY.fullmatch(instruction.kind) or len(instruction.operands) != 1:
                 return ""
             name = instruction.operands[0]
         return ""
