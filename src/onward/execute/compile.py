@@ -60,6 +60,7 @@ def compile(  # noqa: A001
         UnknownNameError: a name in ``fetch`` that no Variable has.
         ArgumentError: a Program for more devices than there are.
         GraphError: ``roll=True`` where no layer repeats.
+        OutOfMemoryError: the compiler of the device says that memory is not enough.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
