@@ -97,16 +97,19 @@ class Executable:
         """Whether it runs without waiting for other processes."""
         return self._peers is None
 
-    def compile(self) -> None:
+    def compile(self, options: Mapping[str, str | bool] | None = None) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
         groups = (*self._split(self.layout.variables), self.program.inputs)
-        self._compiled = self._compiled_with({} if self._spread is None else self._spread.shardings(*groups))
+        shardings = {} if self._spread is None else self._spread.shardings(*groups)
+        self._compiled = self._compiled_with(shardings, options)
         if self._spread is not None and self._spread.is_shared:
             self._peers = Peers.meet(self._deadline)
             self._fingerprint = fingerprint(self.program)
 
     @uninterrupted
-    def _compiled_with(self, shardings: Mapping[str, Any]) -> jax.stages.Compiled:
+    def _compiled_with(
+        self, shardings: Mapping[str, Any], options: Mapping[str, str | bool] | None = None
+    ) -> jax.stages.Compiled:
         def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
             own = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))
             return self.function([own[i] for i in range(len(own))], values)
@@ -117,7 +120,7 @@ class Executable:
         groups = (*self._split(self.layout.variables), self.program.inputs)
         types = (tuple(map(self._type, group)) for group in groups)
         self.compilations += 1
-        return jitted.lower(*types).compile(compiler_options())
+        return jitted.lower(*types).compile(dict(compiler_options() if options is None else options))
 
     def _type(self, v: Variable) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(whole_shape(v, self.program.replicas), v.dtype)
