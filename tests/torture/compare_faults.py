@@ -8,7 +8,7 @@ dtype, order, a dropped op, swapped inputs, a stale statistic, a missing collect
 of the lines of its site is named. Each is planted in a program of ours, in one that ``inspect`` opened, or in
 a step of ``shard_map``. Equal pairs are a program and what a transform makes of it.
 
-The cost is the CPU time of the comparison by that of compiling both steps: the median of all pairs, and the most.
+The cost is the CPU time of the comparison by that of compiling both steps: the median, and the most.
 """
 
 from __future__ import annotations

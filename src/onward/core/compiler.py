@@ -22,7 +22,15 @@ import jax
 import jax.numpy as jnp
 from jaxlib import version as jaxlib
 
-__all__ = ["AFFECTED", "CURE", "OPTION", "compiled_alone", "compiler_options", "is_cured_by", "options_to_look"]
+__all__ = [
+    "AFFECTED",
+    "CURE",
+    "OPTION",
+    "compiled_alone",
+    "compiler_options",
+    "is_cured_by",
+    "options_to_look",
+]
 
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
 _SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"

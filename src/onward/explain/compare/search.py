@@ -214,7 +214,7 @@ class PartingSearch:
         return [v for v in self.makers if v in self.beside and not self._is_same(v) and not self._is_alike(v)]
 
     def _is_same(self, v: Variable) -> bool:
-        """Whether both have the same number everywhere, but for its last bit, which rounding always explains."""
+        """Whether both have the same numbers but for the last bit, which rounding always explains."""
         x, y = self.of_a[v], self.beside[v]
         if x.dtype != y.dtype:
             return False
