@@ -393,19 +393,8 @@ def of_data(w, x):
         (jax.pmap(by_hand().step, axis_name="i"), None, "spread over devices by shard_map or pmap itself"),
     ],
     ids=[
-        *(
-            "before",
-            "loop",
-            "none",
-            "twice",
-            "micro-batches",
-            "players",
-            "vmap",
-            "cond",
-            "complex",
-            "one array twice",
-        ),
-        *("copy", "data", "pmap"),
+        *("before", "loop", "none", "twice", "micro-batches", "players", "vmap", "cond", "complex"),
+        *("one array twice", "copy", "data", "pmap"),
     ],
 )
 def test_what_cannot_be_adopted_is_told(step, data, words):

@@ -11,7 +11,7 @@ import pytest
 
 import onward as ow
 from onward.core.words import Pass
-from onward.derive.watch.watch import watch
+from onward.develop.watch.watch import watch
 from onward.execute.step import Step
 from onward.explain.find_nonfinite import find_nonfinite
 

@@ -29,7 +29,7 @@ from onward.core.jaxprs.reading import program_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Primitive, Reduces
 from onward.core.program import Op, Program, Variable, programs_within
-from onward.derive.roll.literals import numbers
+from onward.develop.roll.literals import numbers
 
 _limits: Any = jnp.finfo  # that of JAX knows all dtypes
 _MARGIN = 4.0  # times the largest movement seen of a number
