@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.compiler import compiler_options
+from onward.core.compiler import options_to_look
 from onward.core.described import DescribedBody
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.reading import program_of
@@ -72,22 +72,12 @@ def bounded(
     if program.replicas is not None:
         run = jax.vmap(run, in_axes=(0, None, None), axis_name=program.replicas.name)
     values = [given[v] for v in read]
-    compiled = jax.jit(run).lower(values, jnp.float32(0), jnp.uint32(1)).compile(_quickly())
+    compiled = jax.jit(run).lower(values, jnp.float32(0), jnp.uint32(1)).compile(options_to_look())
     results = [compiled(values, jnp.float32(size), jnp.uint32(seed)) for size, seed in _RUNS]
     first, *moved = ([np.asarray(x) if not _is_key(x) else x for x in found] for found in results)
     return {
         v: BoundedValue(value, _bound(value, [sample[i] for sample in moved]))
         for i, (v, value) in enumerate(zip(wanted, first, strict=True))
-    }
-
-
-def _quickly() -> dict[str, str | bool]:
-    """The compiler's options: what runs four times need not run fast."""
-    if jax.default_backend() != "cpu":
-        return compiler_options()
-    return compiler_options() | {
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_backend_optimization_level": "0",
     }
 
 
@@ -191,11 +181,11 @@ class _RoundingMoves:
 @partial(jax.jit, static_argnums=4)  # traced once for each type: tracing it everywhere takes longer than XLA
 def _moved(x: Any, scale: Any, size: Any, seed: Any, epsilon: float) -> Any:
     """Numbers up or down, as their bits say, by a part of this scale."""
-    real = jnp.real(x)
-    bits = jax.lax.bitcast_convert_type(real.astype(jnp.float32), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.real(x).astype(jnp.float32), jnp.uint32)
     mixed = (bits ^ (bits >> 15)) * seed
-    sign = jnp.where((mixed ^ (mixed << 7)) >> 31 == 0, 1.0, -1.0).astype(real.dtype)
-    there = x + (size.astype(real.dtype) * epsilon) * sign * scale
+    part = jax.lax.bitcast_convert_type(size * jnp.float32(epsilon), jnp.uint32)
+    signed = jax.lax.bitcast_convert_type((mixed & jnp.uint32(1 << 31)) | part, jnp.float32)
+    there = x + signed.astype(jnp.real(x).dtype) * scale
     return jnp.where(jnp.isfinite(there), there, x).astype(x.dtype)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.check import check
+from onward.core.compiler import options_to_look
 from onward.core.errors import ArgumentError, StateError
 from onward.core.jaxprs.body import body_of
 from onward.core.names import Names
@@ -45,7 +46,7 @@ class AllValues:
         self.program = rebuilt(program, feeds.types(values)) if is_other else program
         self.wanted = tuple(v for op in self.program.ops for v in op.outputs)
         self._executable = Executable(_giving(self.program, self.wanted), (), ())
-        self._executable.compile()
+        self._executable.compile(options_to_look())
 
     def given(self, state: Mapping[str, Any], data: Sequence[Any]) -> Values:
         """The values of data, state and constants."""
