@@ -59,7 +59,7 @@ def exported(program: Program, gives: Sequence[Variable], derivable: bool) -> Wr
     require("flatbuffers", "serve")
     reads = reads_of(program)
     state = (*program.state, *program.constants)  # constants as well are arrays of the file, not of the code
-    run = lower(replace(program, state=state, constants={}), gives)
+    run = lower(replace(program, state=state, constants={}), gives, at_once=True)
 
     def function(*values: Any) -> list[Any]:
         return run(values[: len(state)], values[len(state) :])
