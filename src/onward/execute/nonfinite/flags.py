@@ -51,8 +51,13 @@ def flags_of(x: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 def flagging(x: Any) -> Any:
     """The flags as the bits of one number, computed where the array lies; no device is waited for."""
-    on_host = not isinstance(x, jax.Array) or all(d.platform == "cpu" for d in x.devices())
-    return _code_on_host(np.asarray(x)) if on_host else _code_on_device(x)
+    if not isinstance(x, jax.Array) or (x.is_fully_addressable and _is_on_host(x)):
+        return _code_on_host(np.asarray(x))
+    return _code_on_device(x)
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in x.devices())
 
 
 def _code_on_host(x: np.ndarray) -> int:

@@ -1,7 +1,8 @@
 """Whether a Program that was traced with symbols for lengths does what it does with numbers.
 
 A function may ask how long its batch is, and a symbol answers some questions wrongly in silence: it is equal
-to no number. So the ops of both traces are compared, and where they differ, the numbers that both compute.
+to no number. So the ops of both traces are compared, and where they differ, the numbers that both compute:
+those of the few ops that differ, and if these are not equal, those of the whole.
 """
 
 from __future__ import annotations
