@@ -12,7 +12,7 @@ from tests.compiled import counted
 
 import onward as ow
 from onward.core.words import Pass
-from onward.derive.watch.watch import watch
+from onward.develop.watch.watch import watch
 from onward.execute.nonfinite.flags import code_of, flags_of, unpacked
 from onward.execute.step import Step
 from onward.explain.find_nonfinite import find_nonfinite

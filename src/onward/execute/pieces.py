@@ -18,7 +18,7 @@ import numpy as np
 from onward.core.compiler import compiled_alone
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
-from onward.derive.roll.find import periods, stretches
+from onward.develop.roll.find import periods, stretches
 
 _SHORTEST, _LONGEST = 8, 32  # ops in a piece: short ones take longer to start, long ones to compile apart
 

@@ -13,8 +13,8 @@ import numpy as np
 from onward.core.marks import KEEP
 from onward.core.program import Program, Variable
 from onward.core.recipe import rebuilt
-from onward.derive.check_finite import check_of, may_be_infinite
-from onward.derive.guard import watched_by_update
+from onward.develop.check_finite import check_of, may_be_infinite
+from onward.develop.guard import watched_by_update
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.nonfinite.finding import NonFinite, forward_of, source_of

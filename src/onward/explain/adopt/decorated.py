@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ArgumentError, TraceError
+from onward.core.errors import ArgumentError, OutOfMemoryError, TraceError
 from onward.core.lower import lower
 from onward.core.program import Program
 from onward.core.structure import Static
 from onward.define.arguments import type_of
+from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
 from onward.execute.tuning import Tuning
 from onward.explain.adopt.step import AdoptedStep
 from onward.explain.inspect.call import holds_modules
@@ -31,11 +32,11 @@ def called_as_before(step: Callable[..., Any], adopting: Adopting) -> Callable[.
 
     Raises:
         ArgumentError: modules of flax.nnx, which a step changes in place.
+        OutOfMemoryError: a device has not the memory for a call.
     """
     calls = _Calls(step, adopting)
 
-    @wraps(step)
-    def adopted(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         if calls.at_once is None and calls.arrays_alone:
             calls.begin(args, kwargs)
         if calls.at_once is None:
@@ -46,6 +47,19 @@ def called_as_before(step: Callable[..., Any], adopting: Adopting) -> Callable[.
             returned = calls(args, kwargs)
             calls.at_once, calls.arrays_alone = None, False
             return returned
+
+    @wraps(step)
+    def adopted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            returned = called(*args, **kwargs)
+            if not calls.have_run and not _is_traced(returned):
+                wait_for(returned)
+                calls.have_run = True
+            return returned
+        except RuntimeError as error:
+            if is_exhausted(error):
+                raise calls.out_of_memory(error, args, kwargs) from error
+            raise
 
     return adopted
 
@@ -64,6 +78,7 @@ class _Calls:
         self.step, self.adopting = step, adopting
         self.at_once: Callable[..., Any] | None = None
         self.arrays_alone = True
+        self.have_run = False
         self.known: dict[Any, Callable[..., Any]] = {}
         self.looked_at: set[Any] = set()
 
@@ -102,6 +117,16 @@ class _Calls:
             donate_argnames=tuple(name for name, flags in named.items() if any(jax.tree.leaves(flags))),
         )
 
+    def out_of_memory(
+        self, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OutOfMemoryError:
+        """The error to raise where memory was not enough for a call."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        is_fed = _is_array if treedef not in self.looked_at else _is_no_number
+        types = [_type(x) if is_fed(x) else x for x in leaves]
+        _, program = self.adopting(*jax.tree.unflatten(treedef, types))
+        return out_of_memory(error, Tuning()(program, ()).program, arrays=leaves)
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The step by its Program, on traced arrays."""
         _expect_no_modules((*args, *kwargs.values()))
@@ -120,6 +145,10 @@ def _is_no_number(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array) or type_of(value) is not None
+
+
+def _is_traced(returned: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(returned))
 
 
 def _expect_no_modules(arguments: Sequence[Any]) -> None:

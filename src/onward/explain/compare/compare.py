@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.core.structure import describe
-from onward.derive.mixed.mixed_precision import lowered
+from onward.develop.mixed.mixed_precision import lowered
 from onward.execute.pieces import Compiled
 from onward.execute.state import State
 from onward.execute.step import Step

@@ -31,7 +31,7 @@ from onward.core.primitives.traits import Moves, Primitive, Reduces
 from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.variable import Replicas
 from onward.core.words import Kind
-from onward.derive.roll.literals import numbers
+from onward.develop.roll.literals import numbers
 from onward.execute.pieces import Compiled, PiecewiseRun
 
 _limits: Any = jnp.finfo  # that of JAX knows all dtypes

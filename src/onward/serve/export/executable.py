@@ -102,9 +102,8 @@ def _reason(program: Program, error: Exception) -> str:
     effects = [op for op in program.ops if op.body.has_effects or "callback" in " ".join(op.body.primitives)]
     if effects:
         (op, *_) = effects
-        where = f" at {op.source}" if op.source is not None and op.source.file else ""
         return (
-            f"{program.name!r} cannot be exported: {op.type!r}{where} calls Python while it runs, which no "
+            f"{program.name!r} cannot be exported: {op.type!r}{op.at} calls Python while it runs, which no "
             "file can hold. Take the print or the callback out of the network."
         )
     return f"{program.name!r} cannot be exported: {said}"
