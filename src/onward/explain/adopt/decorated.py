@@ -87,11 +87,8 @@ class _Calls:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the step, compiled for these arguments."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        depth, depths = self.looked_at.get(treedef, (0, ()))
-        fed = tuple(map(_is_array, leaves))
-        if depth:
-            near = (_is_number(x) and n <= depth for x, n in zip(leaves, depths, strict=True))
-            fed = tuple(is_fed and not fixed for is_fed, fixed in zip(fed, near, strict=True))
+        depth, _ = self.looked_at.get(treedef, (0, ()))
+        fed = self.fed(leaves, treedef)
         fixed = tuple((type(x), x) for x, is_fed in zip(leaves, fed, strict=True) if not is_fed)
         call = self.known.get((treedef, fed, fixed))
         if call is None:
@@ -108,6 +105,12 @@ class _Calls:
                 raise
             self.looked_at[treedef] = min(deeper), depths  # it looks at a number, as at a static argument
             return self(args, kwargs)
+
+    def fed(self, leaves: Sequence[Any], treedef: Any) -> tuple[bool, ...]:
+        """For each argument whether it is fed to the compiled step; what is not is fixed in it."""
+        depth, depths = self.looked_at.get(treedef, (0, (0,) * len(leaves)))
+        near = (_is_number(x) and n <= depth for x, n in zip(leaves, depths, strict=True))
+        return tuple(_is_array(x) and not (depth and fixed) for x, fixed in zip(leaves, near, strict=True))
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Get ready to call the step at once, if it is given arrays alone."""
@@ -129,8 +132,8 @@ class _Calls:
     ) -> OutOfMemoryError:
         """The error to raise where memory was not enough for a call."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_fed = _is_array if treedef not in self.looked_at else _is_no_number
-        types = [_type(x) if is_fed(x) else x for x in leaves]
+        pairs = zip(leaves, self.fed(leaves, treedef), strict=True)
+        types = [_type(x) if is_fed else x for x, is_fed in pairs]
         _, program = self.adopting(*jax.tree.unflatten(treedef, types))
         return out_of_memory(error, Tuning()(program, ()).program, arrays=leaves)
 
