@@ -115,7 +115,10 @@ TOPICS = {
         "Draw, diff, inspect, adopt",
         ("explain.draw", "explain.diff", "explain.inspect", "explain.adopt", "explain.compare"),
     ),
-    "explain-cost": Topic("Cost, memory, time", ("explain.summary", "explain.memory", "explain.profile")),
+    "explain-cost": Topic(
+        "Cost, memory, time",
+        ("explain.summary", "explain.memory", "explain.profile", "explain.compiling", "explain.collectives"),
+    ),
     "explain-watch": Topic(
         "Watched numbers, faults", ("explain.watched", "explain.find_nonfinite", "explain.testing")
     ),

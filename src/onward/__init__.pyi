@@ -12,6 +12,7 @@ from onward.core.errors import MissingExtraError as MissingExtraError
 from onward.core.errors import ModelFileError as ModelFileError
 from onward.core.errors import NonFiniteError as NonFiniteError
 from onward.core.errors import OnwardError as OnwardError
+from onward.core.errors import OutOfMemoryError as OutOfMemoryError
 from onward.core.errors import PeerError as PeerError
 from onward.core.errors import RecipeError as RecipeError
 from onward.core.errors import ServeError as ServeError
@@ -110,7 +111,9 @@ from onward.execute.state import State as State
 from onward.execute.step import Step as Step
 from onward.explain import testing as testing
 from onward.explain.adopt.adopt import adopt as adopt
+from onward.explain.collectives.collectives import collectives as collectives
 from onward.explain.compare.compare import compare as compare
+from onward.explain.compiling.compile_times import compile_times as compile_times
 from onward.explain.diff.diff import diff as diff
 from onward.explain.draw.draw import draw as draw
 from onward.explain.find_nonfinite import find_nonfinite as find_nonfinite

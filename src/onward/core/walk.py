@@ -181,8 +181,8 @@ def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Pr
     )
 
 
-def with_results(program: Program, new: Callable[[Variable], Variable], **changes: Any) -> Program:
-    """The Program that returns ``new(v)`` in place of each result ``v``; ``changes`` are made besides."""
+def with_results(program: Program, new: Callable[[Variable], Variable]) -> Program:
+    """The Program that returns ``new(v)`` in place of each result ``v``."""
     signature = program.signature
     assert signature is not None
     return replace(
@@ -190,7 +190,6 @@ def with_results(program: Program, new: Callable[[Variable], Variable], **change
         outputs=tuple(map(new, program.outputs)),
         loss=program.loss and new(program.loss),
         signature=replace(signature, result=signature.result.mapped(new)),
-        **changes,
     )
 
 

@@ -283,7 +283,7 @@ def _with_merged_results(
         if v not in equal and v.name not in grown
     }
 
-    return with_results(program, lambda v: merged.get(v, v), ops=builder.ops)
+    return replace(with_results(program, lambda v: merged.get(v, v)), ops=builder.ops)
 
 
 def _with_joined_results(program: Program, whole: Program) -> Program:

@@ -59,7 +59,8 @@ class Share:
             WEIGH, [loss, factor], [f"weighed({loss.name})"], times, made_by=Pass.FORWARD
         )
         self._settled = {*self._settled, weighed}
-        return with_results(program, lambda v: weighed if v is loss else v, ops=builder.ops)
+        weighs = with_results(program, lambda v: weighed if v is loss else v)
+        return replace(weighs, ops=builder.ops)
 
     def of_gradients(self, program: Program) -> Program:
         """The Program whose gradients are 0 on a device without any weight, where a mean would be 0 / 0."""

@@ -161,8 +161,9 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
         scaled: Variable = builder.once(v, lambda: _times(builder, v, float(devices.size) ** how.power))
         return scaled
 
+    returning = with_results(program, new)
     state = {old: new(v) for old, v in program.next_state.items()}
-    return with_results(program, new, next_state=state, ops=builder.ops)
+    return replace(returning, next_state=state, ops=builder.ops)
 
 
 def _other_graph(whole: Program, local: Program) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from onward.core.columns import columns
 from onward.core.program import Op, Variable
 from onward.core.show import human_bytes, short_type
-from onward.explain.memory.held import Held, MemoryShare, PeakMoment
+from onward.execute.memory.held import Held, MemoryShare, PeakMoment
 
 _SHOWN = 10
 _WIDTH = 32
@@ -46,12 +46,13 @@ def side_by_side(memories: Sequence[tuple[Mapping[MemoryShare, int], int]], labe
     return columns(table, right=range(1, len(memories) + 1))
 
 
-def rows(alive: Iterable[Held], names: Mapping[Variable, str]) -> list[tuple[str, ...]]:
+def rows(alive: Iterable[Held], names: Mapping[Variable, str], most: int = _SHOWN) -> list[tuple[str, ...]]:
     """The arrays in memory at the peak, a row each; those of repeated layers in one row.
 
     Args:
         alive: the arrays.
         names: what Variables are called here, other than by their own names.
+        most: how many rows at most, without the one for the rest.
     """
     alike: dict[tuple[str, ...], list[Held]] = {}
     for held in alive:
@@ -62,10 +63,10 @@ def rows(alive: Iterable[Held], names: Mapping[Variable, str]) -> list[tuple[str
         alike.setdefault((short_type(held.variable), str(held.share), *ends), []).append(held)
     groups = sorted(alike.items(), key=lambda pair: -sum(held.bytes for held in pair[1]))
     table: list[tuple[str, ...]] = [("bytes", "at the peak", "type", "for", "made by", "last read by")]
-    for words, group in groups[:_SHOWN]:
+    for words, group in groups[:most]:
         first = names.get(group[0].variable, group[0].variable.name)
         table.append((_total(group), first if len(group) == 1 else f"{len(group)} x {first}", *words))
-    if rest := [held for _, group in groups[_SHOWN:] for held in group]:
+    if rest := [held for _, group in groups[most:] for held in group]:
         table.append((_total(rest), f"{len(rest):,} more", "", "", "", ""))
     return table
 
