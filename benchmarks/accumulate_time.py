@@ -27,7 +27,7 @@ from benchmarks import models
 from benchmarks.by_hand import Case, adam, check_agreement
 from benchmarks.harness import Row, Side, compare
 from benchmarks.models import Model
-from onward.derive.accumulation.accumulate import accumulate
+from onward.develop.accumulation.accumulate import accumulate
 
 try:
     import optax

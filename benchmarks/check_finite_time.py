@@ -22,7 +22,7 @@ from benchmarks.harness import Row, Side, in_turn, ratio_row
 from benchmarks.models import Model
 from benchmarks.sides.by_onward import OPTIMIZERS
 from benchmarks.workloads import WORKLOADS, Workload
-from onward.derive.guard import guard
+from onward.develop.guard import guard
 
 _TARGETS = {"4-layer transformer": 1.05}
 _ROUND = 0.25  # seconds that one side of a round lasts at least

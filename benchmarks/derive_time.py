@@ -24,7 +24,7 @@ import onward as ow
 from benchmarks.harness import Measure, Row, compare, seconds
 from benchmarks.models import Model, transformer
 from onward.core.lower import lower
-from onward.derive.roll.roll import roll
+from onward.develop.roll.roll import roll
 
 _LAYERS = (2, 12, 48)
 _TARGETS = {12: 1.2, 48: 1.0}

@@ -79,7 +79,7 @@ LONGEST = (
     "tests/fleet/test_engine.py",
     "tests/shell/test_launch.py",
     "tests/test_foreign_models.py",
-    "tests/derive/test_accumulate.py",
+    "tests/develop/test_accumulate.py",
     "tests/test_parameter_server_benchmark.py",
 )
 

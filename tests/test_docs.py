@@ -89,6 +89,13 @@ def test_public_names_that_a_page_mentions_exist():
     assert [(page, path) for page, path in sorted(found) if not is_public(path.rstrip("."))] == []
 
 
+def test_files_that_the_pages_on_the_house_mention_exist():
+    pages, roots = ("contributing.md", "house.md"), (ROOT, ROOT / "src", ROOT / "src" / "onward")
+    found = {path for p in pages for path in re.findall(r"`([\w./]*/[\w./]+)`", (DOCS / p).read_text())}
+    assert len(found) > 40
+    assert [path for path in sorted(found) if not any((r / path).exists() for r in roots)] == []
+
+
 def is_public(path):
     with suppress(AttributeError):
         attrgetter(path)(ow)

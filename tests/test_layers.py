@@ -10,7 +10,19 @@ import onward
 from onward.core.primitives.table import ROWS
 
 HOUSE = Path(onward.__file__).parent
-FOLDERS = ["core", "define", "derive", "distribute", "execute", "explain", "fit", "fleet", "serve", "shell"]
+FOLDERS = [
+    "core",
+    "define",
+    "derive",
+    "develop",
+    "distribute",
+    "execute",
+    "explain",
+    "fit",
+    "fleet",
+    "serve",
+    "shell",
+]
 FILES = sorted(p for p in HOUSE.rglob("*.py") if p.parent != HOUSE)
 WORDS_AS_WELL = {"call", "check", "max", "min", "split"}  # in the house mostly no primitives
 PRIMITIVES = {row.name for row in ROWS} - WORDS_AS_WELL

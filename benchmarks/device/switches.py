@@ -9,9 +9,9 @@ import jax
 
 import onward as ow
 from onward.core.errors import GraphError
-from onward.derive.recompute.lean import lean
-from onward.derive.rewrite.rewrite import rewrite
-from onward.derive.roll.roll import roll_where_worth
+from onward.develop.recompute.lean import lean
+from onward.develop.rewrite.rewrite import rewrite
+from onward.develop.roll.roll import roll_where_worth
 from onward.execute.step import Step
 from onward.execute.tuning import Tuned
 

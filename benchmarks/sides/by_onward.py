@@ -11,7 +11,7 @@ import onward as ow
 from benchmarks.models import Model
 from benchmarks.sides import Running, by_optax
 from benchmarks.workloads import CLIP, EPSILON, FIRST_SUM, MOMENTUM, WEIGHT_DECAY, Workload
-from onward.derive.recompute.recompute import recompute
+from onward.develop.recompute.recompute import recompute
 from onward.execute.host_memory import keep_host_memory
 
 OPTIMIZERS: dict[str, Callable[[float], ow.Optimizer]] = {

@@ -26,6 +26,7 @@ FOLDERS = {
     "core": "What a Program is",
     "define": "A pure function becomes a forward Program",
     "derive": "Forward, then backward, then update",
+    "develop": "The same training with less memory and time",
     "distribute": "One Program for many devices",
     "execute": "A Program becomes an executable and runs",
     "explain": "What a person wants to know about a Program",
@@ -55,7 +56,7 @@ TOPICS = {
         ),
     ),
     "core-walk": Topic(
-        "Walking, showing, counting", ("core.walk", "core.show", "core.cost", "core.homes", "derive.graph")
+        "Walking, showing, counting", ("core.walk", "core.show", "core.cost", "core.homes", "develop.graph")
     ),
     "core-errors": Topic("Errors", ("core.errors",)),
     "core-types": Topic("Types to annotate with", ("typing",)),
@@ -65,12 +66,12 @@ TOPICS = {
     "define-layer": Topic("Layers", ("define.layer",)),
     "define-initializer": Topic("Initializers", ("define.initializer",)),
     "derive-backward": Topic(
-        "Backward pass", ("derive.backward", "derive.seam", "derive.clip", "derive.error_clip")
+        "Backward pass", ("derive.backward", "develop.seam", "derive.clip", "derive.error_clip")
     ),
     "derive-optimizer": Topic("Optimizers", ("derive.optimizer.", "derive.optimizers")),
     "derive-rules": Topic("Rules and groups", ("derive.rules", "derive.rule.", "derive.update")),
     "derive-schedules": Topic("Schedules", ("derive.schedules",)),
-    "derive-transforms": Topic("Transforms", ("derive.",)),
+    "develop-transforms": Topic("Transforms", ("derive.for_", "develop.")),
     "distribute-replicate": Topic("Many devices", ("distribute.replicate", "distribute.plan")),
     "distribute-merge": Topic(
         "Merge strategies",
@@ -114,7 +115,10 @@ TOPICS = {
         "Draw, diff, inspect, adopt",
         ("explain.draw", "explain.diff", "explain.inspect", "explain.adopt", "explain.compare"),
     ),
-    "explain-cost": Topic("Cost, memory, time", ("explain.summary", "explain.memory", "explain.profile")),
+    "explain-cost": Topic(
+        "Cost, memory, time",
+        ("explain.summary", "explain.memory", "explain.profile", "explain.compiling", "explain.collectives"),
+    ),
     "explain-watch": Topic(
         "Watched numbers, faults", ("explain.watched", "explain.find_nonfinite", "explain.testing")
     ),

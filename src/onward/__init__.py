@@ -3,6 +3,7 @@
     core        what a Program is
     define      a pure function becomes a forward Program
     derive      forward, then backward, then update
+    develop     the same training in less memory and time
     distribute  one Program for many devices
     execute     a Program becomes an executable and runs
     explain     what a person wants to know about a Program

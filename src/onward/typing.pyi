@@ -6,8 +6,8 @@ from onward.derive.rule import Schedule as Schedule
 from onward.derive.rule import Slots as Slots
 from onward.derive.update.loss import Loss as Loss
 from onward.derive.update.plan import UpdatePlan as UpdatePlan
-from onward.derive.watch.statistics import Histogram as Histogram
-from onward.derive.watch.statistics import Statistic as Statistic
+from onward.develop.watch.statistics import Histogram as Histogram
+from onward.develop.watch.statistics import Statistic as Statistic
 from onward.distribute.plan import Plan as Plan
 from onward.distribute.split.cut import Split as Split
 from onward.distribute.split.shards import Shard as Shard

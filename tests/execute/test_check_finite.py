@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.derive.check_finite import check_finite, check_of
-from onward.derive.guard import guard
+from onward.develop.check_finite import check_finite, check_of
+from onward.develop.guard import guard
 from onward.execute.step import Step
 from onward.explain.find_nonfinite import find_nonfinite
 

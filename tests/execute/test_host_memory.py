@@ -1,10 +1,13 @@
 """``keep_host_memory``: in processes of their own, since it cannot be taken back."""
 
+import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
+import onward as ow
 from onward.execute.host_memory import can_keep_host_memory, keep_host_memory
 
 FAULTS = """
@@ -23,14 +26,63 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+STEPS = """
+import resource, sys
+import jax.numpy as jnp, onward as ow
+def loss(w, x):
+    return jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+w, x = jnp.eye(64), jnp.ones((2**16, 64))
+step = ow.compile(ow.SGD(0.1).minimize(loss, w, x), keep_memory={"no": False}.get(sys.argv[1]))
+print(step.plan())
+state = step.init(w)
+def run(state):
+    return step(state, x)[0]
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+least = 10**9
+for _ in range(8):
+    before, state = faults(), run(state)
+    state["w"].block_until_ready()
+    least = min(least, faults() - before)
+print(least)
+"""
+
+
+def told(script, how, **environment):
+    made = subprocess.run(
+        [sys.executable, "-c", script, how],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    return made.stdout.splitlines()
+
+
 def faults(how):
-    made = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
-    return int(made.stdout)
+    return int(told(FAULTS, how)[-1])
 
 
 @pytest.mark.skipif(not can_keep_host_memory(), reason="only glibc can be told so")
 def test_memory_that_was_used_is_not_asked_for_again():
     assert faults("keep") < 0.1 * faults("leave")
+
+
+@pytest.mark.skipif(not can_keep_host_memory(), reason="only glibc can be told so")
+def test_a_step_of_large_arrays_keeps_them_unless_told_not_to():
+    *plan, kept = told(STEPS, "default")
+    *refused, left = told(STEPS, "no")
+    *forbidden, _ = told(STEPS, "default", ONWARD_KEEP_MEMORY="0")
+    assert int(kept) < 0.1 * int(left)
+    assert "MiB of temporary arrays are kept for the next step" in " ".join(plan)
+    for lines in (refused, forbidden):
+        assert "MiB of temporary arrays go back to the system after each step" in " ".join(lines)
+
+
+def test_a_small_step_asks_for_nothing(monkeypatch):
+    monkeypatch.setattr("onward.execute.host_memory.keep_host_memory", lambda: pytest.fail("asked"))
+    program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
+    assert "host memory" not in str(ow.compile(program).plan())
 
 
 def test_it_says_why_not_on_other_systems(monkeypatch):

@@ -14,7 +14,7 @@ import onward as ow
 from onward.core.errors import ArgumentError
 from onward.core.show import nbytes
 from onward.execute.executable import Executable
-from onward.explain.memory.held import MemoryShare
+from onward.execute.memory.held import MemoryShare
 from onward.explain.memory.memory import memory
 from onward.explain.memory.plot import _tick
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import onward as ow
-from onward.derive.watch.statistics import Statistic
-from onward.derive.watch.watch import watch
+from onward.develop.watch.statistics import Statistic
+from onward.develop.watch.watch import watch
 from onward.execute.loop.history import History
 from onward.execute.loop.watch_history import WatchHistory
 from onward.explain.style import DARK, LIGHT

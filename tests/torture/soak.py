@@ -154,10 +154,24 @@ class Child:
             self.process.kill()
         return self.process.poll() is None
 
-    def wait_for_steps(self) -> None:
-        """Until it has made a step, or has ended."""
+    def wait_for_steps(self, more_than: int) -> None:
+        """Until it has made more steps than so many, or has ended."""
+        end = time.monotonic() + LONGEST
+        while self.runs and self.steps <= more_than:
+            if time.monotonic() > end:
+                print(f"a child made no step for {LONGEST:g} s: {self.told}", flush=True)
+                return
+            time.sleep(0.05)
+
+    def wait_for_start(self) -> None:
+        """Until it has said something, or has ended."""
         while self.runs and len(self.counted) < 2:
             time.sleep(0.05)
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has told of."""
+        return int(self.told.get("steps", 0))
 
     def end(self, number: int | None = None) -> str:
         """Wait until it and all who worked for it have ended; what it said on the way."""
@@ -192,9 +206,11 @@ class Soak:
         mode = list(MODES)[self.found["trainings"] % len(MODES)]
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place, "training")
-            child = Child(self.kind, folder, mode)
+            child, most, is_new = Child(self.kind, folder, mode), 0, True
             while True:
-                child.wait_for_steps()
+                if is_new or self.random.random() < 0.5:  # else more is done to it before it has recovered
+                    child.wait_for_steps(most)
+                most, is_new = max(most, child.steps), False
                 pause = time.monotonic() + self.random.uniform(0.5, 3.0)
                 while child.runs and time.monotonic() < pause:
                     time.sleep(0.05)
@@ -205,7 +221,7 @@ class Soak:
                     self.note_end(mode, child, errors)
                 elif (time.monotonic() < until and self.hurt(child, folder, mode)) or child.runs:
                     continue
-                child = Child(self.kind, folder, mode)
+                child, is_new = Child(self.kind, folder, mode), True
         self.found.update(trainings=1, **{name: child.told[name] for name in ("lost", "doubled", "steps")})
         print(
             f"{time.strftime('%H:%M:%S')} {self.kind} {mode}: {child.told}, {self.faults.total()} faults",
@@ -234,7 +250,7 @@ class Soak:
             return True
         self.faults[fault] += 1
         print(
-            f"{time.strftime('%H:%M:%S')} {self.kind} {mode}: {fault}, {child.told.get('steps')} steps",
+            f"{time.strftime('%H:%M:%S')} {self.kind} {mode}: {fault}, {child.steps} steps",
             flush=True,
         )
         pid = self.random.choice(pids)
@@ -263,7 +279,7 @@ class Soak:
         at, bit = self.random.randrange(path.stat().st_size), 1 << self.random.randrange(8)
         _flip(path, at, bit)
         child = Child(self.kind, folder, mode)
-        child.wait_for_steps()
+        child.wait_for_start()
         was_running = child.runs
         errors = child.end(signal.SIGKILL if was_running else None)
         named = path.name in errors or path.parent.name in errors

@@ -23,8 +23,6 @@ from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import jax
-
 from onward.core.check import expect_program
 from onward.core.described import DescribedBody
 from onward.core.flops import flops, has_rule
@@ -34,6 +32,7 @@ from onward.core.jaxprs.signature import BodySignature
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Runs, Work
 from onward.core.program import Op, Program
+from onward.core.variable import holds_keys
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,7 +113,7 @@ def size(v: Any) -> int:
     >>> size(jax.ShapeDtypeStruct((3, 2), "float16"))
     12
     """
-    width = 8 if jax.numpy.issubdtype(v.dtype, jax.dtypes.prng_key) else int(v.dtype.itemsize)
+    width = 8 if holds_keys(v.dtype) else int(v.dtype.itemsize)
     return int(prod(v.shape)) * width
 
 
@@ -175,8 +174,7 @@ def _scan(call: Call) -> Cost:
 
 
 def _while(call: Call) -> Cost:
-    turn = sum((_each_apart(body) for bodies in call.inner.values() for body in bodies), Cost())
-    return replace(turn, endless=True)
+    return replace(_call(call), endless=True)
 
 
 def _cond(call: Call) -> Cost:

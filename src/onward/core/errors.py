@@ -9,6 +9,7 @@
     ├── UnknownNameError    (LookupError)   a name that no Variable has
     ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
+    ├── OutOfMemoryError    (MemoryError, RuntimeError)  a step for which the memory of a device is not enough
     ├── NonFiniteError      (FloatingPointError)  a loss, gradient or next state that is no finite number
     ├── PeerError           (RuntimeError)  another process of the same computation died or hangs
     ├── ClusterError        (RuntimeError)  trainers and parameter servers that cannot go on
@@ -87,6 +88,22 @@ class NonFiniteError(OnwardError, FloatingPointError):
     state: Any = None
     finding: Any = None
     undone: int = 0
+
+
+class OutOfMemoryError(OnwardError, MemoryError, RuntimeError):
+    """A step needs more memory than a device has left; a ``RuntimeError`` too, as the one of JAX behind it.
+
+    Attributes:
+        program: the Program as it was compiled: ``onward.memory(error.program)``.
+        asked: the bytes that the allocator was asked for; None where it does not say.
+        free: the bytes that it had left; None where it does not say.
+        limit: the bytes that it may hand out at all; None where nobody says.
+    """
+
+    program: Any = None
+    asked: int | None = None
+    free: int | None = None
+    limit: int | None = None
 
 
 class PeerError(OnwardError, RuntimeError):

@@ -56,6 +56,11 @@ class Op:
         return (self.primal or self.body).attributes
 
     @property
+    def at(self) -> str:
+        """The user's line behind it, as it stands after its name, `` at model.py:12``; empty if unknown."""
+        return f" at {self.source}" if self.source is not None and self.source.file else ""
+
+    @property
     def subprograms(self) -> Mapping[str, Program]:
         """The Programs inside a control flow op, by the name of the branch or body."""
         return programs_within(self.primal or self.body)

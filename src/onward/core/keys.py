@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from onward.core.source import is_library
+from onward.core.variable import holds_keys
 
 _BY_CONTENT = 2**16  # bytes; larger arrays are known by identity
 _DEEP = 32  # a value that holds more values within values is known by itself
@@ -101,7 +102,7 @@ def _array(value: Any) -> Hashable:
 def _can_be_read(value: jax.Array) -> bool:
     return (
         not isinstance(value, jax.core.Tracer)
-        and not jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)
+        and not holds_keys(value.dtype)
         and not value.is_deleted()
         and value.is_fully_addressable
     )

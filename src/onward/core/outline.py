@@ -21,8 +21,6 @@ from itertools import zip_longest
 from math import isclose
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs.body import Body
@@ -53,7 +51,8 @@ def outline(program: Program) -> Outline:
         body = op.primal or op.body
         operands = [number[op.inputs[o]] if isinstance(o, int) else str(o) for o in body.operands]
         parts = {name: outline(part) for name, part in _parts(op, body).items()}
-        lines.append([_what(op, body), operands, len(op.outputs), _name(op), parts])
+        name = "".join(v.name for v in op.outputs[:1])
+        lines.append([_what(op, body), operands, len(op.outputs), name, parts])
         number |= {v: i for i, v in enumerate(op.outputs, count)}
         count += len(op.outputs)
     lines.append(["return", [number[v] for v in program.outputs if v in number], 0, "", {}])
@@ -108,12 +107,8 @@ def _parts(op: Op, body: Body) -> Mapping[str, Program]:
 
 def _constant(v: Variable, value: Any) -> str:
     here = getattr(value, "is_fully_addressable", True)
-    small = here and v.size <= _LARGEST and not jnp.issubdtype(v.dtype, jax.dtypes.extended)
+    small = here and v.size <= _LARGEST and not v.is_key
     return f"constant {short_type(v)}" + (f" {zlib.crc32(np.asarray(value).tobytes())}" if small else "")
-
-
-def _name(op: Op) -> str:
-    return op.outputs[0].name if op.outputs else ""
 
 
 def _same(a: Any, b: Any, ratio: float) -> bool:

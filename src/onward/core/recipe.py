@@ -125,7 +125,7 @@ def undone(program: Program, layout: Callable[..., Program]) -> Program:
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> from onward.derive.accumulation.accumulate import accumulated
+        >>> from onward.develop.accumulation.accumulate import accumulated
         >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(x @ w), jnp.ones(3), jnp.ones((6, 3)))
         >>> str(undone(ow.accumulate(program, 3), accumulated)) == str(program)
         True

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 
 from onward.core.graph import Op, Program
 from onward.core.variable import Variable
@@ -256,7 +255,7 @@ def _table(blocks: list[list[_ListingLine]], source: bool) -> Iterator[str]:
 
 def nbytes(v: Variable) -> int:
     """The size of a value in bytes."""
-    return int(prod(v.shape)) * int(v.dtype.itemsize)
+    return v.size * int(v.dtype.itemsize)
 
 
 def human_bytes(count: int) -> str:
@@ -266,8 +265,8 @@ def human_bytes(count: int) -> str:
     ('12 B', '2.0 KiB', '5.0 MiB')
     """
     size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
             return f"{int(size)} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
@@ -286,7 +285,7 @@ def human_number(count: float) -> str:
 
 
 def _numbers(variables: Iterable[Variable]) -> int:
-    return sum(prod(v.shape) for v in variables)
+    return sum(v.size for v in variables)
 
 
 def _count(n: int, noun: str) -> str:

@@ -126,6 +126,16 @@ def is_word(value: Any, words: Iterable[str]) -> bool:
     return isinstance(value, str) and value in words
 
 
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is a whole number, and at least this; neither True nor 2.0 is one."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, finite or not; True is none."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 def expect_flag(value: Any, what: str) -> None:
     """Raise ``ArgumentError`` for what is neither True nor False."""
     if not isinstance(value, bool | np.bool_):

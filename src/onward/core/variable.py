@@ -45,7 +45,7 @@ class Variable:
     @property
     def is_key(self) -> bool:
         """Whether it holds typed random keys."""
-        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
+        return holds_keys(self.dtype)
 
     @property
     def ndim(self) -> int:
@@ -59,6 +59,11 @@ class Variable:
 
     def __repr__(self) -> str:
         return f"Variable({self.name!r}, {self.type}, {self.kind})"
+
+
+def holds_keys(dtype: Any) -> bool:
+    """Whether this is the dtype of typed random keys, which are no numbers."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 SEED = Variable("seed", (), np.dtype(np.uint32), Kind.DATA)

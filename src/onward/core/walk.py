@@ -181,6 +181,18 @@ def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Pr
     )
 
 
+def with_results(program: Program, new: Callable[[Variable], Variable]) -> Program:
+    """The Program that returns ``new(v)`` in place of each result ``v``."""
+    signature = program.signature
+    assert signature is not None
+    return replace(
+        program,
+        outputs=tuple(map(new, program.outputs)),
+        loss=program.loss and new(program.loss),
+        signature=replace(signature, result=signature.result.mapped(new)),
+    )
+
+
 def find(program: Program, target: Any) -> Variable:
     """The Variable of a Program that a name, a Variable of another Program or an op stands for."""
     if isinstance(target, Target):

@@ -11,6 +11,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, TraceError
 from onward.core.structure import Static, path_keys, path_name
+from onward.core.variable import holds_keys
 
 Type = jax.ShapeDtypeStruct
 
@@ -120,7 +121,7 @@ def type_of(value: Any, numbers: bool = True) -> Type | None:
                 "it as numbers first."
             )
         dtype = value.dtype
-        return Type(value.shape, dtype if _is_extended(dtype) else jax.dtypes.canonicalize_dtype(dtype))
+        return Type(value.shape, dtype if holds_keys(dtype) else jax.dtypes.canonicalize_dtype(dtype))
     if numbers and isinstance(value, bool | int | float | complex):
         number = jax.typeof(value)
         return Type((), number.dtype, weak_type=True)
@@ -135,10 +136,6 @@ def expect_unmasked(value: Any, what: str) -> None:
             "and what is under it would count like anything else. Pass x.filled(0), and "
             "~np.ma.getmaskarray(x) as data of its own, such as the weights of a cost."
         )
-
-
-def _is_extended(dtype: Any) -> bool:
-    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.extended))
 
 
 def _is_equinox_module(value: Any) -> bool:

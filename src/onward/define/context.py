@@ -19,6 +19,7 @@ from onward.core.jaxprs.reading import declared
 from onward.core.jaxprs.scopes import current_scope, outermost_scope, trace_in_progress
 from onward.core.names import Names
 from onward.core.source import user_line
+from onward.core.variable import holds_keys
 from onward.core.words import Kind, Placement
 from onward.define.arguments import Type, type_of
 
@@ -170,8 +171,8 @@ class Context:
                 f"assign at {user_line()}: the next value of {name!r} is {words}; it is declared as "
                 f"{known.type.dtype}{list(known.type.shape)}. State keeps its type from step to step."
             )
-        keeps = jnp.issubdtype(known.type.dtype, jax.dtypes.extended)
-        self.assigned[name] = value if keeps else jnp.asarray(value, known.type.dtype)
+        dtype = known.type.dtype
+        self.assigned[name] = value if holds_keys(dtype) else jnp.asarray(value, dtype)
 
     def key(self) -> Any:
         """A random key that no other call and no other step is given."""

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError
+from onward.core.variable import holds_keys
 from onward.core.words import Kind
 from onward.define.arguments import Type
 from onward.define.context import Initializer, Shape, current_context
@@ -142,7 +143,7 @@ def state(
     """
     context = current_context()
     kind = Type(_checked(name, shape), _held(name, dtype))
-    if initializer is None and not jnp.issubdtype(kind.dtype, jax.dtypes.extended):
+    if initializer is None and not holds_keys(kind.dtype):
         initializer = constant(0.0)
     if context is None:
         return LazyVariable(name, Kind.STATE, kind.shape, kind.dtype, initializer)
@@ -255,7 +256,7 @@ def _held(name: str, dtype: Any) -> Any:
         ArgumentError: no dtype, or one of 64 bits that JAX would make one of 32.
     """
     try:
-        if jnp.issubdtype(dtype, jax.dtypes.extended):
+        if holds_keys(dtype):
             return dtype
         found = jnp.dtype(dtype)
         held = jax.dtypes.canonicalize_dtype(found)

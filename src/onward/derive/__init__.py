@@ -1,1 +1,1 @@
-"""Forward, then backward, then update: the transforms that derive a training Program."""
+"""Forward, then backward, then update: what a step of training is."""

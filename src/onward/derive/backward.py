@@ -337,9 +337,8 @@ def _rule_of(op: Op, body: Body, chosen: list[int], given: list[int]) -> Derivat
     try:
         return rule_for(body, chosen, given)
     except _HAS_NO_RULE as error:
-        where = f" at {op.source.file}:{op.source.line}" if op.source is not None and op.source.file else ""
         raise LossError(
-            f"{op.type}{where} has no gradient: {str(error).splitlines()[0]} If none is wanted, name its "
+            f"{op.type}{op.at} has no gradient: {str(error).splitlines()[0]} If none is wanted, name its "
             "inputs in no_grad_set or use jax.lax.stop_gradient."
         ) from error
 
@@ -391,10 +390,7 @@ def _expect_floats(program: Program, chosen: Iterable[Where]) -> None:
 
 
 def _made_at(program: Program, v: Variable) -> str:
-    for op in program.ops:
-        if v in op.outputs and op.source is not None and op.source.file:
-            return f" ({op.type} at {op.source.file}:{op.source.line})"
-    return ""
+    return next((f" ({op.type}{op.at})" for op in program.ops if v in op.outputs and op.at), "")
 
 
 def _check_targets(

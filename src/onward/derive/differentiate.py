@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from onward.core.jaxprs.body import Body, Wire, body_of
-from onward.core.jaxprs.tracing import current_axis
+from onward.core.jaxprs.tracing import current_axis, since
 
 _REMEMBERED = 4096
 _REMEMBERED_BY_IDENTITY = 256
@@ -82,7 +82,7 @@ def rule_for(body: Body, wanted: Sequence[int], given: Sequence[int]) -> Derivat
     (GradientRead(source='input', position=1), GradientRead(source='cotangent', position=0))
     """
     settings: Any = jax.config  # what JAX's own rules may depend on beside the op
-    ambient = settings.jax_enable_x64, settings.jax_default_matmul_precision, current_axis()
+    ambient = settings.jax_enable_x64, settings.jax_default_matmul_precision, current_axis(), since()
     key = (body.signature, tuple(wanted), tuple(given), ambient)
     rule = _rules.get(key) or _rules_by_identity.get(key)
     if rule is None:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import jax.numpy as jnp
-import numpy as np
-
 from onward.core.builder import with_behind
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
@@ -62,7 +59,7 @@ def error_clip(program: Program, where: Where | Iterable[Where], max_value: floa
         )
     if program.recipe is not None and not program.recipe.origin.training:
         return program
-    made = [v for op in program.ops for v in op.outputs if jnp.issubdtype(v.dtype, np.inexact)]
+    made = [v for op in program.ops for v in op.outputs if v.is_float]
     picked = select(made, listed(where), "error_clip")
     if program.loss is not None and program.loss in picked:
         raise GraphError(

@@ -8,7 +8,7 @@ from onward.core.jaxprs.drawing import draws
 from onward.core.program import Phase, Program
 from onward.core.recipe import recipe_of, with_steps
 from onward.core.source import user_level
-from onward.core.walk import ancestors
+from onward.core.walk import ancestors, descendants
 
 
 def for_test(program: Program) -> Program:
@@ -60,17 +60,14 @@ def _warn(test: Program, found: str | None) -> None:
 
 def _drawing(test: Program) -> str | None:
     drawing = next((op for op in test.ops if draws(op.body)), None)
-    return None if drawing is None else f"draws random numbers ({drawing.type} at {drawing.source})"
+    return None if drawing is None else f"draws random numbers ({drawing.type}{drawing.at})"
 
 
 def _normalizing(program: Program) -> str | None:
     """Batch normalization: what the loss reads of a batch is averaged in state that it does not read."""
     read = ancestors(program, program.loss) if program.loss is not None else set()
     made = {v for op in program.ops for v in op.outputs}
-    later = {gradient for _, gradient in program.gradients}
-    for op in program.ops:
-        if not later.isdisjoint(op.inputs):
-            later.update(op.outputs)
+    later = descendants(program, [gradient for _, gradient in program.gradients])
     for old, new in program.next_state.items():
         if old.shape and old not in read and new not in later:
             behind = ancestors(program, new) - read

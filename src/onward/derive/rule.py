@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import HyperparameterError, known_as
+from onward.core.structure import is_number
 from onward.core.walk import Where
 from onward.core.words import UpdateType
 
@@ -349,8 +350,8 @@ def _as_field(p: inspect.Parameter) -> str:
     """The field to write in place of an argument of an ``__init__``."""
     if p.default is p.empty:
         return f"{p.name}: ow.Hyperparameter"
-    is_number = isinstance(p.default, int | float) and not isinstance(p.default, bool)
-    return f"{p.name}: {'ow.Hyperparameter' if is_number else type(p.default).__name__} = {p.default!r}"
+    kind = "ow.Hyperparameter" if is_number(p.default) else type(p.default).__name__
+    return f"{p.name}: {kind} = {p.default!r}"
 
 
 def expect_held(name: str, value: Any, dtype: Any, limit: float | None = None) -> None:

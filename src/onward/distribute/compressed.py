@@ -18,7 +18,8 @@ import numpy as np
 from jax import lax
 
 from onward.core.errors import ArgumentError, GraphError
-from onward.distribute.merge import Devices, Merge, is_count
+from onward.core.structure import is_count, is_number
+from onward.distribute.merge import Devices, Merge
 
 
 class LowPrecision(Merge):
@@ -74,8 +75,7 @@ class TopK(Merge):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.ratio, int | float | np.number) and not isinstance(self.ratio, bool)
-        if not is_number or not 0 < self.ratio <= 1:
+        if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise ArgumentError(
                 f"TopK: ratio is {self.ratio!r}; expected a share, more than 0 and at most 1."
             )

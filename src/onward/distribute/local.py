@@ -19,13 +19,14 @@ from onward.core.lower import lower
 from onward.core.marks import COUNT, LOCAL
 from onward.core.placement import local_copies
 from onward.core.program import Applied, Program, Variable
+from onward.core.structure import is_count
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Momentum
 from onward.derive.update.growing import StandIns
 from onward.derive.update.update import with_update
-from onward.distribute.merge import Average, Devices, Merge, expect_way, is_count
+from onward.distribute.merge import Average, Devices, Merge, expect_way
 
 
 class LocalSGD(Merge):

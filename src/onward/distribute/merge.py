@@ -23,7 +23,6 @@ from typing import Any, ClassVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from onward.core.builder import Builder
@@ -32,6 +31,7 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.program import Applied, Program, Variable
 from onward.core.show import nbytes
+from onward.core.structure import is_count
 from onward.core.words import Pass, Placement
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import append_update
@@ -128,7 +128,11 @@ class Merge:
     def update(self, program: Program, optimizer: Any, *, devices: Devices) -> Program:
         """The Program with the update pass: every device makes the whole of it."""
         if self.is_sum:
-            _expect_gradients_only(Routing.of(optimizer, program.parameters).all_rules(), self)
+            Routing.of(optimizer, program.parameters).expect_gradients_only(
+                "again, as the mean over the devices, and "
+                f"{type(self).__name__} adds gradients. Let the loss be a mean over examples, and merge with "
+                "Average()."
+            )
         return append_update(program, optimizer)
 
     @property
@@ -230,19 +234,8 @@ class Bucketed(Merge):
 
     def _is_full(self, bucket: Sequence[Variable], g: Variable) -> bool:
         """Whether a gradient begins a bucket of its own."""
-        together = sum(prod(v.shape) for v in (*bucket, g))
+        together = sum(v.size for v in (*bucket, g))
         return bucket[0].dtype != g.dtype or sum(map(nbytes, bucket)) >= self.bytes or together >= _MOST
-
-
-def _expect_gradients_only(rules: Sequence[Any], merge: Merge) -> None:
-    """Refuse rules that evaluate the loss where gradients are added: they take the mean over the devices."""
-    for rule in rules:
-        if rule.evaluates_loss:
-            raise GraphError(
-                f"{type(rule).__name__} evaluates the loss again, as the mean over the devices, and "
-                f"{type(merge).__name__} adds gradients. Let the loss be a mean over examples, and merge "
-                "with Average()."
-            )
 
 
 def with_merged_gradients(program: Program, strategy: Merge, devices: Devices) -> Program:
@@ -287,11 +280,6 @@ def _merged(
     names = [f"{strategy.name}({g.name})" for g in group]
     body = body_of(merge, *(v.aval for v in inputs))
     return builder.add(strategy.name, inputs, names, body, replaces=kept)[: len(group)]
-
-
-def is_count(value: object) -> bool:
-    """Whether this is a whole number of at least 1."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def expect_way(what: str, merge: object) -> None:

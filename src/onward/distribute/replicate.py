@@ -27,16 +27,16 @@ from onward.core.jaxprs.tracing import along
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
 from onward.core.recipe import build, laid_out, recipe_of, whole_types
-from onward.core.structure import describe, is_word
-from onward.core.walk import Where, listed, select, substitute
+from onward.core.structure import describe, is_count, is_word
+from onward.core.walk import Where, listed, select, substitute, with_results
 from onward.core.whole import opened
 from onward.core.words import Pass, Placement
-from onward.derive.accumulation.accumulate import accumulation_of, expect_devices
 from onward.derive.backward import append_backward
-from onward.derive.batch import WEIGHT, batch_names, data_types
 from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.update import append_update
-from onward.distribute.merge import Average, Devices, Merge, Sum, is_count
+from onward.develop.accumulation.accumulate import accumulation_of, expect_devices
+from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.distribute.merge import Average, Devices, Merge, Sum
 from onward.distribute.share import Share, weighed_by
 from onward.distribute.whole_batch import of_whole_batch
 
@@ -143,9 +143,8 @@ def _expect_no_mesh(program: Program) -> None:
     """Raise ``GraphError`` for a function that lays out arrays over devices itself."""
     for op in program.ops:
         if op.body.has_own_mesh:
-            at = f" at {op.source}" if op.source else ""
             raise GraphError(
-                f"replicate: {program.name} has a {op.type}{at}, over a mesh of its own, and a replicated "
+                f"replicate: {program.name} has a {op.type}{op.at}, over a mesh of its own, and a replicated "
                 "Program lays out its arrays itself. Leave out replicate: compile the Program as it is, give "
                 "the step a batch that is sharded over an axis of that mesh, jax.device_put(batch, "
                 "NamedSharding(mesh, PartitionSpec('data'))), and XLA merges the gradients."
@@ -284,18 +283,7 @@ def _with_merged_results(
         if v not in equal and v.name not in grown
     }
 
-    def new(v: Variable) -> Variable:
-        return merged.get(v, v)
-
-    signature = program.signature
-    assert signature is not None
-    return replace(
-        program,
-        ops=builder.ops,
-        outputs=tuple(map(new, program.outputs)),
-        loss=program.loss and new(program.loss),
-        signature=replace(signature, result=signature.result.mapped(new)),
-    )
+    return replace(with_results(program, lambda v: merged.get(v, v)), ops=builder.ops)
 
 
 def _with_joined_results(program: Program, whole: Program) -> Program:
@@ -311,7 +299,7 @@ def _reduced(
     builder: Builder, v: Variable, devices: Devices, is_sum: bool = False, share: Share | None = None
 ) -> Variable:
     """The mean over the devices of a float, the sum of an integer (it counts) and of what ``is_sum``."""
-    how = Average() if jnp.issubdtype(v.dtype, np.inexact) and not is_sum else Sum()
+    how = Average() if v.is_float and not is_sum else Sum()
     if not jnp.issubdtype(v.dtype, np.number):
         raise GraphError(
             f"{v.name!r} ({v.type}) differs from device to device, and nothing says how to merge it. Return "

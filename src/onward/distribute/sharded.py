@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 from jax import lax
@@ -138,4 +137,4 @@ def _whole(builder: Builder, part: Variable, p: Variable, devices: Devices) -> V
 
 def _length(v: Variable, devices: Devices) -> int:
     """How many numbers of a Variable one device holds."""
-    return -(-prod(v.shape) // devices.size)
+    return -(-v.size // devices.size)

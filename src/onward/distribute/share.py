@@ -13,7 +13,7 @@ from onward.core.builder import Builder
 from onward.core.jaxprs.body import body_of
 from onward.core.marks import SCALE, WEIGH
 from onward.core.program import Op, Program, Variable
-from onward.core.walk import descendants, substitute
+from onward.core.walk import descendants, substitute, with_results
 from onward.core.words import Pass
 from onward.distribute.merge import Devices
 
@@ -48,10 +48,9 @@ class Share:
 
     def of_loss(self, program: Program) -> Program:
         """The Program with the loss times this factor, and so all gradients."""
-        loss, signature = program.loss, program.signature
+        loss = program.loss
         if loss is None or not self.counts_for(loss):
             return program
-        assert signature is not None
         builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
         factor = self.value(builder)
         types = (v.aval for v in (loss, factor))
@@ -60,15 +59,8 @@ class Share:
             WEIGH, [loss, factor], [f"weighed({loss.name})"], times, made_by=Pass.FORWARD
         )
         self._settled = {*self._settled, weighed}
-
-        def new(v: Variable) -> Variable:
-            return weighed if v is loss else v
-
-        return builder.program(
-            outputs=tuple(map(new, program.outputs)),
-            loss=weighed,
-            signature=replace(signature, result=signature.result.mapped(new)),
-        )
+        weighs = with_results(program, lambda v: weighed if v is loss else v)
+        return replace(weighs, ops=builder.ops)
 
     def of_gradients(self, program: Program) -> Program:
         """The Program whose gradients are 0 on a device without any weight, where a mean would be 0 / 0."""

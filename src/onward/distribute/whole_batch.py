@@ -18,9 +18,10 @@ from onward.core.jaxprs.body import body_of
 from onward.core.marks import SCALE
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
+from onward.core.walk import with_results
 from onward.core.words import Pass
-from onward.derive.over_batch.known import Following, How, Need
-from onward.derive.over_batch.walk import follow
+from onward.develop.over_batch.known import Following, How, Need
+from onward.develop.over_batch.walk import follow
 from onward.distribute.merge import Devices
 
 
@@ -160,16 +161,9 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
         scaled: Variable = builder.once(v, lambda: _times(builder, v, float(devices.size) ** how.power))
         return scaled
 
-    signature = program.signature
-    assert signature is not None
-    return replace(
-        program,
-        outputs=tuple(map(new, program.outputs)),
-        loss=program.loss and new(program.loss),
-        next_state={old: new(v) for old, v in program.next_state.items()},
-        signature=replace(signature, result=signature.result.mapped(new)),
-        ops=builder.ops,
-    )
+    returning = with_results(program, new)
+    state = {old: new(v) for old, v in program.next_state.items()}
+    return replace(returning, next_state=state, ops=builder.ops)
 
 
 def _other_graph(whole: Program, local: Program) -> str:
@@ -185,7 +179,7 @@ def _other_graph(whole: Program, local: Program) -> str:
 
 def _said(program: Program, op: Op, why: str, devices: int) -> str:
     return (
-        f"{program.name}: {op.type!r}{f' at {op.source}' if op.source else ''} {why}, and each of {devices} "
+        f"{program.name}: {op.type!r}{op.at} {why}, and each of {devices} "
         "devices sees only its own. The result differs from that of one device with the whole batch. To have "
         "the examples of all: trace with axis_name='replicas' and use jax.lax.all_gather(x, 'replicas', "
         "tiled=True) there. If every device's own examples are meant: replicate(..., sync_batch_norm=False)."

@@ -8,7 +8,7 @@ from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
-from onward.derive.check_finite import check_finite as checked
+from onward.develop.check_finite import check_finite as checked
 from onward.execute.spread import By
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
@@ -24,6 +24,7 @@ def compile(  # noqa: A001
     roll: bool | None = None,
     tune: bool = True,
     check_finite: bool = False,
+    keep_memory: bool | None = None,
 ) -> Step:
     """Compile a Program to one XLA computation, ahead of time.
 
@@ -51,11 +52,15 @@ def compile(  # noqa: A001
             the step; one of a step without this check is taken over. Under your own ``jax.jit`` or
             ``jax.lax.scan`` nothing can be raised, and no batch is kept: there ``state["is_finite"]`` tells,
             and ``step.expect_going`` after it. What ``guard`` or a loss scale leaves out is no fault.
+        keep_memory: keep the host memory of temporary arrays for the next step in place of asking the system
+            for it anew, on GNU/Linux, for the whole process: ``keep_host_memory``. None: on a CPU, where they
+            take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable has.
         ArgumentError: a Program for more devices than there are.
         GraphError: ``roll=True`` where no layer repeats.
+        OutOfMemoryError: the compiler of the device says that memory is not enough.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -73,14 +78,20 @@ def compile(  # noqa: A001
             f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
             "optimizer.minimize(loss, params, *data) to train."
         )
-    switches = (("roll", roll), ("tune", tune), ("check_finite", check_finite), ("check_feeds", check_feeds))
+    switches = (
+        ("roll", roll),
+        ("keep_memory", keep_memory),
+        ("tune", tune),
+        ("check_finite", check_finite),
+        ("check_feeds", check_feeds),
+    )
     for word, value in switches:
-        known = (True, False, None) if word == "roll" else (True, False)
-        if not any(value is choice for choice in known):
-            meant = ", or None for where it gains something" if word == "roll" else ""
+        may_choose = word in ("roll", "keep_memory")
+        if not any(value is choice for choice in ((True, False, None) if may_choose else (True, False))):
+            meant = ", or None for where it gains something" if may_choose else ""
             raise ArgumentError(f"compile: {word} is {value!r}; expected True or False{meant}.")
     if check_finite:
         program = checked(program)
     tuning = Tuning(tune, roll)
     apart = () if tune else None
-    return Step(program, listed(fetch), donate, check_feeds, True, tuning, apart, by, deadline)
+    return Step(program, listed(fetch), donate, check_feeds, True, tuning, apart, by, deadline, keep_memory)

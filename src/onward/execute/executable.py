@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,16 +10,18 @@ import jax
 from jax.sharding import Sharding
 
 from onward.core.compiler import compiler_options
-from onward.core.errors import PeerError, StateError
+from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
 from onward.core.placement import whole_shape
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.words import Placement
-from onward.derive.watch.watch import watching_of
+from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
+from onward.execute.host_memory import keep_for_steps
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
+from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
@@ -32,8 +34,8 @@ from onward.execute.storage.storage import Storage
 class Executable:
     """A Program ready to run: by ``function`` under a trace, by a call on arrays.
 
-    With a storage, its state is the buffers of that: ``layout`` is theirs. ``scopes`` are those that its
-    instructions bear, for each op.
+    With a storage, its state is the buffers of that: ``layout`` is theirs, ``unpacked`` the Program before.
+    ``scopes`` are those that its instructions bear, for each op.
     """
 
     def __init__(
@@ -44,11 +46,14 @@ class Executable:
         by: By = By.SHARD_MAP,
         deadline: float | None = None,
         storage: Storage | None = None,
+        keep_memory: bool | None = None,
+        scopes: Callable[[Program], Mapping[Op, str]] = own_scopes,
     ) -> None:
         watching = watching_of(program)
         looked_at = (v for _, *pair in watching for v in pair)
         wanted = tuple(dict.fromkeys((*program.outputs, *(program[name] for name in fetch), *looked_at)))
         self.results = Results(wanted, program.loss, program.signature, watching)
+        self.unpacked = program
         if storage is not None:
             program = packed(program, storage, wanted)
             wanted = program.outputs
@@ -57,7 +62,7 @@ class Executable:
         self.layout = Layout.of(program)
         following = [program.next_state[v] for v in self.layout.changed]
         self._spread = None if program.replicas is None else Spread(program, following, wanted, by)
-        self.scopes = own_scopes(program)
+        self.scopes = scopes(program)
         run = lower(program, [*following, *wanted], at_once=True, scopes=self.scopes)
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
@@ -68,12 +73,15 @@ class Executable:
         several = program.replicas is not None and program.replicas.count > 1
         self._waits = several and jax.default_backend() == "cpu"
         self._first = list(range(len(self._reused)))
+        self._keep_memory = keep_memory
+        self.host_memory = ""  # what becomes of temporary arrays, in words
         self._deadline = deadline
         self._peers: Peers | None = None
         self._fingerprint = ""  # of what all processes have to run alike
         self._compiled: jax.stages.Compiled | None = None
         self._elsewhere: dict[Lying, tuple[Lying, jax.stages.Compiled]] = {}
         self.compilations = 0
+        self._has_run = False
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The state that changed, and the results, from the whole state and the data."""
@@ -97,16 +105,23 @@ class Executable:
         """Whether it runs without waiting for other processes."""
         return self._peers is None
 
-    def compile(self) -> None:
+    def compile(self, options: Mapping[str, str | bool] | None = None) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
-        groups = (*self._split(self.layout.variables), self.program.inputs)
-        self._compiled = self._compiled_with({} if self._spread is None else self._spread.shardings(*groups))
+        self._compiled = self._compiled_with(self._shardings, options)
+        self.host_memory = keep_for_steps(self._compiled, self._keep_memory)
         if self._spread is not None and self._spread.is_shared:
             self._peers = Peers.meet(self._deadline)
             self._fingerprint = fingerprint(self.program)
 
-    @uninterrupted
-    def _compiled_with(self, shardings: Mapping[str, Any]) -> jax.stages.Compiled:
+    @property
+    def _shardings(self) -> Mapping[str, Any]:
+        groups = (*self._split(self.layout.variables), self.program.inputs)
+        return {} if self._spread is None else self._spread.shardings(*groups)
+
+    def lowered(self, shardings: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
+        """The step as XLA is given it; without shardings, as its Program is laid out."""
+        shardings = self._shardings if shardings is None else shardings
+
         def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
             own = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))
             return self.function([own[i] for i in range(len(own))], values)
@@ -115,12 +130,35 @@ class Executable:
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
         jitted = jax.jit(split, donate_argnums=(0,), **shardings)
         groups = (*self._split(self.layout.variables), self.program.inputs)
-        types = (tuple(map(self._type, group)) for group in groups)
+        return jitted.lower(*(tuple(map(self._type, group)) for group in groups))
+
+    @uninterrupted
+    def _compiled_with(
+        self, shardings: Mapping[str, Any], options: Mapping[str, str | bool] | None = None
+    ) -> jax.stages.Compiled:
         self.compilations += 1
-        return jitted.lower(*types).compile(compiler_options())
+        try:
+            return self.lowered(shardings).compile(dict(options or compiler_options()))
+        except RuntimeError as error:
+            if is_exhausted(error):
+                raise self._out_of_memory(error) from error
+            raise
 
     def _type(self, v: Variable) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(whole_shape(v, self.program.replicas), v.dtype)
+
+    @property
+    def shardings(self) -> list[Any]:
+        """Where the compiled step takes its arguments from."""
+        return [] if self._compiled is None else jax.tree.leaves(self._compiled.input_shardings)
+
+    def text_for(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[str, list[Any]]:
+        """The compiled text that runs arrays where they lie, and their shardings there."""
+        homes = homes_of(self.program, (*self.layout.variables, *self.program.inputs), (*own, *values))
+        if self._spread is not None or homes.count(None) == len(homes):
+            return self.text, self.shardings
+        compiled = self._compiled_for(homes)
+        return compiled.as_text() or "", jax.tree.leaves(compiled.input_shardings)
 
     def place(self, v: Variable, value: Any) -> Any:
         """The value of a state Variable where the compiled step takes it from."""
@@ -175,6 +213,7 @@ class Executable:
         Raises:
             StateError: some of the state was given to a step before.
             PeerError: another process did not take part.
+            OutOfMemoryError: a device has not the memory for it.
         """
         try:
             if self._peers is not None:
@@ -193,6 +232,8 @@ class Executable:
         except PeerError:
             raise
         except (RuntimeError, ValueError) as error:
+            if is_exhausted(error):
+                raise self._out_of_memory(error, (*own, *values)) from error
             if any(map(is_deleted, own)):
                 raise StateError(SPENT) from error
             raise
@@ -226,8 +267,7 @@ class Executable:
             for x, s in zip(own, homes, strict=False)
         ]
         changed, results = compiled(*self._split(own), tuple(values))
-        if jax.default_backend() == "cpu":
-            jax.block_until_ready(results)
+        self._wait(changed, results, jax.default_backend() == "cpu")
         return own, changed, results
 
     def _run_together(
@@ -242,9 +282,23 @@ class Executable:
     def _run_compiled(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         assert self._compiled is not None, "compile comes first"
         changed, results = self._compiled(*self._split(own), tuple(values))
-        if self._waits or self._peers is not None:
-            jax.block_until_ready((changed, results) if self._peers is not None else results)
+        self._wait(changed, results, self._waits)
         return changed, results
+
+    def _wait(self, changed: Sequence[Any], results: Sequence[Any], waits: bool) -> None:
+        """Wait where that is needed, and until a first run has shown that memory is enough.
+
+        A device computes, and may find that it lacks memory, after the call has returned.
+        """
+        if self._peers is not None or not self._has_run:
+            wait_for((changed, results))
+            self._has_run = True
+        elif waits:
+            jax.block_until_ready(results)
+
+    def _out_of_memory(self, error: Exception, arrays: Sequence[Any] = ()) -> OutOfMemoryError:
+        donated = {self.layout.changed[i].name for i in self._reused}
+        return out_of_memory(error, self.unpacked, self._compiled, donated, arrays)
 
 
 def _lies(value: Any, home: Sharding | None) -> bool:

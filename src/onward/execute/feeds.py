@@ -216,7 +216,7 @@ def _check_bound(program: str, v: Variable, value: Any, size: int, what: str) ->
 
 def _conversion(v: Variable) -> str:
     name = v.name.rpartition("/")[2]
-    if jax.numpy.issubdtype(v.dtype, jax.dtypes.prng_key):
+    if v.is_key:
         return f"Make it a typed key, jax.random.wrap_key_data({name}) or jax.random.key(seed)"
     return f"Convert it, {name}.astype({str(v.dtype)!r})"
 

@@ -84,12 +84,13 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for name in ("optimizer", "schedule", "reader"):
         if was.get(name) and now.get(name):
             found += _of_words(name, was[name], now[name])
-    if was.get("schedule") == now.get("schedule") and was.get("jax") == now.get("jax"):
-        pairs = ((n, x, now.get("computed", {}).get(n)) for n, x in was.get("computed", {}).items())
-        found += [_OTHERWISE.format(name=n) for n, x, y in pairs if None not in (x, y) and x != y]
-    if was.get("optimizer") == now.get("optimizer") and was.get("jax") == now.get("jax"):
-        pairs = ((n, x, now.get("transformed", {}).get(n)) for n, x in was.get("transformed", {}).items())
-        found += [_TRANSFORMED.format(name=n) for n, x, y in pairs if None not in (x, y) and x != y]
+    for known, digests, sentence in (
+        ("schedule", "computed", _OTHERWISE),
+        ("optimizer", "transformed", _TRANSFORMED),
+    ):
+        if was.get(known) == now.get(known) and was.get("jax") == now.get("jax"):
+            pairs = ((n, x, now.get(digests, {}).get(n)) for n, x in was.get(digests, {}).items())
+            found += [sentence.format(name=n) for n, x, y in pairs if None not in (x, y) and x != y]
     return found
 
 

@@ -2,20 +2,29 @@
 
 A step on CPU takes its temporary arrays from the C library, which returns large ones to the operating system
 as soon as they are free; the next step asks again, and the system clears page after page for it. That can
-be half the time of a step. ``keep_host_memory`` tells the C library to keep what it has.
+be half the time of a step. ``keep_host_memory`` tells the C library to keep what it has; ``compile`` does so
+for a step on CPU that takes much.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import jax
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # as <malloc.h> numbers them
 _NEVER = 2**31 - 1
 _GROWS_BY = 64 * 2**20
 _SETTINGS = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _GROWS_BY, _ARENA_MAX: 1}
+
+
+_LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library keeps by itself
+_SWITCH = "ONWARD_KEEP_MEMORY"
 
 
 class KeptMemory(NamedTuple):
@@ -34,7 +43,8 @@ def keep_host_memory() -> KeptMemory:
     It pays for steps on CPU with large temporary arrays, such as those of a transformer. In exchange the
     process keeps the most memory it ever used, a quarter to a half more than before. Call it first, before
     arrays are made; it holds for the whole process and cannot be taken back. ``import onward`` never does
-    it; ``onward demo`` and ``onward launch`` do. Only the C library of GNU/Linux can be told so; elsewhere
+    it; ``compile`` does for a step with temporary arrays of 16 MiB or more, unless ``keep_memory=False`` or
+    ONWARD_KEEP_MEMORY=0 says no. Only the C library of GNU/Linux can be told so; elsewhere
     nothing happens, and ``reason`` says why.
 
     Source: mallopt(3) of the GNU C library: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX.
@@ -73,3 +83,25 @@ def can_keep_host_memory() -> KeptMemory:
             False, "the C library is not GNU's, which alone can be told so (Alpine Linux has musl)"
         )
     return KeptMemory(True, "glibc can be told to keep what it has")
+
+
+def keep_for_steps(
+    compiled: jax.stages.Compiled, wanted: bool | None, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Keep host memory where the steps of an executable gain from it, and say so; empty where they do not.
+
+    Args:
+        compiled: the executable.
+        wanted: whether to keep it; None: on a CPU, if temporary arrays are large and the environment does
+            not forbid it.
+        environment: of the process; ONWARD_KEEP_MEMORY=0 forbids.
+    """
+    analysis = compiled.memory_analysis()
+    taken = 0 if analysis is None else int(analysis.temp_size_in_bytes)
+    if not wanted and (taken < _LARGE or jax.default_backend() != "cpu"):
+        return ""
+    told = f"host memory: {taken / 2**20:,.0f} MiB of temporary arrays"
+    if wanted is False or (wanted is None and environment.get(_SWITCH) == "0"):
+        return f"{told} go back to the system after each step"
+    kept = keep_host_memory()
+    return f"{told} are kept for the next step" if kept else f"{told}, not kept: {kept.reason}"

@@ -28,12 +28,13 @@ from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.joining import as_one_call
 from onward.core.primitives.table import of
 from onward.core.program import Program
-from onward.core.structure import describe
+from onward.core.structure import describe, is_count
 from onward.execute.feeds import Feeds, Key
 from onward.execute.line import follow
 from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
 from onward.execute.lying import lies_elsewhere
+from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
 from onward.execute.nonfinite.checks import Arguments
 from onward.execute.out import Out
 from onward.execute.outs import Outs, OutsPart
@@ -170,6 +171,7 @@ class _StepLoop:
         self.count = len(leaves)
         self.turn = as_one_call(body, step.program.name)
         self.steps = len(group.batches)
+        self.program, self.has_run = step.program, False
         self.call = compiled_alone(self._scan, donate_argnums=(0,) if donates else ())
 
     def _body(self, step: Runnable, leaves: Sequence[Any], batch: StackableBatch) -> Body:
@@ -200,7 +202,15 @@ class _StepLoop:
     def __call__(self, state: State, stacked: Sequence[Any]) -> tuple[State, Out]:
         leaves = jax.tree.leaves(state)
         kept = [leaves[i] for i in self.kept]
-        changed, results = self.call([leaves[i] for i in self.changed], kept, stacked)
+        try:
+            changed, results = self.call([leaves[i] for i in self.changed], kept, stacked)
+            if not self.has_run:
+                wait_for((changed, results))
+                self.has_run = True
+        except RuntimeError as error:
+            if is_exhausted(error):
+                raise out_of_memory(error, self.program, arrays=(*leaves, *stacked)) from error
+            raise
         return jax.tree.unflatten(self.tree, self._whole(changed, kept)), jax.tree.unflatten(
             self.out_tree, results
         )
@@ -208,7 +218,7 @@ class _StepLoop:
 
 def _expect(state: Any, batches: Any, steps: Any) -> None:
     """Raise unless these are a State that can be used, batches, and a number of steps."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not is_count(steps):
         raise ArgumentError(f"step.run: steps is {describe(steps)}; expected a whole number, at least 1.")
     if not isinstance(state, State):
         raise ArgumentError(

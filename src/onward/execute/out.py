@@ -12,7 +12,7 @@ import jax
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Variable
 from onward.core.structure import Signature
-from onward.derive.watch.reading import Watched, Watching
+from onward.develop.watch.reading import Watched, Watching
 
 
 @dataclass(frozen=True, eq=False)

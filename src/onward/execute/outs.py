@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.program import Variable
-from onward.derive.watch.reading import Watched
+from onward.core.variable import holds_keys
+from onward.develop.watch.reading import Watched
 from onward.execute.out import Out
 
 
@@ -98,8 +99,7 @@ class Outs:
 
 def _joined(alone: Sequence[bool], *parts: Any) -> Any:
     """One array over all steps; a list of arrays if these are of different shapes."""
-    keys = jnp.issubdtype(parts[0].dtype, jax.dtypes.extended)
-    over = jnp if keys else np
+    over = jnp if holds_keys(parts[0].dtype) else np
     rows = [
         over.asarray(x)[None] if single else over.asarray(x) for x, single in zip(parts, alone, strict=True)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -179,11 +178,11 @@ def laid_out(value: Any, v: Variable, layout: Layout, was: Placement = Placement
     if v.kind is not Kind.STATE:
         return None
     if was is Placement.PER_REPLICA:
-        value = np.mean(value, 0, dtype=value.dtype) if jnp.issubdtype(v.dtype, np.inexact) else value[0]
+        value = np.mean(value, 0, dtype=value.dtype) if v.is_float else value[0]
     if v.placement is Placement.SHARDED:
         return np.resize(np.pad(np.ravel(value), (0, whole.shape[0])), whole.shape)
-    if was is Placement.SHARDED and np.size(value) >= prod(v.shape):
-        value = np.reshape(value[: prod(v.shape)], v.shape)
+    if was is Placement.SHARDED and np.size(value) >= v.size:
+        value = np.reshape(value[: v.size], v.shape)
     return np.broadcast_to(value, whole.shape) if np.shape(value) == v.shape else None
 
 

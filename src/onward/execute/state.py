@@ -15,6 +15,7 @@ from onward.core.errors import ArgumentError, HyperparameterError, StateError, U
 from onward.core.placement import local_copies, whole_shape
 from onward.core.program import Program, Replicas, Variable
 from onward.core.structure import Signature, describe
+from onward.core.variable import holds_keys
 from onward.core.words import UpdateType
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
@@ -382,7 +383,7 @@ def stored(value: Any, v: Variable, what: str) -> Any:
 
 def copied(value: Any, dtype: Any) -> Any:
     """A value in a buffer of its own."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
+    if holds_keys(dtype):
         return jax.random.clone(value)
     if _moves_as_it_is(value, dtype):
         return jax.device_put(value, may_alias=False)  # a copy by jnp compiles a kernel for each shape

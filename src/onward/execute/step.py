@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from os import PathLike
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 
 from onward.core.errors import ArgumentError, OnwardError, StateError, not_pickled
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.recipe import rebuilt
 from onward.core.walk import Where, find, select
 from onward.execute.checkpoint.checkpoints import Checkpoints
@@ -63,6 +63,7 @@ class Step:
         apart: Collection[str] | None = None,
         by: str = By.SHARD_MAP,
         deadline: float | None = None,
+        keep_memory: bool | None = None,
     ) -> None:
         self.program = program
         self._checks = Checks.of(program)
@@ -77,7 +78,12 @@ class Step:
         self._known: set[Layout] = set()
         self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
         self._executable = partial(
-            Executable, fetch=self.fetch, donate=self._donate, by=By.of(by), deadline=deadline_of(deadline)
+            Executable,
+            fetch=self.fetch,
+            donate=self._donate,
+            by=By.of(by),
+            deadline=deadline_of(deadline),
+            keep_memory=keep_memory,
         )
         self._portions = None if program.replicas is None else Portions(program)
         self._tuning = tuning or Tuning(is_on=False)
@@ -149,6 +155,7 @@ class Step:
             ArgumentError: data of the wrong number, structure, shape or dtype.
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
             NonFiniteError: an earlier step was not finite: see ``check_finite``, ``guard(program, "stop")``.
+            OutOfMemoryError: a device has not the memory for it; the error says what would lie there.
         """
         whose, state = state, self._accepted(state)
         given = state
@@ -289,7 +296,8 @@ class Step:
         """
         (tuned, *_) = self._tuned.values()
         alone = self._many.alone
-        notes = (*tuned.notes, f"run: one step per call: {alone}") if alone else tuned.notes
+        run = f"run: one step per call: {alone}" if alone else ""
+        notes = (*tuned.notes, *filter(None, (run, self._first.host_memory)))
         return StepPlan(self.program, self._first.program, notes, self.storage)
 
     def executable(self, state: State, /, *data: Any, **feed: Any) -> Executable:
@@ -298,6 +306,19 @@ class Step:
         executable, _, _ = self._find(self._accepted(state), values)
         self._compile(executable)
         return executable
+
+    def compiled_text(
+        self, scopes: Callable[[Program], Mapping[Op, str]], state: State, /, *data: Any, **feed: Any
+    ) -> tuple[str, Sequence[Any]]:
+        """The compiled XLA computation that runs these arrays where they lie, and their shardings.
+
+        It is compiled once more, with its ops in these scopes.
+        """
+        state = self._accepted(state)
+        found, values, _ = self._find(state, self.feeds.named(data, feed) if feed else data)
+        executable = self._executable(found.unpacked, storage=state.storage, scopes=scopes)
+        executable.compile()
+        return executable.text_for(self._own(state, executable), values)
 
     def expect_going(self, state: State) -> None:
         """Wait for a State; raise ``NonFiniteError`` if ``guard(..., "stop")`` or a check stopped there."""

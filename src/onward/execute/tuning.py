@@ -1,8 +1,9 @@
 """Transform a Program before it is compiled: the same results with less work.
 
 A Step keeps the Program that people gave it, by whose names they fetch. What is compiled is made of that:
-repeated layers are a loop where this gains something, bodies are others where the device is slow at these,
-and fences stand where a compiler would compute a value again and again.
+repeated layers are a loop where this gains something, products leave a loop that need not be computed turn
+by turn, bodies are others where the device is slow at these, and fences stand where a compiler would compute
+a value again and again.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import jax
 
 from onward.core.errors import GraphError, RecipeError
 from onward.core.program import Program
-from onward.derive.fence import fence, worth_fencing
-from onward.derive.recompute.lean import lean
-from onward.derive.recompute.report import is_recomputed
-from onward.derive.rewrite.rewrite import rewrite, rewritten_ops
-from onward.derive.roll.roll import roll, roll_where_worth, rolls_of
+from onward.develop.fence import fence, worth_fencing
+from onward.develop.fission.fission import fission, fissions
+from onward.develop.recompute.lean import lean
+from onward.develop.recompute.report import is_recomputed
+from onward.develop.rewrite.rewrite import rewrite, rewritten_ops
+from onward.develop.roll.roll import roll, roll_where_worth, rolls_of
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.storage.storage import Storage
 
@@ -83,6 +85,9 @@ class Tuning:
                 if leaner is not program:
                     notes.append("lean: the backward pass computes again what is cheaper than to keep")
                 program = leaner
+            if (loops := fissions(program)) and not is_recomputed(program):
+                program = fission(program)
+                notes.append(f"fission: {'; '.join(loops)}")
             if found := Counter(op.type for op in rewritten_ops(program, platform)):
                 program = rewrite(program, platform)
                 notes.append(f"rewritten for {platform}: {_counted(found)}")

@@ -15,7 +15,7 @@ from typing import Any
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.structure import describe
 from onward.core.walk import name_of
-from onward.derive.seam import update_pass
+from onward.develop.seam import update_pass
 from onward.execute.loop.prefetch import END, PATIENCE
 from onward.execute.step import Step
 from onward.fit.gradient_machine import GradientMachine

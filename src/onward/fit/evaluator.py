@@ -17,7 +17,7 @@ import numpy as np
 from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, StateError, nearest, not_pickled
 from onward.core.program import Program, Variable
-from onward.core.structure import describe, path_name
+from onward.core.structure import path_name
 from onward.core.walk import find, name_of
 from onward.execute.feeds import data_names, unshared
 from onward.execute.loop.interrupt import uninterrupted
@@ -27,7 +27,7 @@ from onward.execute.spread import on_one_device, summed
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
-from onward.fit.model import EvaluationRequest, Model
+from onward.fit.model import EvaluationRequest, Model, expect_model
 
 
 class Evaluator:
@@ -53,11 +53,7 @@ class Evaluator:
     """
 
     def __init__(self, model: Model, activations: Iterable[str | Variable] = ()) -> None:
-        if not isinstance(model, Model):
-            raise ArgumentError(
-                f"Evaluator was given {describe(model)}; expected a Model: Model(network), or load(path) of "
-                "a file that save wrote."
-            )
+        expect_model(model, "Evaluator")
         self.model = model
         self._fetch = tuple(find(model.test_program, name).name for name in activations)
         self._names = data_names(model.test_program)

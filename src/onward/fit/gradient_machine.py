@@ -12,15 +12,14 @@ from typing import Any, NoReturn
 
 import jax
 
-from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest, not_pickled
+from onward.core.errors import StateError, UnknownNameError, nearest, not_pickled
 from onward.core.program import Variable
-from onward.core.structure import describe
 from onward.core.walk import Where, find, listed, select
 from onward.derive.backward import append_backward
 from onward.execute.out import Out
 from onward.execute.state import State
 from onward.execute.step import Step
-from onward.fit.model import Model
+from onward.fit.model import Model, expect_model
 
 
 class GradientMachine:
@@ -51,10 +50,7 @@ class GradientMachine:
         activations: Iterable[str | Variable] = (),
         number: int = 0,
     ) -> None:
-        if not isinstance(model, Model):
-            raise ArgumentError(
-                f"GradientMachine was given {describe(model)}; expected a Model: Model(network)."
-            )
+        expect_model(model, "GradientMachine")
         self.model, self.number = model, number
         self._keys: dict[str, Any] = {}
         self._out: Out | None = None

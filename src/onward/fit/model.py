@@ -16,7 +16,7 @@ from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.for_test import quietly_for_test
-from onward.derive.seam import forward_pass
+from onward.develop.seam import forward_pass
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
@@ -193,8 +193,17 @@ class Model:
         return found
 
     def __repr__(self) -> str:
-        count = sum(_size(v) for v in self.topology.parameters)
+        count = sum(v.size for v in self.topology.parameters)
         return f"Model({self.topology.name!r}, {len(self.topology.parameters)} parameters, {count:,} numbers)"
+
+
+def expect_model(value: object, user: str) -> None:
+    """Raise ``ArgumentError`` for what is no Model."""
+    if not isinstance(value, Model):
+        raise ArgumentError(
+            f"{user} was given {describe(value)}; expected a Model: Model(network), or load(path) of a file "
+            "that save wrote."
+        )
 
 
 @dataclass(frozen=True)
@@ -262,10 +271,3 @@ def _given(topology: Program, parameters: Any, state: Any) -> dict[Variable, Any
     if signature.model_state is not None:
         given |= by_structure(signature.model_state, state, signature.names[1])
     return given
-
-
-def _size(v: Variable) -> int:
-    size = 1
-    for n in v.shape:
-        size *= n
-    return size

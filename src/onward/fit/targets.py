@@ -6,9 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from onward.core.errors import GraphError
 from onward.core.program import Op, Program, Target, Variable
 from onward.core.structure import describe
@@ -126,7 +123,7 @@ def _goes_along(
     program: Program, old: Variable, new: Variable, wanted: Sequence[Variable], needed: set[Variable]
 ) -> bool:
     """Whether a run also updates this state Variable, though no target names it."""
-    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+    if old.is_key:
         return old in needed
     maker = next(op for op in program.ops if new in op.outputs) if new not in program.state else None
     trains = any(op.made_by is Pass.UPDATE for op in program.ops if not needed.isdisjoint(op.outputs))

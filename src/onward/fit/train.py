@@ -29,7 +29,7 @@ from onward.define.lazy import has_lazy
 from onward.define.trace import trace
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Adam
-from onward.derive.seam import forward_pass
+from onward.develop.seam import forward_pass
 from onward.distribute.merge import Merge
 from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
 from onward.execute.checkpoint.identity import Identity

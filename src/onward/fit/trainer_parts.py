@@ -13,7 +13,6 @@ import numpy as np
 
 from onward.core.errors import ArgumentError, NonFiniteError, UnknownNameError, nearest, not_pickled
 from onward.core.program import Program, Variable
-from onward.core.structure import describe
 from onward.core.walk import Where
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
@@ -29,7 +28,7 @@ from onward.execute.state import Layout, State
 from onward.execute.step import Step
 from onward.execute.tuning import StepPlan, Tuning
 from onward.fit.evaluator import Evaluator
-from onward.fit.model import Model
+from onward.fit.model import Model, expect_model
 from onward.fit.standing import Standing
 from onward.fit.telling import CALLBACKS, Telling
 from onward.fit.training_program import training_program
@@ -50,8 +49,7 @@ class TrainerParts:
         merge: Merge | None = None,
         check_finite: bool = False,
     ) -> None:
-        if not isinstance(model, Model):
-            raise ArgumentError(f"Trainer was given {describe(model)}; expected a Model: Model(network).")
+        expect_model(model, "Trainer")
         self.model = model
         self.program = training_program(model, optimizer, parameter_list, devices, merge, check_finite)
         self.evaluator = Evaluator(model)

@@ -17,7 +17,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
 from onward.core.source import user_level
 from onward.core.structure import describe
-from onward.derive.guard import is_guarded
+from onward.develop.guard import is_guarded
 from onward.execute.feeds import unshared
 from onward.execute.fingerprints import differences, of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining

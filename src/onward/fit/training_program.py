@@ -8,8 +8,8 @@ from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
-from onward.derive.check_finite import check_finite as checked
 from onward.derive.optimizer import Optimizer
+from onward.develop.check_finite import check_finite as checked
 from onward.distribute.merge import Merge
 from onward.distribute.replicate import replicate
 from onward.execute.state import Layout

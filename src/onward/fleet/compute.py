@@ -15,8 +15,8 @@ from onward.core.errors import ArgumentError, ClusterError, NonFiniteError, Onwa
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import prune
-from onward.derive.guard import is_guarded
-from onward.derive.watch.watch import watching_of
+from onward.develop.guard import is_guarded
+from onward.develop.watch.watch import watching_of
 from onward.distribute.split.cut import Split
 from onward.distribute.split.joined import Seen
 from onward.distribute.split.rows import Table

@@ -9,7 +9,7 @@ import numpy as np
 from onward.core.errors import GraphError
 from onward.core.program import Program
 from onward.core.words import Kind
-from onward.derive.watch.watch import watching_of
+from onward.develop.watch.watch import watching_of
 from onward.distribute.split.cut import Split
 from onward.distribute.split.trainer import plain
 from onward.execute.state import State

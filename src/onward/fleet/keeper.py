@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import ArgumentError, ClusterError, NonFiniteError
+from onward.core.structure import is_count
 from onward.core.words import Kind
-from onward.distribute.merge import is_count
 from onward.distribute.split.cut import Split
 from onward.fleet.faults import Faults
 from onward.fleet.fence import Epoch, ServerPlace

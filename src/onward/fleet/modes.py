@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onward.core.errors import ArgumentError
-from onward.core.structure import describe
+from onward.core.structure import describe, is_count
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Momentum
-from onward.distribute.merge import is_count
 
 
 @dataclass(frozen=True)

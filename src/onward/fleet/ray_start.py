@@ -1,6 +1,7 @@
 """How Ray is started on this machine, for it alone, or joined on others: environment, token, folder.
 
-Ray is configured by environment variables, which it reads once; here they are set, read, and put back.
+Ray is configured by environment variables, which it reads once; here they are set, read, and put back before
+anything else is started from here: a Ray of its own that a script starts, or joins, is not to take them.
 """
 
 from __future__ import annotations
@@ -105,15 +106,15 @@ class RayStart:
 
     def _start(self, ray: Any, stack: ExitStack) -> Path:
         folder = Path(stack.enter_context(_folder()))
-        _configure({**ALONE, **_with_token(_write_token(folder))}, stack)
-        self._init(
-            ray,
-            stack,
-            address="local",
-            include_dashboard=False,
-            object_store_memory=self.memory,
-            _temp_dir=str(folder / "ray"),  # Ray opens it to everybody, so what is around it is private
-        )
+        with _configured({**ALONE, **_with_token(_write_token(folder))}, stack):
+            self._init(
+                ray,
+                stack,
+                address="local",
+                include_dashboard=False,
+                object_store_memory=self.memory,
+                _temp_dir=str(folder / "ray"),  # Ray opens it to everybody, so what is around it is private
+            )
         return folder
 
     def _join(self, ray: Any, stack: ExitStack) -> None:
@@ -121,8 +122,8 @@ class RayStart:
         changes = {**JOINED, **(HERE if _knock(address) in LOOPBACK else {})}
         if self.token is not None:
             changes |= _with_token(_check_token(Path(self.token)))
-        _configure(changes, stack)
-        self._init(ray, stack, address=address)
+        with _configured(changes, stack):
+            self._init(ray, stack, address=address)
 
     def _init(self, ray: Any, stack: ExitStack, **how: Any) -> None:
         handler = signal.getsignal(signal.SIGTERM)
@@ -229,12 +230,17 @@ def _with_token(path: Path) -> dict[str, str | None]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": None}
 
 
-def _configure(changes: Variables, stack: ExitStack) -> None:
-    """Environment variables as they are to be, until the end; None: absent."""
+@contextmanager
+def _configured(changes: Variables, stack: ExitStack) -> Iterator[None]:
+    """Environment variables as they are to be in the block (None: absent), and for Ray until the end."""
     stack.callback(_read_environment)
-    stack.callback(_set, {name: os.environ.get(name) for name in (*changes, *TOUCHED)})
-    _set(changes)
-    _read_environment()
+    before = {name: os.environ.get(name) for name in (*changes, *TOUCHED)}
+    try:
+        _set(changes)
+        _read_environment()
+        yield
+    finally:
+        _set(before)
 
 
 def _read_environment() -> None:

@@ -16,7 +16,7 @@ import jax
 
 from onward.core.errors import ClusterError, NonFiniteError
 from onward.core.program import Program
-from onward.derive.watch.reading import Watched
+from onward.develop.watch.reading import Watched
 from onward.execute.loop.history import History
 from onward.execute.loop.watch_history import WatchHistory
 from onward.fit.model import Model

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.core.errors import ArgumentError, ClusterError
-from onward.distribute.merge import is_count
+from onward.core.structure import is_count
 from onward.distribute.split.devices import TrainerDevices
 from onward.execute.disk.durable import appearing, sync
 from onward.fleet.faults import Faults

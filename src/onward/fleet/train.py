@@ -15,9 +15,9 @@ from onward.core.program import Program
 from onward.core.recipe import undone
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
-from onward.derive.check_finite import check_finite as checked
-from onward.derive.over_batch.loss import loss_is_sum
-from onward.derive.seam import forward_pass
+from onward.develop.check_finite import check_finite as checked
+from onward.develop.over_batch.loss import loss_is_sum
+from onward.develop.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum
 from onward.distribute.replicate import replicate, replicated
 from onward.distribute.split.devices import TrainerDevices

@@ -7,8 +7,8 @@ import pytest
 from tests.distribute.split.by_hand import ByHand, parts_of
 
 import onward as ow
-from onward.derive.watch.reading import Watched
-from onward.derive.watch.statistics import SCALARS
+from onward.develop.watch.reading import Watched
+from onward.develop.watch.statistics import SCALARS
 from onward.distribute.split.joined import WHOLE
 
 ROWS, STEPS = 8, 4

@@ -27,7 +27,7 @@ from onward.core.jaxprs.equations import (
 from onward.core.jaxprs.scopes import entries, transforms_around
 from onward.core.names import Names
 from onward.core.source import Source, is_library
-from onward.core.variable import Variable
+from onward.core.variable import Variable, holds_keys
 from onward.core.words import Kind, Pass
 
 _declare = jex.Primitive("declare")
@@ -293,7 +293,7 @@ def _draws(eqn: Any) -> bool:
     (inner,) = jaxprs_in(tuple(eqn.params.values()))
     if not is_library(inner.jaxpr.debug_info.func_filename or "<frozen "):
         return False
-    return bool(jax.numpy.issubdtype(eqn.invars[0].aval.dtype, jax.dtypes.prng_key))
+    return holds_keys(eqn.invars[0].aval.dtype)
 
 
 def _kind(eqn: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from onward.core.variable import Replicas
 
 _nothing = jax.jit(lambda: ())
 _replicas: ContextVar[Replicas | None] = ContextVar("replicas", default=None)
+_anew: ContextVar[int] = ContextVar("anew", default=0)
+_measured = count(1)
 
 
 @contextmanager
@@ -30,6 +33,21 @@ def current_axis() -> Replicas | None:
     return _replicas.get()
 
 
+@contextmanager
+def anew() -> Iterator[None]:
+    """Trace and derive within as if nothing had been traced before, to see how long it takes."""
+    token = _anew.set(next(_measured))
+    try:
+        yield
+    finally:
+        _anew.reset(token)
+
+
+def since() -> int:
+    """Equal for two moments if the one may take what was traced at the other."""
+    return _anew.get()
+
+
 def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None) -> Any:
     """The closed jaxpr of a function of flat arrays.
 
@@ -38,8 +56,9 @@ def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None) ->
     """
     axis = _replicas.get()
     axes: list[tuple[Any, int]] = [(axis.name, axis.count)] if axis else []
-    if apart is not None:
-        axes.append((apart, 1))  # nobody exchanges along it; JAX takes what it knows only under equal axes
+    for mark in (apart, ("anew", since()) if since() else None):
+        if mark is not None:
+            axes.append((mark, 1))  # nobody exchanges along it; JAX takes what it knows only under equal axes
     return jax.make_jaxpr(function, axis_env=axes or None)(*types)
 
 
@@ -50,4 +69,4 @@ def settings_now() -> Hashable:
     does not ask what kind of random keys there are by default.
     """
     settings: Any = jax.config
-    return _nothing.trace().jaxpr, settings.jax_default_prng_impl, settings.jax_enable_custom_prng
+    return _nothing.trace().jaxpr, settings.jax_default_prng_impl, settings.jax_enable_custom_prng, since()

@@ -238,6 +238,11 @@ class Primitive:
         return self.moves in _OF_ONE
 
     @property
+    def adds(self) -> bool:
+        """Whether its result is the sum of its operands, number by number."""
+        return self.is_elementwise and self.linear is Linear.TOGETHER and self.keeps_sign and not self.chooses
+
+    @property
     def equalizes(self) -> bool:
         """Whether it gives all devices the same result, whatever each of them puts in."""
         return self.exchanges in (Exchanges.SUM, Exchanges.EXTREME, Exchanges.GATHER, Exchanges.COPY)

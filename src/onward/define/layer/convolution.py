@@ -16,6 +16,7 @@ from jax import lax
 
 from onward.core.errors import ArgumentError
 from onward.core.source import user_line
+from onward.core.structure import is_count
 from onward.define.context import Initializer
 from onward.define.initializer import constant, he_normal
 from onward.define.layer.activation import activated
@@ -183,7 +184,7 @@ def _average(x: Any, window: Any, strides: Any, padding: Any) -> Any:
 def _each(what: str, value: Window, axes: int) -> tuple[int, ...]:
     """A number for each spatial axis."""
     sizes: tuple[Any, ...] = tuple(value) if isinstance(value, tuple | list) else (value,) * axes
-    if len(sizes) != axes or not all(_is_whole(n) and n >= 1 for n in sizes):
+    if len(sizes) != axes or not all(map(is_count, sizes)):
         raise ArgumentError(
             f"The {what} of a window at {user_line()} is {value!r}; expected a positive number, or a tuple "
             f"of {axes}, one for each spatial axis."
@@ -193,7 +194,7 @@ def _each(what: str, value: Window, axes: int) -> tuple[int, ...]:
 
 def _padding(padding: Padding, count: int) -> Any:
     """The padding as ``jax.lax`` takes it: a word, or (before, after) for each spatial axis."""
-    if _is_whole(padding) and padding >= 0:  # type: ignore[operator]
+    if is_count(padding, 0):
         return [(padding, padding)] * count
     if isinstance(padding, str) and padding.upper() in ("SAME", "VALID"):
         return padding.upper()

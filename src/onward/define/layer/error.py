@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import HyperparameterError
+from onward.core.structure import is_number
 from onward.define.layer.base import layer
 
 
@@ -45,8 +46,7 @@ def clip_error(x: Any, max_value: float, *, name: str | None = None) -> Any:
 
 def checked_bound(max_value: Any) -> float:
     """The bound as a number that is known while tracing."""
-    is_number = isinstance(max_value, int | float | np.number) and not isinstance(max_value, bool)
-    if not is_number or not math.isfinite(max_value) or max_value < 0:
+    if not is_number(max_value) or not math.isfinite(max_value) or max_value < 0:
         raise HyperparameterError(
             f"error_clip: max_value is {max_value!r}; expected a finite number of at least 0."
         )

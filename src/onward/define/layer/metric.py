@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from onward.core.errors import ArgumentError
+from onward.core.jaxprs.tracing import current_axis
 from onward.core.source import user_line
 from onward.define.layer.base import cost, layer
 from onward.define.layer.costs import checked_weights, expect_labels, weighted_mean
-from onward.define.layer.devices import gathered
 from onward.define.layer.expect import count, expect_same_shape, precise
 
 
@@ -95,7 +95,7 @@ def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = Non
         )
     positive = precise(labels).ravel()
     w = 1.0 if weights is None else checked_weights("auc", weights, scores).ravel()
-    s, positive, negative = gathered((scores.ravel(), w * positive, w * (1 - positive)))
+    s, positive, negative = _gathered((scores.ravel(), w * positive, w * (1 - positive)))
     return jnp.sum(positive * (_share_below(s, negative) - 0.5)) / jnp.sum(positive) + 0.5
 
 
@@ -126,3 +126,9 @@ def _share_below(scores: Any, weights: Any) -> Any:
     ordered, sums = scores[order], jnp.pad(jnp.cumsum(weights[order]), (1, 0))
     below, up_to = (jnp.searchsorted(ordered, scores, side=side) for side in ("left", "right"))
     return (sums[below] + sums[up_to]) / (2 * sums[-1])
+
+
+def _gathered(arrays: Any) -> Any:
+    """Arrays over examples, or a pytree of them, with the examples of all devices, in their order."""
+    axis = current_axis()
+    return arrays if axis is None else lax.all_gather(arrays, axis.name, tiled=True)

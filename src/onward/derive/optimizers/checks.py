@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onward.core.errors import HyperparameterError
-from onward.core.structure import is_word
+from onward.core.structure import is_count, is_word
 from onward.derive.optimizer import Optimizer
 
 
@@ -11,7 +11,7 @@ def check_counts(optimizer: Optimizer, *names: str) -> None:
     """Raise ``HyperparameterError`` unless each of these fields is a whole number of at least 1."""
     for name in names:
         value = getattr(optimizer, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise HyperparameterError(
                 f"{type(optimizer).__name__}: {name} is {value!r}. It must be a whole number of at least 1."
             )

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from onward.core.errors import HyperparameterError
+from onward.core.structure import is_count
 from onward.derive.rule import Hyperparameter, ParameterRule, Slots
 
 
@@ -128,7 +129,7 @@ class SWA(RunningAverage):
 
 
 def _expect_count(rule: Any, name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_count(value, least):
         raise HyperparameterError(
             f"{type(rule).__name__}: {name} is {value!r}; expected a number of steps, at least {least}."
         )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from onward.core.errors import HyperparameterError
+from onward.core.structure import is_count
 from onward.core.words import UpdateType
 from onward.derive.rule import Hyperparameter, ParameterRule, Slots
 
@@ -36,7 +37,7 @@ class Lookahead(ParameterRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+        if not is_count(self.every):
             raise HyperparameterError(
                 f"Lookahead: every is {self.every!r}; expected a number of steps, at least 1."
             )

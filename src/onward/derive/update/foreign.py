@@ -107,9 +107,8 @@ def _expect_shared(program: Program, update: ForeignUpdate, env: Mapping[Variabl
     for op in update.ops:
         for v in op.inputs:
             if env.get(v) in made and env[v] not in equal:
-                at = f" at {op.source}" if op.source else ""
                 raise GraphError(
-                    f"{program.name}: the update reads {env[v].name!r} ({op.type}{at}) beside the gradients, "
-                    "which every device has of its own part of the batch, so each would make another "
-                    "update. Let the update read gradients and state alone, or take one device."
+                    f"{program.name}: the update reads {env[v].name!r} ({op.type}{op.at}) beside the "
+                    "gradients, which every device has of its own part of the batch, so each would make "
+                    "another update. Let the update read gradients and state alone, or take one device."
                 )

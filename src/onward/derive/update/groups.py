@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onward.core.errors import ArgumentError, HyperparameterError, UnknownNameError
+from onward.core.errors import ArgumentError, GraphError, HyperparameterError, UnknownNameError
 from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Program, Variable
@@ -238,6 +238,12 @@ class Routing:
         """Everything that acts in an update: optimizers and rules."""
         optimizers = [route.optimizer for route in self.routes]
         return [*self.rules(GradientRule), *optimizers, *self.rules(ParameterRule)]
+
+    def expect_gradients_only(self, why_not: str) -> None:
+        """Raise ``GraphError`` for what evaluates the loss in an update, with the reason why it cannot."""
+        for rule in self.all_rules():
+            if rule.evaluates_loss:
+                raise GraphError(f"{type(rule).__name__} evaluates the loss {why_not}")
 
     @property
     def routes(self) -> list[Route]:

@@ -7,18 +7,20 @@ schedules, hyperparameters) is made once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onward.core.errors import GraphError
 from onward.core.placement import expect_one_device
 from onward.core.program import Applied, Phase, Program
 from onward.core.transform import transform
-from onward.derive.accumulation.accumulate import accumulation_of
-from onward.derive.rule import GradientRule, ParameterRule, Rule
+from onward.derive.rule import GradientRule, ParameterRule
 from onward.derive.update.follow import follow
 from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.growing import Sharing, StandIns, Update
 from onward.derive.update.replaced import expect_replaced
+
+_OF_THE_BATCH = (
+    "again on the batch, and accumulate runs the loss on micro-batches alone. Take one that needs the "
+    "gradient only, or leave accumulate out."
+)
 
 
 @transform(phase=Phase.UPDATE)
@@ -85,8 +87,8 @@ def updated(
     update = Update(
         program, optimizer, routing or Routing.of(optimizer, program.parameters, program), sharing
     )
-    if accumulation_of(program) is not None:
-        _expect_gradients_only(update.routing.all_rules())
+    if _is_in_micro_batches(program):
+        update.routing.expect_gradients_only(_OF_THE_BATCH)
     if stand_ins and not stand_ins.last:
         update.put(stand_ins)
     update.turn()
@@ -106,11 +108,6 @@ def updated(
     return update
 
 
-def _expect_gradients_only(rules: Sequence[Rule]) -> None:
-    """Refuse rules that evaluate the loss where gradients are accumulated over micro-batches."""
-    for rule in rules:
-        if rule.evaluates_loss:
-            raise GraphError(
-                f"{type(rule).__name__} evaluates the loss again on the batch, and accumulate runs the loss "
-                "on micro-batches alone. Take one that needs the gradient only, or leave accumulate out."
-            )
+def _is_in_micro_batches(program: Program) -> bool:
+    steps = () if program.recipe is None else program.recipe.steps
+    return any(step.lays_out_batch and step.phase is Phase.MICRO_BATCHES for step in steps)

@@ -10,11 +10,11 @@ from onward.core.program import Op, Program, Recipe, Variable
 from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
 from onward.derive.backward import append_backward
-from onward.derive.mixed.loss_scale import scale_loss
 from onward.derive.rule import GradientRule
 from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.precision import is_low
 from onward.derive.update.update import append_update, optimizer_of
+from onward.develop.mixed.loss_scale import scale_loss
 from onward.distribute.split.cut import Split, place_of_update
 from onward.distribute.split.guarding import GUARDS, Guarding
 from onward.distribute.split.rows import Table
@@ -115,12 +115,11 @@ def _check_updates(program: Program, own: Sequence[Shard], routing: Routing) -> 
 
 def check_rules(routing: Routing, servers: int) -> None:
     """Refuse by name what needs data, or more of the other servers' parameters than sums of gradients."""
+    routing.expect_gradients_only(
+        "in its update, and servers have no data. Take one that needs the gradient alone, or "
+        "replicate(program, devices)."
+    )
     for rule in routing.all_rules():
-        if rule.evaluates_loss:
-            raise GraphError(
-                f"{type(rule).__name__} evaluates the loss in its update, and servers have no data. Take one "
-                "that needs the gradient alone, or replicate(program, devices)."
-            )
         if rule.type is UpdateType.ACROSS and servers > 1 and not getattr(rule, "shares", False):
             how = (
                 ", or give it sums and update_share (GradientRule)" if isinstance(rule, GradientRule) else ""

@@ -13,12 +13,12 @@ from onward.core.errors import UnreachedWarning
 from onward.core.jaxprs.tracing import along
 from onward.core.program import Applied, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, with_steps
-from onward.derive.accumulation.accumulate import accumulated
-from onward.derive.accumulation.micro_batches import Accumulation
-from onward.derive.batch import data_types
 from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.update import append_update
-from onward.derive.watch.watch import Watch, counter_of
+from onward.develop.accumulation.accumulate import accumulated
+from onward.develop.accumulation.micro_batches import Accumulation
+from onward.develop.batch import data_types
+from onward.develop.watch.watch import Watch, counter_of
 from onward.distribute.split.across import Across, across_of
 from onward.distribute.split.devices import TrainerDevices
 from onward.distribute.split.guarding import Guarding, looking, scale_of, verdict_of

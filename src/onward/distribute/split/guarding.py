@@ -25,9 +25,9 @@ from onward.core.jaxprs.equations import Type
 from onward.core.marks import CHECK, FINITE, SCALE_LOSS
 from onward.core.program import Applied, Program, Variable
 from onward.core.words import Pass, UpdateType
-from onward.derive.check_finite import check_finite, looked_at
-from onward.derive.guard import Guard, guard, watched_by_update
-from onward.derive.mixed.loss_scale import adjust_scale, scale_loss, with_adjusted_scale
+from onward.develop.check_finite import check_finite, looked_at
+from onward.develop.guard import Guard, guard, watched_by_update
+from onward.develop.mixed.loss_scale import adjust_scale, scale_loss, with_adjusted_scale
 
 GUARDS = (guard, adjust_scale, check_finite)
 """The transforms that may follow the update of a Program that is cut."""

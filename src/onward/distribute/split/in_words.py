@@ -7,11 +7,11 @@ from hashlib import sha256
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs.body import Body
 from onward.core.program import Op, Program
+from onward.core.variable import holds_keys
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -55,7 +55,7 @@ def _computed(body: Body) -> str:
 
 
 def _digest(value: Any) -> str:
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if holds_keys(value.dtype):
         value = jax.random.key_data(value)
     array = np.asarray(value)
     return f"{array.dtype}{list(array.shape)}:{sha256(array.tobytes()).hexdigest()}"

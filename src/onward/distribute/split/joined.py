@@ -1,7 +1,7 @@
 """Statistics of a whole array from those of its parts, which several servers have.
 
 >>> import numpy as np
->>> from onward.derive.watch.statistics import std
+>>> from onward.develop.watch.statistics import std
 >>> x = np.array([3.0, 0.0, -4.0, 1.0])
 >>> parts, sizes = (x[:1], x[1:]), np.array([1, 3])
 >>> found = WHOLE[std].of_parts(sizes, [part.mean() for part in parts], [part.std() for part in parts])
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.derive.watch.reading import NOT_NOW, Cell
-from onward.derive.watch.statistics import SCALARS, Statistic, norm
+from onward.develop.watch.reading import NOT_NOW, Cell
+from onward.develop.watch.statistics import SCALARS, Statistic, norm
 
 Seen = tuple[tuple[int, np.ndarray], ...]
 """For each op that looks, the number of the step (``NOT_NOW`` in others) and the statistics."""

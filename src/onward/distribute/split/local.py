@@ -18,8 +18,8 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
 from onward.derive.optimizer import Optimizer
-from onward.derive.seam import forward_pass
 from onward.derive.update.groups import Routing
+from onward.develop.seam import forward_pass
 from onward.distribute.split.checks import check_landing, check_rules
 from onward.distribute.split.cut import Split
 from onward.distribute.split.shards import balanced

@@ -30,11 +30,11 @@ from onward.core.marks import Mark
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.words import Pass, UpdateType
-from onward.derive.watch.choice import Role, WatchEntry, variables_of
-from onward.derive.watch.look import cells_of
-from onward.derive.watch.reading import NOT_NOW, Cell
-from onward.derive.watch.statistics import Statistic
-from onward.derive.watch.watch import Watch, watching_of, with_looks
+from onward.develop.watch.choice import Role, WatchEntry, variables_of
+from onward.develop.watch.look import cells_of
+from onward.develop.watch.reading import NOT_NOW, Cell
+from onward.develop.watch.statistics import Statistic
+from onward.develop.watch.watch import Watch, watching_of, with_looks
 from onward.distribute.split.joined import Joined, Part, follows, of_each_part
 from onward.distribute.split.shards import Shard
 

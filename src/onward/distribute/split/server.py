@@ -21,7 +21,7 @@ from onward.derive.update.act import Shared
 from onward.derive.update.draft import UpdateDraft
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import with_update
-from onward.derive.watch.watch import counter_of
+from onward.develop.watch.watch import counter_of
 from onward.distribute.split.across import Across, added, summed, zero
 from onward.distribute.split.guarding import Guarding, guarded
 from onward.distribute.split.lazy import with_lazy
@@ -316,7 +316,7 @@ class _ServerHead:
 
     def _carried(self, v: Variable, values: Sequence[Any], shares: Any) -> Any:
         """Statistics as their mean; of anything else, what the first trainer with a batch says."""
-        if jnp.issubdtype(v.dtype, jnp.inexact):
+        if v.is_float:
             if shares is None:
                 return values[0]
             return weighed(values, shares / jnp.maximum(jnp.sum(shares), 1e-30))

@@ -22,15 +22,14 @@ from onward.core.check import expect_program
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.core.recipe import recipe_of, undone
-from onward.core.structure import expect_flag
+from onward.core.structure import expect_flag, is_count
 from onward.core.walk import Where, listed
-from onward.derive.accumulation.accumulate import accumulated, accumulation_of
-from onward.derive.batch import data_types
-from onward.derive.guard import guard
-from onward.derive.mixed.loss_scale import adjust_scale
 from onward.derive.update.groups import Routing
-from onward.derive.watch.watch import watched
-from onward.distribute.merge import is_count
+from onward.develop.accumulation.accumulate import accumulated, accumulation_of
+from onward.develop.batch import data_types
+from onward.develop.guard import guard
+from onward.develop.mixed.loss_scale import adjust_scale
+from onward.develop.watch.watch import watched
 from onward.distribute.replicate import replicated
 from onward.distribute.split.checks import (
     check_between,

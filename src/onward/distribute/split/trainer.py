@@ -15,9 +15,10 @@ from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
+from onward.core.variable import holds_keys
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass
-from onward.derive.watch.watch import watching_of
+from onward.develop.watch.watch import watching_of
 from onward.distribute.split.across import Across, summed
 from onward.distribute.split.rows import Table
 from onward.distribute.split.shards import Shard
@@ -210,7 +211,7 @@ class _Received:
 
     def __call__(self, *values: Any) -> list[Any]:
         return [
-            self.key(x, t, values[-1]) if jnp.issubdtype(t.dtype, jax.dtypes.prng_key) else x
+            self.key(x, t, values[-1]) if holds_keys(t.dtype) else x
             for x, t in zip(values, self.types, strict=False)
         ]
 
@@ -230,9 +231,7 @@ def travelling(v: Variable, name: str, kind: Kind) -> Variable:
 
 def plain(value: Any) -> Any:
     """A value as it travels: a random key as the integers it holds."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(value)
-    return value
+    return jax.random.key_data(value) if holds_keys(value.dtype) else value
 
 
 def as_typed(value: Any, v: Variable) -> Any:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError
+from onward.core.variable import holds_keys
 from onward.execute.disk.tensors import CODES, bytes_of
 
 PLAIN = tuple(CODES)
@@ -77,7 +78,7 @@ def encode(name: str, value: Any) -> tuple[ArrayForm, np.ndarray]:
         >>> print(form, stored, decode(form, stored))
         bfloat16[2] [16256 16256] [1 1]
     """
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and holds_keys(value.dtype):
         form = ArrayForm(KEY, value.shape, str(jax.random.key_impl(value)))
         return form, _host_copy(name, jax.random.key_data(value))
     copy = _host_copy(name, value)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import ArgumentError, nearest
-from onward.core.structure import describe
+from onward.core.structure import describe, is_count
 from onward.core.words import Words
 
 
@@ -164,7 +164,7 @@ def _check(monitor: Any, patience: Any, mode: Any, min_delta: Any) -> None:
         raise ArgumentError(
             f"EarlyStop: monitor is {describe(monitor)}; expected the name of a metric, such as 'test_loss'."
         )
-    if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+    if not is_count(patience):
         raise ArgumentError(
             f"EarlyStop: patience is {describe(patience)}; expected a whole number, at least 1."
         )

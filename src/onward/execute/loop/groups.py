@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError
+from onward.core.variable import holds_keys
 from onward.execute.feeds import Feeds, Key, key_of
 from onward.execute.loop.interrupt import uninterrupted
 
@@ -128,8 +129,7 @@ def _stacked(*values: Any) -> Any:
 def _is_on_host(value: Any) -> bool:
     if not isinstance(value, jax.Array):
         return True
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
-    return not is_key and all(device.platform == "cpu" for device in value.devices())
+    return not holds_keys(value.dtype) and all(device.platform == "cpu" for device in value.devices())
 
 
 @uninterrupted

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import UnknownNameError, nearest
-from onward.derive.watch.reading import Watched, sent
+from onward.develop.watch.reading import Watched, sent
 
 WAITING = 200  # records that may stay on the device; twice as many at most
 

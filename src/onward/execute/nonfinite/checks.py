@@ -17,8 +17,8 @@ import numpy as np
 
 from onward.core.errors import NonFiniteError
 from onward.core.program import Program
-from onward.derive.check_finite import Check, check_of
-from onward.derive.guard import Stop, stop_of
+from onward.develop.check_finite import Check, check_of
+from onward.develop.guard import Stop, stop_of
 from onward.execute.feeds import Feeds
 from onward.execute.nonfinite.find import find
 from onward.execute.nonfinite.finding import NonFinite

@@ -13,7 +13,7 @@ from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.source import Source
 from onward.core.words import Kind, Pass
-from onward.derive.roll.literals import numbers
+from onward.develop.roll.literals import numbers
 from onward.execute.nonfinite.inside import Inside
 from onward.execute.nonfinite.numbers import Numbers
 

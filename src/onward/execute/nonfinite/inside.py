@@ -15,13 +15,13 @@ from typing import Any
 from onward.core.compiler import compiled_alone
 from onward.core.described import DescribedBody
 from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.loops import result_of
+from onward.core.jaxprs.loops import carry_of, result_of
 from onward.core.jaxprs.reading import program_of
 from onward.core.lower import lower
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable, programs_within
-from onward.derive.roll.literals import numbers
+from onward.develop.roll.literals import numbers
 from onward.execute.nonfinite.flags import Bad, Flags, bad_in, line_of_flags
 from onward.execute.nonfinite.numbers import Numbers
 from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
@@ -173,18 +173,16 @@ def _holds(flags: Flags, program: Program, result: tuple[int, Bad]) -> bool:
 
 def _scan(body: Body, part: _ProgramWithin, operands: Sequence[Any]) -> _OpenedLoop:
     """A scan: what it runs over has one axis more outside than inside."""
-    program = part.program
     (call,) = body.calls
-    carried = sum(len(r.shape) == v.ndim for r, v in zip(call.results, program.outputs, strict=True))
-    whole = sum(len(o.shape) == v.ndim for o, v in zip(call.operands, program.inputs, strict=True))
+    begin, carried = carry_of(body)
     length = call.params["length"]
     turns = range(length)[::-1] if call.params["reverse"] else range(length)
     return _OpenedLoop(
         replace(part, where=f"turn {{}} of {length} (counted from 0)"),
-        operands[: whole - carried],
-        operands[whole - carried : whole],
+        operands[:begin],
+        operands[begin : begin + carried],
         turns,
-        lambda turn: [x[turn] for x in operands[whole:]],
+        lambda turn: [x[turn] for x in operands[begin + carried :]],
         lambda carried: True,
     )
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+from onward.core.variable import holds_keys
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Numbers:
     def of(cls, name: str, value: Any) -> Self:
         """Summarize this array."""
         kind = f"{value.dtype}[{','.join(map(str, value.shape))}]"
-        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        if holds_keys(value.dtype):
             return cls(name, kind, value.size)
         array = np.asarray(value)
         whole = np.abs(array) if array.dtype.kind == "c" else array.astype(np.float64)

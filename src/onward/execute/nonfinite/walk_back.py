@@ -20,7 +20,7 @@ from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.walk import producers
 from onward.core.words import Kind
-from onward.derive.roll.literals import numbers
+from onward.develop.roll.literals import numbers
 from onward.execute.nonfinite.flags import Bad, Flags, bad_in, is_float
 
 

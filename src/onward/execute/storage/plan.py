@@ -12,9 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.words import Placement, UpdateType
@@ -141,7 +138,7 @@ class _Planning:
 
 def _can_share(v: Variable) -> bool:
     """Whether a Variable may lie in one buffer with others."""
-    return v.placement is Placement.REPLICATED and not jnp.issubdtype(v.dtype, jax.dtypes.extended)
+    return v.placement is Placement.REPLICATED and not v.is_key
 
 
 def _is_small(v: Variable) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from onward.core.jaxprs.differentiated import hidden_calls
-from onward.core.jaxprs.tracing import current_axis, traced
+from onward.core.jaxprs.tracing import current_axis, since, traced
 from onward.core.program import Program, Recipe
 from onward.core.structure import Static
 from onward.define.arguments import Leaf, Specification, specify
@@ -100,7 +100,7 @@ class AdoptedStep:
 
     def _cut(self, data: tuple[Any, ...]) -> Cut:
         specified = tuple(_retyped(s, d) for d, s in zip(data, self.data, strict=True))
-        key = (*((s.treedef, s.leaves) for s in specified), current_axis())
+        key = (*((s.treedef, s.leaves) for s in specified), current_axis(), since())
         if key not in self.cuts:
             self.cuts[key] = self._traced(specified)
         return self.cuts[key]

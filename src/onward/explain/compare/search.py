@@ -3,7 +3,7 @@
 The ops of one Program are run on what those of the other read. So what their inputs differ by plays no part,
 however far two trainings drifted, and each op answers for itself alone: what it gives may differ from what
 its twin gave by its own rounding and no more. Ops that compute the same by their code, of twins, and results
-that agree to the last bit need no run.
+that agree but for the last bit need no run.
 
 Between twins there may be ops that the other Program has not, or has in another form: they are run in a row,
 as a region. A value that nobody sees may well be another one, if a transform meant so and what must agree
@@ -24,6 +24,7 @@ from onward.core.described import DescribedBody
 from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
+from onward.execute.pieces import Compiled
 from onward.explain.compare.rounding import BoundedValue, bounded, epsilon_of
 from onward.explain.compare.twins import (
     MustAgree,
@@ -31,6 +32,7 @@ from onward.explain.compare.twins import (
     by_value,
     far,
     is_key,
+    is_near,
     laid_out,
     largest,
     matched,
@@ -126,6 +128,7 @@ class PartingSearch:
     begins: bool = False
     twins: dict[Variable, Variable] = field(default_factory=dict)  # of b to a
     beside: dict[Variable, Any] = field(default_factory=dict)  # for Variables of a the value of b
+    noisy: Compiled = field(default_factory=dict)
 
     def run(self) -> Parting:
         """Look for the first disagreement."""
@@ -209,11 +212,16 @@ class PartingSearch:
         return [d for d in found if d.excess.any()]
 
     def _doubtful(self) -> list[Variable]:
-        """Computed values that are not the same to the last bit, nor computed alike from twins."""
+        """Computed values that are not the same but for the last bit, nor computed alike from twins."""
         return [v for v in self.makers if v in self.beside and not self._is_same(v) and not self._is_alike(v)]
 
     def _is_same(self, v: Variable) -> bool:
-        return self.of_a[v].dtype == self.beside[v].dtype and same_array(self.of_a[v], self.beside[v])
+        """Whether both have the same numbers but for the last bit, which rounding always explains."""
+        x, y = self.of_a[v], self.beside[v]
+        if x.dtype != y.dtype:
+            return False
+        epsilon = 0.0 if is_key(x) else max(epsilon_of(x.dtype), self.epsilon)
+        return same_array(x, y) or bool(epsilon and is_near(x, y, 2 * epsilon))
 
     def _is_alike(self, v: Variable) -> bool:
         """Whether twins compute it by the same code from twins."""
@@ -270,7 +278,7 @@ class PartingSearch:
         made = {v for op in ops for v in op.outputs}
         given = {v: beside[v] if v in beside else self.of_a[v] for v in read if v in beside or v not in made}
         given = {v: self._as_mine(v, x) for v, x in given.items()}
-        expected = bounded(self.a, ops, given, asked, self.epsilon)
+        expected = bounded(self.a, ops, given, asked, self.epsilon, self.noisy)
         found = (Disagreement(v, self.of_twin[v], expected[v], self.beside[v]) for v in asked)
         return [d for d in found if d.excess.any()]
 
@@ -308,7 +316,8 @@ class PartingSearch:
         judged = [v for v in must if v in reached]
         wrong = self._plainly_wrong(judged, gradients)
         if not wrong:
-            wrong = {d.mine for d in self._disagreeing(judged, clean)}
+            others = [v for v in judged if not self._is_same(v)]
+            wrong = {d.mine for d in self._disagreeing(others, clean)}
         if not wrong:
             return [], []
         shares = [self._share(d, judged, wrong, gradients) for d in suspects]
@@ -345,8 +354,9 @@ class PartingSearch:
 
     def _is_adrift(self) -> bool:
         """Whether what must agree differs by what rounding hardly explains, though each op is the same."""
+        most = max(_ADRIFT, _EPSILONS * self.epsilon)
         return any(
-            far(self.of_a[anchor.mine], self.beside[anchor.mine]) > _ADRIFT
+            far(self.of_a[anchor.mine], self.beside[anchor.mine]) > most
             for anchor in self.anchors
             if anchor.mine in self.beside
         )

@@ -128,7 +128,9 @@ class _Pairs:
             inputs = [self.twins.get(v) for v in op.inputs]
             candidates = known.get(_computation(op, inputs), []) if None not in inputs else []
             if candidates:
-                chosen = next((c for c in candidates if _name(c) == _name(op)), candidates[0])
+                names = [v.name for v in op.outputs[:1]]
+                alike = (c for c in candidates if [v.name for v in c.outputs[:1]] == names)
+                chosen = next(alike, candidates[0])
                 candidates.remove(chosen)
                 self._pair(chosen, op)
 
@@ -164,10 +166,6 @@ def _computation(op: Op, inputs: Sequence[Variable | None]) -> Hashable:
 
 def _family(op: Op) -> Hashable:
     return op.made_by, op.type
-
-
-def _name(op: Op) -> str:
-    return op.outputs[0].name if op.outputs else ""
 
 
 def _alone(ops: Sequence[Op], key: Callable[[Op], Hashable]) -> dict[Hashable, Op]:

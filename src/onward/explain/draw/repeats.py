@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from onward.core.program import Op, Program
 from onward.core.words import Pass
-from onward.derive.roll.find import find_runs
-from onward.derive.roll.forward import forward_ops
-from onward.derive.roll.line import line_of
-from onward.derive.roll.run import LayerRun
+from onward.develop.roll.find import find_runs
+from onward.develop.roll.forward import forward_ops
+from onward.develop.roll.line import line_of
+from onward.develop.roll.run import LayerRun
 
 _LEAST_OPS_SAVED = 12
 

@@ -144,6 +144,4 @@ def _counts_on(row: Primitive) -> bool:
 
 def is_key(v: Variable) -> bool:
     """Whether it is a random key."""
-    return bool(jax.numpy.issubdtype(v.dtype, jax.dtypes.prng_key)) or (
-        v.dtype == np.uint32 and v.shape == (2,)
-    )
+    return v.is_key or (v.dtype == np.uint32 and v.shape == (2,))

@@ -33,117 +33,18 @@ random numbers drawn in the loss (- 41 %), a scan that stacks what its turns ret
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 from onward.core.check import expect_program
-from onward.core.homes import scoped_names
-from onward.core.liveness import Array, lifetimes
-from onward.core.program import Op, Program, Variable
+from onward.core.program import Program
 from onward.core.show import human_bytes
-from onward.core.words import Kind, Pass
-from onward.derive.recompute.measure import results
-from onward.explain.memory.held import Held, MemoryShare, PeakMoment
+from onward.execute.memory.table import place, rows, side_by_side, text
+from onward.execute.memory.use import MemoryUse
 from onward.explain.memory.plot import Chart, OpPoint, Picture, picture
-from onward.explain.memory.table import place, rows, side_by_side, text
 
 
-class Memory:
+class Memory(MemoryUse):
     """The bytes that a Program takes, op by op; print it, plot it, or put it beside another."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self._lives = lifetimes(program, results(program))
-        self._gradients = {g for _, g in program.gradients}
-
-    @cached_property
-    def curve(self) -> tuple[PeakMoment, ...]:
-        """One moment for each op, in order."""
-        most: dict[int, int] = {}
-        for i, step in enumerate(self._lives.steps):
-            if step.op not in most or self._lives.bytes[i] > self._lives.bytes[most[step.op]]:
-                most[step.op] = i
-        moments, at = [], 0
-        for number, op in enumerate(self.program.ops):
-            at = most.get(number, at)
-            shares = {share: taken[at] for share, taken in self._taken.items()}
-            moments.append(PeakMoment(op, sum(shares.values()), shares))
-        return tuple(moments)
-
-    @cached_property
-    def _taken(self) -> Mapping[MemoryShare, Sequence[int]]:
-        """For each share its bytes at each step."""
-        count = max(len(self._lives.steps), 1)
-        change = {share: [0] * (count + 2) for share in MemoryShare}
-        for array in self._lives.arrays:
-            row = change[self._share(array)]
-            row[max(array.begin, 0)] += array.bytes
-            row[min(array.end, count) + 1] -= array.bytes
-        taken = {share: list(accumulate(row))[:count] for share, row in change.items()}
-        more = zip(taken[MemoryShare.TEMPORARIES], self._lives.within or (0,), strict=True)
-        return {**taken, MemoryShare.TEMPORARIES: [own + within for own, within in more]}
-
-    def _share(self, array: Array) -> MemoryShare:
-        first = array.variables[0]
-        if array.begin < 0:
-            given = {
-                Kind.PARAMETER: MemoryShare.PARAMETERS,
-                Kind.DATA: MemoryShare.FEEDS,
-                Kind.CONSTANT: MemoryShare.CONSTANTS,
-            }
-            return given.get(first.kind, MemoryShare.STATE)
-        if not self._gradients.isdisjoint(array.variables):
-            return MemoryShare.GRADIENTS
-        if array.end >= len(self._lives.steps):
-            return MemoryShare.RESULTS
-        made, read = (self._op(step).made_by for step in (array.begin, array.end))
-        if made is Pass.FORWARD:
-            return MemoryShare.TEMPORARIES if read is Pass.FORWARD else MemoryShare.SAVED
-        return (
-            MemoryShare.GRADIENTS if made is not read and made is not Pass.UPDATE else MemoryShare.TEMPORARIES
-        )
-
-    def _op(self, step: int) -> Op:
-        return self.program.ops[self._lives.steps[step].op]
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that are taken at once."""
-        return max((moment.bytes for moment in self.curve), default=sum(self.shares.values()))
-
-    @property
-    def peak_op(self) -> Op | None:
-        """The op at the peak; None if the Program has no ops."""
-        return self.curve[self.peak_number].op if self.curve else None
-
-    @cached_property
-    def peak_number(self) -> int:
-        """The number of the op at the peak, counted from 0."""
-        return max(range(len(self.curve)), key=lambda i: self.curve[i].bytes, default=0)
-
-    @property
-    def shares(self) -> Mapping[MemoryShare, int]:
-        """The bytes at the peak by what they are taken for."""
-        return {share: taken[self._lives.peak] for share, taken in self._taken.items()}
-
-    @cached_property
-    def held(self) -> tuple[Held, ...]:
-        """The arrays in memory at the peak, the largest first; without those inside of a loop."""
-        known = set(self.program.variables.values())
-        return tuple(self._held(array, known) for array in self._lives.alive(self._lives.peak))
-
-    @cached_property
-    def _names(self) -> Mapping[Variable, str]:
-        """The names of what was computed in scopes that nobody named."""
-        return scoped_names(self.program)
-
-    def _held(self, array: Array, known: set[Variable]) -> Held:
-        shown = next((v for v in array.variables if v in known), array.variables[0])
-        maker = self._op(array.begin) if array.begin >= 0 else None
-        reader = self._op(array.end) if array.end < len(self._lives.steps) else None
-        return Held(shown, array.bytes, self._share(array), maker, reader)
 
     def beside(self, other: Memory | Program, labels: tuple[str, str] = ("before", "after")) -> Beside:
         """This and another memory on one scale.
@@ -168,14 +69,14 @@ class Memory:
         return picture([self.chart()])
 
     def _repr_html_(self) -> str:
-        return self.plot().html(rows(self.held, self._names))
+        return self.plot().html(rows(self.held, self.names))
 
     def __repr__(self) -> str:
         return f"Memory({self.program.name!r}, {human_bytes(self.peak)} at the peak)"
 
     def __str__(self) -> str:
         title = f"Memory of {self.program.name}"
-        return text(title, self.peak, self.curve, self.peak_number, self.shares, self.held, self._names)
+        return text(title, self.peak, self.curve, self.peak_number, self.shares, self.held, self.names)
 
 
 @dataclass(frozen=True, eq=False)

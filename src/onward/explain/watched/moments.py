@@ -9,7 +9,7 @@ from typing import Any
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.structure import describe
 from onward.core.walk import listed
-from onward.derive.watch.reading import Watched
+from onward.develop.watch.reading import Watched
 from onward.execute.loop.history import History
 from onward.execute.loop.watch_history import WatchHistory
 

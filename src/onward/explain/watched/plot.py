@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onward.core.extras import require
-from onward.derive.watch.statistics import HISTOGRAM, SCALARS
+from onward.develop.watch.statistics import HISTOGRAM, SCALARS
 from onward.execute.loop.watch_history import WatchHistory
 from onward.explain.style import DARK, LIGHT
 from onward.explain.watched.moments import Source, chosen, watched_steps

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onward.core.extras import require
-from onward.derive.watch.statistics import Histogram
+from onward.develop.watch.statistics import Histogram
 from onward.execute.loop.events import Event, EventKind
 from onward.execute.loop.history import History
 from onward.execute.loop.watch_history import WatchedStep

@@ -21,7 +21,7 @@ import numpy as np
 from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
 from onward.core.walk import descendants
-from onward.derive.batch import WEIGHT, batch_names
+from onward.develop.batch import WEIGHT, batch_names
 from onward.execute.feeds import Feeds, data_names
 from onward.fit.evaluator import Evaluator
 from onward.fit.model import EvaluationRequest, Model

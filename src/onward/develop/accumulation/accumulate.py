@@ -1,0 +1,220 @@
+"""A big batch as micro-batches one after the other: the memory of one, the gradient of all.
+
+    accumulate(program, steps=8)
+
+Forward and backward pass run in a loop with one buffer for each gradient. What merges gradients, what changes
+them and what updates runs once, after the loop, on the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from onward.core.check import check
+from onward.core.errors import ArgumentError, GraphError
+from onward.core.program import Applied, Phase, Program, Recipe
+from onward.core.recipe import build, laid_out, recipe_of
+from onward.core.source import user_level
+from onward.core.structure import expect_flag, is_count, is_word
+from onward.core.walk import Where, select
+from onward.core.words import Placement
+from onward.develop.accumulation.micro_batches import Accumulation, with_loop
+from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.develop.over_batch.known import Following, Follows, How
+from onward.develop.over_batch.loss import is_sum as is_sum_of
+from onward.develop.over_batch.walk import follow
+
+_PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
+
+
+def accumulate(
+    program: Program,
+    steps: int,
+    whole: Iterable[Where] = (),
+    example_weight: str = WEIGHT,
+    is_sum: bool | None = None,
+) -> Program:
+    """The Program that takes its batch in micro-batches, one after the other, and updates once.
+
+    The batch is cut along the first axis. A result that is a float is averaged over the micro-batches, an
+    integer is summed, and so is a sum over examples; an array over examples is joined. What the forward pass
+    carries (statistics, random keys, counters) goes from one micro-batch to the next. For a loss that is a
+    mean over examples or a sum, which the graph tells, the step is that of the big batch. If the function
+    takes ``example_weight``, an array [batch] or [batch, ...], results and gradients are means weighted by
+    it, and a batch that does not divide is filled up with examples of weight 0. What normalizes by the batch
+    sees one micro-batch at a time.
+
+    Only what the loop hands out can be fetched: gradients, the loss, the outputs. The Program that it runs
+    is ``op.subprograms["micro_batch"]`` of the op ``accumulate``.
+
+    Args:
+        program: a Program with a backward pass, with or without its update, replicated or not.
+        steps: how many micro-batches.
+        whole: data that every micro-batch gets whole, by name, pattern or predicate, though it may happen to
+            be as long as the batch. What has another length than the first array, or is declared with a
+            length of its own in place of None, is never cut.
+        example_weight: the name of the data that says how much each example counts.
+        is_sum: the loss is a sum over examples, not a mean, and so are its gradients; as the graph tells
+            unless given.
+
+    Raises:
+        ArgumentError: ``steps`` is no number of at least 1, or does not divide the batch.
+        GraphError: there are no gradients, it is accumulated already, an update evaluates the loss again, or
+            a value cannot be put together from those of micro-batches.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+
+    Warns:
+        UserWarning: the loss is neither (the root of a mean, a quotient of sums, a sum beside a penalty), so
+            that the mean over micro-batches is not the loss of the big batch; or examples see each other, as
+            in a graph whose nodes are the batch.
+
+    Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
+    update).
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
+        >>> [op.type for op in accumulate(program, 4).ops]
+        ['accumulate', 'count', 'sgd']
+    """
+    recipe = recipe_of(program, *_PURPOSE)
+    _expect_fit(program, recipe, steps)
+    if is_sum is not None:
+        expect_flag(is_sum, "accumulate: is_sum")
+    if not is_word(example_weight, [WEIGHT]):
+        select(program.inputs, [example_weight], "example_weight")
+    split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
+    told = True if is_sum or _is_merged_by_sum(recipe) else is_sum
+    how = Accumulation(int(steps), split, example_weight if example_weight in split else None, told)
+    if any(v.placement is Placement.SHARDED for v in program.inputs):
+        kept = select(program.inputs, whole, "whole")
+        names = tuple(v.name for v in program.inputs if v not in kept)
+        how = replace(how, split=names).on_devices(program)
+    if not how.split:
+        raise ArgumentError(
+            f"accumulate: {program.name!r} takes no data with a batch as its first axis, so there is nothing "
+            "to cut into micro-batches."
+        )
+    count = 1 if program.replicas is None else program.replicas.count
+    is_free = recipe.origin.assumes_batch
+    if not is_free:
+        expect_rows(program, how, count)
+    data = data_types(program, how.split, count * how.steps if is_free else how.whole_rows(program))
+    how = _told(recipe, program, data, how)
+    step = Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True)
+    return laid_out(recipe, step, data, None if is_free else lambda: _looped(program, recipe, how))
+
+
+def accumulated(recipe: Recipe, data: tuple[Any, ...], how: Accumulation) -> Program:
+    """The Program of a recipe that takes its batch in these micro-batches."""
+    return _looped(build(recipe, data), recipe, how)
+
+
+def _looped(program: Program, recipe: Recipe, how: Accumulation) -> Program:
+    count = 1 if program.replicas is None else program.replicas.count
+    how = how if program.replicas is None else how.on_devices(program)
+    expect_rows(program, how, count)
+    if how.steps == 1 or how.rows(program) == 1:
+        return program
+    rows = count * -(-how.rows(program) // how.steps)
+    return check(with_loop(program, build(recipe, data_types(program, how.split, rows)), how))
+
+
+def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumulation) -> Accumulation:
+    """Tell from the graph whether the loss is a sum over examples, and which other results are."""
+    whole = recipe.origin.trace(data)
+    if how.weight is not None or how.steps == 1 or how.rows(whole) == 1:
+        return how
+    rows = -(-how.rows(whole) // how.steps)
+    part = recipe.origin.trace(data_types(program, how.split, rows))
+    following = follow(whole, part, how.steps, how.split, lambda reaches: False)
+    if following is None or part.signature is None:
+        return how
+    if how.is_sum is None:
+        _expect_apart(part, following, how.steps)
+        how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
+    results = part.signature.result.variables
+    return replace(
+        how, sums=tuple(i for i, v in enumerate(results) if following.found[v] == Follows(How.MEAN, 1))
+    )
+
+
+def _expect_apart(part: Program, following: Following, steps: int) -> None:
+    """Warn where the loss of a micro-batch, or what it carries on, needs the examples of others."""
+    told = [] if part.loss is None else [part.loss]
+    for op, why in following.reaching(part, [*told, *part.next_state.values()]).mixing[:1]:
+        warnings.warn(
+            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} "
+            "micro-batches has only its own. The result differs from that of the whole batch. Name data that "
+            "every micro-batch needs whole, as whole=['nodes']; is_sum=False says that it is meant so.",
+            stacklevel=user_level(),
+        )
+
+
+def accumulation_of(program: Program) -> Accumulation | None:
+    """How a Program accumulates; None if it does not."""
+    steps = () if program.recipe is None else program.recipe.of(accumulated)
+    return steps[0].arguments[0] if steps else None
+
+
+def expect_devices(program: Program, devices: int, is_sum: bool) -> None:
+    """Raise ``ArgumentError`` unless devices can each take their part of the batch in micro-batches.
+
+    ``is_sum``: whether they merge gradients as of a loss that is a sum over examples.
+    """
+    how = accumulation_of(program)
+    assert how is not None
+    assert program.recipe is not None
+    if how.is_sum is not None and is_sum > how.is_sum:
+        raise ArgumentError(
+            "replicate: the merge strategy is for a loss that is a sum over examples, and accumulate took it "
+            "for a mean. Write accumulate(..., is_sum=True), or take the strategy Average()."
+        )
+    if not program.recipe.origin.assumes_batch:
+        expect_rows(program, how, devices)
+
+
+def expect_rows(program: Program, how: Accumulation, devices: int) -> None:
+    """Raise ``ArgumentError`` for data that is not one batch, or that the steps do not divide."""
+    lengths = {v.name: v.shape[0] for v in program.inputs if v.name in how.split}
+    (leader, rows), *others = lengths.items()
+    for name, length in others:
+        if length != rows:
+            raise ArgumentError(
+                f"{program.name}: {name!r} has {length} rows, {leader!r} {rows}; both are cut into "
+                "micro-batches. What each is to get whole: accumulate(..., whole=[name])."
+            )
+    size, unit = how.whole_rows(program), devices * how.steps
+    if how.weight is None and size % unit:
+        on = f" on each of {devices} devices" if devices > 1 else ""
+        below = size // unit * unit
+        sizes = f"{below} or {below + unit}" if below else f"{unit}"
+        raise ArgumentError(
+            f"{program.name}: the batch has {size} rows ({leader!r}), which {how.steps} micro-batches{on} do "
+            f"not divide. Feed {sizes}; or let the loss take example_weight, an array [batch] that weighs "
+            "its mean, and batches are filled up with examples of weight 0."
+        )
+
+
+def _expect_fit(program: Program, recipe: Recipe, steps: Any) -> None:
+    """Raise unless this Program can be accumulated over so many steps."""
+    if not is_count(steps):
+        raise ArgumentError(f"accumulate: steps is {steps!r}; expected how many micro-batches, at least 1.")
+    if (how := accumulation_of(program)) is not None:
+        raise GraphError(
+            f"Program {program.name!r} is accumulated already, over {how.steps} micro-batches. Accumulate "
+            "once, over the product of both numbers."
+        )
+    if not program.gradients:
+        raise GraphError(
+            f"Program {program.name!r} has no gradients to accumulate. Derive the backward pass first: "
+            "accumulate(optimizer.minimize(loss, ...), steps)."
+        )
+
+
+def _is_merged_by_sum(recipe: Recipe) -> bool:
+    """Whether a strategy that merges gradients takes the loss for a sum over examples."""
+    return any(getattr(argument, "is_sum", False) for step in recipe.steps for argument in step.arguments)

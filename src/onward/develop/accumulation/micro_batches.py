@@ -1,0 +1,308 @@
+"""The forward and backward pass as one op, which runs them on micro-batches one after the other.
+
+Given a Program and the same Program at the size of a micro-batch, ``with_loop`` tells which ops go into the
+loop and which read what the loop made, and wires the one op between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from onward.core.check import check
+from onward.core.errors import GraphError
+from onward.core.homes import own_scopes
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.tracing import along, traced
+from onward.core.lower import lower
+from onward.core.marks import ACCUMULATE
+from onward.core.names import Names
+from onward.core.program import Op, Program, Variable, programs_within
+from onward.core.words import Pass, Placement
+from onward.develop.accumulation.loop_ops import LoopCut, expect_no_data_in_updates, expect_same_graph
+
+Values = Mapping[Variable, Any]
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the batch of a Program is cut into micro-batches.
+
+    Attributes:
+        steps: how many.
+        split: the names of the data that is cut.
+        weight: the data that says how much each example counts.
+        is_sum: whether the loss is a sum over examples, not a mean; None until the graph has told.
+        sums: which of the results of the function are sums over examples, by their place.
+    """
+
+    steps: int
+    split: tuple[str, ...]
+    weight: str | None = None
+    is_sum: bool | None = None
+    sums: tuple[int, ...] = ()
+
+    def rows(self, program: Program) -> int:
+        """How long the batch of a Program is; on many devices, that of each."""
+        return next(v.shape[0] for v in program.inputs if v.name in self.split)
+
+    def whole_rows(self, program: Program) -> int:
+        """How long it is on all devices together."""
+        return self.rows(program) * (1 if program.replicas is None else program.replicas.count)
+
+    def on_devices(self, program: Program) -> Accumulation:
+        """The same where each device has a part of the batch."""
+        assert program.replicas is not None
+        laid = (v.name for v in program.inputs if v.placement is Placement.SHARDED)
+        split = tuple(name for name in laid if name in self.split)
+        return replace(self, split=split, weight=program.replicas.weight or self.weight)
+
+
+class MicroBatchLoop(Body):
+    """The body of an ``accumulate`` op, which lets the Program of one iteration be inspected."""
+
+    def __init__(self, closed: Any, steps: int, turn: Program) -> None:
+        super().__init__(closed)
+        self._steps, self.turn = steps, turn
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """How many micro-batches there are."""
+        return {"steps": str(self._steps)}
+
+
+@programs_within.register
+def _programs_within(body: MicroBatchLoop) -> Mapping[str, Program]:
+    """The Program that is run on each micro-batch."""
+    return {"micro_batch": body.turn}
+
+
+def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
+    """The Program whose forward and backward pass are one op, a loop over those of ``micro``.
+
+    What other ops, outputs and the next state read stays the same Variables.
+
+    Raises:
+        GraphError: a value that cannot be put together from those of micro-batches, state as long as the
+            batch, or an update that looks at the batch itself.
+        RecipeError: at the size of a micro-batch the function builds another graph.
+    """
+    whole, part = LoopCut(program), LoopCut(micro)
+    expect_same_graph(whole, part)
+    expect_no_data_in_updates(whole, how.split)
+    plan = _LoopPlan(whole, part, how)
+    op = plan.op()
+    ops = (*whole.before, op, *whole.after)
+    carried = {program[old.name]: new for old, _, new in plan.threaded}
+    guarded = {old for old, new in program.next_state.items() if new in whole.proposed}
+    following = {
+        old: new if old in guarded else carried.get(old, new) for old, new in program.next_state.items()
+    }
+    read = {v for o in ops for v in o.inputs} | {
+        *program.outputs,
+        *following.values(),
+        *(g for _, g in program.gradients),
+    }
+    constants = {v: value for v, value in program.constants.items() if v in read}
+    return replace(program, ops=ops, next_state=following, constants=constants)
+
+
+@dataclass(frozen=True)
+class _LoopResult:
+    """The result of the loop for a Variable: a sum over micro-batches, or their parts along an axis."""
+
+    whole: Variable
+    part: Variable
+    axis: int | None
+    is_weighed: bool
+
+    @property
+    def sum_type(self) -> Type:
+        """The type of the sum: floats in float32 or more."""
+        dtype = self.part.dtype
+        wide = jnp.promote_types(dtype, np.float32) if jnp.issubdtype(dtype, np.inexact) else dtype
+        return Type(self.part.shape, wide)
+
+    def joined(self, parts: Any) -> Any:
+        """The array of the whole batch from ``[steps, ...]``, without the padding."""
+        assert self.axis is not None
+        laid = jnp.moveaxis(parts, 0, self.axis)
+        shape = (*self.part.shape[: self.axis], -1, *self.part.shape[self.axis + 1 :])
+        whole = lax.slice_in_dim(laid.reshape(shape), 0, self.whole.shape[self.axis], axis=self.axis)
+        return whole.astype(self.whole.dtype) if self.is_weighed else whole
+
+
+class _LoopPlan:
+    """The plan of the loop: the Variables that it is given, carries, adds up and joins."""
+
+    def __init__(self, whole: LoopCut, part: LoopCut, how: Accumulation) -> None:
+        self.whole, self.part, self.how = whole, part, how
+        self.long, self.short = how.rows(whole.program), how.rows(part.program)
+        signature = whole.program.signature
+        results = signature.result.variables if signature is not None else ()
+        self.added = {results[i] for i in how.sums}
+        names = Names(whole.program.variables)
+        self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
+        found: dict[Variable, _LoopResult] = {}
+        carried = {new for _, _, new in self.threaded}
+        for v, p in zip(whole.ports, part.ports, strict=True):
+            if v in whole.made and v not in carried and v not in found:
+                found[v] = self._result(v, p)
+        self.sums = tuple(r for r in found.values() if r.axis is None)
+        self.joined = tuple(r for r in found.values() if r.axis is not None)
+        self.turn = self._turn()
+
+    def _thread(self, old: Variable, new: Variable, names: Names) -> tuple[Variable, Variable, Variable]:
+        """State of the micro-batch, the Variable that replaces it there, and the one in the whole Program."""
+        program = self.whole.program
+        mine = program[old.name]
+        if (mine.shape, mine.dtype) != (old.shape, old.dtype):
+            raise GraphError(
+                f"{program.name}: the state {old.name!r} is {mine.type} for the batch and {old.type} for a "
+                "micro-batch. accumulate hands state on from one micro-batch to the next: keep none that is "
+                "as long as the batch."
+            )
+        following = self.whole.following[mine]
+        if following not in self.whole.made:  # another state Variable, as it was before the last turn
+            if following is not program.next_state[mine]:
+                raise GraphError(
+                    f"{program.name}: {old.name!r} takes the value of another state Variable, and a guard "
+                    "stands between them. Accumulate first: guard(accumulate(program, steps))."
+                )
+            following = Variable(names.new(f"next({old.name})"), old.shape, old.dtype)
+        return old, new, following
+
+    def _result(self, whole: Variable, part: Variable) -> _LoopResult:
+        """How a Variable of the whole batch comes from those of the micro-batches."""
+        lengths = zip(whole.shape, part.shape, strict=False)
+        grown = [axis for axis, (n, m) in enumerate(lengths) if n != m]
+        fits = len(whole.shape) == len(part.shape) and len(grown) <= 1
+        if grown and fits:
+            fits = whole.shape[grown[0]] * self.short == part.shape[grown[0]] * self.long
+        if not fits or not (grown or jnp.issubdtype(whole.dtype, np.number)):
+            raise GraphError(
+                f"{self.whole.program.name}: {whole.name!r} is {whole.type} for the batch and {part.type} "
+                "for a micro-batch, and nothing says how to put it together. Return and carry floats, which "
+                "are averaged, integers, which are summed, or arrays with one axis as long as the batch."
+            )
+        of_loss = whole in self.whole.late or whole in self.whole.of_loss
+        is_mean = not (self.how.is_sum and of_loss) and whole not in self.added
+        weighed = whole.is_float and is_mean and (not grown or whole in self.whole.late)
+        return _LoopResult(whole, part, grown[0] if grown else None, weighed)
+
+    def _turn(self) -> Program:
+        """The Program of one turn."""
+        micro, cut = self.part.program, self.part
+        read = cut.read | {v for old, new, _ in self.threaded for v in (old, new)}
+        results = tuple(r.part for r in (*self.sums, *self.joined))
+        fed = [v for op in cut.before for v in op.outputs if v in cut.read]
+        return check(
+            replace(
+                micro,
+                name="micro_batch",
+                inputs=(*(v for v in micro.inputs if v in read or v.name == self.how.weight), *fed),
+                state=tuple(v for v in micro.state if v in read),
+                constants={v: value for v, value in micro.constants.items() if v in read},
+                ops=cut.loop,
+                outputs=results,
+                next_state={old: new for old, new, _ in self.threaded},
+                gradients=tuple((p, g) for p, g in micro.gradients if g in cut.made and p in read),
+                initializers=(),
+                loss=micro.loss if micro.loss in cut.made else None,
+                hyperparameters=tuple(v for v in micro.hyperparameters if v in read),
+                signature=None,
+                recipe=None,
+            )
+        )
+
+    def op(self) -> Op:
+        """The one op."""
+        turn, program = self.turn, self.whole.program
+        given = {v.name: v for v in (*program.inputs, *program.state)}
+        made = (v for op in self.part.before for v in op.outputs)
+        mine = dict(zip(made, (v for op in self.whole.before for v in op.outputs), strict=True))
+        inputs = {v: mine.get(v) or given[v.name] for v in (*turn.inputs, *turn.state)}
+        position = {v: i for i, v in enumerate(v for op in program.ops for v in op.outputs)}
+        outputs = [*(new for *_, new in self.threaded), *(r.whole for r in (*self.sums, *self.joined))]
+        outputs.sort(key=lambda v: position.get(v, len(position)))
+
+        def run(*values: Any) -> list[Any]:
+            found = self.run(dict(zip(inputs, values, strict=True)))
+            return [found[v] for v in outputs]
+
+        axis = program.replicas
+        with nullcontext() if axis is None else along(axis):
+            closed = traced(run, *(v.aval for v in inputs.values()))
+        body = MicroBatchLoop(closed, self.how.steps, turn)
+        return Op(ACCUMULATE, tuple(inputs.values()), tuple(outputs), body, Pass.BACKWARD)
+
+    def run(self, env: Values) -> Values:
+        """The values that the loop makes, from those it is given."""
+        cut = [v for v in self.turn.inputs if v.name in self.how.split]
+        pieces = [self._pieces(env[v], v) for v in cut]
+        weights = [x for v, x in zip(cut, pieces, strict=True) if v.name == self.how.weight]
+        scales = self._scales(*weights) if weights else None
+
+        def body(carry: Any, given: Any) -> tuple[Any, list[Any]]:
+            mine = dict(zip((*(old for old, *_ in self.threaded), *cut), (*carry[0], *given[0]), strict=True))
+            state, added, parts = self._one({**env, **mine}, given[1])
+            sums = [total + x.astype(total.dtype) for total, x in zip(carry[1], added, strict=True)]
+            return (state, sums), parts
+
+        zeros = [jnp.zeros(r.sum_type.shape, r.sum_type.dtype) for r in self.sums]
+        start = [env[old] for old, *_ in self.threaded]
+        (state, sums), parts = lax.scan(body, (start, zeros), (pieces, scales), self.how.steps)
+        return {
+            **{new: x for (*_, new), x in zip(self.threaded, state, strict=True)},
+            **{r.whole: x.astype(r.whole.dtype) for r, x in zip(self.sums, sums, strict=True)},
+            **{r.whole: r.joined(x) for r, x in zip(self.joined, parts, strict=True)},
+        }
+
+    def _one(self, env: Values, scale: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Of one micro-batch the next state, what is added to the sums, and what is joined."""
+        turn, count = self.turn, len(self.threaded)
+        run = lower(turn, [*(new for _, new, _ in self.threaded), *turn.outputs], scopes=own_scopes(turn))
+        found = run([env[v] for v in turn.state], [env[v] for v in turn.inputs])
+        pairs = zip((*self.sums, *self.joined), found[count:], strict=True)
+        scaled = [self._scaled(x, scale) if r.is_weighed else x for r, x in pairs]
+        return list(map(_strong, found[:count])), scaled[: len(self.sums)], scaled[len(self.sums) :]
+
+    def _pieces(self, x: Any, v: Variable) -> Any:
+        """An array over the batch as ``[steps, rows, ...]``, padded with examples of weight 0."""
+        steps, rows = self.how.steps, v.shape[0]
+        if steps * rows != x.shape[0]:
+            place = np.arange(steps * rows)
+            x = x[np.minimum(place, x.shape[0] - 1)]
+            if v.name == self.how.weight:
+                counts = (place < self.long).reshape(-1, *[1] * (x.ndim - 1))
+                x = jnp.where(counts, x, jnp.zeros((), x.dtype))
+        return x.reshape(steps, rows, *x.shape[1:])
+
+    def _scales(self, weights: Any) -> Any:
+        """The share of each micro-batch in the weights of all, of all devices."""
+        loss, replicas = self.whole.program.loss, self.whole.program.replicas
+        dtype = jnp.promote_types(weights.dtype, np.float32 if loss is None else loss.dtype)
+        flat = weights.reshape(self.how.steps, -1)
+        each = jnp.sum(flat, 1, dtype=jnp.promote_types(dtype, np.float32))
+        each = each if replicas is None else lax.psum(each, replicas.name)
+        total = jnp.sum(each)
+        return jnp.where(total == 0, 1 / self.how.steps, each / jnp.where(total == 0, 1, total))
+
+    def _scaled(self, x: Any, scale: Any) -> Any:
+        """The part of a mean that a micro-batch adds; 0 if none of its examples counts, even if it is NaN."""
+        wide = x.astype(jnp.promote_types(x.dtype, np.float32))
+        if scale is None:
+            return wide * (1 / self.how.steps)
+        return jnp.where(scale == 0, 0, wide * scale)
+
+
+def _strong(x: Any) -> Any:
+    """A value whose dtype is not weak, as the state it replaces is."""
+    return x.astype(x.dtype) if jnp.issubdtype(x.dtype, np.number) else x

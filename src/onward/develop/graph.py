@@ -1,0 +1,35 @@
+"""Walks over a Program and questions about it: who reads what, where passes begin, what transforms did.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> program = ow.trace(lambda w, x: jnp.sum(jnp.tanh(w * x)), jnp.ones(3), jnp.ones(3))
+>>> [op.type for op in ow.graph.consumers(program)[program["w"]]]
+['mul']
+"""
+
+from onward.core.homes import homes
+from onward.core.jaxprs.body import body_of
+from onward.core.walk import ancestors, consumers, descendants, liveness, producers
+from onward.develop.fence import fences, worth_fencing
+from onward.develop.fission.fission import fissions
+from onward.develop.recompute.report import recomputed
+from onward.develop.roll.cost import worth_rolling
+from onward.develop.roll.roll import rolls_of
+from onward.develop.seam import forward_pass, update_pass
+
+__all__ = [
+    "ancestors",
+    "body_of",
+    "consumers",
+    "descendants",
+    "fences",
+    "fissions",
+    "forward_pass",
+    "homes",
+    "liveness",
+    "producers",
+    "recomputed",
+    "rolls_of",
+    "update_pass",
+    "worth_fencing",
+    "worth_rolling",
+]

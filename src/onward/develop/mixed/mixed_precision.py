@@ -1,0 +1,171 @@
+"""Compute in 16 bits, keep in 32: the dtype of each op of the forward pass by its role.
+
+    mixed_precision(optimizer.minimize(loss, ...), "bfloat16")
+
+Parameters, slots and what the function returns keep their dtypes; where an op computes in another one, a
+``cast`` stands before it. The backward pass is derived of that, so it computes in the same dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import ArgumentError, GraphError, HyperparameterError
+from onward.core.program import Applied, Phase, Program, Recipe
+from onward.core.recipe import build, recipe_of, whole_types
+from onward.core.structure import is_count, is_number, is_word
+from onward.core.transform import transform
+from onward.core.walk import Where, listed
+from onward.derive.backward import append_backward
+from onward.derive.update.foreign import append_foreign_update
+from onward.derive.update.groups import Routing
+from onward.derive.update.precision import dtype_word
+from onward.derive.update.update import append_update, optimizer_of
+from onward.develop.guard import guard
+from onward.develop.mixed.loss_scale import adjust_scale, scale_loss
+from onward.develop.mixed.roles import Lowering, kept_ops
+
+_DTYPES = ("bfloat16", "float16")
+_UPDATES = (append_update, append_foreign_update)
+
+
+def mixed_precision(
+    program: Program,
+    dtype: str = "bfloat16",
+    *,
+    keep: Where | Iterable[Where] = (),
+    scale: float | None = None,
+    growth_every: int = 2000,
+    factor: float = 2.0,
+) -> Program:
+    """Compute most of the forward and backward pass in 16 bits; parameters and slots stay float32.
+
+    Matrix products and convolutions take and give 16 bits (hardware adds up in float32). Elementwise ops,
+    ops of shape and maxima follow what they read, parameters and numbers beside it included; next to a
+    float32 activation they compute in float32. All else, such as exponentials, sums, norms' statistics,
+    softmax, losses, control flow and functions with a gradient rule of their own (but for relu), computes in
+    float32, and so does what only such ops read. A Variable is cast once, however often it is read. The
+    Program is traced and derived again; ``for_test`` of it computes in the same dtypes.
+
+    In float16 small gradients would be 0, so the backward pass begins with ``loss_scale`` in place of 1:
+    gradients are divided by it before anything reads them, a step in which they overflow is left out and
+    counted in ``skipped``, as ``guard`` does, and the scale shrinks; it grows after many good steps in a row.
+
+    Args:
+        program: a Program that was traced, at any stage, replicated or not. For float16 it is minimized.
+        dtype: ``"bfloat16"`` or ``"float16"``.
+        keep: what stays in float32: names, patterns (``"head/*"``), Variables or predicates of activations,
+            for the ops that compute them, or of parameters, for the ops that read them.
+        scale: the first ``loss_scale``; 2**15 unless given. Given for bfloat16, it is scaled as well.
+        growth_every: after how many good steps in a row the scale grows.
+        factor: by how much it grows and shrinks, above 1.
+
+    Raises:
+        ArgumentError: another dtype.
+        HyperparameterError: a scale or factor out of range.
+        GraphError: it is in mixed precision already, or in float16 and not minimized, or guarded.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+        UnknownNameError: ``keep`` names nothing.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, sections 3.1 to 3.3.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> def loss(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"])
+        >>> w = {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}
+        >>> program = mixed_precision(ow.Adam(1e-3).minimize(loss, w, jnp.ones((8, 3))), "bfloat16")
+        >>> program["bfloat16(a)"].type, program["tanh"].type, program["grad(a)"].type, program.loss.type
+        ('bfloat16[3,4]', 'bfloat16[8,4]', 'float32[3,4]', 'float32[]')
+    """
+    dtype = dtype_word(dtype)
+    if not is_word(dtype, _DTYPES):
+        raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16' or 'float16'.")
+    recipe = recipe_of(program, f"in {dtype}", "Compute in that dtype yourself")
+    if recipe.of(lowered):
+        raise GraphError(
+            f"Program {program.name!r} is in mixed precision already; it is asked for only once."
+        )
+    scaling = _scaling(dtype, scale, growth_every, factor)
+    if scaling is not None:
+        _expect_updates(program, recipe)
+    scaled = replace(
+        recipe, steps=tuple(step for old in recipe.steps for step in (old, *_after(old, scaling)))
+    )
+    lowering = Applied(lowered, (dtype, tuple(listed(keep))), {}, Phase.PRECISION)
+    return build(scaled.including(lowering), whole_types(program))
+
+
+@transform(phase=Phase.PRECISION)
+def lowered(program: Program, dtype: str, keep: tuple[Where, ...]) -> Program:
+    """The forward pass, each op in the dtype of its role; see ``mixed_precision``."""
+    if program.code is not None:
+        raise GraphError(
+            f"mixed_precision: {program.name!r} was loaded from {program.code.file}, in which every op has "
+            "its dtype. Lower the precision of the Program before save."
+        )
+    is_test = program.recipe is not None and not program.recipe.origin.training
+    kept = kept_ops(program, keep, strict=not is_test)
+    return Lowering(program, np.dtype(jnp.dtype(dtype)), kept).program()
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """The options of loss scaling."""
+
+    scale: float
+    growth_every: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("scale", self.scale, 0), ("factor", self.factor, 1)):
+            if not is_number(value) or not math.isfinite(value) or value <= least:
+                raise HyperparameterError(
+                    f"mixed_precision: {name} is {value!r}; expected a number above {least}."
+                )
+        if not is_count(self.growth_every):
+            raise HyperparameterError(
+                f"mixed_precision: growth_every is {self.growth_every!r}; expected a number of steps, "
+                "at least 1."
+            )
+
+
+def _scaling(dtype: str, scale: float | None, growth_every: int, factor: float) -> _Scaling | None:
+    """How the loss is scaled; None where it is not."""
+    found = _Scaling(2.0**15 if scale is None else scale, growth_every, factor)
+    return found if dtype == "float16" or scale is not None else None
+
+
+def _after(step: Applied, scaling: _Scaling | None) -> tuple[Applied, ...]:
+    """The transforms that loss scaling adds after a transform of the recipe."""
+    if scaling is not None and step.function is append_backward:
+        return (Applied(scale_loss, (scaling.scale,), {}, step.phase),)
+    if scaling is not None and step.function in _UPDATES:
+        return (Applied(adjust_scale, (scaling.growth_every, scaling.factor), {}, step.phase),)
+    return ()
+
+
+def _expect_updates(program: Program, recipe: Recipe) -> None:
+    """Raise ``GraphError`` unless the loss of a Program can be scaled: to train it has to be minimized."""
+    made = [step.function for step in recipe.steps]
+    if recipe.origin.training and not (append_backward in made and any(f in _UPDATES for f in made)):
+        raise GraphError(
+            f"Program {program.name!r} is not minimized, and in float16 its gradients would be 0 where they "
+            'are small. Minimize first: mixed_precision(optimizer.minimize(loss, ...), "float16"); or take '
+            '"bfloat16", or a Program for tests: for_test(program).'
+        )
+    for step in recipe.of(append_update):
+        Routing.of(optimizer_of(step), program.parameters).expect_gradients_only(
+            "again, and its gradients, which nothing scales, would be 0 in float16 where they are small. "
+            'Take "bfloat16".'
+        )
+    if guard in made:
+        raise GraphError(
+            f"Program {program.name!r} is guarded, and mixed precision in float16 leaves out steps that "
+            "overflow by itself. Leave guard away."
+        )

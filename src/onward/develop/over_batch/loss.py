@@ -1,0 +1,67 @@
+"""Whether a loss is a sum over examples or a mean, as the graph tells."""
+
+from __future__ import annotations
+
+import warnings
+
+from onward.core.errors import OnwardError
+from onward.core.program import Program
+from onward.core.recipe import whole_types
+from onward.core.source import user_level
+from onward.core.walk import producers
+from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.develop.over_batch.known import Following, Follows, How
+from onward.develop.over_batch.walk import follow
+
+
+def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is_sum=False") -> bool:
+    """Whether the loss of a part of the batch is to be added to those of the others.
+
+    Args:
+        part: the forward Program of a part.
+        following: how it follows that of the whole.
+        otherwise: what is done with a loss that is no sum, in words.
+        meant: the option that says so.
+
+    Warns:
+        UserWarning: the loss is neither a sum nor a mean, so parts do not make that of the whole.
+    """
+    loss = part.loss
+    if loss is None:
+        return False
+    bent = following.reaching(part, [loss]).bent
+    if following.found[loss].kind in (How.MOST, How.LEAST):
+        bent = [producers(part)[loss]]
+    if bent:
+        warnings.warn(
+            f"{part.name}: the loss is neither a mean over examples nor a sum: {bent[0].type!r}"
+            f"{f' at {bent[0].source}' if bent[0].source else ''} reads or gives a number of all examples, "
+            f"and every part of the batch has its own. {otherwise}, which is not the loss of the whole "
+            f"batch. Return the mean or the sum itself; {meant} says that it is meant so.",
+            stacklevel=user_level(),
+        )
+    return following.found[loss] == Follows(How.MEAN, 1)
+
+
+def loss_is_sum(program: Program, otherwise: str, meant: str) -> bool:
+    """The same of a Program that is fed one of several batches; False where it cannot be told.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> def loss(w, x):
+    ...     return jnp.sum((x @ w) ** 2)
+    >>> loss_is_sum(ow.trace(loss, jnp.ones(3), jnp.ones((4, 3))), "The mean is taken", "is_sum=False")
+    True
+    """
+    recipe = program.recipe
+    if recipe is None or program.signature is None:
+        return False
+    try:
+        part = recipe.origin.trace(whole_types(program))
+        split = batch_names(part, (), WEIGHT, recipe.origin.fixed_data)
+        if not split:
+            return False
+        whole = recipe.origin.trace(data_types(part, split, 2 * part[split[0]].shape[0]))
+    except OnwardError:  # the function takes this length alone
+        return False
+    following = follow(whole, part, 2, split, lambda reaches: False)
+    return following is not None and is_sum(part, following, otherwise, meant)

@@ -1,0 +1,180 @@
+"""How the result of one op follows the batch, from how what it reads does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.jaxprs.body import Call
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Index, Linear
+from onward.core.program import Op, Variable
+from onward.develop.over_batch.known import OWN, SAME, BatchWalk, Follows, How, Need
+
+
+class Operands:
+    """The operands of an op's equation, and the values that it would have to read in their place."""
+
+    def __init__(self, walk: BatchWalk, op: Op, other: Op) -> None:
+        self.walk, self.op, self.other = walk, op, other
+        self.values = list(map(self._value, op.body.operands, op.body.numbers, other.body.numbers))
+        found = walk.result.found
+        self.arrays = [(found[v], v) for v in op.inputs]
+
+    def _value(self, operand: int | str, number: Any, theirs: Any) -> tuple[Follows, Variable | None]:
+        if isinstance(operand, int):
+            v = self.op.inputs[operand]
+            return self.walk.result.found[v], v
+        return self._of_number(number, theirs), None
+
+    def _of_number(self, mine: Any, theirs: Any) -> Follows:
+        """A number that counts examples is a power of their share, or is replaced by the whole's."""
+        if mine is None or theirs is None or not _is_inexact(mine):
+            return SAME
+        if np.array_equal(mine, theirs, equal_nan=True):
+            return SAME
+        for power in (1, -1, 2, -2):
+            if np.allclose(theirs, mine * float(self.walk.parts) ** power, rtol=1e-6, atol=0):
+                return Follows(How.SAME, power)
+        self._take_numbers()
+        return SAME
+
+    def _take_numbers(self) -> None:
+        self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
+
+    def combined(self, call: Call) -> Follows:
+        """How the result follows the whole's, its shape apart; asks for what cannot be told otherwise."""
+        self.settle_extremes()
+        if any(map(self.walk.axes, self.op.outputs)):  # examples read it, be it alone
+            self._merge([i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN])
+        linear = of(call.primitive).linear
+        if linear is Linear.FIRST and _keeps_inexact(call):
+            self.settle(*range(1, len(self.values)))
+            return self._kept(self.values[0][0])
+        if linear is Linear.EACH:
+            return self._product()
+        if of(call.primitive).divides:
+            return self._quotient()
+        if linear is Linear.TOGETHER:
+            chosen = (0,) if call.primitive == "select_n" else ()
+            self.settle(*chosen)
+            return self._sum(range(len(chosen), len(self.values)))
+        return self.settled()
+
+    def settle_extremes(self) -> None:
+        """Ask for the largest and the smallest of the whole where those of the part would be read."""
+        self._merge([i for i, (f, _) in enumerate(self.values) if f.kind in (How.MOST, How.LEAST)])
+
+    def zeros(self) -> list[bool]:
+        """Which operands are 0 throughout."""
+        return [self._is_zero(i) or v in self.walk.zeros for i, (_, v) in enumerate(self.values)]
+
+    def settled(self) -> Follows:
+        """How the result follows if all is read exactly as the whole would."""
+        self.settle(*range(len(self.values)))
+        return self._kind_of_all()
+
+    def counts_on(self, call: Call, walk: BatchWalk) -> bool:
+        """Whether the result numbers examples as well; noted, unless an index is made of it."""
+        index = of(call.primitive).index
+        if not any(f.counts for f, _ in self.values) or index is Index.ENDS:
+            return False
+        fixed = all(f.counts or v is None or call.primitive != "add" for f, v in self.values)
+        if index is Index.STAYS and fixed:
+            return True
+        walk.note(self.op, "counts the examples from 0")
+        return False
+
+    def _kept(self, first: Follows) -> Follows:
+        return first if first.kind is How.ROWS or not self._has(How.ROWS) else Follows(How.ROWS, first.power)
+
+    def _product(self) -> Follows:
+        means = [i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN]
+        if len(means) > 1:
+            self._merge(means)
+        return replace(self._kind_of_all(), power=sum(f.power for f, _ in self.values))
+
+    def _quotient(self) -> Follows:
+        above, below = (f for f, _ in self.values)
+        self._merge([1] if below.kind is How.MEAN else [])
+        above, below = (f for f, _ in self.values)
+        return replace(self._kind_of_all(), power=above.power - below.power)
+
+    def _sum(self, places: Sequence[int]) -> Follows:
+        if self._has(How.ROWS):
+            self._merge([i for i in places if self.values[i][0].kind is How.MEAN])
+        powers = {self.values[i][0].power for i in places if not self._is_zero(i)}
+        if len(powers) > 1 and not _is_inexact(self.op.outputs[0]):
+            return Follows(How.ROWS) if self._has(How.ROWS) else OWN  # counts are merged as such
+        if len(powers) > 1:
+            for i in places:
+                self._scale(i)
+            powers = {0}
+        return replace(self._kind_of_all(), power=next(iter(powers), 0))
+
+    def _is_zero(self, place: int) -> bool:
+        number = self.op.body.numbers[place]
+        return number is not None and not np.any(number)
+
+    def _has(self, kind: How) -> bool:
+        return any(f.kind is kind for f, _ in self.values)
+
+    def _kind_of_all(self) -> Follows:
+        for kind in (How.ROWS, How.OWN, How.MEAN):
+            if self._has(kind):
+                return Follows(kind)
+        return SAME
+
+    def settle(self, *places: int) -> None:
+        """Ask for exactly what the whole would read in these places."""
+        for i in places:
+            if self.values[i][0].kind is How.MEAN:
+                self._merge([i])
+            self._scale(i)
+
+    def _merge(self, places: Iterable[int]) -> None:
+        for i in places:
+            follows, v = self.values[i]
+            assert v is not None
+            reaches = self.op in self.walk.reaching
+            summed = follows.kind is How.MEAN
+            if self.walk.can_have(reaches) and (_is_inexact(v) or not summed or follows.power == 1):
+                self._need(v, merged=follows.kind)
+                self.values[i] = replace(follows, kind=How.SAME), v
+                if summed and not _is_inexact(v):
+                    self._scale(i)
+            elif reaches:
+                self.values[i] = SAME, v
+            else:
+                self.walk.result.bent.append(self.op)
+                self.values[i] = OWN, v
+
+    def _scale(self, place: int) -> None:
+        follows, v = self.values[place]
+        if follows.power == 0 or follows.kind is How.OWN:
+            return
+        if v is None:
+            self._take_numbers()
+        elif self.walk.can_have(False):
+            self._need(v, power=follows.power)
+        else:
+            self.walk.result.bent.append(self.op)
+        self.values[place] = replace(follows, power=0), v
+
+    def _need(self, v: Variable, merged: How = How.SAME, power: int = 0) -> None:
+        needs = self.walk.result.needs.setdefault(self.op, {})
+        before = needs.get(v, Need(How.SAME))
+        needs[v] = Need(before.merged if merged is How.SAME else merged, power or before.power)
+
+
+def _keeps_inexact(call: Call) -> bool:
+    """Whether a conversion is to a floating dtype, or there is none."""
+    return call.primitive != "convert_element_type" or _is_inexact(call.results[0])
+
+
+def _is_inexact(value: Any) -> bool:
+    return bool(jnp.issubdtype(getattr(value, "dtype", np.result_type(value)), np.inexact))

@@ -1,0 +1,252 @@
+"""How each value for a whole batch follows from that for one part, in a function traced for both.
+
+``follow(whole, part, parts)`` walks over a function that was traced for a batch, and again for one of
+``parts`` equal parts of it. An axis that is ``parts`` times as long in the whole is that of the examples. A
+sum over it is a statistic: the whole's is the mean over the parts, times their number. Sums and products with
+what is the same in every part keep that; what is not linear (a root, a quotient of two statistics) does not,
+and needs the statistic of the whole batch first.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> def loss(w, x):
+...     return jnp.sum((x @ w) ** 2)
+>>> whole, part = (ow.trace(loss, jnp.ones(3), jnp.ones((rows, 3))) for rows in (8, 4))
+>>> loss = follow(whole, part, 2, {"x"}).found[part.loss]
+>>> str(loss.kind), loss.power
+('mean', 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.jaxprs.body import Call
+from onward.core.placement import equal_variables
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Exchanges, Reduces
+from onward.core.program import Op, Program, Variable
+from onward.develop.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
+from onward.develop.over_batch.operands import Operands
+from onward.develop.over_batch.within import within
+
+_EXTREMES = {Reduces.LARGEST: How.MOST, Reduces.SMALLEST: How.LEAST}
+_OF_TRUTHS = {Reduces.ANY: How.MOST, Reduces.ALL: How.LEAST}
+
+
+def follow(
+    whole: Program,
+    part: Program,
+    parts: int,
+    split: Collection[str],
+    can_have: Callable[[bool], bool] = lambda reaches: True,
+) -> Following | None:
+    """How the values of ``part`` follow those of ``whole``; None if they are not the same ops.
+
+    Args:
+        whole: a forward Program.
+        part: the same function traced for one of the parts.
+        parts: how many.
+        split: the names of the data of which a part holds its examples only.
+        can_have: whether the parts can have a statistic of the whole batch, told whether it comes back to
+            the examples (as that of batch normalization does). What they cannot have is theirs alone.
+    """
+    rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
+    state, first = [SAME] * len(part.state), Follows(How.ROWS, 0, ExampleLayout(0))
+    given = [*(first if v.name in split else SAME for v in part.inputs), *state]
+    pairs = _aligned(whole, part)
+    return None if pairs is None else Follower(pairs, whole, part, given, parts, rows, can_have).followed()
+
+
+def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None:
+    """The ops of the part, each with that of the whole; what layers merge is the part's alone."""
+    if _ranks(whole.inputs) != _ranks(part.inputs) or _ranks(whole.state) != _ranks(part.state):
+        return None
+    theirs, pairs = list(reversed(whole.ops)), list[tuple[Op, Op | None]]()
+    for op in part.ops:
+        if theirs and theirs[-1].type == op.type and _alike(op, theirs[-1]):
+            pairs.append((op, theirs.pop()))
+        elif op.body.collectives:
+            pairs.append((op, None))
+        else:
+            return None
+    return None if theirs else pairs
+
+
+def _alike(op: Op, other: Op) -> bool:
+    return _ranks(op.inputs) == _ranks(other.inputs) and _ranks(op.outputs) == _ranks(other.outputs)
+
+
+def _ranks(variables: Iterable[Variable]) -> list[int]:
+    return [v.ndim for v in variables]
+
+
+class Follower(BatchWalk):
+    """One walk over the ops of a part, each beside that of the whole; a part has so many ``rows``."""
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Op, Op | None]],
+        whole: Program,
+        part: Program,
+        given: Sequence[Follows],
+        parts: int,
+        rows: int,
+        can_have: Callable[[bool], bool],
+    ) -> None:
+        known = (*part.inputs, *part.state)
+        super().__init__(
+            Following(dict(zip(known, given, strict=True))),
+            dict(zip(known, (*whole.inputs, *whole.state), strict=True)),
+            parts,
+            can_have,
+            has_own_axis=any(op.body.collectives for op in whole.ops),
+        )
+        self.pairs, self.rows, self.equal = pairs, rows, equal_variables(part)
+        for v, other in zip(part.constants, whole.constants, strict=False):
+            self.like[v] = other
+            self.result.found[v] = self._constant(v, part.constants[v], whole.constants[other])
+
+    def inner(self, whole: Program, part: Program, given: Sequence[Follows]) -> Following | None:
+        """How the values of what an op runs follow, where it is known of what it is given."""
+        pairs = _aligned(whole, part)
+        if pairs is None:
+            return None
+        return Follower(pairs, whole, part, given, self.parts, self.rows, lambda reaches: True).followed()
+
+    def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
+        if np.shape(mine) == np.shape(theirs):
+            return SAME
+        counts = jnp.issubdtype(v.dtype, np.number) and np.unique(np.asarray(mine)).size > 1
+        return Follows(How.ROWS, counts=bool(counts))
+
+    def followed(self) -> Following:
+        """The walk over all ops."""
+        for op, other in self.pairs:
+            if other is None:
+                self.like.update((v, self.like[op.inputs[0]]) for v in op.outputs)
+            else:
+                self.like.update(zip(op.outputs, other.outputs, strict=True))
+        self.reaching = self._reaching(op for op, _ in self.pairs)
+        for op, other in self.pairs:
+            self.result.found.update(zip(op.outputs, self._followed(op, other), strict=True))
+        return self.result
+
+    def _reaching(self, ops: Iterable[Op]) -> set[Op]:
+        """The ops whose results come back to the examples."""
+        found: set[Op] = set()
+        needed = set[Variable]()
+        for op in reversed(list(ops)):
+            if not needed.isdisjoint(op.outputs) or any(self.axes(v) for v in op.outputs):
+                found.add(op)
+                needed.update(op.inputs)
+        return found
+
+    def _followed(self, op: Op, other: Op | None) -> list[Follows]:
+        """How the outputs of an op follow the whole's."""
+        if op.body.collectives or other is None:  # merged over the parts by the function itself
+            power = self._power_of_merged(op)
+            return [Follows(How.SAME, power) if v in self.equal else OWN for v in op.outputs]
+        calls = list(op.body.calls)
+        if len(calls) != 1:
+            return [self.by_shape(v, OWN) for v in op.outputs]
+        given = Operands(self, op, other)
+        if calls[0].inner and not of(calls[0].primitive).update:
+            return within(self, self.inner, op, other, calls[0], given)
+        if self._finds_by_data(calls[0], given):
+            self.note(
+                op, "finds examples by numbers that stand in data, which count those of the whole batch"
+            )
+        how = given.combined(calls[0])
+        return [self._output(op, v, calls[0], given, how) for v in op.outputs]
+
+    def _finds_by_data(self, call: Call, given: Operands) -> bool:
+        """Whether examples are gathered by indices that are no count of them, as the nodes of a graph are."""
+        if call.primitive != "gather":
+            return False
+        (source, _), (index, _) = given.values
+        if source.kind is not How.ROWS or source.layout is None:
+            return False
+        by_index = source.layout.axis in call.params["dimension_numbers"].start_index_map
+        return by_index and index.kind is How.ROWS and not index.counts
+
+    def _power_of_merged(self, op: Op) -> int:
+        """A sum over the parts is their number times the mean."""
+        power = max((self.result.found[v].power for v in op.inputs), default=0)
+        return power - any(of(c.kind).exchanges is Exchanges.SUM for c in op.body.collectives)
+
+    def _output(self, op: Op, v: Variable, call: Call, given: Operands, how: Follows) -> Follows:
+        axes = self.axes(v)
+        if how.kind is not How.ROWS:
+            return self._without_rows(op, v, call, how, axes)
+        if axes is None:
+            self.note(op, "takes some of the examples, or adds to them")
+            return OWN
+        if len(axes) > 1:
+            self.note(op, "makes an array of all pairs of examples")
+            return OWN
+        if axes:
+            counts = given.counts_on(call, self)
+            return replace(how, layout=self._layout(op, v, axes[0], call, given), counts=counts)
+        row = of(call.primitive)
+        if row.sums or (call.primitive == "scatter-add" and op.inputs[0] in self.zeros):
+            return Follows(How.MEAN, how.power + 1)
+        extremes = _OF_TRUTHS if v.dtype == bool else _EXTREMES
+        if row.reduces in extremes:
+            return Follows(extremes[row.reduces])
+        self.note(op, "takes some of the examples")
+        return OWN
+
+    def _without_rows(self, op: Op, v: Variable, call: Call, how: Follows, axes: list[int] | None) -> Follows:
+        if call.primitive == "broadcast_in_dim" and op.body.numbers[0] is not None:
+            self.zeros.update([v] if not np.any(op.body.numbers[0]) else [])
+        if axes:
+            counts = call.primitive == "iota" and axes == [call.params["dimension"]]
+            return replace(self.by_shape(v, OWN), power=how.power, counts=counts)
+        return OWN if axes is None else how
+
+    def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> ExampleLayout | None:
+        if parameter := of(call.primitive).along:
+            along = call.params[parameter]
+            if axis in (along if isinstance(along, tuple) else (along,)):
+                self.note(op, "runs along the examples")
+        known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]
+        if not known:
+            return None
+        first, source = known[0]
+        if call.primitive == "reshape":
+            return self._reshaped(op, first, source, v, axis)
+        if call.primitive == "concatenate" and call.params["dimension"] == first.axis:
+            blocks = [layout.blocks for layout, _ in known]
+            return replace(first, blocks=sum(blocks)) if len(blocks) == len(given.arrays) else None
+        if call.primitive == "slice":
+            return self._sliced(op, first, call)
+        alike = [layout for layout, w in known if w.shape[layout.axis] == v.shape[axis]]
+        if len({(x.blocks, x.each) for x in alike}) > 1:
+            self.note(op, "pairs examples that do not belong together")
+            return None
+        return replace(alike[0], axis=axis) if alike else None
+
+    def _reshaped(
+        self, op: Op, layout: ExampleLayout, source: Variable, v: Variable, axis: int
+    ) -> ExampleLayout | None:
+        before = prod(source.shape[: layout.axis]) * layout.blocks
+        blocks, rest = divmod(before, prod(v.shape[:axis]) or 1)
+        each, odd = divmod(v.shape[axis], (blocks or 1) * self.rows)
+        if rest or odd or not blocks:
+            self.note(op, "moves numbers of one example to another")
+            return None
+        return ExampleLayout(axis, blocks, each)
+
+    def _sliced(self, op: Op, layout: ExampleLayout, call: Call) -> ExampleLayout | None:
+        start, limit = (call.params[k][layout.axis] for k in ("start_indices", "limit_indices"))
+        strides = call.params["strides"]
+        block = self.rows * layout.each
+        if (strides and strides[layout.axis] != 1) or start % block or limit % block:
+            self.note(op, "takes some of the examples")
+            return None
+        return replace(layout, blocks=(limit - start) // block)

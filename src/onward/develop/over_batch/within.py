@@ -1,0 +1,161 @@
+"""How the results of a loop, a branch or a function that is called follow the batch: by what they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import starmap
+
+from onward.core.jaxprs.body import Body, Call
+from onward.core.jaxprs.loops import carry_of, result_of
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
+from onward.core.program import Op, Program
+from onward.develop.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
+from onward.develop.over_batch.operands import Operands
+
+_SEE = "computes a statistic of the examples within"
+_ONE_BY_ONE = "goes through the examples one after the other"
+
+
+Inner = Callable[[Program, Program, Sequence[Follows]], Following | None]
+"""From what an op runs, for the whole and for the part, and what it is given, to how its values follow."""
+
+
+def within(walk: BatchWalk, inner: Inner, op: Op, other: Op, call: Call, given: Operands) -> list[Follows]:
+    """How the outputs follow the whole's; what would have to be merged within is noted."""
+    given.settle_extremes()
+    values = [f for f, _ in given.values]
+    if all(f == SAME for f in values):
+        return [walk.by_shape(v, SAME) for v in op.outputs]
+    inside = _BodyWalk(walk, inner, op, list(other.subprograms.values()), list(op.subprograms.values()))
+    found = inside.found(call, given)
+    if found is not None:
+        return [found[result_of(op.body, i)] for i in range(len(op.outputs))]
+    given.settled()
+    if _ends_within(op.body, other.body):
+        walk.note(op, _SEE)
+    return [walk.by_shape(v, OWN) for v in op.outputs]
+
+
+class _BodyWalk:
+    """Walks over what one op runs."""
+
+    def __init__(
+        self, walk: BatchWalk, inner: Inner, op: Op, wholes: list[Program], parts: list[Program]
+    ) -> None:
+        self.walk, self.inner, self.op, self.wholes, self.parts = walk, inner, op, wholes, parts
+
+    def found(self, call: Call, given: Operands) -> list[Follows] | None:
+        """How the outputs follow the whole's; None if it cannot be told."""
+        row = of(call.primitive)
+        if row.runs is Runs.BRANCH:
+            given.settle(0)
+            return self.cond([f for f, _ in given.values])
+        values = [f for f, _ in given.values]
+        if row.runs is Runs.SCAN and len(self.parts) == 1:
+            return self.scan(given, call)
+        if row.calls_once and self.parts and len(self.parts[0].inputs) == len(values):
+            return self.called(self.wholes[0], self.parts[0], values)
+        return None
+
+    def called(self, whole: Program, part: Program, values: Sequence[Follows]) -> list[Follows] | None:
+        """The results of one run; None if it needs what the parts would have to merge first."""
+        following = self.inner(whole, part, values)
+        if following is None or not _is_plain(following.reaching(part, part.outputs), part):
+            return None
+        return [following.found[v] for v in part.outputs]
+
+    def cond(self, values: Sequence[Follows]) -> list[Follows] | None:
+        """How the outputs follow the whole's if all branches agree on it; None if they do not."""
+        pairs = zip(self.wholes, self.parts, strict=True)
+        found = [self.called(whole, part, values[1:]) for whole, part in pairs]
+        return found[0] if values[0] == SAME and all(f == found[0] for f in found) else None
+
+    def scan(self, given: Operands, call: Call) -> list[Follows] | None:
+        """The carry at the end, and what each turn gives, stacked."""
+        count, carries = carry_of(self.op.body)
+        values = [f for f, _ in given.values]
+        begin, along = values[count : count + carries], given.values[count + carries :]
+        if any(v is not None and 0 in (self.walk.axes(v) or ()) for _, v in along):
+            return self._along_examples(carries, len(call.results))
+        turns = [_turn(f) for f, _ in along]
+        summed = [
+            Follows(How.MEAN, 1) if zero and f == SAME else f
+            for f, zero in zip(begin, given.zeros()[count:], strict=False)
+        ]
+        for carry in (begin, summed):
+            found = self._settled(values[:count], carry, turns)
+            if found is not None:
+                return [*found[:carries], *map(_stacked, found[carries:])]
+        return None
+
+    def _along_examples(self, carries: int, count: int) -> list[Follows]:
+        """The results of a loop over the examples: rows, unless one turn hands something to the next."""
+        if carries:
+            self.walk.note(self.op, _ONE_BY_ONE)
+        return [Follows(How.ROWS, 0, ExampleLayout(0)) if i >= carries else OWN for i in range(count)]
+
+    def _settled(
+        self, consts: Sequence[Follows], carry: Sequence[Follows], turns: Sequence[Follows]
+    ) -> list[Follows] | None:
+        """The results of a turn for a carry that it leaves as it is."""
+        for _ in range(3):
+            found = self.called(self.wholes[0], self.parts[0], [*consts, *carry, *turns])
+            joined = None if found is None else list(starmap(_joined, zip(carry, found, strict=False)))
+            if found is None or joined is None or None in joined:
+                return None
+            if joined == list(carry):
+                return [*carry, *found[len(carry) :]]
+            carry = [f for f in joined if f is not None]
+        return None
+
+
+def _is_plain(following: Following, part: Program) -> bool:
+    """Whether all that a run gives is known without anything that would have to be merged in it."""
+    known = all(following.found[v].kind is not How.OWN for v in part.outputs)
+    return known and not (following.needs or following.numbers or following.mixing or following.bent)
+
+
+def _turn(follows: Follows) -> Follows:
+    """One turn's share of what a loop runs along."""
+    if follows.layout is None:
+        return follows
+    return replace(follows, layout=replace(follows.layout, axis=follows.layout.axis - 1))
+
+
+def _stacked(follows: Follows) -> Follows:
+    """How a loop's result follows the whole's once every turn's share is stacked."""
+    if follows.layout is None:
+        return follows
+    return replace(follows, layout=replace(follows.layout, axis=follows.layout.axis + 1))
+
+
+def _joined(before: Follows, after: Follows) -> Follows | None:
+    """How a carried value follows the whole's in all turns; one that is the same may begin a mean or rows."""
+    if before == after or (after == SAME and before == Follows(How.MEAN)):
+        return before
+    if before == SAME and after.kind in (How.MEAN, How.ROWS) and not after.power:
+        return after
+    rows = before.kind is How.ROWS and after.kind is How.ROWS and before.power == after.power
+    return replace(after, layout=None) if rows else None
+
+
+def _ends_within(mine: Body, theirs: Body) -> bool:
+    """Whether an equation somewhere in it reads what is longer in the whole, and gives what is not."""
+    return any(
+        _shapes(a.operands) != _shapes(b.operands) and _shapes(a.results) == _shapes(b.results)
+        for a, b in zip(_calls_in(mine), _calls_in(theirs), strict=False)
+    )
+
+
+def _shapes(types: Sequence[object]) -> list[object]:
+    return [getattr(t, "shape", ()) for t in types]
+
+
+def _calls_in(body: Body) -> Iterator[Call]:
+    for call in body.calls:
+        yield call
+        for bodies in call.inner.values():
+            for inner in bodies:
+                yield from _calls_in(inner)

@@ -1,0 +1,177 @@
+"""Why a compiled step exchanges numbers between devices: each collective, with the op and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from textwrap import fill
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from onward.core.columns import columns
+from onward.core.errors import ArgumentError
+from onward.core.homes import own_scopes
+from onward.core.program import Op, Program
+from onward.core.show import human_bytes
+from onward.core.structure import describe
+from onward.execute.executable import Executable
+from onward.execute.step import Step
+from onward.execute.tuning import Tuning
+from onward.explain.collectives.found import CompiledCollective, collectives_in
+from onward.explain.collectives.hlo_text import CompiledText
+from onward.explain.compiling.measured import fresh_name
+
+_WIDTH = 100
+_SHOWN = 3
+_NO_STEP = (
+    "collectives takes a Program, a step, or a function and its arguments, not {found}. Write "
+    "collectives(program), collectives(step, state, *data), or collectives(train_step, *args)."
+)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The collectives of a compiled step, those of most bytes first; print them, or go through ``found``.
+
+    Attributes:
+        name: of the step.
+        mesh: the names and lengths of the axes of its devices; empty where there is none.
+        found: the collectives.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    found: tuple[CompiledCollective, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all in one step; those in a loop of unknown length once."""
+        return sum(c.bytes * (c.times or 1) for c in self.found)
+
+    def __iter__(self) -> Iterator[CompiledCollective]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        on = f" on {prod(self.mesh.values())} devices ({axes})" if self.mesh else ""
+        many = f"{len(self.found)} collective{'' if len(self.found) == 1 else 's'}"
+        head = f"{self.name}{on}: {many}, {human_bytes(self.bytes)} a step"
+        return "\n".join([head, *(line for c in self.found for line in ("", *_lines(c)))])
+
+    __repr__ = __str__
+
+
+def _lines(c: CompiledCollective) -> Iterator[str]:
+    along = f"along {', '.join(c.axes)}" if c.axes else f"{c.devices} devices" if c.devices else ""
+    often = {1: "", None: "in a loop"}.get(c.times, f"{c.times} times, in a loop")
+    yield "  ".join(filter(None, (c.kind, human_bytes(c.bytes), along, often)))
+    rows = [("  " + v.type, v.op, v.made_by, v.line) for v in c.values[:_SHOWN]]
+    told = columns(rows).split("\n")
+    for i, line in enumerate(told):
+        yield line
+        if i + 1 == len(rows) or c.values[i].why != c.values[i + 1].why:
+            yield fill(c.values[i].why, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    if len(c.values) > _SHOWN:
+        yield f"  {len(c.values) - _SHOWN} more"
+
+
+def collectives(step: Program | Step | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Collectives:
+    """Find the exchanges between devices in a compiled step, each with the op and the line that need it.
+
+    The compiled text is read: what XLA put in where arrays are sharded as well as what ``replicate``,
+    ``jax.shard_map`` and ``jax.pmap`` write. Each collective has its bytes, the axes of the mesh along which
+    devices exchange, how often a loop runs it, the primitive of JAX it is for with the user's line, and a
+    reason where the text shows one: an exchange that is written there, the sum of a product whose summed
+    dimension is split, an argument that is split and needed whole. Otherwise it says what the collective
+    does. The step is compiled for it, and not run.
+
+    Args:
+        step: a Program, compiled as ``compile`` does; a step that ``compile`` returned, with a State and data
+            where they are to lie; a function of someone else, under ``jax.jit`` or ``jax.pmap``; or what
+            ``lower(...).compile()`` of that returned.
+        args: what the step is called with: arrays where they lie on devices, or ``jax.ShapeDtypeStruct`` with
+            a sharding.
+        kwargs: the same by name.
+
+    Raises:
+        ArgumentError: none of these; arguments beside a Program.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
+        >>> found = ow.collectives(ow.replicate(program, devices=4))
+        >>> [(c.kind, c.axes, sum(v.type == "f32[3]" for v in c.values)) for c in found]
+        [('all-reduce', ('replicas',), 1)]
+    """
+    if isinstance(step, Program):
+        if args or kwargs:
+            raise ArgumentError("collectives takes a Program alone: collectives(program).")
+        return _of_program(step)
+    marks = _Marks({})
+    if isinstance(step, Step):
+        text, shardings = step.compiled_text(marks, *args, **kwargs)
+        return _read(step.program.name, text, shardings, marks.ops)
+    return _of_function(step, args, kwargs)
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """Scopes for the ops of a Program, each with a last one of its own, by which it is found again."""
+
+    ops: dict[str, Op]
+
+    def __call__(self, program: Program) -> Mapping[Op, str]:
+        scopes = own_scopes(program)
+        self.ops.update((f"op_{i}_of_program", op) for i, op in enumerate(program.ops))
+        return {op: "/".join(filter(None, (scopes[op], mark))) for mark, op in self.ops.items()}
+
+
+def _of_program(program: Program) -> Collectives:
+    marks = _Marks({})
+    tuned = Tuning()(program, ()).program
+    named = replace(tuned, name=fresh_name(program.name))
+    executable = Executable(named, (), {v.name for v in tuned.next_state}, scopes=marks)
+    executable.compile()
+    return _read(program.name, executable.text, executable.shardings, marks.ops)
+
+
+def _of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectives:
+    if not callable(step) and not hasattr(step, "as_text"):
+        raise ArgumentError(_NO_STEP.format(found=describe(step)))
+    compiled = step if hasattr(step, "as_text") else _compiled(step, args, kwargs)
+    given = (x.sharding for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array))
+    name = getattr(step, "__name__", type(step).__name__)
+    return _read(name, compiled.as_text() or "", (*_shardings(compiled), *given), {})
+
+
+def _compiled(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lower = getattr(step, "lower", None) or jax.jit(step).lower
+    option = "jax_compilation_cache_include_metadata_in_key"  # else lines may be those of an older file
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        return lower(*args, **kwargs).compile()
+    finally:
+        jax.config.update(option, before)
+
+
+def _shardings(compiled: Any) -> Iterable[Any]:
+    try:
+        return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    except (AttributeError, NotImplementedError):
+        return ()
+
+
+def _read(name: str, text: str, shardings: Iterable[Any], marks: Mapping[str, Op]) -> Collectives:
+    meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1}
+    mesh = max(meshes, key=lambda m: m.size, default=None)
+    axes = {} if mesh is None else dict(mesh.shape)
+    count = 1 if mesh is None else mesh.size
+    found = collectives_in(CompiledText.of(text), axes, count, marks)
+    return Collectives(name, axes, tuple(sorted(found, key=lambda c: -c.bytes * (c.times or 1))))

@@ -1,0 +1,1 @@
+"""Why compiling takes as long as it does."""

@@ -1,0 +1,556 @@
+"""Micro-batches against the big batch, against NumPy, and against a loop over single micro-batches."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.core.recipe import undone
+from onward.develop.accumulation.accumulate import accumulate, accumulated, accumulation_of
+
+RNG = np.random.default_rng(0)
+ROWS = 8
+X, Y = RNG.normal(size=(2 * ROWS, 3)), RNG.normal(size=2 * ROWS)
+WEIGHT = RNG.uniform(0.5, 2.0, 2 * ROWS)
+W = RNG.normal(size=3)
+RATE = 0.5
+OPTIMIZERS = {"sgd": ow.SGD(0.05), "momentum": ow.Momentum(0.02), "adam": ow.Adam(0.01)}
+
+
+@pytest.fixture(autouse=True)
+def in_double():
+    with jax.enable_x64(True):
+        yield
+
+
+def equal(found, expected, rtol=1e-12, atol=1e-13):
+    np.testing.assert_allclose(found, expected, rtol, atol)
+
+
+# ---------------------------------------------------------------- the big batch, in one piece
+
+
+def mlp(p, x, y):
+    hidden = jnp.tanh(x @ p["first"]["w"] + p["first"]["b"])
+    return cost(hidden @ p["last"], y)
+
+
+def cnn(p, x, y):
+    h = jax.lax.conv_general_dilated(x, p["conv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return cost(jax.nn.relu(h).mean((1, 2)) @ p["last"], y)
+
+
+def words(p, x, y):
+    return cost(jnp.tanh(p["table"][x]).mean(1) @ p["last"], y)
+
+
+def cost(logits, y):
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)[:, 0]
+    right = jnp.sum(jnp.argmax(logits, 1) == y)
+    return losses.mean(), {"right": right, "losses": losses, "columns": logits.T}
+
+
+def draw(*shape):
+    return np.random.default_rng(len(shape)).normal(0, 0.5, shape)
+
+
+MODELS = {
+    "mlp": (mlp, {"first": {"w": draw(3, 4), "b": draw(4)}, "last": draw(4, 3)}, draw(ROWS, 3)),
+    "cnn": (cnn, {"conv": draw(3, 3, 2, 2), "last": draw(2, 3)}, draw(ROWS, 4, 4, 2)),
+    "words": (words, {"table": draw(5, 4), "last": draw(4, 3)}, RNG.integers(0, 5, (ROWS, 3))),
+}
+LABELS = RNG.integers(0, 3, ROWS)
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a, tree)
+
+
+def trained(program, params, data, steps=3):
+    """All state and the results after some steps."""
+    step = ow.compile(program)
+    state = step.init(params)
+    for _ in range(steps):
+        state, out = step(state, *data)
+    return {name: np.asarray(state[name]) for name in state}, jax.tree.map(np.asarray, out.value)
+
+
+def check_equal(found, expected, rtol=1e-12):
+    for name, value in expected[0].items():
+        equal(found[0][name], value, rtol, 0.1 * rtol)
+    jax.tree.map(lambda a, b: equal(a, b, rtol, 0.1 * rtol), found[1], expected[1])
+
+
+CASES = [
+    ("mlp", "sgd", 2, "float64"),
+    ("mlp", "momentum", 4, "float64"),
+    ("mlp", "adam", 8, "float64"),
+    ("mlp", "sgd", 4, "float32"),
+    ("cnn", "adam", 4, "float64"),
+    ("cnn", "momentum", 2, "float32"),
+    ("words", "momentum", 8, "float64"),
+    ("words", "sgd", 2, "float32"),
+]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "steps", "dtype"), CASES)
+def test_equal_to_the_big_batch(model, optimizer, steps, dtype):
+    loss, params, x = MODELS[model]
+    params, data = cast(params, dtype), (cast(x, dtype), LABELS)
+    program = OPTIMIZERS[optimizer].minimize(loss, params, *data, has_aux=True)
+    found = trained(accumulate(program, steps), params, data)
+    check_equal(found, trained(program, params, data), 1e-11 if dtype == "float64" else 1e-4)
+    right, losses, columns = (found[1][1][name] for name in ("right", "losses", "columns"))
+    assert (right.shape, losses.shape, columns.shape) == ((), (ROWS,), (3, ROWS))
+    assert right.dtype == np.int64
+
+
+def square(w, x, y):
+    error = x @ w - y
+    return jnp.mean(error**2), {"each": error, "nothing": jnp.zeros(2), "x": x}
+
+
+@cache
+def line(optimizer="plain"):
+    rule = ow.SGD(RATE) if optimizer == "plain" else OPTIMIZERS[optimizer]
+    return rule.minimize(square, W, X[:ROWS], Y[:ROWS], has_aux=True)
+
+
+def by_hand(rows, weight=None):
+    """The loss, the parameters after a step, and the error of each example, in NumPy."""
+    x, weight = X[:rows], np.ones(rows) if weight is None else weight[:rows]
+    error = x @ W - Y[:rows]
+    total = weight.sum()
+    return (weight * error**2).sum() / total, W - RATE * 2 * x.T @ (weight * error) / total, error
+
+
+def check_line(program, rows=ROWS):
+    step = ow.compile(program)
+    state, out = step(step.init(W), X[:rows], Y[:rows])
+    loss, parameters, error = by_hand(rows)
+    equal(out.loss, loss)
+    equal(state.parameters, parameters)
+    equal(out.aux["each"], error)
+    equal(out.aux["x"], X[:rows])
+    return step
+
+
+def test_numpy():
+    check_line(accumulate(line(), 4))
+
+
+@pytest.mark.parametrize("steps", [1, ROWS])
+def test_one_step_and_as_many_as_rows(steps):
+    check_line(accumulate(line(), steps))
+
+
+def test_before_the_update_and_after_it_is_the_same():
+    before = ow.append_backward(ow.trace(square, W, X[:ROWS], Y[:ROWS], has_aux=True))
+    program = ow.append_update(accumulate(before, 4), ow.SGD(RATE))
+    assert str(program) == str(accumulate(line(), 4))
+    check_line(program)
+
+
+def test_a_rule_between_sees_the_gradient_of_the_whole_batch():
+    program = ow.append_backward(ow.trace(square, W, X[:ROWS], Y[:ROWS], has_aux=True))
+    program = ow.append_update(ow.clip_by_global_norm(program, 0.1), ow.SGD(1.0))
+    step = ow.compile(accumulate(program, 4), fetch=["global_norm", "grad(w)"])
+    state, out = step(step.init(W), X[:ROWS], Y[:ROWS])
+    gradient = (W - by_hand(ROWS)[1]) / RATE
+    equal(out["grad(w)"], gradient)
+    equal(out["global_norm"], np.linalg.norm(gradient))
+    equal(state.parameters, W - 0.1 * gradient / np.linalg.norm(gradient))
+
+
+def test_a_bfloat16_gradient_is_added_up_in_float32():
+    x = np.concatenate([np.full((1, 1), 256.0), np.ones((255, 1))]).astype(jnp.bfloat16)
+    program = ow.append_backward(
+        ow.trace(lambda w, x: jnp.sum(x * w) / 256, jnp.zeros(1, jnp.bfloat16), x[:256])
+    )
+    step = ow.compile(accumulate(program, 256, is_sum=True), fetch=["grad(w)"])
+    _, out = step(step.init(jnp.zeros(1, jnp.bfloat16)), x)
+    assert float(out["grad(w)"][0]) == 2.0  # 1 + 255 / 256, of which the small ones are lost one by one
+
+
+def test_a_gradient_that_an_output_holds_is_that_of_the_big_batch():
+    @ow.transform
+    def returning(program, name):
+        return replace(program, outputs=(*program.outputs, program[name]))
+
+    w, x = jnp.ones(3, jnp.bfloat16), jnp.arange(24, dtype=jnp.bfloat16).reshape(8, 3)
+    program = ow.append_backward(ow.trace(lambda w, x: jnp.mean(jnp.square(x * w)), w, x))
+    program = returning(program, "grad(mul)")
+    found = []
+    for p in (program, accumulate(program, 4)):
+        step = ow.compile(p, fetch=["grad(mul)"])
+        found.append(step(step.init(w), x)[1]["grad(mul)"])
+    assert found[0].shape == (8, 3)
+    np.testing.assert_array_equal(*found)
+
+
+# ---------------------------------------------------------------- what data is cut
+
+
+def test_data_of_another_length_goes_whole_and_a_new_batch_size_is_traced_again():
+    def loss(w, x, y, scale):
+        return jnp.mean((x @ w - y) ** 2) * jnp.sum(scale)
+
+    scale = np.array([0.25, 0.75, 1.0])
+    step = ow.compile(accumulate(ow.SGD(RATE).minimize(loss, W, X[:ROWS], Y[:ROWS], scale), 4))
+    for rows in (ROWS, 2 * ROWS):
+        state, out = step(step.init(W), X[:rows], Y[:rows], scale)
+        equal(out.loss, 2 * by_hand(rows)[0])
+        equal(state.parameters, W + 2 * (by_hand(rows)[1] - W))
+    assert step.compilations == 2
+
+
+def test_data_as_long_as_the_batch_can_be_kept_whole():
+    def loss(w, x, table):
+        return jnp.mean(x @ w) * jnp.sum(table)
+
+    table = np.arange(ROWS, dtype=float)
+    program = ow.SGD(RATE).minimize(loss, W, X[:ROWS], table)
+    for kept in (
+        accumulate(program, 4, whole=["table"]),
+        ow.replicate(accumulate(program, 4, whole=["table"]), 2),
+    ):
+        step = ow.compile(kept)
+        state, _ = step(step.init(W), X[:ROWS], table)
+        equal(state.parameters, W - RATE * X[:ROWS].mean(0) * table.sum())
+
+
+def test_data_that_a_pruned_program_reads_no_more_is_cut_too():
+    def loss(w, x, y):
+        return jnp.mean((x @ w) ** 2), x @ w - y
+
+    whole = ow.trace(loss, W, X[:ROWS], Y[:ROWS], has_aux=True)
+    part = ow.append_backward(ow.prune(whole, whole.loss))
+    program = ow.append_update(part, ow.SGD(RATE))
+    gradient = 2 * X[:ROWS].T @ (X[:ROWS] @ W) / ROWS
+    for cut in (accumulate(program, 4), ow.replicate(program, 2)):
+        assert [v.name for v in cut.inputs] == ["x"]
+        step = ow.compile(cut)
+        state, _ = step(step.init(W), X[:ROWS])
+        equal(state.parameters, W - RATE * gradient)
+
+
+def test_a_batch_that_nothing_showed_is_as_long_as_the_steps():
+    def network():
+        x = ow.data("x", (None, 3))
+        return ow.layer.mse(ow.layer.fc(x, 1), ow.data("y", (None, 1)))
+
+    program = ow.SGD(0.1).minimize(ow.trace(network))
+    assert accumulate(program, 8)["x"].shape == (8, 3)
+    assert ow.replicate(accumulate(program, 8), 2)["x"].shape == (8, 3)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def weighted(w, x, y, example_weight):
+    error, total = x @ w - y, jnp.sum(example_weight)
+    aux = {"error": jnp.sum(example_weight * jnp.abs(error)) / total, "each": error}
+    return jnp.sum(example_weight * error**2) / total, aux
+
+
+WEIGHTED = {
+    "alone": lambda p: accumulate(p, 4),
+    "then on devices": lambda p: ow.replicate(accumulate(p, 3), 4),
+    "on devices before": lambda p: accumulate(ow.replicate(p, 2, ow.Sharded()), 3),
+}
+
+
+@cache
+def weighted_step(how):
+    program = ow.SGD(RATE).minimize(weighted, W, X[:ROWS], Y[:ROWS], WEIGHT[:ROWS], has_aux=True)
+    return ow.compile(WEIGHTED[how](program))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("how", WEIGHTED)
+def test_weighted_means_of_batches_that_do_not_divide(how, rows):
+    step = weighted_step(how)
+    for weight in (WEIGHT, WEIGHT * (np.arange(2 * ROWS) % 4 == 0)):  # whole micro-batches that weigh nothing
+        state, out = step(step.init(W), X[:rows], Y[:rows], weight[:rows])
+        loss, parameters, error = by_hand(rows, weight)
+        equal(out.loss, loss)
+        equal(state.parameters, parameters)
+        equal(out.aux["each"], error)
+        equal(out.aux["error"], np.average(abs(error), weights=weight[:rows]))
+
+
+@pytest.mark.parametrize("how", ["alone", "then on devices", "on devices before"])
+def test_a_loss_that_is_a_sum(how):
+    def total(w, x, y):
+        error = x @ w - y
+        return jnp.sum(error**2), {"mean": jnp.mean(abs(error))}
+
+    program = ow.SGD(RATE).minimize(total, W, X[:ROWS], Y[:ROWS], has_aux=True)
+    program = {
+        "alone": lambda: accumulate(program, 4, is_sum=True),
+        "then on devices": lambda: ow.replicate(accumulate(program, 4, is_sum=True), 2, ow.Sum()),
+        "on devices before": lambda: accumulate(ow.replicate(program, 2, ow.Sum()), 4),
+    }[how]()
+    step = ow.compile(program)
+    state, out = step(step.init(W), X[:ROWS], Y[:ROWS])
+    loss, parameters, error = by_hand(ROWS)
+    equal(out.loss, ROWS * loss)
+    equal(state.parameters, W + ROWS * (parameters - W))
+    equal(out.aux["mean"], abs(error).mean())
+
+
+# ---------------------------------------------------------------- what the forward pass carries
+
+
+def carrying():
+    x, y = ow.data("x", (None, 3), "float64"), ow.data("y", (None, 1), "float64")
+    seen = ow.state("seen", (), "int64", lambda key, shape, dtype: jnp.zeros(shape, dtype))
+    now = ow.state("now", (), "float64", lambda key, shape, dtype: jnp.zeros(shape, dtype))
+    before = ow.state("before", (), "float64", lambda key, shape, dtype: jnp.zeros(shape, dtype))
+    ow.assign(seen, seen + x.shape[0])
+    ow.assign(before, now)
+    ow.assign(now, jnp.sum(x) + now)
+    hidden = ow.layer.dropout(ow.layer.batch_norm(ow.layer.fc(x, 4)), 0.5)
+    return ow.layer.mse(jnp.mean(hidden, 1, keepdims=True), y)
+
+
+def plain(value):
+    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+
+
+def test_state_goes_from_one_micro_batch_to_the_next():
+    """Statistics, a key, counters: those of a loop over Programs of one micro-batch; gradients its mean."""
+    small = ow.append_backward(ow.trace(carrying, batch_size=2))
+    big = ow.SGD(RATE).minimize(ow.trace(carrying, batch_size=ROWS))
+    names = [g.name for _, g in small.gradients]
+    single, step = ow.compile(small, fetch=names), ow.compile(accumulate(big, 4), fetch=names)
+    x, y = X[:ROWS], Y[:ROWS, None]
+    one, state = single.init(), step.init()
+    outs = []
+    for i in range(0, ROWS, 2):
+        one, out = single(one, x[i : i + 2], y[i : i + 2])
+        outs.append(out)
+    state, out = step(state, x, y)
+    for v in small.next_state:
+        equal(plain(state[v.name]), plain(one[v.name]))
+    equal(out.loss, np.mean([o.loss for o in outs]))
+    for name in names:
+        equal(out[name], np.mean([o[name] for o in outs], 0))
+    assert (int(state["seen"]), float(state["before"])) == (ROWS, pytest.approx(x[:-2].sum()))
+
+
+def test_statistics_are_those_of_numpy():
+    def network():
+        x = ow.layer.batch_norm(ow.data("x", (None, 3), "float64"), momentum=0.9)
+        return ow.layer.mse(ow.layer.fc(x, 1), ow.data("y", (None, 1), "float64"))
+
+    step = ow.compile(accumulate(ow.SGD(RATE).minimize(ow.trace(network, batch_size=ROWS)), 4))
+    state, _ = step(step.init(), X[:ROWS], Y[:ROWS, None])
+    mean, variance = np.zeros(3), np.ones(3)
+    for piece in X[:ROWS].reshape(4, 2, 3):
+        mean, variance = 0.9 * mean + 0.1 * piece.mean(0), 0.9 * variance + 0.1 * piece.var(0)
+    equal(state["batch_norm_0/mean"], mean)
+    equal(state["batch_norm_0/variance"], variance)
+
+
+def test_prints_come_once_for_each_micro_batch_in_order(capsys):
+    def loss(w, x):
+        jax.debug.print("{}", x[0], ordered=True)
+        return jnp.mean(x * w)
+
+    step = ow.compile(accumulate(ow.SGD(RATE).minimize(loss, np.float64(1), np.arange(8.0)), 4))
+    step(step.init(np.float64(1)), np.arange(8.0))
+    jax.effects_barrier()
+    assert capsys.readouterr().out.split() == ["0.0", "2.0", "4.0", "6.0"]
+
+
+# ---------------------------------------------------------------- on several devices
+
+MERGES = {
+    "average": (ow.Average(), 2),
+    "bucketed": (ow.merge.Bucketed(16), 4),
+    "sharded": (ow.Sharded(), 4),
+    "local sgd": (ow.merge.LocalSGD(2), 2),
+}
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_both_orders_on_devices(merge):
+    strategy, devices = MERGES[merge]
+    loss, params, x = MODELS["words"]
+    program = ow.Momentum(0.02).minimize(loss, params, x, LABELS, has_aux=True)
+    spread = ow.replicate(program, devices, strategy)
+    first, last = ow.replicate(accumulate(program, 2), devices, strategy), accumulate(spread, 2)
+    assert str(first) == str(last)
+    found, expected = (trained(p, params, (x, LABELS)) for p in (first, spread))
+    for results in (found, expected):
+        results[1][1].pop("columns")  # along its last axis, each device gives its own
+    check_equal(found, expected, 1e-10)
+
+
+def test_devices_exchange_gradients_once_for_all_micro_batches():
+    program = ow.replicate(accumulate(line(), 4), 2)
+    assert not program.ops[0].body.collectives
+    sent = ow.plan(program).sent
+    assert sent == ow.plan(ow.replicate(line(), 2)).sent
+    check_line(program)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_statistics_and_keys_on_devices(sync):
+    program = ow.SGD(RATE).minimize(ow.trace(carrying, batch_size=ROWS))
+    spread = ow.replicate(accumulate(program, 2), 2, sync_batch_norm=sync)
+    small = ow.replicate(ow.SGD(0.0).minimize(ow.trace(carrying, batch_size=4)), 2, sync_batch_norm=sync)
+    step, single = ow.compile(spread), ow.compile(small)
+    x, y = X[:ROWS], Y[:ROWS, None]
+    state, _ = step(step.init(), x, y)
+    one = single.init()
+    for rows in ([0, 1, 4, 5], [2, 3, 6, 7]):  # what both devices take in one turn
+        one, _ = single(one, x[rows], y[rows])
+    for name in ("batch_norm_0/mean", "batch_norm_0/variance", "key", "seen", "now", "before"):
+        equal(plain(state[name]), plain(one[name]))
+
+
+# ---------------------------------------------------------------- what else a Program is for
+
+
+def test_under_jit_and_scan():
+    step = ow.compile(accumulate(line(), 4))
+
+    @jax.jit
+    def run(state, x, y):
+        return jax.lax.scan(lambda s, _: (step.function(s, x, y)[0], None), state, None, 3)[0]
+
+    state = step.init(W)
+    found = run(state, X[:ROWS], Y[:ROWS])
+    for _ in range(3):
+        state, _ = step(state, X[:ROWS], Y[:ROWS])
+    equal(found.parameters, state.parameters)
+
+
+def test_a_state_serves_both():
+    program = line("adam")
+    steps = [ow.compile(p) for p in (program, accumulate(program, 4))]
+    assert steps[0].layout == steps[1].layout
+    state, apart = steps[0].init(W), steps[0].init(W)
+    for i in range(4):
+        state, _ = steps[i % 2](state, X[:ROWS], Y[:ROWS])
+        apart, _ = steps[0](apart, X[:ROWS], Y[:ROWS])
+    equal(state.parameters, apart.parameters, 1e-11)
+    assert state.is_spent is False
+
+
+def test_the_listing_and_the_program_inside():
+    program = accumulate(line(), 4)
+    op = program.ops[0]
+    assert "accumulate(x, y, w, steps=4)" in str(program)
+    assert (op.made_by, op.attributes) == (ow.Pass.BACKWARD, {"steps": "4"})
+    inside = op.subprograms["micro_batch"]
+    assert inside["x"].shape == (2, 3)
+    assert {o.made_by for o in inside.ops} == {ow.Pass.FORWARD, ow.Pass.BACKWARD}
+    assert [t.op.type for t in program.updates] == ["count", "sgd"]
+
+
+def test_the_way_back():
+    program = accumulate(line(), 4)
+    assert accumulation_of(program).steps == 4
+    assert accumulation_of(line()) is None
+    assert str(undone(program, accumulated)) == str(line())
+    assert str(undone(ow.replicate(program, 2), accumulated)) == str(ow.replicate(line(), 2))
+    assert str(ow.for_test(program)) == str(ow.for_test(line()))
+    assert str(ow.graph.update_pass(program)) == str(ow.graph.update_pass(line()))
+
+
+def temporary(program):
+    return ow.compile(program)._first._compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_that_of_a_micro_batch_and_of_one_buffer_for_each_gradient():
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    w, x = np.zeros((64, 64)), np.zeros((4096, 64))
+    program = ow.Adam(0.1).minimize(loss, w, x)
+    used = {steps: temporary(accumulate(program, steps)) for steps in (1, 8, 64)}
+    assert used[8] < used[1] / 4
+    assert used[64] < used[1] / 64 + 6 * w.nbytes
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused(error, message, function, *args, **options):
+    with pytest.raises(error, match=message):
+        function(*args, **options)
+
+
+def minimized(loss, *data):
+    return ow.SGD(RATE).minimize(loss, W, *data, has_aux=True)
+
+
+class Looking(ow.Optimizer):
+    """Follows a gradient that it computes by itself."""
+
+    type = ow.UpdateType.ACROSS
+    evaluates_loss = True
+    learning_rate: ow.Hyperparameter = 0.1
+
+    def update(self, parameter, gradient, slots, loss):
+        _, slopes = loss.value_and_gradient(*parameter)
+        return tuple(p - self.learning_rate * s for p, s in zip(parameter, slopes, strict=True)), slots
+
+
+def test_batches_that_do_not_divide():
+    refused(
+        ow.ArgumentError, "8 rows .'x'., which 3 micro-batches do not.*Feed 6 or 9", accumulate, line(), 3
+    )
+    step = ow.compile(accumulate(line(), 4))
+    refused(ow.ArgumentError, "Feed 4 or 8", step, step.init(W), X[:6], Y[:6])
+    apart = ow.compile(
+        accumulate(ow.SGD(RATE).minimize(lambda w, x, y: jnp.mean(x @ w) + jnp.mean(y), W, X, Y), 4)
+    )
+    refused(ow.ArgumentError, "whole=", apart, apart.init(W), X[:8], Y[:4])
+    message = "4 micro-batches on each of 4 devices do not divide. Feed 16"
+    refused(ow.ArgumentError, message, ow.replicate, accumulate(line(), 4), 4)
+    refused(ow.ArgumentError, message, accumulate, ow.replicate(line(), 4), 4)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "4", None])
+def test_steps_that_are_no_number(steps):
+    refused(ow.ArgumentError, "steps is", accumulate, line(), steps)
+
+
+def test_programs_that_cannot_be_accumulated():
+    refused(ow.GraphError, "already, over 4", accumulate, accumulate(line(), 4), 2)
+    refused(ow.GraphError, "no gradients", accumulate, ow.trace(square, W, X, Y, has_aux=True), 2)
+    alone = ow.append_backward(ow.trace(lambda w: jnp.sum(w), W))
+    refused(ow.ArgumentError, "no data with a batch", accumulate, alone, 2)
+    looking = Looking().minimize(lambda w, x: jnp.mean(x @ w), W, X)
+    refused(ow.GraphError, "'looking' reads 'x'", accumulate, looking, 2)
+    refused(ow.ArgumentError, "is_sum=True", ow.replicate, accumulate(line(), 2), 2, ow.Sum())
+    refused(ow.UnknownNameError, "weights", accumulate, line(), 2, example_weight="weights")
+
+
+def test_results_that_cannot_be_put_together():
+    pairs = minimized(lambda w, x: (jnp.mean(x @ w), x @ x.T), X)
+    refused(ow.GraphError, r"float64\[16,16\] for the batch and float64\[4,4\]", accumulate, pairs, 4)
+    every = minimized(lambda w, x: (jnp.mean(x @ w), jnp.all(x @ w > 0)), X)
+    refused(ow.GraphError, "nothing says how to put it together", accumulate, every, 4)
+    branch = minimized(lambda w, x: (jnp.mean(x @ w), jnp.sum(x) if len(x) > 8 else jnp.float64(0)), X)
+    refused(ow.RecipeError, "builds another graph", accumulate, branch, 4)
+
+
+def test_an_activation_of_the_loop_cannot_be_fetched():
+    refused(
+        ow.UnknownNameError,
+        "has no Variable named 'dot_general'",
+        ow.compile,
+        accumulate(line(), 4),
+        ["dot_general"],
+    )

@@ -1,0 +1,98 @@
+"""Loops whose turns compute again what they did not keep: equal numbers, less memory."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.core.errors import GraphError
+from onward.develop.recompute.again import keeping
+from onward.develop.recompute.measure import compiled
+from onward.develop.recompute.recompute import recompute
+from onward.develop.recompute.report import recomputed
+from onward.develop.roll.roll import roll
+
+RNG = np.random.default_rng(0)
+TURNS, WIDTH, ROWS = 6, 8, 64
+STACKED = jnp.asarray(RNG.normal(0, 0.3, (TURNS, WIDTH, WIDTH)), jnp.float32)
+X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
+
+
+def turn(x, w):
+    h = jnp.tanh(jnp.sin(x @ w))
+    return x + h * jnp.exp(-(h**2)), jnp.mean(h)
+
+
+def looped(params, x):
+    """A loop that carries two values, one of them a number, and returns one for each turn."""
+
+    def body(carry, w):
+        x, total = carry
+        x, mean = turn(x, w * params["scale"])
+        return (x, total + mean), mean**2
+
+    (x, total), squares = jax.lax.scan(body, (x, 0.0), params["w"], reverse=True)
+    return jnp.mean(x**2) + 0.1 * total + jnp.sum(squares)
+
+
+def unrolled(params, x):
+    for w in params["w"]:
+        x, _ = turn(x, w * params["scale"])
+    return jnp.mean(x**2)
+
+
+LOOPED = {"w": STACKED, "scale": jnp.float32(1.1)}
+LAYERS = {"w": list(STACKED), "scale": jnp.float32(1.1)}
+
+
+@cache
+def plain(name):
+    if name == "looped":
+        return ow.SGD(0.1).minimize(looped, LOOPED, X), LOOPED
+    return roll(ow.SGD(0.1).minimize(unrolled, LAYERS, X)), LAYERS
+
+
+@cache
+def halved(name):
+    return recompute(plain(name)[0], 0.5)
+
+
+def trained(program, params, steps=20):
+    step = ow.compile(program)
+    state = step.init(params)
+    for _ in range(steps):
+        state, out = step(state, X)
+    return jax.tree.leaves((state.parameters, out.loss))
+
+
+@pytest.mark.parametrize("name", ["looped", "rolled"])
+def test_half_the_memory_at_equal_numbers(name):
+    program, params = plain(name)
+    assert compiled(halved(name)) <= compiled(program) / 2
+    for found, expected in zip(trained(halved(name), params), trained(program, params), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_are_those_of_jax():
+    program = halved("looped")
+    step = ow.compile(program, fetch=[g for _, g in program.gradients])
+    _, out = step(step.init(LOOPED), X)
+    expected = jax.jit(jax.grad(looped))(LOOPED, X)
+    for p, g in program.gradients:
+        np.testing.assert_allclose(out[g], expected[p.name], rtol=1e-5, atol=1e-7)
+
+
+def test_the_table_tells_what_each_turn_keeps():
+    told = recomputed(halved("looped"))
+    ((_, kept),) = told.loops
+    assert f"keeps {', '.join(kept) or 'nothing'}" in str(told)
+    assert told.estimated[1] < told.estimated[0]
+
+
+def test_what_was_chosen_for_other_activations_is_refused():
+    program = ow.SGD(0.1).minimize(unrolled, LAYERS, X)
+    with pytest.raises(GraphError, match=r"recompute\(roll\(program\), budget\)"):
+        keeping(program, ("one", "that", "roll", "took", "away"), ())
