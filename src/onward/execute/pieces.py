@@ -24,7 +24,7 @@ _SHORTEST, _LONGEST = 8, 32  # ops in a piece: short ones take longer to start, 
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ProgramPiece:
     """Ops that run together.
 
     Attributes:
@@ -89,7 +89,7 @@ class PiecewiseRun:
                 del env[v]
             yield {v: found[v] for v in asked}
 
-    def _call(self, piece: Piece, gives: tuple[Variable, ...]) -> Callable[..., list[Any]]:
+    def _call(self, piece: ProgramPiece, gives: tuple[Variable, ...]) -> Callable[..., list[Any]]:
         """The compiled function of a piece, or of another one that computes the same."""
         key = _computed(piece, gives)
         if key not in self._compiled:
@@ -102,7 +102,7 @@ def _plainly(part: Program) -> Callable[..., list[Any]]:
     return compiled_alone(partial(lower(part, part.outputs, at_once=True), ()))
 
 
-def _computed(piece: Piece, gives: Sequence[Variable]) -> Any:
+def _computed(piece: ProgramPiece, gives: Sequence[Variable]) -> Any:
     """A key that is the same for pieces that compute the same, whatever their Variables are called."""
     place = {v: i for i, v in enumerate(piece.reads)}
     rows = []
@@ -112,7 +112,7 @@ def _computed(piece: Piece, gives: Sequence[Variable]) -> Any:
     return tuple(rows), tuple(v.kind for v in piece.reads), tuple(place[v] for v in gives)
 
 
-def pieces_of(program: Program) -> list[Piece]:
+def pieces_of(program: Program) -> list[ProgramPiece]:
     """The ops of a Program in pieces, in their order.
 
     >>> import jax.numpy as jnp, onward as ow
@@ -131,11 +131,11 @@ def pieces_of(program: Program) -> list[Piece]:
     return [_piece(ops, i, last) for i, ops in enumerate(parts)]
 
 
-def _piece(ops: tuple[Op, ...], i: int, last: Mapping[Variable, int]) -> Piece:
+def _piece(ops: tuple[Op, ...], i: int, last: Mapping[Variable, int]) -> ProgramPiece:
     made = dict.fromkeys(v for op in ops for v in op.outputs)
     reads = tuple(dict.fromkeys(v for op in ops for v in op.inputs if v not in made))
     kept = tuple(v for v in made if last.get(v, i) > i)
-    return Piece(ops, reads, kept, tuple(v for v in reads if last[v] == i))
+    return ProgramPiece(ops, reads, kept, tuple(v for v in reads if last[v] == i))
 
 
 def _cuts(numbers: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:

@@ -101,7 +101,7 @@ def _results(
     size: float,
     seed: int,
 ) -> dict[Variable, Any]:
-    """What is asked for, from one run of all pieces."""
+    """The values asked for, from one run of all pieces."""
     found: dict[Variable, Any] = {}
     for results in run(values, asked.__contains__, jnp.float32(size), jnp.uint32(seed)):
         found |= {asked[v]: x if _is_key(x) else np.asarray(x) for v, x in results.items()}
