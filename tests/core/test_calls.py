@@ -4,10 +4,12 @@ from contextlib import nullcontext
 from functools import reduce
 
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import onward as ow
 from onward.core.calls import called_scopes
@@ -168,6 +170,59 @@ def test_a_library_names_what_is_below_the_user():
     found = scope_list(loss, blocks, jnp.ones((2, 3)))
     inside = ["Block_0/eqx.nn.Linear", "Block_0", "Block_1/eqx.nn.Linear", "Block_1"]
     assert found == [*inside, ""]
+
+
+def test_layers_of_nnx_have_the_names_of_their_classes():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.norm = nnx.Linear(3, 3, rngs=rngs), nnx.LayerNorm(3, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.linear(self.norm(x))
+
+    graph, state = nnx.split(Block(nnx.Rngs(0)))
+
+    def loss(state, x):
+        block = nnx.merge(graph, state)
+        return jnp.sum(nnx.remat(Block.__call__)(block, block(block(x))))
+
+    found = scope_list(loss, state, jnp.ones((2, 3)))
+    inside = [f"Block_{i}{layer}" for i in range(2) for layer in ("/LayerNorm", "/Linear", "")]
+    assert found == [*inside, "Block_2", ""]
+
+
+def test_linen_names_what_it_computes_again_and_not_its_wrappers():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(3)(x)
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(Block)()(nn.remat(Block)()(nn.remat(Block)()(x)))
+
+    params = Network().init(jax.random.key(0), jnp.ones((2, 3)))
+    found = scope_list(lambda p, x: jnp.sum(Network().apply(p, x)), params, jnp.ones((2, 3)))
+    blocks = ["CheckpointBlock_1", "CheckpointBlock_0", "JitBlock_0/Dense_0"]
+    assert found[:3] == [f"Network/{block}" for block in blocks]
+
+
+def test_what_casts_a_parameter_stands_where_that_is_read():
+    def to_half(x):
+        return x.astype(jnp.bfloat16)
+
+    def loss(params, x):
+        return network(False)(jax.tree.map(to_half, params), x).astype(jnp.float32)
+
+    found = ow.trace(loss, params(), jnp.ones((8, 5, WIDTH)))
+    rows = {row.scope: row.parameters for row in ow.summary(found).rows}
+    assert rows == {"block_0 ... block_2": 64, "head": 16, "loss": 0}
+
+
+def test_micro_batches_keep_them():
+    (loop,) = (op for op in ow.accumulate(training(False), 2).ops if op.subprograms)
+    assert "block_2/mlp" in loop.body.closed.jaxpr.pretty_print(name_stack=True)
 
 
 def test_every_look_uses_them():

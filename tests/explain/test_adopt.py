@@ -305,6 +305,23 @@ def test_as_a_decorator_it_reuses_what_the_step_donates_and_looks_at_numbers():
         np.testing.assert_allclose(found[0], step(w, X, power)[0], rtol=1e-5)
 
 
+def test_as_a_decorator_it_fixes_the_number_it_looks_at_and_not_the_one_that_counts():
+    traced = []
+
+    @partial(jax.jit, static_argnums=1)
+    def step(state, power):
+        traced.append(power)
+        loss = (lambda w: jnp.mean((X @ w) ** 2)) if power == 2 else (lambda w: jnp.mean(X @ w))
+        return {"w": state["w"] - 0.1 * jax.grad(loss)(state["w"]), "count": state["count"] + 1}
+
+    decorated = ow.adopt(step)
+    state = decorated({"w": jnp.ones(4), "count": 0}, 2)
+    known = len(traced)
+    for _ in range(2):
+        state = decorated(state, 2)
+    assert (len(traced), int(state["count"])) == (known, 3)
+
+
 DIFFERENTIATED = jax.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))
 
 
@@ -350,6 +367,10 @@ def of_complex_numbers(w, x):
     return w - jax.grad(lambda w: jnp.sum((w * x[0]) ** 2), holomorphic=True)(w + 0j).real
 
 
+def of_two_players(w, x):
+    return w - jax.grad(loss_of)(w, x) - jax.grad(loss_of)(2 * w, x)
+
+
 def of_data(w, x):
     return w + 1.0, jax.grad(lambda x: jnp.mean((x @ w) ** 2))(x)
 
@@ -362,6 +383,7 @@ def of_data(w, x):
         (lambda w, x: w - x.sum(0), X, "no call of jax.grad"),
         (twice, X, r"computes gradients 2 times, at .*test_adopt.py:\d+ and .*one loss of both"),
         (of_micro_batches, X, r"2 times, at \S*test_adopt.py:\d+, .*write onward.accumulate\(program, 2\)"),
+        (of_two_players, X, r"2 times, at \S*test_adopt.py:\d+, .*Make a step of each"),
         (of_each_example, X, r"within a vmap or a derivative \(.*test_adopt.py:\d+\).* in the step itself"),
         (on_a_condition, X, "gradients within cond"),
         (of_complex_numbers, X, "gradients with holomorphic"),
@@ -371,8 +393,8 @@ def of_data(w, x):
         (jax.pmap(by_hand().step, axis_name="i"), None, "spread over devices by shard_map or pmap itself"),
     ],
     ids=[
-        *("before", "loop", "none", "twice", "micro-batches", "vmap", "cond", "complex", "one array twice"),
-        *("copy", "data", "pmap"),
+        *("before", "loop", "none", "twice", "micro-batches", "players", "vmap", "cond", "complex"),
+        *("one array twice", "copy", "data", "pmap"),
     ],
 )
 def test_what_cannot_be_adopted_is_told(step, data, words):

@@ -45,7 +45,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "bfloat16": ow.mixed_precision,
     "Average x8": lambda p: ow.replicate(p, 8),
     "roll": ow.roll,
-    "recompute": ow.recompute,
+    "recompute": lambda p: ow.recompute(p, 0.95),
     "guard": ow.guard,
     "watch": lambda p: ow.watch(p, gradients=True, every=1),
     "save": lambda p: p,

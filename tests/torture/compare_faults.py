@@ -8,7 +8,7 @@ dtype, order, a dropped op, swapped inputs, a stale statistic, a missing collect
 of the lines of its site is named. Each is planted in a program of ours, in one that ``inspect`` opened, or in
 a step of ``shard_map``. Equal pairs are a program and what a transform makes of it.
 
-The cost is the time of the comparison by the time it takes to compile both steps.
+The cost is the CPU time of the comparison by that of compiling both steps: the median, and the most.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -513,17 +514,22 @@ class Outcome:
     seconds: float
     compiling: float
 
+    @property
+    def cost(self) -> float:
+        """How many times the compilation of both it took."""
+        return self.seconds / max(self.compiling, 1e-9)
+
 
 def tried(fault: Planted | Equal) -> Outcome:
     """Compare a pair."""
     a, b, state, batch = fault.pair()
-    begun = time.perf_counter()
+    begun = time.process_time()
     for program in (a, b):
         _compiled(program)
-    compiling = time.perf_counter() - begun
-    begun = time.perf_counter()
+    compiling = time.process_time() - begun
+    begun = time.process_time()
     found = ow.compare(a, b, state, *batch)
-    seconds = time.perf_counter() - begun
+    seconds = time.process_time() - begun
     if isinstance(fault, Equal):
         return Outcome(fault.name, found.equal, str(found), seconds, compiling)
     ops = [op for op in (found.before, found.after) if op is not None and op.source is not None]
@@ -553,12 +559,13 @@ def torture(
                 continue
             outcomes.append(outcome)
             jax.clear_caches()
-            tell(f"right  {outcome.name}" if outcome.is_right else f"WRONG  {outcome.name}\n{outcome.page}\n")
-        right = sum(x.is_right for x in outcomes)
-        seconds, compiling = sum(x.seconds for x in outcomes), sum(x.compiling for x in outcomes)
+            word, page = ("right", "") if outcome.is_right else ("WRONG", f"\n{outcome.page}\n")
+            tell(f"{word}  {outcome.cost:5.2f}  {outcome.name}{page}")
+        right, costs = sum(x.is_right for x in outcomes), [x.cost for x in outcomes] or [0.0]
         tell(
-            f"{right} of {len(outcomes)} right; {seconds:.1f} s, "
-            f"{seconds / max(compiling, 1e-9):.2f} times compiling"
+            f"{right} of {len(outcomes)} right; {sum(x.seconds for x in outcomes):.1f} s of CPU, "
+            f"{median(costs):.2f} times compiling, {max(costs):.2f} at most, "
+            f"above 3 in {sum(cost > 3 for cost in costs)}"
         )
         both.append(outcomes)
     return both[0], both[1]

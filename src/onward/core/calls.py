@@ -32,12 +32,16 @@ from typing import NamedTuple
 
 import jax
 
-from onward.core.program import Op
+from onward.core.primitives.traits import Moves, Runs
+from onward.core.program import Op, Variable
 from onward.core.source import Source, StackFrame, is_library
 
 _NEARLY_ALL = 0.75
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = f"-packages{os.sep}"
+_NAMELESS_LAYERS = os.path.join("-packages", "flax", "nnx", "nn", "")
+_WRAPPERS = frozenset({"core_fn"})  # what nn.jit of flax.linen calls the function that it jits
+_LAYS = (Moves.KEEPS, Moves.ROUNDS, Moves.RESHAPES, Moves.PERMUTES)
 
 
 def called_scopes(ops: Iterable[Op]) -> Mapping[Op, str]:
@@ -45,14 +49,38 @@ def called_scopes(ops: Iterable[Op]) -> Mapping[Op, str]:
 
     A function called several times within another is numbered: ``block_0``, ``block_1``. The traced function,
     and what is called by it and runs nearly all of it, is no scope of what it calls. What a library names
-    within a function of the user stands below that.
+    within a function of the user stands below that, and so do layers of flax.nnx, which names nothing. What
+    only casts or lays out what is given, as parameters in another dtype, stands where that is read first.
 
     Args:
         ops: the forward ops of a Program, all of them: numbers count the calls.
     """
     listed = list(ops)
     tree = _CallTree(s for op in listed if op.source is not None for s in _places(op.source))
-    return {op: _scope(op, tree) for op in listed}
+    found = {op: _below(_scope(op, tree), op) for op in listed}
+    return found | _where_read(listed, found)
+
+
+def _where_read(ops: Sequence[Op], scopes: Mapping[Op, str]) -> dict[Op, str]:
+    """For ops that nobody named and that only cast or lay out what is given: the scopes that read it."""
+    made: set[Variable] = set()
+    early = []
+    for op in ops:
+        is_laid = len(op.inputs) == 1 and op.primitive.moves in _LAYS and made.isdisjoint(op.inputs)
+        if is_laid and op.source is not None and not op.source.marks:
+            early.append(op)
+        else:
+            made.update(op.outputs)
+    if not early:
+        return {}
+    readers: dict[Variable, Op] = {}
+    for op in reversed(ops):
+        readers.update(dict.fromkeys(op.inputs, op))
+    found: dict[Op, str] = {}
+    for op in reversed(early):
+        if (reader := readers.get(op.outputs[0])) is not None:
+            found[op] = found.get(reader, scopes[reader])
+    return found
 
 
 @dataclass(eq=False)
@@ -100,6 +128,7 @@ class _CallTree:
                 self.at[place.key] = self.enter(place.stack)
                 self.at[place.key].own += any(_is_of_user(code) for code, _ in place.stack)
         self.paths = dict(_paths(self.root))
+        self.opened = {call.name for call in _calls_of(self.root) if not self.paths.get(call)}
 
     def path(self, place: Source) -> str:
         """The calls that led to a place, joined by ``/``."""
@@ -152,10 +181,14 @@ def _loops(code: CodeType | str) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=4096)
 def scope_name(code: CodeType | str) -> str:
-    """The name of a function of the user, or of the class whose objects are called; empty for any other."""
+    """The name of a function of the user, or of the class whose objects are called; empty for any other.
+
+    Layers of flax.nnx, which names none of them, have that of their class.
+    """
     if isinstance(code, str):
         return code
-    if not _is_of_user(code):
+    is_layer = _NAMELESS_LAYERS in code.co_filename and code.co_qualname.endswith(".__call__")
+    if not _is_of_user(code) and not is_layer:
         return ""
     name = code.co_qualname.rpartition("<locals>.")[2].removesuffix(".__call__").rpartition(".")[2]
     return name if name.isidentifier() else ""
@@ -179,6 +212,12 @@ def _paths(root: UserCall) -> Iterator[tuple[UserCall, str]]:
     for name, (call, is_open) in zip(_numbered([call.name for call, _ in shown]), shown, strict=True):
         yield call, name
         yield from () if is_open else _within(call, name)
+
+
+def _calls_of(outer: UserCall) -> Iterator[UserCall]:
+    for call in outer.calls:
+        yield call
+        yield from _calls_of(call)
 
 
 def _opened(outer: UserCall, whole: int) -> Iterator[tuple[UserCall, bool]]:
@@ -216,10 +255,25 @@ def _scope(op: Op, tree: _CallTree) -> str:
         return op.scope
     marks = source.marks.split("/") if source.marks else []
     if marks and len(marks) > _marked_below(source):
-        return op.scope
+        return _without_wrappers(op.scope, marks, tree)
     if source.layers:
         return _shared([tree.path(place) for place in source.layers[0]]) or op.scope
     return "/".join(filter(None, (tree.path(source), *marks))) or op.scope
+
+
+def _without_wrappers(scope: str, marks: Sequence[str], tree: _CallTree) -> str:
+    """A scope without the jitted functions in it that run nearly all, or that a library wraps around."""
+    names = scope.split("/")
+    wrappers = (tree.opened | _WRAPPERS) - {*marks}
+    return "/".join(name for name in names if name not in wrappers)
+
+
+def _below(scope: str, op: Op) -> str:
+    """The scope of what ``jax.checkpoint`` runs, if all of that has one: its own and that within."""
+    if op.primitive.runs is not Runs.AGAIN:
+        return scope
+    inside = _shared([inner.scope for part in op.subprograms.values() for inner in part.ops])
+    return "/".join(filter(None, (scope, inside))) if not scope.endswith(inside) else scope
 
 
 def _places(source: Source) -> Iterator[Source]:

@@ -22,7 +22,15 @@ import jax
 import jax.numpy as jnp
 from jaxlib import version as jaxlib
 
-__all__ = ["AFFECTED", "CURE", "OPTION", "compiled_alone", "compiler_options", "is_cured_by"]
+__all__ = [
+    "AFFECTED",
+    "CURE",
+    "OPTION",
+    "compiled_alone",
+    "compiler_options",
+    "is_cured_by",
+    "options_to_look",
+]
 
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
 _SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
@@ -41,6 +49,17 @@ def compiler_options() -> dict[str, str | bool]:
     """
     is_needed = AFFECTED and jax.default_backend() == "cpu" and not is_cured_by(os.environ)
     return {OPTION: _SINGLE} if is_needed else {}
+
+
+def options_to_look() -> dict[str, str | bool]:
+    """The options for what is run a few times, to look at its numbers: it is sooner compiled than fast."""
+    if jax.default_backend() != "cpu":
+        return compiler_options()
+    quick: dict[str, str | bool] = {
+        "xla_llvm_disable_expensive_passes": True,
+        "xla_backend_optimization_level": "0",
+    }
+    return compiler_options() | quick
 
 
 def is_cured_by(environment: Mapping[str, str]) -> bool:

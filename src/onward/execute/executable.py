@@ -105,9 +105,9 @@ class Executable:
         """Whether it runs without waiting for other processes."""
         return self._peers is None
 
-    def compile(self) -> None:
+    def compile(self, options: Mapping[str, str | bool] | None = None) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
-        self._compiled = self._compiled_with(self._shardings)
+        self._compiled = self._compiled_with(self._shardings, options)
         self.host_memory = keep_for_steps(self._compiled, self._keep_memory)
         if self._spread is not None and self._spread.is_shared:
             self._peers = Peers.meet(self._deadline)
@@ -133,10 +133,12 @@ class Executable:
         return jitted.lower(*(tuple(map(self._type, group)) for group in groups))
 
     @uninterrupted
-    def _compiled_with(self, shardings: Mapping[str, Any]) -> jax.stages.Compiled:
+    def _compiled_with(
+        self, shardings: Mapping[str, Any], options: Mapping[str, str | bool] | None = None
+    ) -> jax.stages.Compiled:
         self.compilations += 1
         try:
-            return self.lowered(shardings).compile(compiler_options())
+            return self.lowered(shardings).compile(dict(options or compiler_options()))
         except RuntimeError as error:
             if is_exhausted(error):
                 raise self._out_of_memory(error) from error

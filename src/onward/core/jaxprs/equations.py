@@ -55,8 +55,19 @@ def function_run_by(eqn: Any) -> str:
     if of(eqn.primitive.name).runs not in _BY_NAME:
         return ""
     told = [inner.jaxpr.debug_info for value in eqn.params.values() for inner in jaxprs_in(value)]
-    names = [d.func_name for d in told if d.func_filename and not is_library(d.func_filename)]
-    return names[0] if len(names) == 1 and names[0].isidentifier() else ""
+    mine = [d for d in told if d.func_filename and not is_library(d.func_filename)]
+    if len(mine) != 1 or not mine[0].func_name.isidentifier():
+        return ""
+    name = mine[0].func_name
+    return name if name != "__call__" else _class_called(eqn, mine[0].func_filename)
+
+
+def _class_called(eqn: Any, file: str) -> str:
+    """The name of the class in this file whose objects an equation calls, as the stacks within it tell."""
+    tracebacks = (e.source_info.traceback for e in equations_within(eqn))
+    codes = (code for t in tracebacks if t is not None for code in t.raw_frames()[0])
+    called = (c.co_qualname for c in codes if c.co_name == "__call__" and c.co_filename == file)
+    return next((name.split(".")[-2] for name in called if "." in name), "")
 
 
 def equations_within(eqn: Any) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from jax import lax
 
 from onward.core.check import check
 from onward.core.errors import GraphError
+from onward.core.homes import own_scopes
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import along, traced
@@ -267,7 +268,7 @@ class _LoopPlan:
     def _one(self, env: Values, scale: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Of one micro-batch the next state, what is added to the sums, and what is joined."""
         turn, count = self.turn, len(self.threaded)
-        run = lower(turn, [*(new for _, new, _ in self.threaded), *turn.outputs])
+        run = lower(turn, [*(new for _, new, _ in self.threaded), *turn.outputs], scopes=own_scopes(turn))
         found = run([env[v] for v in turn.state], [env[v] for v in turn.inputs])
         pairs = zip((*self.sums, *self.joined), found[count:], strict=True)
         scaled = [self._scaled(x, scale) if r.is_weighed else x for r, x in pairs]

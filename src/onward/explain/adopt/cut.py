@@ -11,7 +11,7 @@ import jax
 from onward.core.check import check
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
-from onward.core.jaxprs.reading import read_jaxpr
+from onward.core.jaxprs.reading import Differentiation, read_jaxpr
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.structure import Static, Structure
@@ -82,7 +82,7 @@ class _Cutting:
         given = self.given = Given.of(found.call, names, Body(found.closed).in_types)
         reading = read_jaxpr(found.closed, given.variables, names, apart=True)
         self.constants = reading.constants
-        _expect_one_call(found, [each.line for each in reading.differentiations])
+        _expect_one_call(found, reading.differentiations)
         (one,) = reading.differentiations
         inside = dict(zip(one.entered, one.wanted, strict=True))
         self.loss, *results = (inside.get(v, v) for v in (one.loss, *reading.outputs))
@@ -248,6 +248,10 @@ _OF_A_LOOP = (
     "Of a loop over steps adopt the step within it; of a loop over micro-batches the step for one batch, and "
     "write onward.accumulate."
 )
+_OF_A_SEARCH = (
+    "Of a loop over steps adopt the step within it. Where an optimizer searches along a line, as that of "
+    "optax.lbfgs, compute the gradients before it, on a line of their own: jax.value_and_grad(loss)(params)."
+)
 _ELSEWHERE = "Call jax.value_and_grad(loss)(params, ...) in the step itself, for real numbers."
 _SEVERAL = (
     "{name} computes gradients {count} times, at {lines}, and a Program has one loss. {advice} ow.inspect "
@@ -257,16 +261,18 @@ _LOOP = "Adopt the step for one batch, and write onward.accumulate(program, {cou
 _LOSSES = "Make a step of each, which adopt takes, or one loss of both."
 
 
-def _expect_one_call(found: CutTrace, lines: Sequence[str]) -> None:
+def _expect_one_call(found: CutTrace, calls: Sequence[Differentiation]) -> None:
     """Raise ``GraphError`` unless the step differentiates one function, once."""
-    name, different = found.call.title, list(dict.fromkeys(lines))
+    name, lines = found.call.title, [call.line for call in calls]
+    different = list(dict.fromkeys(lines))
     if not lines and found.hidden:
         line, what = next(iter(found.hidden.items()))
-        advice = _OF_A_LOOP if what in ("within scan", "within while") else _ELSEWHERE
+        advice = {"within scan": _OF_A_LOOP, "within while": _OF_A_SEARCH}.get(what, _ELSEWHERE)
         raise GraphError(_HIDDEN.format(name=name, what=what, line=line, advice=advice))
     if not lines:
         raise GraphError(_UNSEEN.format(name=name))
     if len(lines) > 1:
-        advice = _LOSSES if len(different) > 1 else _LOOP.format(count=len(lines))
+        is_loop = len(different) == 1 and len({call.wanted for call in calls}) == 1
+        advice = _LOOP.format(count=len(lines)) if is_loop else _LOSSES
         places = " and ".join(different)
         raise GraphError(_SEVERAL.format(name=name, count=len(lines), lines=places, advice=advice))

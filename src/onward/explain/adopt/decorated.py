@@ -71,7 +71,9 @@ class _OtherThanArraysError(Exception):
 class _Calls:
     """The calls of a step: at once where all it is given are arrays, as a jitted function takes them.
 
-    Otherwise what is no array is fixed: the step is compiled for each of these values.
+    Otherwise what is no array is fixed: the step is compiled for each of these values. Of Python numbers
+    those are fixed that the step looks at: the arguments themselves, and only then what lies in containers,
+    as the number of steps does that some states begin with.
     """
 
     def __init__(self, step: Callable[..., Any], adopting: Adopting) -> None:
@@ -80,13 +82,13 @@ class _Calls:
         self.arrays_alone = True
         self.have_run = False
         self.known: dict[Any, Callable[..., Any]] = {}
-        self.looked_at: set[Any] = set()
+        self.looked_at: dict[Any, tuple[int, tuple[int, ...]]] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the step, compiled for these arguments."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        kinds = map(_is_array, leaves) if treedef not in self.looked_at else map(_is_no_number, leaves)
-        fed = tuple(kinds)
+        depth, _ = self.looked_at.get(treedef, (0, ()))
+        fed = self.fed(leaves, treedef)
         fixed = tuple((type(x), x) for x, is_fed in zip(leaves, fed, strict=True) if not is_fed)
         call = self.known.get((treedef, fed, fixed))
         if call is None:
@@ -97,10 +99,18 @@ class _Calls:
         try:
             return call(*(x for x, is_fed in zip(leaves, fed, strict=True) if is_fed))
         except TraceError:
-            if treedef in self.looked_at or not any(isinstance(x, bool | int | float) for x in leaves):
+            depths = tuple(len(path) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs)))
+            pairs = zip(leaves, depths, strict=True)
+            if not (deeper := [n for x, n in pairs if _is_number(x) and n > depth]):
                 raise
-            self.looked_at.add(treedef)  # the step looks at a Python number, as at a static argument
+            self.looked_at[treedef] = min(deeper), depths  # it looks at a number, as at a static argument
             return self(args, kwargs)
+
+    def fed(self, leaves: Sequence[Any], treedef: Any) -> tuple[bool, ...]:
+        """For each argument whether it is fed to the compiled step; what is not is fixed in it."""
+        depth, depths = self.looked_at.get(treedef, (0, (0,) * len(leaves)))
+        near = (_is_number(x) and n <= depth for x, n in zip(leaves, depths, strict=True))
+        return tuple(_is_array(x) and not (depth and fixed) for x, fixed in zip(leaves, near, strict=True))
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Get ready to call the step at once, if it is given arrays alone."""
@@ -122,8 +132,8 @@ class _Calls:
     ) -> OutOfMemoryError:
         """The error to raise where memory was not enough for a call."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_fed = _is_array if treedef not in self.looked_at else _is_no_number
-        types = [_type(x) if is_fed(x) else x for x in leaves]
+        pairs = zip(leaves, self.fed(leaves, treedef), strict=True)
+        types = [_type(x) if is_fed else x for x, is_fed in pairs]
         _, program = self.adopting(*jax.tree.unflatten(treedef, types))
         return out_of_memory(error, Tuning()(program, ()).program, arrays=leaves)
 
@@ -139,8 +149,8 @@ class _Calls:
         return jax.tree.unflatten(step.treedef, results)
 
 
-def _is_no_number(value: Any) -> bool:
-    return not isinstance(value, bool | int | float | complex) and _is_array(value)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex)
 
 
 def _is_array(value: Any) -> bool:

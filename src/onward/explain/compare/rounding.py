@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.compiler import compiler_options
+from onward.core.compiler import options_to_look
 from onward.core.described import DescribedBody
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.reading import program_of
@@ -108,16 +108,6 @@ def _results(
     return found
 
 
-def _quickly() -> dict[str, str | bool]:
-    """The compiler's options: what runs four times need not run fast."""
-    if jax.default_backend() != "cpu":
-        return compiler_options()
-    return compiler_options() | {
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_backend_optimization_level": "0",
-    }
-
-
 _RUNS = ((0.0, 1), (1.0, 0x9E3779B1), (1.0, 0x85EBCA6B), (1.0, 0xC2B2AE35))
 
 
@@ -154,7 +144,7 @@ def _noisy_run(part: Program, epsilon: float, replicas: Replicas | None) -> Call
 
     if replicas is not None:
         run = jax.vmap(run, in_axes=(0, None, None), axis_name=replicas.name, axis_size=replicas.count)
-    return jax.jit(run, compiler_options=_quickly())
+    return jax.jit(run, compiler_options=options_to_look())
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,11 +208,11 @@ class _RoundingMoves:
 @partial(jax.jit, static_argnums=4)  # traced once for each type: tracing it everywhere takes longer than XLA
 def _moved(x: Any, scale: Any, size: Any, seed: Any, epsilon: float) -> Any:
     """Numbers up or down, as their bits say, by a part of this scale."""
-    real = jnp.real(x)
-    bits = jax.lax.bitcast_convert_type(real.astype(jnp.float32), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.real(x).astype(jnp.float32), jnp.uint32)
     mixed = (bits ^ (bits >> 15)) * seed
-    sign = jnp.where((mixed ^ (mixed << 7)) >> 31 == 0, 1.0, -1.0).astype(real.dtype)
-    there = x + (size.astype(real.dtype) * epsilon) * sign * scale
+    part = jax.lax.bitcast_convert_type(size * jnp.float32(epsilon), jnp.uint32)
+    signed = jax.lax.bitcast_convert_type((mixed & jnp.uint32(1 << 31)) | part, jnp.float32)
+    there = x + signed.astype(jnp.real(x).dtype) * scale
     return jnp.where(jnp.isfinite(there), there, x).astype(x.dtype)
 
 

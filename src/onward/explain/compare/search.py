@@ -3,7 +3,7 @@
 The ops of one Program are run on what those of the other read. So what their inputs differ by plays no part,
 however far two trainings drifted, and each op answers for itself alone: what it gives may differ from what
 its twin gave by its own rounding and no more. Ops that compute the same by their code, of twins, and results
-that agree to the last bit need no run.
+that agree but for the last bit need no run.
 
 Between twins there may be ops that the other Program has not, or has in another form: they are run in a row,
 as a region. A value that nobody sees may well be another one, if a transform meant so and what must agree
@@ -32,6 +32,7 @@ from onward.explain.compare.twins import (
     by_value,
     far,
     is_key,
+    is_near,
     laid_out,
     largest,
     matched,
@@ -211,11 +212,16 @@ class PartingSearch:
         return [d for d in found if d.excess.any()]
 
     def _doubtful(self) -> list[Variable]:
-        """Computed values that are not the same to the last bit, nor computed alike from twins."""
+        """Computed values that are not the same but for the last bit, nor computed alike from twins."""
         return [v for v in self.makers if v in self.beside and not self._is_same(v) and not self._is_alike(v)]
 
     def _is_same(self, v: Variable) -> bool:
-        return self.of_a[v].dtype == self.beside[v].dtype and same_array(self.of_a[v], self.beside[v])
+        """Whether both have the same numbers but for the last bit, which rounding always explains."""
+        x, y = self.of_a[v], self.beside[v]
+        if x.dtype != y.dtype:
+            return False
+        epsilon = 0.0 if is_key(x) else max(epsilon_of(x.dtype), self.epsilon)
+        return same_array(x, y) or bool(epsilon and is_near(x, y, 2 * epsilon))
 
     def _is_alike(self, v: Variable) -> bool:
         """Whether twins compute it by the same code from twins."""
@@ -310,7 +316,8 @@ class PartingSearch:
         judged = [v for v in must if v in reached]
         wrong = self._plainly_wrong(judged, gradients)
         if not wrong:
-            wrong = {d.mine for d in self._disagreeing(judged, clean)}
+            others = [v for v in judged if not self._is_same(v)]
+            wrong = {d.mine for d in self._disagreeing(others, clean)}
         if not wrong:
             return [], []
         shares = [self._share(d, judged, wrong, gradients) for d in suspects]
@@ -347,8 +354,9 @@ class PartingSearch:
 
     def _is_adrift(self) -> bool:
         """Whether what must agree differs by what rounding hardly explains, though each op is the same."""
+        most = max(_ADRIFT, _EPSILONS * self.epsilon)
         return any(
-            far(self.of_a[anchor.mine], self.beside[anchor.mine]) > _ADRIFT
+            far(self.of_a[anchor.mine], self.beside[anchor.mine]) > most
             for anchor in self.anchors
             if anchor.mine in self.beside
         )

@@ -143,6 +143,16 @@ def far(x: Any, y: Any, least: float = 0.0) -> float:
     return worst / max(largest(x), least, 1e-300) if np.isfinite(worst) else float("inf")
 
 
+def is_near(x: Any, y: Any, part: float) -> bool:
+    """Whether each number differs by no more than this part of it."""
+    if np.shape(x) != np.shape(y):
+        return False
+    x, y = widened(x), widened(y)
+    with np.errstate(all="ignore"):
+        near = np.abs(x - y) <= part * np.minimum(np.abs(x), np.abs(y))
+        return bool(np.all(near | (x == y) | (np.isnan(x) & np.isnan(y))))
+
+
 def by_value(
     a: Program, b: Program, of_a: Values, of_b: Values, twins: Mapping[Variable, Variable]
 ) -> dict[Variable, Variable]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.check import check
+from onward.core.compiler import options_to_look
 from onward.core.errors import ArgumentError, StateError
 from onward.core.jaxprs.body import body_of
 from onward.core.names import Names
@@ -57,7 +58,7 @@ class AllValues:
         if self._whole is None:
             self._pieces = PiecewiseRun(self.program, compiled)
         else:
-            self._whole.compile()
+            self._whole.compile(options_to_look())
 
     def __call__(self, state: Mapping[str, Any], data: Sequence[Any]) -> Values:
         """Every value of one step."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from onward.core.homes import own_scopes
 from onward.core.program import Op, Program
 from onward.core.words import Pass
 
@@ -70,9 +71,9 @@ def _longest(words: Sequence[str], known: Collection[str]) -> int:
 
 def scopes_of(program: Program) -> Iterator[str]:
     """The scopes of a Program and of the Programs inside its loops."""
-    for op in program.ops:
-        if op.scope:
-            yield op.scope
+    for op, scope in own_scopes(program).items():
+        if scope:
+            yield scope
         for inner in op.subprograms.values():
             yield from scopes_of(inner)
 
