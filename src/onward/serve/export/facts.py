@@ -1,4 +1,4 @@
-"""The computation of a Program, told so that two can be compared: no names, and numbers in place of lengths.
+"""The facts of a Program by which two can be compared: no names, and numbers in place of lengths.
 
 A function that was traced with a symbol for the length of its batch computes from that symbol what stands
 as a number where the length is known: the divisor of a mean. So whatever follows from lengths alone is
@@ -106,14 +106,14 @@ def _is_same_constant(program: Program, x: Variable, other: Program, y: Variable
 
 
 def _returned(program: Program, other: Program) -> Iterator[tuple[Variable, Variable]]:
-    """The results of both, and the next values of the state of both."""
+    """The values that both return, and the next ones of the state of both."""
     yield from zip(program.outputs, other.outputs, strict=True)
     theirs = {v.name: new for v, new in other.next_state.items()}
     yield from ((new, theirs[v.name]) for v, new in program.next_state.items() if v.name in theirs)
 
 
 def _read_by(pairs: list[tuple[Op, Op]]) -> Iterator[tuple[Variable, Variable]]:
-    """The values that the ops of each pair read, place by place."""
+    """The Variables that the ops of each pair read, place by place."""
     for mine, theirs in pairs:
         operands = ((op.primal or op.body).operands for op in (mine, theirs))
         for x, y in zip(*operands, strict=True):
