@@ -138,3 +138,18 @@ def _set(options):
     for name, value in options.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+def compilations(run):
+    """How often jax compiles while this runs."""
+    events = []
+
+    def listen(event, *_, **__):
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return sum(event.endswith("backend_compile_duration") for event in events)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.nn import initializers as theirs
+from tests.compiled import compilations
 
 import onward as ow
 from onward.define import initializer as ours
@@ -135,26 +136,11 @@ def test_values_depend_on_seed_and_name_alone():
     assert not np.array_equal(one["a"], first_values(declaring("a"), seed=1)["a"])
 
 
-def compiled(run):
-    """How often jax compiles while this runs."""
-    events = []
-
-    def listen(event, *_, **__):
-        events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        run()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return sum(event.endswith("backend_compile_duration") for event in events)
-
-
 def test_equal_shapes_are_compiled_once():
     shape = (7, 11)
     first_values(declaring("a", shape=shape))
-    assert compiled(lambda: first_values(declaring(*"bcdefgh", shape=shape))) == 0
-    assert compiled(lambda: first_values(declaring("a", shape=(11, 7)))) > 0
+    assert compilations(lambda: first_values(declaring(*"bcdefgh", shape=shape))) == 0
+    assert compilations(lambda: first_values(declaring("a", shape=(11, 7)))) > 0
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compiled import compilations
 
 import onward as ow
+from onward.execute.state import copied
 from onward.execute.storage import plan as planning
 
 COUNT, SIZE = 12, 3
@@ -176,3 +178,13 @@ def test_a_spent_one_gives_no_values(step: ow.Step) -> None:
     step(state, X)
     with pytest.raises(ow.StateError, match="step"):
         state.values  # noqa: B018
+
+
+def test_a_copy_shares_no_memory_and_compiles_nothing() -> None:
+    ones = np.ones((5, 13), np.float32)
+    device, host, copies = jax.device_put(ones.copy()), ones.copy(), []
+    assert compilations(lambda: copies.append(copied(device, device.dtype))) == 0
+    copies.append(copied(host, np.float32))
+    device.delete()
+    host[:] = 0
+    assert [np.array_equal(copy, ones) for copy in copies] == [True, True]
