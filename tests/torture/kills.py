@@ -14,7 +14,7 @@ tells what it did on the way, and then:
     servers                        31     32       31     31
     ...
     writers of checkpoints        125 (62 in the middle of a save)
-    500 kills, 16 trainings on servers: 0 lost, 0 doubled, 0 ended otherwise (1460 s)
+    500 kills, 10 trainings on servers: 0 lost, 0 doubled, 0 ended otherwise (4800 s)
 """
 
 from __future__ import annotations
