@@ -4,6 +4,7 @@
     check_finite_time what does it cost to look at every step for NaN and infinity?
     derive_time       what does it cost to trace a function and derive its backward pass?
     first_step_time   how long does a person wait for the first step of a deep model?
+    looking           what does it cost to look at a step: to save, compare, search, draw it?
     multi_device      what do more devices bring, and what does it cost to merge gradients over them?
     parameter_server  what do parameter servers cost beside bare Ray, and what does a step send?
     recompute_time    what does it cost to train in half the memory?

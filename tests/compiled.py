@@ -68,6 +68,22 @@ def together(cases, options=None):
     return dict(zip(cases, jax.tree.map(np.asarray, results), strict=True))
 
 
+@contextmanager
+def counted():
+    """How long each compilation in the block took, found in the compilation cache or not."""
+    found = []
+
+    def note(event, seconds, **_):
+        if "backend_compile" in event:
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
 def training(program, params, *data, steps=None, fetch=(), after=()):
     """A case for ``together``: the state by name after the last step, and what is asked for at each step.
 

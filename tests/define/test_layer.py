@@ -19,7 +19,7 @@ L = ow.layer
 
 
 def normal(i, *shape):
-    return jnp.asarray(np.random.default_rng(60 + i).normal(size=shape), "float32")
+    return jax.device_put(np.random.default_rng(60 + i).normal(size=shape).astype("float32"))
 
 
 def total(function):
@@ -385,10 +385,12 @@ def test_batch_norm_may_be_given_state_of_ones_own():
 
 # ------------------------------------------------------------------------- costs and metrics
 
-LOGITS, P = normal(0, 6, 4), jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(4), 6), "float32")
-LABELS, WEIGHTS = jnp.array([0, 3, 1, 1, 2, 0]), jnp.array([1.0, 0, 2, 1, 0, 0.5])
-ONE_HOT = jnp.asarray(np.eye(4, dtype="float32")[np.asarray(LABELS)])
-BITS = jnp.asarray(np.asarray(normal(2, 6, 4)) > 0, "float32")
+LOGITS = normal(0, 6, 4)
+P = jax.device_put(np.random.default_rng(1).dirichlet(np.ones(4), 6).astype("float32"))
+LABELS = jax.device_put(np.array([0, 3, 1, 1, 2, 0], "int32"))
+WEIGHTS = jax.device_put(np.array([1, 0, 2, 1, 0, 0.5], "float32"))
+ONE_HOT = jax.device_put(np.eye(4, dtype="float32")[np.asarray(LABELS)])
+BITS = jax.device_put((np.asarray(normal(2, 6, 4)) > 0).astype("float32"))
 
 
 def weighted(losses):

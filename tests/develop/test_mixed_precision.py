@@ -45,20 +45,28 @@ WEIGHTS = {
     "c": RNG.normal(size=(16, 3), scale=0.3).astype("float32"),
 }
 UNBIASED = {name: WEIGHTS[name] for name in "ac"}
-MLP = models.mlp((12, 8, 4), batch=16)
-TRANSFORMER = models.transformer(layers=1, d=16, heads=2, seq=4, batch=2)
-MODULE = equinox.nn.MLP(6, 3, 8, 1, key=jax.random.key(0))
+
+
+def of_benchmark(model):
+    return model.loss, (model.params,), model.data
+
 
 NETWORKS = {
-    "MLP": (MLP.loss, (MLP.params,), MLP.data),
-    "convolutions": (convolutions, (), (IMAGES, LABELS)),
-    "transformer": (TRANSFORMER.loss, (TRANSFORMER.params,), TRANSFORMER.data),
-    "equinox": (perceptron, (MODULE,), (X, LABELS)),
+    "MLP": lambda: of_benchmark(models.mlp((12, 8, 4), batch=16)),
+    "convolutions": lambda: (convolutions, (), (IMAGES, LABELS)),
+    "transformer": lambda: of_benchmark(models.transformer(layers=1, d=16, heads=2, seq=4, batch=2)),
+    "equinox": lambda: (perceptron, (equinox.nn.MLP(6, 3, 8, 1, key=jax.random.key(0)),), (X, LABELS)),
 }
 
 
+@cache
+def network_of(name):
+    """A loss, its parameters, and its data, made when a test asks for them."""
+    return NETWORKS[name]()
+
+
 def minimized(name, optimizer=None):
-    loss, params, data = NETWORKS[name]
+    loss, params, data = network_of(name)
     forward = ow.trace(loss, *params, *data) if params else ow.trace(loss)
     return (optimizer or ow.SGD(0.1)).minimize(forward)
 
@@ -73,7 +81,7 @@ def first_step(program, params, data, names=()):
 @cache
 def in_float32(network):
     """The Program, the names of its gradients, and its first step."""
-    _, params, data = NETWORKS[network]
+    _, params, data = network_of(network)
     program = minimized(network)
     names = [f"grad({p.name})" for p, _ in program.gradients]
     return program, names, first_step(program, params, data, names)
@@ -89,7 +97,7 @@ def in_float32(network):
     ],
 )
 def test_loss_and_gradients_are_those_of_float32_but_for_rounding(network, dtype):
-    _, params, data = NETWORKS[network]
+    _, params, data = network_of(network)
     program, names, expected = in_float32(network)
     low = mixed_precision(program, dtype)
     assert [g.name for _, g in low.gradients] == names

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compiled import counted
 
 import onward as ow
 from onward.core.words import Pass
 from onward.develop.watch.watch import watch
+from onward.execute.nonfinite.flags import code_of, flags_of, unpacked
 from onward.execute.step import Step
 from onward.explain.find_nonfinite import find_nonfinite
 
@@ -487,6 +489,36 @@ def test_the_layer_of_a_rolled_program():
     assert (finding.op.type, finding.type) == ("scan", "log")
     assert placed(finding) == ["turn 2 of 4 (counted from 0)"]
     assert (finding.file, finding.line) == line_of(layers)
+
+
+def test_what_repeats_is_compiled_once():
+    """Three times as many layers take no more compilations."""
+    x, found, counts = np.ones((2, 2), "float32"), [], []
+    for count in (16, 48):
+        params = [np.ones((2, 2), "float32") for _ in range(count)]
+        params[5] = params[5] * 0
+        program = ow.Momentum(0.1).minimize(layers, params, x)
+        with counted() as compiled:
+            found.append(str(found_in(program, params, x)).splitlines()[0])
+        counts.append(len(compiled))
+    assert counts[1] <= counts[0]
+    assert (
+        found[0]
+        == found[1]
+        == "'log_5' is the first value that is not finite: 4 of 4 are infinite, the first at [0, 0]."
+    )
+
+
+NUMBERS = [0.0, -1.0, np.nan, np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_flags_are_the_same_on_the_host_and_on_a_device(dtype):
+    arrays = [jnp.asarray(NUMBERS[i:j], dtype) for i in range(5) for j in range(i, 6)]
+    arrays = [*arrays, *(1j * x for x in arrays if dtype == "complex64")]
+    found = [flags_of(x).tolist() for x in arrays]
+    assert found == unpacked(jax.jit(lambda xs: [code_of(x) for x in xs])(arrays)).tolist()
+    assert flags_of(jnp.asarray(NUMBERS)).tolist() == [True] * 3
 
 
 def per_example(w, x):

@@ -252,13 +252,17 @@ class Linen(nn.Module):
         return nn.Dense(2)(nn.relu(nn.Dense(4)(x)))
 
 
-def of_module(model, call):
+def of_module(make, call):
     """A training Program of a module of another library, and what it is trained from."""
 
     def loss(model, x, y):
         return jnp.mean((call(model, x) - y) ** 2)
 
-    return lambda rows: (ow.SGD(0.1).minimize(loss, model, *batches_of(rows, 1)[0]), model)
+    def program(rows):
+        model = make()
+        return ow.SGD(0.1).minimize(loss, model, *batches_of(rows, 1)[0]), model
+
+    return program
 
 
 def frozen(rows):
@@ -283,9 +287,9 @@ KINDS = {
     "frozen": frozen,
     "aux": beside,
     "declared": by_name,
-    "equinox": of_module(eqx.nn.MLP(5, 2, 4, 1, key=jax.random.key(0)), lambda m, x: jax.vmap(m)(x)),
-    "nnx": of_module(nnx.Linear(5, 2, rngs=nnx.Rngs(0)), lambda m, x: m(x)),
-    "linen": of_module(LINEN.init(jax.random.key(0), jnp.ones((1, 5))), LINEN.apply),
+    "equinox": of_module(lambda: eqx.nn.MLP(5, 2, 4, 1, key=jax.random.key(0)), lambda m, x: jax.vmap(m)(x)),
+    "nnx": of_module(lambda: nnx.Linear(5, 2, rngs=nnx.Rngs(0)), lambda m, x: m(x)),
+    "linen": of_module(lambda: LINEN.init(jax.random.key(0), jnp.ones((1, 5))), LINEN.apply),
 }
 
 

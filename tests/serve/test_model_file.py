@@ -7,16 +7,19 @@ import stat
 import subprocess
 import sys
 import textwrap
+import warnings
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compiled import counted
 
 import onward as ow
 from onward.core.described import DescribedBody
 from onward.core.recipe import build
+from onward.execute.step import Step
 
 
 def images(n, seed=0):
@@ -465,8 +468,10 @@ def test_slices_from_the_end_and_namedtuples(tmp_path):
         lambda w, x: w * x * (2.0 if x.shape[0] == 4 else 3.0),
         lambda w, x: w * x * {4: 2.0}.get(x.shape[0], 1.0),
         lambda w, x: jnp.exp(w * x) if x.shape[0] == 1 else w * x,
+        lambda w, x: jnp.sum(w * x, 1 if x.shape[0] == 5 else 0, keepdims=True)[:1] * x,
+        lambda w, x: jax.lax.scan(lambda c, row: (c * 1.5 if x.shape[0] == 5 else c, row * c), w, x)[1],
     ],
-    ids=["a number", "a table", "one alone"],
+    ids=["a number", "a table", "one alone", "an axis of the next", "in a loop"],
 )
 def test_a_network_that_treats_some_lengths_otherwise_is_noticed(network, tmp_path):
     x = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
@@ -474,6 +479,26 @@ def test_a_network_that_treats_some_lengths_otherwise_is_noticed(network, tmp_pa
     with pytest.warns(UserWarning, match="asks how long its batch is"):
         found = ow.load(ow.save(model, tmp_path / "m"))
     np.testing.assert_allclose(ow.Evaluator(found).forward(x).value, network(2, x), rtol=1e-6)
+
+
+def test_what_is_told_alike_is_not_compiled_to_be_compared(tmp_path):
+    """A mean over the batch, and labels, of which one is picked otherwise in a batch of one."""
+
+    def loss(params, x, labels):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], 1))
+
+    params, data = [jnp.eye(3)] * 3, (np.ones((4, 3), "float32"), np.arange(4, dtype="int32") % 3)
+    program = ow.Adam(0.1).minimize(loss, params, *data)
+    state = Step(program, (), True, ahead=False).init(params)
+    with counted() as compiled, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = ow.save(program, tmp_path / "m", state)
+    assert len(compiled) <= 8  # single numbers of lengths, and both forms of the pick
+    step, state = ow.load_step(path)
+    alone = [x[1:2] for x in data]
+    np.testing.assert_allclose(step(state, *alone)[1].loss, loss(params, *alone), rtol=1e-5)
 
 
 def test_numbered_results_keep_their_order(tmp_path):

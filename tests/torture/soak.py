@@ -93,7 +93,7 @@ def train_on_servers(folder: str, mode: str) -> None:
             say(pids=working, steps=sum(run.versions))
             time.sleep(0.3)
         lost, doubled = tally(run.wait().model)
-    say(lost=lost, doubled=doubled, steps=batches)
+        say(lost=lost, doubled=doubled, steps=batches)  # before Ray ends, with which SIGTERM is what it was
 
 
 def network() -> Any:

@@ -385,7 +385,19 @@ def copied(value: Any, dtype: Any) -> Any:
     """A value in a buffer of its own."""
     if holds_keys(dtype):
         return jax.random.clone(value)
+    if _moves_as_it_is(value, dtype):
+        return jax.device_put(value, may_alias=False)  # a copy by jnp compiles a kernel for each shape
     return jnp.array(value, dtype, copy=True)
+
+
+def _moves_as_it_is(value: Any, dtype: Any) -> bool:
+    """Whether it is an array of JAX, with its numbers, all of it in this process, and of this dtype for good.
+
+    Memory of NumPy stays shared with what ``device_put`` makes of it, whatever it is told.
+    """
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return False
+    return value.dtype == dtype and not value.weak_type and value.is_fully_addressable
 
 
 def fits(found: jax.ShapeDtypeStruct, v: Variable) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
 from onward.core.marks import KEEP
@@ -16,19 +18,29 @@ from onward.develop.guard import watched_by_update
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.nonfinite.finding import NonFinite, forward_of, source_of
-from onward.execute.nonfinite.flags import Flags, bad_in, flagged, floats, is_float, lifted
+from onward.execute.nonfinite.flags import (
+    Bad,
+    Flags,
+    FlagsOnDemand,
+    bad_in,
+    flagged,
+    flagging,
+    floats,
+    is_float,
+    lifted,
+    unpacked,
+)
 from onward.execute.nonfinite.inside import inside
 from onward.execute.nonfinite.numbers import Numbers
 from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
+from onward.execute.pieces import PiecewiseRun
 from onward.execute.portions import Portions
+from onward.execute.spread import on_this_process
 from onward.execute.state import Layout
 
 
 def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> NonFinite | None:
     """The first value that is not finite and spoils what is looked at; None if that is all finite.
-
-    Two more Programs are compiled: one that returns what is not finite among all values, one that returns
-    what the culprit read.
 
     Args:
         program: of one step.
@@ -37,7 +49,7 @@ def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> N
     """
     run = _ObservedStep(program, state, data)
     flags = run.flags()
-    devices = max((len(rows) for rows in flags.values()), default=1)
+    devices = run.devices
     watched = looked_at(run.program, flags)
     where = [(v, device) for v in watched for device in range(devices)]
     starts = [BadValue(v, device, bad) for v, device in where for bad in sorted(bad_in(flags, v, device))]
@@ -66,7 +78,8 @@ def looked_at(program: Program, flags: Flags) -> list[Variable]:
 
     def may_stay(v: Variable) -> bool:
         old = before.get(v)
-        return old is not None and may_be_infinite(old) and bool(flags[old].any())
+        is_wrong = flags[v].any() and old is not None and may_be_infinite(old)
+        return old is not None and bool(is_wrong and flags[old].any())
 
     return [v for v in dict.fromkeys(watched) if is_float(v) and not may_stay(v)]
 
@@ -98,7 +111,11 @@ def _told(run: _ObservedStep, origin: FaultOrigin, reaches: tuple[str, ...], dev
 
 
 class _ObservedStep:
-    """One step on its values, of which any can be asked for."""
+    """One step on its values, of which any can be asked for.
+
+    On one device it runs in pieces. On several, and where a file holds its code, it is compiled as a whole:
+    once to return what is not finite among all values, once to return what the culprit read.
+    """
 
     def __init__(self, program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> None:
         self.state = state
@@ -113,23 +130,52 @@ class _ObservedStep:
         shapes = key_of(values) != key_of([layout.whole(v) for v in program.inputs])
         self.program = rebuilt(program, feeds.types(values)) if shapes else program
         self.data = values
+        self.devices = 1 if self.program.replicas is None else self.program.replicas.count
+        is_whole = self.program.replicas is not None or self.program.code is not None
+        self.pieces = None if is_whole else PiecewiseRun(self.program)
+
+    @cached_property
+    def given(self) -> Mapping[Variable, Any]:
+        """The values of data, state and constants."""
+        given = (*self.program.inputs, *self.program.state)
+        values = on_this_process([*self.data, *(self.state[v.name] for v in self.program.state)])
+        return {**dict(zip(given, values, strict=True)), **self.program.constants}
 
     def flags(self) -> Flags:
         """Compute the flags of all floats: which are NaN or infinite."""
+        if self.pieces is not None:
+            return FlagsOnDemand(self._flags_of_pieces(self.pieces), self.given)
         watched = floats(self.program)
         if not watched:
             return {}
-        (rows,) = self._results(flagged(self.program))
-        by_variable = np.moveaxis(np.asarray(rows).reshape(-1, len(watched), 3), 1, 0)
-        return dict(zip(watched, by_variable, strict=True))
+        (codes,) = self._results(flagged(self.program))
+        rows = np.moveaxis(unpacked(codes).reshape(-1, len(watched), len(Bad)), 1, 0)
+        return dict(zip(watched, rows, strict=True))
+
+    def _flags_of_pieces(self, pieces: PiecewiseRun) -> Flags:
+        found: dict[Variable, Any] = {}
+        for values in pieces(self.given, is_float):
+            found |= {v: flagging(x) for v, x in values.items()}
+        codes = jax.device_get([*found.values()])
+        return {v: unpacked(code)[None] for v, code in zip(found, codes, strict=True)}
 
     def values(self, variables: Sequence[Variable], device: int) -> list[Any]:
         """Compute the values of these Variables on a device."""
         distinct = list(dict.fromkeys(variables))
-        found = self._results(lifted(self.program, distinct))
-        each = [x.reshape(-1, *v.shape) for x, v in zip(found, distinct, strict=True)]
-        at = {v: x[device if len(x) > 1 else 0] for v, x in zip(distinct, each, strict=True)}
+        if self.pieces is not None:
+            at = self._values_of_pieces(self.pieces, distinct)
+        else:
+            found = self._results(lifted(self.program, distinct))
+            each = [x.reshape(-1, *v.shape) for x, v in zip(found, distinct, strict=True)]
+            at = {v: x[device if len(x) > 1 else 0] for v, x in zip(distinct, each, strict=True)}
         return [at[v] for v in variables]
+
+    def _values_of_pieces(self, pieces: PiecewiseRun, wanted: Sequence[Variable]) -> Mapping[Variable, Any]:
+        known = {v: self.given[v] for v in wanted if v in self.given}
+        run = pieces(self.given, set(wanted).__contains__)
+        while len(known) < len(wanted):
+            known |= next(run)
+        return known
 
     def _results(self, program: Program) -> list[Any]:
         executable = Executable(program, (), ())

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
@@ -44,13 +44,49 @@ def is_float(v: Any) -> bool:
     return bool(jnp.issubdtype(v.dtype, jnp.inexact))
 
 
-def flags_of(x: Any) -> Any:
+def flags_of(x: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """The flags of an array, bool[3]."""
+    return unpacked(flagging(x))
+
+
+def flagging(x: Any) -> Any:
+    """The flags as the bits of one number, computed where the array lies; no device is waited for."""
+    if not isinstance(x, jax.Array) or (x.is_fully_addressable and _is_on_host(x)):
+        return _code_on_host(np.asarray(x))
+    return _code_on_device(x)
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in x.devices())
+
+
+def _code_on_host(x: np.ndarray) -> int:
+    with np.errstate(all="ignore"):
+        if np.isfinite(x).all():
+            return 0
+        parts = (np.real(x), np.imag(x)) if np.iscomplexobj(x) else (x,)
+        each = zip(*((np.isnan(part), part == np.inf, part == -np.inf) for part in parts), strict=True)
+        return sum(1 << bad for bad, found in zip(Bad, each, strict=True) if np.any(found))
+
+
+def code_of(x: Any) -> Any:
+    """The flags of an array as the bits of one number: compilers take long over three."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return flags_of(jnp.real(x)) | flags_of(jnp.imag(x))
+        return code_of(jnp.real(x)) | code_of(jnp.imag(x))
     if x.dtype.itemsize < 4:  # compilers may compute wider within a loop: look at what is stored
         x = jax.lax.optimization_barrier(x).astype(jnp.float32)
-    return jnp.stack([jnp.any(jnp.isnan(x)), jnp.any(x == jnp.inf), jnp.any(x == -jnp.inf)])
+    tests = zip(Bad, (x != x, x == jnp.inf, x == -jnp.inf), strict=True)
+    codes = sum(test.astype(jnp.int32) << bad for bad, test in tests)
+    return jax.lax.reduce(codes, np.int32(0), jax.lax.bitwise_or, range(x.ndim))
+
+
+_code_on_device = compiled_alone(code_of)
+
+
+def unpacked(codes: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """The flags in one more axis."""
+    found = np.asarray(codes)[..., None] >> np.arange(len(Bad))
+    return np.asarray(found & 1, np.bool_)
 
 
 def bad_in(flags: Flags, v: Variable, device: int) -> frozenset[Bad]:
@@ -68,12 +104,32 @@ def floats(program: Program) -> list[Variable]:
 
 
 def flagged(program: Program) -> Program:
-    """The Program that returns the flags of all its floats, bool[1, floats, 3], and changes no state."""
+    """The Program that returns the flags of all its floats, int32[1, floats], and changes no state."""
     builder = Builder(program, program.ops, made_by=Pass.UPDATE)
-    watched = floats(program)
-    rows = [builder.add("flags", [v], [f"flags({v.name})"], _flags(v.shape, v.dtype))[0] for v in watched]
-    body = body_of(lambda *xs: [jnp.stack(xs)[None]], *[Type((3,), np.dtype(np.bool_))] * len(rows))
+    rows = [
+        builder.add("flags", [v], [f"flags({v.name})"], _flags(v.shape, v.dtype))[0] for v in floats(program)
+    ]
+    body = body_of(lambda *xs: [jnp.stack(xs)[None]], *[Type((), np.dtype(np.int32))] * len(rows))
     return _returning(builder, builder.add(STACK, rows, ["flags"], body))
+
+
+class FlagsOnDemand(Mapping[Variable, np.ndarray]):
+    """The flags of what was computed, and those of what was given, which are computed when asked for."""
+
+    def __init__(self, computed: Flags, given: Mapping[Variable, Any]) -> None:
+        self._found = dict(computed)
+        self._given = {v: x for v, x in given.items() if is_float(v)}
+
+    def __getitem__(self, v: Variable) -> np.ndarray:
+        if v not in self._found:
+            self._found[v] = flags_of(self._given[v])[None]
+        return self._found[v]
+
+    def __iter__(self) -> Iterator[Variable]:
+        return iter(dict.fromkeys((*self._given, *self._found)))
+
+    def __len__(self) -> int:
+        return len({*self._given, *self._found})
 
 
 def lifted(program: Program, wanted: Sequence[Variable]) -> Program:
@@ -97,18 +153,18 @@ def line_of_flags(program: Program) -> Callable[[Sequence[Any]], tuple[list[Any]
 
     def look(values: Sequence[Any]) -> tuple[list[Any], Any]:
         found = run((), values)
-        rows = [flags_of(x) for x in found[count:]]
-        return found[:count], jnp.stack(rows) if rows else jnp.zeros((0, 3), bool)
+        codes = [code_of(x) for x in found[count:]]
+        return found[:count], jnp.stack(codes) if codes else jnp.zeros(0, jnp.int32)
 
     compiled = compiled_alone(look)
 
     def line(values: Sequence[Any]) -> tuple[list[Any], Flags]:
-        outputs, rows = compiled(values)
-        return outputs, {v: row[None] for v, row in zip(watched, np.asarray(rows), strict=True)}
+        outputs, codes = compiled(values)
+        return outputs, {v: row[None] for v, row in zip(watched, unpacked(codes), strict=True)}
 
     return line
 
 
 @lru_cache(maxsize=1024)
 def _flags(shape: tuple[int, ...], dtype: Any) -> Body:
-    return body_of(lambda x: [flags_of(x)], Type(shape, dtype))
+    return body_of(lambda x: [code_of(x)], Type(shape, dtype))

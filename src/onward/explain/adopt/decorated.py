@@ -20,7 +20,6 @@ from onward.execute.tuning import Tuning
 from onward.explain.adopt.step import AdoptedStep
 from onward.explain.inspect.call import holds_modules
 
-_NOWHERE: tuple[int, tuple[int, ...]] = (0, ())
 Adopting = Callable[[tuple[Any, ...], dict[str, Any]], tuple[AdoptedStep, Program]]
 
 
@@ -88,6 +87,7 @@ class _Calls:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the step, compiled for these arguments."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
+        depth, _ = self.looked_at.get(treedef, (0, ()))
         fed = self.fed(leaves, treedef)
         fixed = tuple((type(x), x) for x, is_fed in zip(leaves, fed, strict=True) if not is_fed)
         call = self.known.get((treedef, fed, fixed))
@@ -101,19 +101,16 @@ class _Calls:
         except TraceError:
             depths = tuple(len(path) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs)))
             pairs = zip(leaves, depths, strict=True)
-            depth, _ = self.looked_at.get(treedef, _NOWHERE)
             if not (deeper := [n for x, n in pairs if _is_number(x) and n > depth]):
                 raise
             self.looked_at[treedef] = min(deeper), depths  # it looks at a number, as at a static argument
             return self(args, kwargs)
 
     def fed(self, leaves: Sequence[Any], treedef: Any) -> tuple[bool, ...]:
-        """Which leaves of the arguments are arrays to the step, or numbers that it does not look at."""
-        depth, depths = self.looked_at.get(treedef, _NOWHERE)
-        if not depth:
-            return tuple(map(_is_array, leaves))
-        pairs = zip(leaves, depths, strict=True)
-        return tuple(_is_array(x) and not (_is_number(x) and n <= depth) for x, n in pairs)
+        """For each argument whether it is fed to the compiled step; what is not is fixed in it."""
+        depth, depths = self.looked_at.get(treedef, (0, (0,) * len(leaves)))
+        near = (_is_number(x) and n <= depth for x, n in zip(leaves, depths, strict=True))
+        return tuple(_is_array(x) and not (depth and fixed) for x, fixed in zip(leaves, near, strict=True))
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Get ready to call the step at once, if it is given arrays alone."""

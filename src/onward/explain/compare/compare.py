@@ -25,6 +25,7 @@ from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.develop.mixed.mixed_precision import lowered
+from onward.execute.pieces import Compiled
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.explain.compare.found import Comparison
@@ -94,7 +95,8 @@ class ComparedPrograms:
     ) -> None:
         programs = [_program(x) for x in (a, b)]
         _expect_comparable(*programs)
-        self.a, self.b = (AllValues(p, batch) for p in programs)
+        compiled: Compiled = {}
+        self.a, self.b = (AllValues(p, batch, compiled) for p in programs)
         self.is_swapped = whose_ops_run(self.a.program, self.b.program)
         dtypes = [precision] if precision else [d for p in programs for d in _low(p)]
         self.epsilon = max((epsilon_of(jnp.dtype(d)) for d in dtypes), default=0.0)

@@ -13,7 +13,7 @@ Up or down is told by the bits of the number itself, as in a real rounding: equa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod, sqrt
 from typing import Any
@@ -29,7 +29,10 @@ from onward.core.jaxprs.reading import program_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Primitive, Reduces
 from onward.core.program import Op, Program, Variable, programs_within
+from onward.core.variable import Replicas
+from onward.core.words import Kind
 from onward.develop.roll.literals import numbers
+from onward.execute.pieces import Compiled, PiecewiseRun
 
 _limits: Any = jnp.finfo  # that of JAX knows all dtypes
 _MARGIN = 4.0  # times the largest movement seen of a number
@@ -55,6 +58,7 @@ def bounded(
     given: Mapping[Variable, Any],
     wanted: Sequence[Variable],
     epsilon: float,
+    compiled: Compiled | None = None,
 ) -> dict[Variable, BoundedValue]:
     """The values that ops give to Variables when they read given ones, with bounds of their rounding.
 
@@ -66,19 +70,42 @@ def bounded(
         given: the values they read.
         wanted: what is asked for.
         epsilon: the least that is taken for that of a dtype.
+        compiled: what was compiled for this Program and epsilon before; it grows.
     """
-    read = list(given)
-    run = _noisy_run(ops, read, wanted, epsilon)
-    if program.replicas is not None:
-        run = jax.vmap(run, in_axes=(0, None, None), axis_name=program.replicas.name)
-    values = [given[v] for v in read]
-    compiled = jax.jit(run).lower(values, jnp.float32(0), jnp.uint32(1)).compile(options_to_look())
-    results = [compiled(values, jnp.float32(size), jnp.uint32(seed)) for size, seed in _RUNS]
-    first, *moved = ([np.asarray(x) if not _is_key(x) else x for x in found] for found in results)
-    return {
-        v: BoundedValue(value, _bound(value, [sample[i] for sample in moved]))
-        for i, (v, value) in enumerate(zip(wanted, first, strict=True))
-    }
+    made = {v: replace(v, kind=Kind.ACTIVATION) for op in ops for v in op.outputs if v in given}
+    read = {v: replace(v, kind=Kind.DATA) for v in given}
+    part = Program(
+        program.name,
+        inputs=tuple(read.values()),
+        ops=tuple(
+            replace(
+                op,
+                inputs=tuple(read.get(v, v) for v in op.inputs),
+                outputs=tuple(made.get(v, v) for v in op.outputs),
+            )
+            for op in ops
+        ),
+    )
+    run = PiecewiseRun(part, compiled, partial(_noisy_run, epsilon=epsilon, replicas=program.replicas))
+    values = {read[v]: x for v, x in given.items()}
+    asked = {made.get(v, v): v for v in wanted}
+    results = [_results(run, values, asked, size, seed) for size, seed in _RUNS]
+    first, *moved = results
+    return {v: BoundedValue(first[v], _bound(first[v], [sample[v] for sample in moved])) for v in wanted}
+
+
+def _results(
+    run: PiecewiseRun,
+    values: Mapping[Variable, Any],
+    asked: Mapping[Variable, Variable],
+    size: float,
+    seed: int,
+) -> dict[Variable, Any]:
+    """What is asked for, from one run of all pieces."""
+    found: dict[Variable, Any] = {}
+    for results in run(values, asked.__contains__, jnp.float32(size), jnp.uint32(seed)):
+        found |= {asked[v]: x if _is_key(x) else np.asarray(x) for v, x in results.items()}
+    return found
 
 
 _RUNS = ((0.0, 1), (1.0, 0x9E3779B1), (1.0, 0x85EBCA6B), (1.0, 0xC2B2AE35))
@@ -103,21 +130,21 @@ def _bound(value: Any, moved: Sequence[Any]) -> Any:
         return _MARGIN * moves.max(axis=0) + _OF_ALL * typical
 
 
-def _noisy_run(
-    ops: Sequence[Op], read: Sequence[Variable], wanted: Sequence[Variable], epsilon: float
-) -> Callable[..., list[Any]]:
+def _noisy_run(part: Program, epsilon: float, replicas: Replicas | None) -> Callable[..., list[Any]]:
+    """The compiled function of some ops that moves what they are given, and all that they compute."""
+
     def run(values: Sequence[Any], size: Any, seed: Any) -> list[Any]:
         noise = _RoundingMoves(size, seed, epsilon)
-        env = dict(zip(read, (noise.relative(x) for x in values), strict=True))
-        found: dict[Variable, Any] = {}
-        for op in ops:
+        pairs = zip(part.inputs, values, strict=True)
+        env = {v: noise.relative(x) if v.kind is Kind.DATA else x for v, x in pairs}
+        for op in part.ops:
             results = noise.of_body(op.body, [env[v] for v in op.inputs])
-            for v, x in zip(op.outputs, results, strict=True):
-                found[v] = x
-                env.setdefault(v, x)
-        return [found[v] for v in wanted]
+            env.update(zip(op.outputs, results, strict=True))
+        return [env[v] for v in part.outputs]
 
-    return run
+    if replicas is not None:
+        run = jax.vmap(run, in_axes=(0, None, None), axis_name=replicas.name, axis_size=replicas.count)
+    return jax.jit(run, compiler_options=options_to_look())
 
 
 @dataclass(frozen=True, eq=False)

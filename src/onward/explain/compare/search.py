@@ -24,6 +24,7 @@ from onward.core.described import DescribedBody
 from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
+from onward.execute.pieces import Compiled
 from onward.explain.compare.rounding import BoundedValue, bounded, epsilon_of
 from onward.explain.compare.twins import (
     MustAgree,
@@ -127,6 +128,7 @@ class PartingSearch:
     begins: bool = False
     twins: dict[Variable, Variable] = field(default_factory=dict)  # of b to a
     beside: dict[Variable, Any] = field(default_factory=dict)  # for Variables of a the value of b
+    noisy: Compiled = field(default_factory=dict)
 
     def run(self) -> Parting:
         """Look for the first disagreement."""
@@ -276,7 +278,7 @@ class PartingSearch:
         made = {v for op in ops for v in op.outputs}
         given = {v: beside[v] if v in beside else self.of_a[v] for v in read if v in beside or v not in made}
         given = {v: self._as_mine(v, x) for v, x in given.items()}
-        expected = bounded(self.a, ops, given, asked, self.epsilon)
+        expected = bounded(self.a, ops, given, asked, self.epsilon, self.noisy)
         found = (Disagreement(v, self.of_twin[v], expected[v], self.beside[v]) for v in asked)
         return [d for d in found if d.excess.any()]
 

@@ -1,4 +1,8 @@
-"""Every value of one step of a Program, from one compiled run; on several devices one row for each."""
+"""Every value of one step of a Program; on several devices one row for each.
+
+On one device a Program runs in pieces, and what both Programs of a comparison compute alike is compiled
+once. On several devices, and where a file holds its code, it is compiled as a whole.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ from onward.core.words import Pass, Placement
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_structure, initialized
+from onward.execute.pieces import Compiled, PiecewiseRun
 from onward.execute.portions import Portions
 from onward.execute.state import SPENT, Layout, State
 
@@ -36,41 +41,48 @@ def count_of(program: Program) -> int:
 
 
 class AllValues:
-    """A Program compiled so that it gives every value; it changes no state."""
+    """A Program that gives every value; it changes no state.
 
-    def __init__(self, program: Program, data: Sequence[Any]) -> None:
+    ``compiled`` is what was compiled for other Programs, and is used again.
+    """
+
+    def __init__(self, program: Program, data: Sequence[Any], compiled: Compiled | None = None) -> None:
         feeds = Feeds(program)
         values = _filled(program, feeds.convert(feeds.read(tuple(data))))
         whole = [Layout.of(program).whole(v) for v in program.inputs]
         is_other = key_of(values) != key_of(whole)
         self.program = rebuilt(program, feeds.types(values)) if is_other else program
         self.wanted = tuple(v for op in self.program.ops for v in op.outputs)
-        self._executable = Executable(_giving(self.program, self.wanted), (), ())
-        self._executable.compile(options_to_look())
-
-    def given(self, state: Mapping[str, Any], data: Sequence[Any]) -> Values:
-        """The values of data, state and constants."""
-        feeds = Feeds(self.program)
-        fed = _filled(self.program, feeds.convert(feeds.read(tuple(data))))
-        found = dict(zip(self.program.inputs, fed, strict=True))
-        found |= {v: state[v.name] for v in self.program.state}
-        rows = {v: self._rows(v, x) for v, x in found.items()}
-        return rows | {v: self._rows(v, x) for v, x in self.program.constants.items()}
+        is_whole = self.program.replicas is not None or self.program.code is not None
+        self._whole = Executable(_giving(self.program, self.wanted), (), ()) if is_whole else None
+        if self._whole is None:
+            self._pieces = PiecewiseRun(self.program, compiled)
+        else:
+            self._whole.compile(options_to_look())
 
     def __call__(self, state: Mapping[str, Any], data: Sequence[Any]) -> Values:
         """Every value of one step."""
         feeds = Feeds(self.program)
         fed = _filled(self.program, feeds.convert(feeds.read(tuple(data))))
-        own = [state[v.name] for v in self._executable.layout.variables]
-        _, _, results = self._executable(own, self._executable.feed(fed))
-        found = list(self._executable.of_all(results))[: len(self.wanted)]
-        computed = {v: self._each(v, x) for v, x in zip(self.wanted, found, strict=True)}
-        return {**self.given(state, data), **computed}
+        given = dict(zip(self.program.inputs, fed, strict=True))
+        given |= {v: state[v.name] for v in self.program.state} | dict(self.program.constants)
+        computed = self._of_pieces(given) if self._whole is None else self._of_whole(self._whole, state, fed)
+        return {**{v: self._rows(v, x) for v, x in given.items()}, **computed}
+
+    def _of_pieces(self, given: Mapping[Variable, Any]) -> Values:
+        run = self._pieces(given, lambda v: True)
+        return {v: on_host(x) for values in run for v, x in values.items()}
+
+    def _of_whole(self, executable: Executable, state: Mapping[str, Any], fed: Sequence[Any]) -> Values:
+        own = [state[v.name] for v in executable.layout.variables]
+        _, _, results = executable(own, executable.feed(fed))
+        found = list(executable.of_all(results))[: len(self.wanted)]
+        return {v: self._each(v, x) for v, x in zip(self.wanted, found, strict=True)}
 
     def following(self, values: Values) -> dict[str, Any]:
         """The state after the step, by name."""
         following = {v: self.program.next_state.get(v, v) for v in self.program.state}
-        return {v.name: self._whole(v, values[new]) for v, new in following.items()}
+        return {v.name: self._of_rows(v, values[new]) for v, new in following.items()}
 
     def _each(self, v: Variable, value: Any) -> Any:
         """A result with a row for each device; what is the same on all comes as one."""
@@ -88,7 +100,7 @@ class AllValues:
             return _of(value).broadcast_to(value, (count, *v.shape))
         return value.reshape(count, *v.shape)
 
-    def _whole(self, v: Variable, rows: Any) -> Any:
+    def _of_rows(self, v: Variable, rows: Any) -> Any:
         if self.program.replicas is None:
             return rows
         if v.placement is Placement.REPLICATED:

@@ -1,34 +1,36 @@
 """Whether a Program that was traced with symbols for lengths does what it does with numbers.
 
 A function may ask how long its batch is, and a symbol answers some questions wrongly in silence: it is equal
-to no number. So the ops of both traces are compared, and where they differ, the numbers that both compute.
+to no number. So the ops of both traces are compared, and where they differ, the numbers that both compute:
+those of the few ops that differ, and if these are not equal, those of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, OnwardError
 from onward.core.lower import lower
-from onward.core.program import Program, Variable
-from onward.serve.export.dimensions import evaluated, written
+from onward.core.program import Op, Program, Variable
 from onward.serve.export.executable import loaded, reads_of
+from onward.serve.export.facts import paired
 from onward.serve.export.writing import Writing
 
 Replay = Callable[[Mapping[str, int]], Program]
-_FOLLOWS = {"new_sizes", "shape"}  # attributes that the types of the results tell as well
 
 
-def expect_same(writing: Writing, replay: Replay, values: Mapping[str, Any]) -> None:
+def expect_same(known: Program, writing: Writing, replay: Replay, values: Mapping[str, Any]) -> None:
     """Raise ``ArgumentError`` unless it agrees with traces for the length that it had, the next one, and 1.
 
     Args:
+        known: the Program for the length that it had.
         writing: the Program with symbols, and its executable.
         replay: gives the Program for lengths by the names of their symbols.
         values: the state by name, which numbers are computed from.
@@ -37,48 +39,79 @@ def expect_same(writing: Writing, replay: Replay, values: Mapping[str, Any]) -> 
     longer = {n: size + 1 for n, size in traced.items()}
     for sizes in (traced, longer, dict.fromkeys(traced, 1)):
         try:
-            program = replay(sizes)
+            program = known if sizes == traced else replay(sizes)
         except OnwardError:
-            if sizes is traced or sizes is longer:
+            if sizes is longer:
                 raise
             continue  # a network that takes no batch of 1
-        if _facts(program, sizes) != _facts(writing.program, sizes):
+        if not _agree_by_parts(program, writing.program, sizes):
             _compare(program, writing, values, sizes)
 
 
 def are_alike(program: Program, other: Program) -> bool:
     """Whether two Programs compute the same, of the same state."""
-    names = ([v.name for v in p.state] for p in (program, other))
-    return next(names) == next(names) and _facts(program, {}) == _facts(other, {})
+    if [v.name for v in program.state] != [v.name for v in other.state]:
+        return False
+    try:
+        found = paired(program, other, {})
+    except ValueError:
+        return False
+    return not found.apart and not any(found.rest)
 
 
-def _facts(program: Program, sizes: Mapping[str, int]) -> list[Any]:
-    """List the ops and their operands, for these sizes of the symbols; ops that give lengths are left out."""
-    lengths = _lengths(program)
-    given = (*program.inputs, *program.state, *program.constants)
-    place = {v: i for i, v in enumerate(given)}
-    facts = []
-    for op in program.ops:
-        if not lengths.isdisjoint(op.outputs):
-            continue
-        reads = [
-            place.get(op.inputs[x]) if isinstance(x, int) else x for x in (op.primal or op.body).operands
-        ]
-        shapes = [(tuple(evaluated(written(n), sizes) for n in v.shape), v.dtype) for v in op.outputs]
-        told = {key: value for key, value in op.attributes.items() if key not in _FOLLOWS}
-        within = [_facts(part, sizes) for part in op.subprograms.values()]
-        facts.append((op.type, reads, shapes, told, within))
-        place |= {v: len(place) + i for i, v in enumerate(op.outputs)}
-    return [*facts, [place.get(v) for v in program.outputs]]
+def _agree_by_parts(program: Program, free: Program, sizes: Mapping[str, int]) -> bool:
+    """Whether both are told alike for these sizes; where not, whether only those parts compute the same.
+
+    What the parts read is taken at random. False where that cannot be told, or is not so of such numbers.
+
+    Args:
+        program: traced for these sizes.
+        free: traced with symbols.
+        sizes: theirs.
+    """
+    try:
+        found = paired(program, free, sizes)
+        if not found.apart:
+            return True
+        mine, theirs = (
+            _part(p, {*found.rest[i], *found.numbers[i]}, [pair[i] for pair in found.apart])
+            for i, p in enumerate((program, free))
+        )
+        known = {**program.constants, **free.constants}
+        like = {y: x for x, y in found.twins.items()}
+        for i, v in enumerate(
+            dict.fromkeys((*mine.inputs, *(like[y] for y in theirs.inputs if y not in known)))
+        ):
+            known.setdefault(v, _some(v, program, i))
+        run = lower(theirs, theirs.outputs, at_once=True)
+        call = export.export(jax.jit(lambda *xs: run((), xs)))(*(v.aval for v in theirs.inputs)).call
+        expected = compiled_alone(lower(mine, mine.outputs, at_once=True))(
+            (), [known[v] for v in mine.inputs]
+        )
+        computed = compiled_alone(call)(*(known[y] if y in known else known[like[y]] for y in theirs.inputs))
+    except Exception:  # symbols are not taken everywhere: the whole is compared then
+        return False
+    pairs = zip(expected, computed, strict=True)
+    return all(x.shape == y.shape and _is_telling(x) and _close(x, y) for x, y in pairs)
 
 
-def _lengths(program: Program) -> set[Variable]:
-    """The Variables that are computed from the lengths of the batch alone."""
-    lengths: set[Variable] = set()
-    for op in program.ops:
-        if op.primitive.tells_length or (op.inputs and lengths.issuperset(op.inputs)):
-            lengths.update(op.outputs)
-    return lengths
+def _is_telling(x: Any) -> bool:
+    """Whether numbers are such that others would differ from them: NaN may come of anything."""
+    is_real = jnp.issubdtype(x.dtype, np.inexact)
+    return not is_real or bool(np.isfinite(np.asarray(x)).all())
+
+
+def _part(program: Program, among: Collection[Op], wanted: Sequence[Variable]) -> Program:
+    """The Program of those of some ops that compute what is wanted; it takes what they read."""
+    needed, ops = dict.fromkeys(wanted), list[Op]()
+    for op in reversed(program.ops):
+        if op in among and not needed.keys().isdisjoint(op.outputs):
+            ops.append(op)
+            needed |= dict.fromkeys(op.inputs)
+    made = {v for op in ops for v in op.outputs}
+    return Program(
+        program.name, tuple(v for v in needed if v not in made), ops=tuple(ops[::-1]), outputs=tuple(wanted)
+    )
 
 
 def _compare(program: Program, writing: Writing, values: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
@@ -87,7 +120,7 @@ def _compare(program: Program, writing: Writing, values: Mapping[str, Any], size
     names = [v.name for v in wanted]
     state = [values[v.name] for v in program.state]
     data = [_some(v, program, i) for i, v in enumerate(program.inputs)]
-    expected = compiled_alone(lower(program, wanted))(state, data)
+    expected = compiled_alone(lower(program, wanted, at_once=True))(state, data)
     found = _computed(writing, [*state, *writing.program.constants.values(), *data], [v.name for v in others])
     for name, x, y in zip(names, expected, found, strict=True):
         if x.shape != y.shape or not _close(x, y):
@@ -122,9 +155,13 @@ def _some(v: Variable, program: Program, seed: int) -> Any:
 def _close(x: Any, y: Any) -> bool:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
-    if not jnp.issubdtype(x.dtype, np.inexact):
-        return bool(jnp.array_equal(x, y))
     tolerance = 1e-2 if x.dtype.itemsize < 4 else 1e-4
-    return bool(
-        jnp.allclose(x, y, rtol=tolerance, atol=tolerance * jnp.max(jnp.abs(x), initial=1), equal_nan=True)
-    )
+    is_real = jnp.issubdtype(x.dtype, np.inexact)
+    x, y = np.asarray(x), np.asarray(y)
+    if not is_real:
+        return np.array_equal(x, y)
+    wide = np.complex128 if x.dtype.kind == "c" else np.float64
+    x, y = x.astype(wide), y.astype(wide)
+    with np.errstate(all="ignore"):
+        most = tolerance * np.max(np.abs(x), initial=1)
+        return np.allclose(x, y, rtol=tolerance, atol=most, equal_nan=True)

@@ -100,7 +100,7 @@ def _free(program: Program, values: Mapping[str, Any], shapes: Shapes, trainable
     found = replay(symbols)
     _expect_no_length(found)
     writing = _writing(program, found, sizes, trainable)
-    expect_same(writing, replay, values)
+    expect_same(program, writing, replay, values)
     return writing
 
 

@@ -59,7 +59,7 @@ def exported(program: Program, gives: Sequence[Variable], derivable: bool) -> Wr
     require("flatbuffers", "serve")
     reads = reads_of(program)
     state = (*program.state, *program.constants)  # constants as well are arrays of the file, not of the code
-    run = lower(replace(program, state=state, constants={}), gives)
+    run = lower(replace(program, state=state, constants={}), gives, at_once=True)
 
     def function(*values: Any) -> list[Any]:
         return run(values[: len(state)], values[len(state) :])
@@ -85,10 +85,16 @@ def _written(
     found = export.export(jax.jit(function), platforms=platforms)(*types)
     if foreign := foreign_in(found.mlir_module()):
         raise ValueError(f"it calls {foreign[0]!r}, a kernel, which load would refuse to run")
-    if derivable and (foreign := foreign_in(found.vjp().mlir_module())):
-        raise ValueError(f"its derivative calls {foreign[0]!r}, a kernel, which load would refuse to run")
     data = bytes(found.serialize(vjp_order=int(derivable)))
+    if derivable and (foreign := foreign_in(_derivative_of(data))):
+        raise ValueError(f"its derivative calls {foreign[0]!r}, a kernel, which load would refuse to run")
     return Written(data, tuple(found.platforms), found.calling_convention_version)
+
+
+def _derivative_of(data: bytes) -> str:
+    """The derivative as it is written: to ask for it before is to derive it twice."""
+    text: str = export.deserialize(bytearray(data)).vjp().mlir_module()
+    return text
 
 
 def _reason(program: Program, error: Exception) -> str:
