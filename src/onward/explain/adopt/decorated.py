@@ -20,7 +20,6 @@ from onward.execute.tuning import Tuning
 from onward.explain.adopt.step import AdoptedStep
 from onward.explain.inspect.call import holds_modules
 
-_NOWHERE: tuple[int, tuple[int, ...]] = (0, ())
 Adopting = Callable[[tuple[Any, ...], dict[str, Any]], tuple[AdoptedStep, Program]]
 
 
@@ -101,7 +100,6 @@ class _Calls:
         except TraceError:
             depths = tuple(len(path) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs)))
             pairs = zip(leaves, depths, strict=True)
-            depth, _ = self.looked_at.get(treedef, _NOWHERE)
             if not (deeper := [n for x, n in pairs if _is_number(x) and n > depth]):
                 raise
             self.looked_at[treedef] = min(deeper), depths  # it looks at a number, as at a static argument
