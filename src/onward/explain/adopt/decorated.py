@@ -107,7 +107,7 @@ class _Calls:
 
     def fed(self, leaves: Sequence[Any], treedef: Any) -> tuple[bool, ...]:
         """Which leaves of the arguments are arrays to the step, or numbers that it does not look at."""
-        depth, depths = self.looked_at.get(treedef, _NOWHERE)
+        depth, depths = self.looked_at.get(treedef, (0, ()))
         if not depth:
             return tuple(map(_is_array, leaves))
         pairs = zip(leaves, depths, strict=True)
