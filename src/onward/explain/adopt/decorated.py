@@ -100,6 +100,7 @@ class _Calls:
         except TraceError:
             depths = tuple(len(path) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs)))
             pairs = zip(leaves, depths, strict=True)
+            depth, _ = self.looked_at.get(treedef, (0, ()))
             if not (deeper := [n for x, n in pairs if _is_number(x) and n > depth]):
                 raise
             self.looked_at[treedef] = min(deeper), depths  # it looks at a number, as at a static argument
