@@ -110,6 +110,7 @@ def cost(of: Op | Program) -> Cost:
 def size(v: Any) -> int:
     """The bytes of anything with a shape and a dtype; a random key counts as the words it holds.
 
+    >>> import jax
     >>> size(jax.ShapeDtypeStruct((3, 2), "float16"))
     12
     """
