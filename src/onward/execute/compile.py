@@ -54,7 +54,8 @@ def compile(  # noqa: A001
             and ``step.expect_going`` after it. What ``guard`` or a loss scale leaves out is no fault.
         keep_memory: keep the host memory of temporary arrays for the next step in place of asking the system
             for it anew, on GNU/Linux, for the whole process: ``keep_host_memory``. None: on a CPU, where they
-            take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0.
+            take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0. With jaxlib below 0.12 it is too late for
+            that: call ``keep_host_memory`` first.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable has.

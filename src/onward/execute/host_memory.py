@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import NamedTuple
 
 import jax
@@ -25,6 +27,9 @@ _SETTINGS = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _GROWS_BY, _ARENA_
 
 _LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library keeps by itself
 _SWITCH = "ONWARD_KEEP_MEMORY"
+
+# When a step is compiled, the threads of an older jaxlib have heaps of their own, which glibc gives back.
+CAN_BEGIN_LATE = tuple(int(n) for n in re.findall(r"\d+", version("jaxlib"))[:2]) >= (0, 12)
 
 
 class KeptMemory(NamedTuple):
@@ -42,10 +47,10 @@ def keep_host_memory() -> KeptMemory:
 
     It pays for steps on CPU with large temporary arrays, such as those of a transformer. In exchange the
     process keeps the most memory it ever used, a quarter to a half more than before. Call it first, before
-    arrays are made; it holds for the whole process and cannot be taken back. ``import onward`` never does
-    it; ``compile`` does for a step with temporary arrays of 16 MiB or more, unless ``keep_memory=False`` or
-    ONWARD_KEEP_MEMORY=0 says no. Only the C library of GNU/Linux can be told so; elsewhere
-    nothing happens, and ``reason`` says why.
+    arrays are made; it holds for the whole process and cannot be taken back. ``import onward`` never does it;
+    ``compile`` does with jaxlib 0.12 or newer for a step with temporary arrays of 16 MiB or more, unless
+    ``keep_memory=False`` or ONWARD_KEEP_MEMORY=0 says no. Only the C library of GNU/Linux can be told so;
+    elsewhere nothing happens, and ``reason`` says why.
 
     Source: mallopt(3) of the GNU C library: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX.
 
@@ -103,5 +108,7 @@ def keep_for_steps(
     told = f"host memory: {taken / 2**20:,.0f} MiB of temporary arrays"
     if wanted is False or (wanted is None and environment.get(_SWITCH) == "0"):
         return f"{told} go back to the system after each step"
+    if not CAN_BEGIN_LATE:
+        return f"{told} go back to the system after each step, unless ow.keep_host_memory() is called first"
     kept = keep_host_memory()
     return f"{told} are kept for the next step" if kept else f"{told}, not kept: {kept.reason}"
