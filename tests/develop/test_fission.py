@@ -212,3 +212,47 @@ def test_a_total_over_the_turns_that_is_no_product_is_a_sum():
     assert fissions(program) == ("scan: of 10 turns 1 after them",)
     step = ow.compile(fission(program), tune=False)
     np.testing.assert_allclose(step(step.init(jnp.ones(S)), DATA)[1].loss, 1 + DATA.sum((0, 1)), rtol=1e-5)
+
+
+def summed(to=None, scale=1):
+    """The sum over the turns of a product of two matrices, times a scale, in a dtype."""
+
+    def loss(w, xs):
+        def turn(total, x):
+            added = (x[:16, None] @ x[None]) * scale
+            return total + (added if to is None else added.astype(to)), None
+
+        return jnp.sum(lax.scan(turn, jnp.zeros((16, 64), to or xs.dtype), xs)[0].astype(jnp.float32)) * w
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to", "scale"),
+    [("float16", "float32", 1), ("float16", None, 1 / 256), ("bfloat16", "float32", 1)],
+)
+def test_a_sum_that_its_dtype_may_not_hold_stays_in_its_loop(dtype, to, scale):
+    xs = jnp.full((10, 64), 223, dtype)
+    program = ow.trace(summed(to, scale), jnp.ones(()), xs)
+    step = ow.compile(fission(program))
+    found = float(step(step.init(jnp.ones(())), xs)[1].loss)
+    expected = float(jax.jit(summed(to, scale))(jnp.ones(()), xs))
+    assert np.isfinite(expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def test_a_gradient_in_float16_is_what_jax_computes():
+    def loss(p, xs):
+        def turn(h, x):
+            return h / 2 + x @ p.astype(xs.dtype), None
+
+        first = jnp.zeros((1, 64), xs.dtype)
+        return jnp.sum(lax.scan(turn, first, xs)[0].astype(jnp.float32))
+
+    p, xs = jnp.full((64, 64), 1e-5), jnp.full((100, 1, 64), 5e4, "float16")
+    expected = jax.jit(jax.grad(loss))(p, xs)
+    assert 65504 < float(jnp.max(expected)) < np.inf  # more than float16 holds
+    program = fission(ow.SGD(1.0).minimize(loss, p, xs))
+    step = ow.compile(program)
+    found = p - step(step.init(p), xs)[0]["p"]
+    np.testing.assert_allclose(found, expected, rtol=2e-2)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
+import jax.numpy as jnp
+
 from onward.core.cost import size
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Moves
@@ -191,7 +193,7 @@ class Parts:
         v = added
         while v not in self._stacked:
             op = self._makers.get(v)
-            if op is None or len(self._readers[v]) > 1 or not v.is_float:
+            if op is None or len(self._readers[v]) > 1 or not _holds_sums(v, added):
                 return None
             if op.primitive.is_product:
                 return Term(added, _factors(op), op, tuple(tail)) if self._varies(op) else None
@@ -199,7 +201,7 @@ class Parts:
                 return None
             tail.insert(0, op)
             (v,) = op.inputs
-        return Term(added, (v,), None, tuple(tail)) if v.is_float else None
+        return Term(added, (v,), None, tuple(tail)) if _holds_sums(v, added) else None
 
     def _varies(self, op: Op) -> bool:
         """Whether it is a product of two matrices, each turn's own."""
@@ -211,6 +213,14 @@ def _stays(op: Op) -> bool:
     """Whether an op does more than compute, or would be another one for all turns at once."""
     random = any(of(p).draws or of(p).makes_keys for p in op.body.primitives)
     return bool(op.body.has_effects or op.body.collectives or op.primitive.is_loop or random)
+
+
+def _holds_sums(v: Variable, added: Variable) -> bool:
+    """Whether a value may be summed over all turns before it becomes what each turn adds.
+
+    A sum in float16 exceeds its range sooner than what is made of each summand, a wider number or a part.
+    """
+    return v.is_float and v.dtype == added.dtype and jnp.finfo(v.dtype).maxexp >= 128
 
 
 def _adds_arrays(op: Op) -> bool:
