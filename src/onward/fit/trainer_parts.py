@@ -191,7 +191,8 @@ class TrainerParts(Pointing):
         if not isinstance(target, Checkpoints):
             raise ArgumentError(
                 f"trainer.save takes the Checkpoints to save to, not {target!r}. Write "
-                "trainer.checkpoint(folder) to resume later, or ow.save(trainer.model, path) for a file that answers without your code."
+                "trainer.checkpoint(folder) to resume later, or ow.save(trainer.model, path) for a file that "
+                "answers without your code."
             )
         target.claim(self.identity)
         with self.model.lock:
