@@ -59,5 +59,5 @@ html_show_copyright = False
 
 def setup(app: Sphinx) -> None:
     """Blocks of libraries that are not installed here are Python, under a name that says whose they are."""
-    for peer in ("pytorch", "paddle"):
+    for peer in ("pytorch", "paddle", "keras"):
         app.add_lexer(peer, PythonLexer)

@@ -27,7 +27,11 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("how-to/*.md"), *DOCS.glob("coming-from/*.md")])
 FENCE = re.compile(r"^```([^\s`]*).*?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PEERS = {"pytorch", "paddle"}  # not installed here: these blocks have to be Python, and are not executed
+PEERS = {
+    "pytorch",
+    "paddle",
+    "keras",
+}  # not installed here: these blocks have to be Python, and are not executed
 
 
 def blocks(page):

@@ -3,8 +3,10 @@
 import inspect
 import json
 import pickle
+import re
 import subprocess
 import sys
+from collections import Counter
 from operator import attrgetter
 from types import ModuleType
 
@@ -12,6 +14,7 @@ import pytest
 from tests.test_layers import FOLDERS
 
 import onward as ow
+from onward.core import vocabulary
 from onward.core.whereabouts import public_paths
 
 VALUES = {path: attrgetter(path)(ow) for path in public_paths(ow)}
@@ -110,10 +113,67 @@ def test_a_name_that_is_not_there_says_where_it_is(name, pointer):
     assert str(raised.value) == f"module 'onward' has no attribute {name!r}. {pointer}"
 
 
-def test_what_other_libraries_call_it_is_there():
-    from onward.core import whereabouts  # noqa: PLC0415
+IN_MODULES = {
+    "layer.Linear": "It is ow.layer.fc.",
+    "layer.dense": "It is ow.layer.fc.",
+    "layer.conv2d": "It is ow.layer.conv.",
+    "layer.softmx": "The nearest names are ow.layer.softmax, ow.layer.log_softmax.",
+    "optimizer.adam": "It is ow.optimizer.Adam.",
+    "schedule.CosineDecay": "It is ow.schedule.cosine.",
+    "initializer.xavier": "It is ow.initializer.xavier_uniform.",
+    "rule.adam": "It is ow.Adam.",
+    "merge.zzz": "dir(ow.merge) lists the names that there are.",
+}
 
-    assert [p for p in whereabouts._ELSEWHERE.values() if attrgetter(p)(ow) is None] == []
+
+@pytest.mark.parametrize(("path", "pointer"), IN_MODULES.items())
+def test_a_name_that_a_module_does_not_have_says_where_it_is(path, pointer):
+    module, _, name = path.partition(".")
+    with pytest.raises(AttributeError) as raised:
+        attrgetter(path)(ow)
+    assert str(raised.value) == f"ow.{module} has no {name!r}. {pointer}"
+
+
+def test_what_other_libraries_call_it_is_there():
+    assert [p for p in vocabulary.PATHS.values() if attrgetter(p)(ow) is None] == []
+    told = [*vocabulary.SENTENCES.values(), *(s for m in vocabulary.METHODS.values() for s in m.values())]
+    paths = {path for sentence in told for path in re.findall(r"\bow\.([A-Za-z_.]*\w)", sentence)}
+    assert len(paths) > 15
+    assert [p for p in paths if attrgetter(p)(ow) is None] == []
+
+
+def test_a_word_of_another_library_is_said_once_and_is_no_name_of_ours():
+    words = [
+        word for words in (*vocabulary._PATHS.values(), *vocabulary._SENTENCES) for word in words.split()
+    ]
+    assert [w for w, count in Counter(words).items() if count > 1 or w != vocabulary.plain(w)] == []
+    assert [word for word in words if word in ow.__all__] == []
+
+
+def test_an_attribute_of_another_library_says_what_to_write():
+    owners = (ow.Trainer, ow.Model, ow.Evaluator, ow.Step, ow.State, ow.Program, ow.Out)
+    assert {owner.__name__ for owner in owners} == set(vocabulary.METHODS)
+    for owner in owners:
+        there = {vocabulary.plain(word) for word in dir(owner) if not word.startswith("_")}
+        assert [word for word in vocabulary.METHODS[owner.__name__] if word in there] == [], owner
+
+
+def test_a_path_is_not_what_a_trainer_saves_to():
+    network = lambda: ow.layer.mse(ow.layer.fc(ow.data("x", (None, 2)), 1), ow.data("y", (None, 1)))  # noqa: E731
+    trainer = ow.Trainer(ow.Model(network), ow.SGD(0.1))
+    with pytest.raises(ow.ArgumentError, match=r"not 'folder'. Write trainer.checkpoint\(folder\)"):
+        trainer.save("folder")
+
+
+def test_an_attribute_that_is_not_there_names_the_nearest():
+    program = ow.trace(lambda w: w**2, 1.0)
+    with pytest.raises(AttributeError, match=r"no attribute 'outpts'. The nearest names are .*'outputs'"):
+        program.outpts  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'params'. Write program.parameters"):
+        program.params  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute '_hidden'.$"):
+        program._hidden  # noqa: B018
+    assert not hasattr(program, "__array__")
 
 
 def test_a_name_of_a_module_is_the_one_at_the_top():

@@ -15,6 +15,7 @@ from onward.shell.main import main
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SVG = "{http://www.w3.org/2000/svg}"
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 CODE = ["src", "tests", "benchmarks", "notebooks", "docs"]
 
 
@@ -36,20 +37,31 @@ def test_type_checker():
 
 
 def test_readme_code_runs_and_prints_what_it_shows(capsys):
-    blocks = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
     names: dict[str, object] = {}
     printed = ""
     shown = 0
-    for language, text in blocks:
+    for language, text in BLOCKS:
         if language == "python":
             exec(compile(text, "README.md", "exec"), names)
             printed = capsys.readouterr().out
         elif language == "":
             assert printed.strip() == text.strip()
+            assert max(map(len, text.split("\n"))) <= 100
             shown += 1
         else:
             assert language == "sh", "a block that nothing executes"
-    assert shown == 11
+    assert shown == 3
+
+
+def test_the_readme_is_short_and_says_what_a_snippet_needs():
+    """A package that ``pip install onward`` does not bring is named before the code that imports it."""
+    assert len(README) < 12_000
+    plain = {"jax", "numpy", "onward", *sys.stdlib_module_names}
+    for language, text in BLOCKS:
+        if language == "python":
+            needed = set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)) - plain
+            before = README[: README.index(text)]
+            assert [name for name in needed if f"pip install {name}" not in before] == []
 
 
 def test_the_picture_of_the_readme_shows_its_program():
@@ -100,19 +112,15 @@ def test_what_has_pooling_is_compiled_with_all_optimizations():
 def test_the_links_of_the_readme_lead_to_files():
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", README)
     assert len(targets) > 10
-    assert [path for path in targets if not (ROOT / path).is_file()] == []
+    assert [path for path in targets if not (ROOT / path).exists()] == []
 
 
-def test_the_readme_lists_every_notebook():
-    listed = re.findall(r"\]\((notebooks/\w+\.py)\)", README)
-    assert listed == [f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("[0-9]*.py"))]
-
-
-def test_the_readme_lists_every_command(capsys):
+def test_the_page_of_commands_lists_all_of_them(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     commands = re.findall(r"^    ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
-    assert re.findall(r"^\| `onward (\w+)", README, re.MULTILINE) == commands
+    page = (ROOT / "docs" / "how-to" / "commands.md").read_text()
+    assert re.findall(r"^\| `onward (\w+)", page, re.MULTILINE) == commands
 
 
 def test_ci_runs_the_command_of_the_readme():

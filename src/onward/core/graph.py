@@ -22,6 +22,7 @@ from onward.core.primitives.traits import Primitive, Runs
 from onward.core.source import Source
 from onward.core.structure import Signature
 from onward.core.variable import Replicas, Variable
+from onward.core.whereabouts import Pointing
 from onward.core.words import Kind, Pass, UpdateType
 
 
@@ -206,7 +207,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Program:
+class Program(Pointing):
     """A training program, or a part of one.
 
     ``outputs`` come in the order of the traced function's results. ``gradients`` is the seam: the

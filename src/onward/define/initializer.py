@@ -32,6 +32,7 @@ from jax.nn import initializers
 from onward.core.errors import ArgumentError
 from onward.core.source import user_line
 from onward.core.structure import describe
+from onward.core.whereabouts import pointing
 
 __all__ = [
     "Initializer",
@@ -51,6 +52,8 @@ __all__ = [
     "xavier_normal",
     "xavier_uniform",
 ]
+
+__getattr__ = pointing(__name__, "ow.initializer")
 
 _NEEDS_TWO_AXES = ("xavier", "he", "lecun", "orthogonal")
 

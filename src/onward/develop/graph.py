@@ -9,6 +9,7 @@
 from onward.core.homes import homes
 from onward.core.jaxprs.body import body_of
 from onward.core.walk import ancestors, consumers, descendants, liveness, producers
+from onward.core.whereabouts import pointing
 from onward.develop.fence import fences, worth_fencing
 from onward.develop.fission.fission import fissions
 from onward.develop.recompute.report import recomputed
@@ -33,3 +34,5 @@ __all__ = [
     "worth_fencing",
     "worth_rolling",
 ]
+
+__getattr__ = pointing(__name__, "ow.graph")

@@ -12,6 +12,7 @@ import jax
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Variable
 from onward.core.structure import Signature
+from onward.core.whereabouts import Pointing
 from onward.develop.watch.reading import Watched, Watching
 
 
@@ -57,7 +58,7 @@ class Results:
 
 
 @jax.tree_util.register_pytree_node_class
-class Out:
+class Out(Pointing):
     """The results of a step: the loss, auxiliary outputs, fetched Variables.
 
     Values are JAX arrays that may still be computing; reading one waits for it.

@@ -16,6 +16,7 @@ from onward.core.placement import local_copies, whole_shape
 from onward.core.program import Program, Replicas, Variable
 from onward.core.structure import Signature, describe
 from onward.core.variable import holds_keys
+from onward.core.whereabouts import Pointing
 from onward.core.words import UpdateType
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
@@ -95,7 +96,7 @@ class Layout:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class State:
+class State(Pointing):
     """Parameters, optimizer slots, hyperparameters, step counter: everything the next step needs.
 
     ``state[name]`` reads any of them, ``state.parameters`` gives them back in the containers in which

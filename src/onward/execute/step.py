@@ -15,6 +15,7 @@ from onward.core.errors import ArgumentError, OnwardError, StateError, not_pickl
 from onward.core.program import Op, Program, Variable
 from onward.core.recipe import rebuilt
 from onward.core.walk import Where, find, select
+from onward.core.whereabouts import Pointing
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import POSITION
 from onward.execute.checkpoint.loaded import Checkpoint
@@ -39,7 +40,7 @@ from onward.execute.storage.storage import Storage
 from onward.execute.tuning import StepPlan, Tuned, Tuning
 
 
-class Step:
+class Step(Pointing):
     """A Program compiled to one XLA computation; made by ``compile``.
 
     ``state, out = step(state, *data)`` runs it. Data of another shape is traced and compiled once more,

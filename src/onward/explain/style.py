@@ -9,6 +9,7 @@ the class ``onward``: light, dark where the reader's system is, and as JupyterLa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from html import escape
 
@@ -54,6 +55,9 @@ FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
+_VARIABLE = re.compile(r"var\(--ow-([\w-]+)\)")
+
+
 def variables(theme: Mapping[str, str]) -> str:
     """The colours of a theme as CSS variables: ``--ow-text: #1f2430; ...``."""
     return " ".join(f"--ow-{name}: {value};" for name, value in theme.items())
@@ -75,6 +79,34 @@ def colour(made_by: Pass | str, soft: bool = False) -> str:
     ('var(--ow-forward)', 'var(--ow-update-soft)')
     """
     return f"var(--ow-{made_by}{'-soft' if soft else ''})"
+
+
+def with_plain_colours(css: str, markup: str, root: str) -> str:
+    """Markup and its style sheet for a file of its own: plain colours in place of CSS variables.
+
+    Not every program that shows SVG knows CSS variables (librsvg, Inkscape, converters to PDF): each element
+    has the colour of the light theme, and a media query, which these skip, the colours of the dark one.
+
+    Args:
+        css: the style sheet.
+        markup: elements whose colours are variables in ``style=``.
+        root: the class of the element around them.
+
+    >>> print(with_plain_colours("", '<path style="stroke:var(--ow-update)"/>', "ow-drawing")[-38:])
+    </style><path style="stroke:#15803d"/>
+    """
+    by_colour = "".join(
+        f'.{root} [style*="{what}:{LIGHT[name]}"] {{ {what}: {dark} !important; }}'
+        for name, dark in DARK.items()
+        for what in ("fill", "stroke")
+        if f"{what}:var(--ow-{name})" in markup
+    )
+    dark = f"@media (prefers-color-scheme: dark) {{ {_plain(css, DARK)}{by_colour} }}"
+    return f"<style>{_plain(css, LIGHT)}{dark}</style>{_plain(markup, LIGHT)}"
+
+
+def _plain(markup: str, theme: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: theme[found[1]], markup)
 
 
 def text(value: object) -> str:

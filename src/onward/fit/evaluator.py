@@ -19,6 +19,7 @@ from onward.core.errors import ArgumentError, StateError, nearest, not_pickled
 from onward.core.program import Program, Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of
+from onward.core.whereabouts import Pointing
 from onward.execute.feeds import data_names, unshared
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.loop.reader import LoopReader
@@ -30,7 +31,7 @@ from onward.execute.tuning import Tuning
 from onward.fit.model import EvaluationRequest, Model, expect_model
 
 
-class Evaluator:
+class Evaluator(Pointing):
     """Runs the test-time Program of a Model; made for each request, thread or purpose, for it is light.
 
     Args:

@@ -12,6 +12,7 @@ from onward.core.errors import ArgumentError, RecipeError, not_pickled
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import descendants, prune
+from onward.core.whereabouts import Pointing
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import trace
@@ -27,7 +28,7 @@ from onward.fit.applied import applied
 T = TypeVar("T")
 
 
-class Model:
+class Model(Pointing):
     """A network and its parameters; Evaluators, GradientMachines and Trainers share them, none copies them.
 
     The values are one immutable State. A Trainer publishes the next one by exchanging the reference, so that

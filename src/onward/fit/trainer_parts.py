@@ -14,6 +14,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, NonFiniteError, UnknownNameError, nearest, not_pickled
 from onward.core.program import Program, Variable
 from onward.core.walk import Where
+from onward.core.whereabouts import Pointing
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
 from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
@@ -34,7 +35,7 @@ from onward.fit.telling import CALLBACKS, Telling
 from onward.fit.training_program import training_program
 
 
-class TrainerParts:
+class TrainerParts(Pointing):
     """The Model, the training Program, their State, where the training stands; see ``Trainer``."""
 
     def __init__(
@@ -182,7 +183,17 @@ class TrainerParts:
             return self.save(target, {} if target.best is None else {target.best: nan})
 
     def save(self, target: Checkpoints, metrics: Mapping[str, float] | None = None) -> Any:
-        """Hand everything to a store, which may write while training goes on."""
+        """Hand everything to a store, which may write while training goes on.
+
+        Raises:
+            ArgumentError: ``target`` is not a store, but a path for example.
+        """
+        if not isinstance(target, Checkpoints):
+            raise ArgumentError(
+                f"trainer.save takes the Checkpoints to save to, not {target!r}. Write "
+                "trainer.checkpoint(folder) to resume later, or ow.save(trainer.model, path) for a file that "
+                "answers without your code."
+            )
         target.claim(self.identity)
         with self.model.lock:
             state = self.joined()

@@ -46,7 +46,7 @@ _GIVEN = {
 }
 _BEFORE = "It was not finite before the step."
 _UNDEFINED = "It is not defined for what this op reads, of which the range stands above."
-_OVERFLOW = "Numbers became too large for their dtype: a smaller learning rate, or a clip of the gradients."
+_OVERFLOW = "Numbers became too large for their dtype: lower the learning rate, or clip the gradients."
 
 
 @dataclass(frozen=True)

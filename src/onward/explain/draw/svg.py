@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from onward.explain.draw.scene import SMALL_SIZE, SMALL_WIDTH, TITLE_SIZE, Box, Edge, Lane, Point, Scene
-from onward.explain.style import DARK, FONT, LIGHT, MONO, colour, text, variables
+from onward.explain.style import FONT, MONO, colour, text, with_plain_colours
 
 STYLE = f"""
 .ow-drawing text {{ font-family: {MONO}; font-size: {SMALL_SIZE}px; fill: var(--ow-text); }}
@@ -23,15 +23,11 @@ STYLE = f"""
 
 def svg_of(scene: Scene) -> str:
     """The scene as a whole SVG file."""
-    theme = (
-        f".ow-drawing {{ {variables(LIGHT)} }}"
-        f"@media (prefers-color-scheme: dark) {{ .ow-drawing {{ {variables(DARK)} }} }}"
-    )
     size = f'width="{_n(scene.width)}" height="{_n(scene.height)}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="ow-drawing" role="img" {size} '
         f'viewBox="0 0 {_n(scene.width)} {_n(scene.height)}">'
-        f"<style>{theme}{STYLE}</style>{content(scene)}</svg>\n"
+        f"{with_plain_colours(STYLE, content(scene), 'ow-drawing')}</svg>\n"
     )
 
 
