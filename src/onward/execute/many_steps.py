@@ -30,6 +30,7 @@ from onward.core.primitives.table import of
 from onward.core.program import Program
 from onward.core.structure import describe, is_count
 from onward.execute.feeds import Feeds, Key
+from onward.execute.lending import Lending
 from onward.execute.line import follow
 from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
@@ -166,8 +167,8 @@ class _StepLoop:
         self.tree: Any = jax.tree.structure(state)
         leaves = jax.tree.leaves(state)
         body = self._body(step, leaves, group.batches[0])
-        self.changed = [i for i, wire in enumerate(body.wires[: len(leaves)]) if wire != Wire(input=i)]
-        self.kept = [i for i in range(len(leaves)) if i not in set(self.changed)]
+        changed = [i for i, wire in enumerate(body.wires[: len(leaves)]) if wire != Wire(input=i)]
+        self.lending = Lending(changed, len(leaves))
         self.count = len(leaves)
         self.turn = as_one_call(body, step.program.name)
         self.steps = len(group.batches)
@@ -190,20 +191,16 @@ class _StepLoop:
 
     def _scan(self, changed: Sequence[Any], kept: Sequence[Any], stacked: Sequence[Any]) -> Any:
         def turn(changed: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            found = self.turn(*self._whole(changed, kept), *values)
-            return [found[i] for i in self.changed], found[self.count :]
+            found = self.turn(*self.lending.together(changed, kept), *values)
+            return [found[i] for i in self.lending.reused], found[self.count :]
 
         return jax.lax.scan(turn, list(changed), list(stacked), length=self.steps)
 
-    def _whole(self, changed: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        at = dict(zip((*self.changed, *self.kept), (*changed, *kept), strict=True))
-        return [at[i] for i in range(self.count)]
-
     def __call__(self, state: State, stacked: Sequence[Any]) -> tuple[State, Out]:
         leaves = jax.tree.leaves(state)
-        kept = [leaves[i] for i in self.kept]
+        given, kept = self.lending.apart(leaves)
         try:
-            changed, results = self.call([leaves[i] for i in self.changed], kept, stacked)
+            changed, results = self.call(given, kept, stacked)
             if not self.has_run:
                 wait_for((changed, results))
                 self.has_run = True
@@ -211,9 +208,8 @@ class _StepLoop:
             if is_exhausted(error):
                 raise out_of_memory(error, self.program, arrays=(*leaves, *stacked)) from error
             raise
-        return jax.tree.unflatten(self.tree, self._whole(changed, kept)), jax.tree.unflatten(
-            self.out_tree, results
-        )
+        following = jax.tree.unflatten(self.tree, self.lending.together(changed, kept))
+        return following, jax.tree.unflatten(self.out_tree, results)
 
 
 def _expect(state: Any, batches: Any, steps: Any) -> None:

@@ -23,8 +23,9 @@ from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.checkpoint.manifest import MANIFEST
 from onward.execute.fingerprints import differences
 from onward.execute.initialize import initialized
+from onward.execute.layout import Layout
 from onward.execute.lying import beside
-from onward.execute.state import Layout, State, copied
+from onward.execute.state import State, copied
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.layout import Layout
 from onward.execute.line import follow
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
 from onward.execute.loop.reader import move
@@ -33,7 +34,7 @@ from onward.execute.peers.deadline import deadline_of
 from onward.execute.portions import Filling, Portions
 from onward.execute.restore import complete, loaded
 from onward.execute.spread import By
-from onward.execute.state import SPENT, Layout, State
+from onward.execute.state import SPENT, State
 from onward.execute.storage.plan import plan as storage_of
 from onward.execute.storage.storage import Storage
 from onward.execute.tuning import StepPlan, Tuned, Tuning

@@ -86,15 +86,15 @@ class Guarded:
 
     Attributes:
         program: the Program.
-        fails: whether the update is one that it can neither make nor leave out.
+        fails: whether the update is one that it can neither make nor leave out; None where nothing looks.
         skipped: the state Variable that counts what was left out; on the first server.
         watched: what is looked at.
     """
 
     program: Program
-    fails: Variable
-    skipped: Variable | None
-    watched: tuple[Variable, ...]
+    fails: Variable | None = None
+    skipped: Variable | None = None
+    watched: tuple[Variable, ...] = ()
 
 
 def looking(base: Program) -> Program:
@@ -176,6 +176,7 @@ def _both(
 ) -> Guarded:
     """A Program that is guarded and checked: it fails where one of the two says so."""
     builder = Builder(checked.program, checked.program.ops, made_by=Pass.UPDATE)
+    assert checked.fails is not None, "it looks at what the update made"
     (either,) = _judge(builder, (fails, checked.fails), ["fails either way"], lambda a, b: [a | b])
     program = builder.program()
     known = set(program.variables.values())

@@ -23,7 +23,7 @@ from onward.derive.update.groups import Routing
 from onward.derive.update.update import with_update
 from onward.develop.watch.watch import counter_of
 from onward.distribute.split.across import Across, added, summed, zero
-from onward.distribute.split.guarding import Guarding, guarded
+from onward.distribute.split.guarding import Guarded, Guarding, guarded
 from onward.distribute.split.lazy import with_lazy
 from onward.distribute.split.looks import Looks, remembered
 from onward.distribute.split.shards import Shard
@@ -124,21 +124,20 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
     updated = draft.made_lazy(updated, own)
     shared = _read(updated, _shared(updated))
     counter = counter_of(updated) if duties.looks.servers else None
-    shared = list(dict.fromkeys((*shared, *([] if counter is None else [counter]))))
+    shared += [] if counter is None or counter in shared else [counter]
     if duties.index:
         fed = {v: replace(v, kind=Kind.DATA) for v in shared}
         updated, counter = _fed_shared(updated, fed), None if counter is None else fed[counter]
         shared = list(fed.values())
     measuring, updated = draft.measured(updated)
-    how, looks = duties.guarding, None
     updated = duties.looks.on_server(updated, duties.owned, counter, guarded=False)
-    if how is not None and draft.finite is not None:
-        looks = guarded(updated, draft.finite, duties.scale, how, duties.index)
-    last = updated if looks is None else looks.program
-    scale = () if duties.scale is None else (duties.scale,)
-    step = counter_of(last) if duties.looks.trainer and not duties.index else None
-    last, looked = remembered(duties.looks.on_server(last, duties.owned, counter, guarded=True))
-    given = (*draft.parameters, *draft.carried, *scale, *([] if step is None else [step]))
+    looks = Guarded(updated)
+    if duties.guarding is not None and draft.finite is not None:
+        looks = guarded(updated, draft.finite, duties.scale, duties.guarding, duties.index)
+    step = counter_of(looks.program) if duties.looks.trainer and not duties.index else None
+    last, looked = remembered(duties.looks.on_server(looks.program, duties.owned, counter, guarded=True))
+    further = (v for v in (duties.scale, step) if v is not None)
+    given = (*draft.parameters, *draft.carried, *further)
     return ServerPart(
         program=_with_sending(last, given),
         received=draft.fed,
@@ -150,10 +149,10 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
         measuring=measuring,
         told=draft.told,
         whole=tuple(draft.kept.values()),
-        unguarded=None if looks is None else updated,
-        fails=None if looks is None else looks.fails,
-        skipped=None if looks is None else looks.skipped,
-        watched=() if looks is None else looks.watched,
+        unguarded=None if looks.fails is None else updated,
+        fails=looks.fails,
+        skipped=looks.skipped,
+        watched=looks.watched,
         looked=looked,
     )
 

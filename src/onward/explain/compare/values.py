@@ -27,9 +27,10 @@ from onward.core.words import Pass, Placement
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_structure, initialized
+from onward.execute.layout import Layout
 from onward.execute.pieces import Compiled, PiecewiseRun
 from onward.execute.portions import Portions
-from onward.execute.state import SPENT, Layout, State
+from onward.execute.state import SPENT, State
 
 Values = Mapping[Variable, Any]
 """For each Variable its array; of a replicated Program with one axis more in front, a row for each device."""
