@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.structure import is_count, is_number
+from onward.core.structure import expect_count, is_number
 from onward.distribute.merge import Devices, Merge
 
 
@@ -113,8 +113,7 @@ class PowerSGD(Merge):
     rank: int = 2
 
     def __post_init__(self) -> None:
-        if not is_count(self.rank):
-            raise ArgumentError(f"PowerSGD: rank is {self.rank!r}; expected a whole number of at least 1.")
+        expect_count(self.rank, "PowerSGD: rank")
 
     def init(self, gradient: Any) -> Mapping[str, Any]:
         """The part not sent so far and the right factor of the last step; nothing if it is sent whole."""

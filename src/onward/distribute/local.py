@@ -19,7 +19,7 @@ from onward.core.lower import lower
 from onward.core.marks import COUNT, LOCAL
 from onward.core.placement import local_copies
 from onward.core.program import Applied, Program, Variable
-from onward.core.structure import is_count
+from onward.core.structure import expect_count
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer
@@ -51,10 +51,7 @@ class LocalSGD(Merge):
     every: int = 16
 
     def __post_init__(self) -> None:
-        if not is_count(self.every):
-            raise ArgumentError(
-                f"{type(self).__name__}: every is {self.every!r}; expected a number of steps, at least 1."
-            )
+        expect_count(self.every, f"{type(self).__name__}: every", of="a number of steps")
 
     @property
     def period(self) -> int:

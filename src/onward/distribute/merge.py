@@ -31,7 +31,7 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.program import Applied, Program, Variable
 from onward.core.show import nbytes
-from onward.core.structure import is_count
+from onward.core.structure import expect_count
 from onward.core.words import Pass, Placement
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import append_update
@@ -200,10 +200,7 @@ class Bucketed(Merge):
     inner: Merge = Average()
 
     def __post_init__(self) -> None:
-        if not is_count(self.bytes):
-            raise ArgumentError(
-                f"Bucketed: bytes is {self.bytes!r}; expected a number of at least 1, such as 25 * 2**20."
-            )
+        expect_count(self.bytes, "Bucketed: bytes", of="a number such as 25 * 2**20")
         expect_way("Bucketed", self.inner)
         object.__setattr__(self, "exact", self.inner.exact)
 

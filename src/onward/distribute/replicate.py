@@ -27,7 +27,7 @@ from onward.core.jaxprs.tracing import along
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
 from onward.core.recipe import build, laid_out, recipe_of, whole_types
-from onward.core.structure import describe, is_count, is_word
+from onward.core.structure import describe, expect_count, is_word
 from onward.core.walk import Where, listed, select, substitute, with_results
 from onward.core.whole import opened
 from onward.core.words import Pass, Placement
@@ -351,6 +351,5 @@ def _strategy(merge: object) -> Merge:
 
 
 def _checked(devices: int) -> int:
-    if not is_count(devices):
-        raise ArgumentError(f"replicate: devices is {devices!r}; expected how many, at least 1.")
+    expect_count(devices, "replicate: devices", of="how many")
     return int(devices)

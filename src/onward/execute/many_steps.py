@@ -23,12 +23,12 @@ import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ArgumentError, StateError
+from onward.core.errors import ArgumentError
 from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.joining import as_one_call
 from onward.core.primitives.table import of
 from onward.core.program import Program
-from onward.core.structure import describe, is_count
+from onward.core.structure import describe, expect_count
 from onward.execute.feeds import Feeds, Key
 from onward.execute.lending import Lending
 from onward.execute.line import follow
@@ -39,7 +39,7 @@ from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_fo
 from onward.execute.nonfinite.checks import Arguments
 from onward.execute.out import Out
 from onward.execute.outs import Outs, OutsPart
-from onward.execute.state import SPENT, State
+from onward.execute.state import State
 
 
 class Runnable(Protocol):
@@ -214,8 +214,7 @@ class _StepLoop:
 
 def _expect(state: Any, batches: Any, steps: Any) -> None:
     """Raise unless these are a State that can be used, batches, and a number of steps."""
-    if not is_count(steps):
-        raise ArgumentError(f"step.run: steps is {describe(steps)}; expected a whole number, at least 1.")
+    expect_count(steps, "step.run: steps")
     if not isinstance(state, State):
         raise ArgumentError(
             f"step.run: the first argument is the State, not {describe(state)}. Begin with state = "
@@ -226,8 +225,7 @@ def _expect(state: Any, batches: Any, steps: Any) -> None:
             "step.run reads batches on the host, which a function under jax.jit cannot. There, scan over the "
             "step itself: jax.lax.scan(lambda state, batch: step(state, *batch), state, stacked)."
         )
-    if state.is_spent:
-        raise StateError(SPENT)
+    state.expect_whole()
     if isinstance(batches, Mapping | str | bytes | np.ndarray | jax.Array) or not isinstance(
         batches, Iterable
     ):

@@ -47,8 +47,7 @@ class State:
     def values(self) -> tuple[Any, ...]:
         """Every value by itself, in the order of the layout; what shares a buffer is copied, once."""
         if self._values is None:
-            if self.is_spent:
-                raise StateError(SPENT)
+            self.expect_whole()
             self._values = tuple(map(self._read, range(len(self.layout.variables))))
         return self._values
 
@@ -101,8 +100,7 @@ class State:
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
         """The hyperparameters that are Variables, by name; change one with ``replace``."""
-        if self.is_spent:
-            raise StateError(SPENT)
+        self.expect_whole()
         return {v.name: self[v] for v in self.layout.hyperparameters}
 
     def part(self, layout: Layout) -> State:
@@ -124,8 +122,7 @@ class State:
             >>> float(first.parameters), float(state.parameters)
             (1.0, 0.0)
         """
-        if self.is_spent:
-            raise StateError(SPENT)
+        self.expect_whole()
         return State(self.layout, [copied(x, x.dtype) for x in self.buffers], self.storage)
 
     __copy__ = copy
@@ -134,8 +131,7 @@ class State:
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.is_spent:
-            raise StateError(SPENT)
+        self.expect_whole()
         return State, (self.layout, self.buffers, self.storage)
 
     def replace(self, changes: Mapping[str, Any]) -> State:
@@ -153,8 +149,7 @@ class State:
             >>> float(state["learning_rate"])
             0.5
         """
-        if self.is_spent:
-            raise StateError(SPENT)
+        self.expect_whole()
         values = {}
         for name, value in changes.items():
             i = self._position(name)
@@ -236,6 +231,11 @@ class State:
     def is_spent(self) -> bool:
         """Whether a step has taken over any of this State's buffers."""
         return any(map(is_deleted, self.buffers))
+
+    def expect_whole(self) -> None:
+        """Raise ``StateError`` if a step has taken it over."""
+        if self.is_spent:
+            raise StateError(SPENT)
 
     def become(self, newest: State) -> None:
         """Hold what another State holds, in the same arrays: so Ctrl-C mends one that a step has spent."""

@@ -31,7 +31,7 @@ from onward.execute.outs import Outs
 from onward.execute.peers.deadline import deadline_of
 from onward.execute.restore import complete, loaded
 from onward.execute.spread import By
-from onward.execute.state import SPENT, State
+from onward.execute.state import State
 from onward.execute.storage.storage import Storage
 from onward.execute.tuning import StepPlan, Tuning
 
@@ -256,8 +256,7 @@ class Step:
 
         def pure(state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
             state = self._accepted(state)
-            if state.is_spent:
-                raise StateError(SPENT)
+            state.expect_whole()
             executable, values, filling = self._executables.find(state, data, feed)
             changed, results = executable.function(self._own(state, executable), values)
             results = executable.emptied(results, filling)

@@ -19,10 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onward.core.check import expect_program
-from onward.core.errors import ArgumentError
 from onward.core.program import Applied, Program
 from onward.core.recipe import recipe_of, undone
-from onward.core.structure import expect_flag, is_count
+from onward.core.structure import expect_count, expect_flag
 from onward.core.walk import Where, listed
 from onward.derive.update.groups import Routing
 from onward.develop.accumulation.accumulate import accumulated, accumulation_of
@@ -142,8 +141,7 @@ def split(
 
 def _expect(program: Program, servers: int, trainers: int, rows: bool) -> None:
     for what, count in (("servers", servers), ("trainers", trainers)):
-        if not is_count(count):
-            raise ArgumentError(f"split: {what} is {count!r}; expected how many, at least 1.")
+        expect_count(count, f"split: {what}", of="how many")
     expect_program(program, "split")
     expect_flag(rows, "split: rows")
 

@@ -23,6 +23,7 @@ from onward.core.placement import whole_shape
 from onward.core.program import Op, Program, Variable
 from onward.core.recipe import rebuilt
 from onward.core.structure import describe
+from onward.core.variable import holds_keys
 from onward.core.words import Pass, Placement
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
@@ -116,8 +117,7 @@ def _of(value: Any) -> Any:
 
 def on_host(value: Any) -> Any:
     """An array as NumPy has it; random keys stay what they are."""
-    is_key = jnp.issubdtype(getattr(value, "dtype", np.dtype(float)), jax.dtypes.prng_key)
-    return value if is_key else np.asarray(value)
+    return value if holds_keys(getattr(value, "dtype", float)) else np.asarray(value)
 
 
 def _filled(program: Program, values: list[Any]) -> list[Any]:
