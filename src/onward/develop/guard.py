@@ -204,8 +204,7 @@ class Guard(Builder):
     ) -> None:
         """An op that gives state Variables their next values, and others after these."""
         outputs: list[str | Variable] = [*(f"next({v.name})" for v in replaced), *others]
-        body = body_of(function, *(v.aval for v in inputs))
-        following = self.add(kind, inputs, outputs, body, UpdateType.BOOKKEEPING)
+        following = self.add(kind, inputs, outputs, function, UpdateType.BOOKKEEPING)
         self.follow(dict(zip(replaced, following, strict=False)))
 
     def keep(self, goes_on: Variable, chosen: Callable[[Variable], bool]) -> None:

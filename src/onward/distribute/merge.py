@@ -275,8 +275,7 @@ def _merged(
 
     inputs = [*group, *kept]
     names = [f"{strategy.name}({g.name})" for g in group]
-    body = body_of(merge, *(v.aval for v in inputs))
-    return builder.add(strategy.name, inputs, names, body, replaces=kept)[: len(group)]
+    return builder.add(strategy.name, inputs, names, merge, replaces=kept)[: len(group)]
 
 
 def expect_way(what: str, merge: object) -> None:

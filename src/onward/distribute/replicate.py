@@ -22,7 +22,6 @@ import numpy as np
 from onward.core.builder import Builder
 from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.tracing import along
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
@@ -247,8 +246,7 @@ def _own_key(builder: Builder, key: Variable, devices: Devices) -> Variable:
         each = jax.vmap(lambda k: jax.random.fold_in(k, devices.index))(keys.ravel())
         return [each.reshape(keys.shape)]
 
-    body = body_of(own, key.aval)
-    return builder.add("own_key", [key], [f"own({key.name})"], body)[0]
+    return builder.behind(key, "own_key", own, f"own({key.name})")
 
 
 def _with_merged_state(program: Program, devices: Devices) -> Program:
@@ -266,9 +264,8 @@ def _next(builder: Builder, old: Variable, new: Variable, devices: Devices) -> V
     """The mean of a float over the devices; of an integer, which counts, the sum of what each one added."""
     if not jnp.issubdtype(new.dtype, np.integer):
         return _reduced(builder, new, devices)
-    types = (v.aval for v in (old, new))
-    body = body_of(lambda was, now: [was + devices.sum(now - was)], *types)
-    return builder.add(Sum().name, [old, new], [f"{Sum().name}({new.name})"], body)[0]
+    name = f"{Sum().name}({new.name})"
+    return builder.add(Sum().name, [old, new], [name], lambda was, now: [was + devices.sum(now - was)])[0]
 
 
 def _with_merged_results(
@@ -312,8 +309,7 @@ def _reduced(
     def reduce(x: Any, *factor: Any) -> list[Any]:
         return [how.merge(weighed_by(x, *factor) if factor else x, {}, devices)[0]]
 
-    body = body_of(reduce, *(x.aval for x in inputs))
-    return builder.add(how.name, inputs, [f"{how.name}({v.name})"], body)[0]
+    return builder.add(how.name, inputs, [f"{how.name}({v.name})"], reduce)[0]
 
 
 def _expect_one_batch(program: Program, split: Sequence[Variable], replicas: Replicas) -> None:

@@ -20,8 +20,6 @@ import numpy as np
 
 from onward.core.builder import Builder
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.marks import CHECK, FINITE, SCALE_LOSS
 from onward.core.program import Applied, Program, Variable
 from onward.core.words import Pass, UpdateType
@@ -191,5 +189,4 @@ def _judge(
     judge: Callable[..., list[jnp.ndarray]],
 ) -> tuple[Variable, ...]:
     """The op that says of what it is told, each a bool, what becomes of the update."""
-    body = body_of(judge, *(Type((), v.dtype) for v in told))
-    return builder.add("judge", told, verdicts, body, UpdateType.BOOKKEEPING)
+    return builder.add("judge", told, verdicts, judge, UpdateType.BOOKKEEPING)

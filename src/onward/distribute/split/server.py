@@ -335,9 +335,9 @@ def _with_sending(program: Program, given: Sequence[Variable]) -> Program:
     """The Program with the ``send`` op: what trainers get once the update is done."""
     builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     inputs = [program.next_state.get(v, v) for v in given]
-    body = body_of(lambda *values: [plain(x) for x in values], *(v.aval for v in inputs))
     names = [f"to_trainers/{v.name}" for v in given]
-    return builder.program(outputs=builder.add("send", inputs, names, body) if given else ())
+    sent = builder.add("send", inputs, names, lambda *xs: [*map(plain, xs)]) if given else ()
+    return builder.program(outputs=sent)
 
 
 def _in_order(program: Program, base: Program, whose: Mapping[str, str]) -> Program:
