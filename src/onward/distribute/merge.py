@@ -36,6 +36,9 @@ from onward.core.words import Pass, Placement
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import append_update
 
+Kept = Mapping[str, Any]
+"""What each device keeps for a merge from step to step, by name."""
+
 _MOST = 2**31  # numbers of a vector, whose places are int32
 
 
@@ -107,13 +110,11 @@ class Merge:
         super().__init_subclass__()
         dataclass(frozen=True)(cls)
 
-    def init(self, gradient: Any) -> Mapping[str, Any]:
+    def init(self, gradient: Any) -> Kept:
         """The state that a device keeps for a gradient, by name, before the first step; none by default."""
         return {}
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The merged gradient, equal on all devices, and what this device keeps."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to merge a gradient")
 
@@ -154,9 +155,7 @@ class Merge:
 class Average(Merge):
     """The mean over all devices: the gradient of the whole batch, if the loss is a mean over examples."""
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The mean."""
         return devices.mean(gradient), kept
 
@@ -169,9 +168,7 @@ class Average(Merge):
 class Sum(Merge):
     """The sum over all devices: the gradient of the whole batch, if the loss is a sum over examples."""
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The sum."""
         return devices.sum(gradient), kept
 
@@ -204,7 +201,7 @@ class Bucketed(Merge):
         expect_way("Bucketed", self.inner)
         object.__setattr__(self, "exact", self.inner.exact)
 
-    def init(self, gradient: Any) -> Mapping[str, Any]:
+    def init(self, gradient: Any) -> Kept:
         """The state that the inner strategy keeps."""
         return self.inner.init(gradient)
 
@@ -213,9 +210,7 @@ class Bucketed(Merge):
         """As the inner strategy has it."""
         return self.inner.is_sum
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """As the inner strategy does."""
         return self.inner.merge(gradient, kept, devices)
 

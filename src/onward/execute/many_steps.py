@@ -99,12 +99,6 @@ class ManySteps:
             return "on a CPU a convolution in a loop takes several times as long as outside of one"
         return None
 
-    def plan(self, steps: int) -> str:
-        """In a sentence, how ``run`` would go about it."""
-        if steps == 1:
-            return "one step per call"
-        return f"one step per call: {self.alone}" if self.alone else f"{steps} steps per call, in a loop"
-
     def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
         """Run a step for each batch; see ``Step.run``."""
         _expect(state, batches, steps)
