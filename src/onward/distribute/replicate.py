@@ -90,11 +90,7 @@ def replicate(
         (Variable('x', float32[2,3], data), ['all_mean', 'all_mean'])
     """
     expect_program(program, "replicate")
-    if program.recipe is not None and program.recipe.of(replicated):
-        assert program.replicas is not None
-        raise GraphError(
-            f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
-        )
+    _expect_not_replicated(program)
     merge = Average() if merge is None else _strategy(merge)
     instead = "Trace it at that size (a trainer's: split(replicate(program, devices), servers).trainer)"
     recipe = recipe_of(program, "at one device's part of the batch", instead)
@@ -136,6 +132,14 @@ def replicated(
 ) -> Program:
     """The Program of a recipe for these devices, with the data of these names laid out over them."""
     return _laid_out(build(recipe, data), recipe, replicas, merge, split)
+
+
+def _expect_not_replicated(program: Program) -> None:
+    if program.recipe is not None and program.recipe.of(replicated):
+        assert program.replicas is not None
+        raise GraphError(
+            f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
+        )
 
 
 def _expect_no_mesh(program: Program) -> None:

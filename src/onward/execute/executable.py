@@ -40,6 +40,13 @@ class Executable:
     ``scopes`` are those that its instructions bear, for each op.
     """
 
+    compilations = 0
+    host_memory = ""  # what becomes of temporary arrays, in words
+    _compiled: jax.stages.Compiled | None = None
+    _peers: Peers | None = None
+    _fingerprint = ""  # of what all processes have to run alike
+    _has_run = False
+
     def __init__(
         self,
         program: Program,
@@ -73,15 +80,8 @@ class Executable:
         # Host devices share one pool of threads: a second step in flight can starve the collectives.
         several = program.replicas is not None and program.replicas.count > 1
         self._waits = several and jax.default_backend() == "cpu"
-        self._keep_memory = keep_memory
-        self.host_memory = ""  # what becomes of temporary arrays, in words
-        self._deadline = deadline
-        self._peers: Peers | None = None
-        self._fingerprint = ""  # of what all processes have to run alike
-        self._compiled: jax.stages.Compiled | None = None
+        self._keep_memory, self._deadline = keep_memory, deadline
         self._elsewhere: dict[Lying, tuple[Lying, jax.stages.Compiled]] = {}
-        self.compilations = 0
-        self._has_run = False
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The state that changed, and the results, from the whole state and the data."""

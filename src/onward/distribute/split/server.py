@@ -122,13 +122,7 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
     sharing = draft.sharing if duties.across else None
     updated = replace(with_update(reserved, routing.optimizer, own, sharing=sharing), constants={})
     updated = draft.made_lazy(updated, own)
-    shared = _read(updated, _shared(updated))
-    counter = counter_of(updated) if duties.looks.servers else None
-    shared += [] if counter is None or counter in shared else [counter]
-    if duties.index:
-        fed = {v: replace(v, kind=Kind.DATA) for v in shared}
-        updated, counter = _fed_shared(updated, fed), None if counter is None else fed[counter]
-        shared = list(fed.values())
+    updated, shared, counter = _sharing(updated, duties)
     measuring, updated = draft.measured(updated)
     updated = duties.looks.on_server(updated, duties.owned, counter, guarded=False)
     looks = Guarded(updated)
@@ -329,6 +323,17 @@ class _ServerHead:
                 sent = [trainer[k] for trainer in self.rows]
                 program = with_lazy(program, table, sent, self.shares, routing[table].optimizer)
         return program
+
+
+def _sharing(program: Program, duties: Duties) -> tuple[Program, list[Variable], Variable | None]:
+    """The Program, fed what the first server computes for all; that; and the step, for watches."""
+    shared = _read(program, _shared(program))
+    counter = counter_of(program) if duties.looks.servers else None
+    shared += [] if counter is None or counter in shared else [counter]
+    if not duties.index:
+        return program, shared, counter
+    fed = {v: replace(v, kind=Kind.DATA) for v in shared}
+    return _fed_shared(program, fed), list(fed.values()), None if counter is None else fed[counter]
 
 
 def _with_sending(program: Program, given: Sequence[Variable]) -> Program:

@@ -105,16 +105,10 @@ def split(
     routing = Routing.of(optimizer, program.parameters, program)
     check_rules(routing, servers)
     check_between(program, recipe, trainers)
-    trained = [p.name for p, _ in program.gradients]
+    by_rows = [p.name for p, _ in program.gradients] if rows and how is None else []
     guarding = Guarding.of(recipe.steps, servers)
-    forward, base, tables = cut_passes(
-        program,
-        recipe,
-        data_types(program, (), 0),
-        trained if rows and how is None else [],
-        how=how,
-        looks=guarding is not None,
-    )
+    types, looks = data_types(program, (), 0), guarding is not None
+    forward, base, tables = cut_passes(program, recipe, types, by_rows, how=how, looks=looks)
     full = [program[p.name] for p, _ in base.gradients]
     watches = _watches(whole.steps)
     by_row = frozenset(t.parameter.name for t in tables)
