@@ -222,7 +222,7 @@ def test_convolutions_run_one_by_one_on_a_cpu():
     w, x = jnp.ones((1, 1, 3, 3)), jnp.ones((2, 1, 4, 4))
     step = ow.compile(ow.SGD(0.1).minimize(network, w, x))
     many = ManySteps(step)
-    assert jax.default_backend() != "cpu" or "convolution" in many.plan(10)
+    assert jax.default_backend() != "cpu" or "convolution" in (many.alone or "")
     _, outs = many.run(step.init(w), [(x,)] * 3, steps=3)
     assert outs.loss.shape == (3,)
     assert many.compilations == (jax.default_backend() != "cpu")

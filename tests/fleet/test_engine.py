@@ -22,7 +22,8 @@ from onward.core.errors import ClusterError, MissingExtraError
 from onward.execute.host_memory import can_keep_host_memory
 from onward.fleet import engine as engines
 from onward.fleet import ray_start
-from onward.fleet.engine import Engine, is_reborn
+from onward.fleet.engine import Engine
+from onward.fleet.host import is_reborn
 from onward.fleet.link import Unreachable
 
 ray = pytest.importorskip("ray")

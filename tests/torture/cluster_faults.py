@@ -50,20 +50,17 @@ BATCHES = 24
 LONG = 400
 
 
+def counting(mode: str, batches: int, reader: Any = None, **options: Any) -> Any:
+    """A training that counts how often each batch is applied, with two servers and two trainers."""
+    program, parameters, read = counted(batches)
+    counts = {"parameters": parameters, "mode": MODES[mode], "merge": ow.Sum()}
+    sizes = {"trainers": 2, "servers": 2, "restarts": 1000}
+    return ow.cluster.start(program, reader or read, **counts, **{**sizes, **options})
+
+
 def run(mode: str, faults: Breaking, batches: int) -> Any:
     """A training to its end, whatever happens in it."""
-    program, parameters, read = counted(batches)
-    started = ow.cluster.start(
-        program,
-        read,
-        parameters=parameters,
-        mode=MODES[mode],
-        merge=ow.Sum(),
-        trainers=2,
-        servers=2,
-        restarts=1000,
-        settings={"faults": faults},
-    )
+    started = counting(mode, batches, settings={"faults": faults})
     try:
         return started.wait(WAIT)
     finally:
@@ -109,10 +106,7 @@ def slowly(trainer: int, trainers: int) -> Iterator[Any]:
 
 
 def begun(**options: Any) -> Any:
-    program, parameters, _ = counted(LONG)
-    started = ow.cluster.start(
-        program, slowly, parameters=parameters, mode="sync", merge=ow.Sum(), trainers=2, **options
-    )
+    started = counting("sync", LONG, slowly, **options)
     while started.is_running and min(started.versions) < 3:
         time.sleep(0.05)
     if not started.is_running:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.fleet.breaking import counted, tally
-from tests.torture.cluster_faults import MODES
+from tests.fleet.breaking import tally
+from tests.torture.cluster_faults import counting
 from tests.torture.soak import network
 from tests.torture.training_kills import Slow
 
@@ -63,21 +63,9 @@ def errors_into(path: Path) -> None:
 def drive(told: Connection, folder: Path, mode: str, address: str, token: Path) -> None:
     """Train on servers to the end, from the records if there are some."""
     errors_into(folder / "errors")
-    program, parameters, read = counted(BATCHES)
     with Engine(address, token, prints=False):
-        run = ow.cluster.start(
-            program,
-            read,
-            parameters=parameters,
-            mode=MODES[mode],
-            merge=ow.Sum(),
-            trainers=2,
-            servers=2,
-            restarts=1000,
-            deadline=DEADLINE,
-            folder=folder / "records",
-            settings={"faults": Ordered(folder)},
-        )
+        faults = {"faults": Ordered(folder)}
+        run = counting(mode, BATCHES, deadline=DEADLINE, folder=folder / "records", settings=faults)
         while run.is_running:
             told.send(sum(run.versions))
             time.sleep(LOOK)

@@ -37,8 +37,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from tests.fleet.breaking import counted, tally
-from tests.torture.cluster_faults import MODES
+from tests.fleet.breaking import tally
+from tests.torture.cluster_faults import MODES, counting
 from tests.torture.training_kills import Slow
 
 import onward as ow
@@ -74,20 +74,8 @@ def slowly(batches: int, trainer: int, trainers: int) -> Iterator[Any]:
 def train_on_servers(folder: str, mode: str) -> None:
     """Train to the end, from the records if there are some; says who works for it."""
     batches = BATCHES["cluster"]
-    program, parameters, _ = counted(batches)
     with Engine(memory=200 * 2**20):
-        run = ow.cluster.start(
-            program,
-            functools.partial(slowly, batches),
-            parameters=parameters,
-            mode=MODES[mode],
-            merge=ow.Sum(),
-            trainers=2,
-            servers=2,
-            restarts=1000,
-            deadline=SILENCE,
-            folder=folder,
-        )
+        run = counting(mode, batches, functools.partial(slowly, batches), deadline=SILENCE, folder=folder)
         while run.is_running:
             working = {"server": [s.pid for s in run.servers], "trainer": [t.pid for t in run.trainers]}
             say(pids=working, steps=sum(run.versions))

@@ -64,7 +64,7 @@ class Builder:
         kind: str,
         inputs: Sequence[Variable],
         outputs: Sequence[str | Variable],
-        body: Body,
+        body: Body | Callable[..., list[Any]],
         update: UpdateType | None = None,
         replaces: Sequence[Variable] = (),
         **fields: Any,
@@ -75,17 +75,24 @@ class Builder:
             kind: its type, in a word.
             inputs: what it reads.
             outputs: what it computes: Variables, or names for new ones, which get a number if they are taken.
-            body: how.
+            body: how; or the function of what it reads.
             update: how far it looks, if it is one of the update pass.
             replaces: state Variables whose next values it computes, behind ``outputs``.
             fields: of the ``Op``, such as ``scope``.
         """
+        body = body if isinstance(body, Body) else body_of(body, *(v.aval for v in inputs))
         types = zip([*outputs, *(f"next({v.name})" for v in replaces)], body.out_avals, strict=True)
         made = tuple(self.named(v, t) if isinstance(v, str) else v for v, t in types)
         self.follow(dict(zip(replaces, made[len(outputs) :], strict=True)))
         told = {"made_by": self._made_by, **fields}
         self._ops.append(Op(kind, tuple(inputs), made, body, update=update, **told))
         return made
+
+    def behind(
+        self, v: Variable, kind: str, body: Body | Callable[..., list[Any]], name: str = "", **fields: Any
+    ) -> Variable:
+        """The result of an op that reads this Variable alone, named ``kind(v)`` unless told otherwise."""
+        return self.add(kind, [v], [name or f"{kind}({v.name})"], body, **fields)[0]
 
     def named(self, name: str, like: Any, kind: Kind = Kind.ACTIVATION) -> Variable:
         """A new Variable of the shape and dtype of another, by this name or the next one that is free."""
@@ -139,6 +146,19 @@ class Builder:
             **changes,
         )
         return check(substitute(grown, self.renamed) if self.renamed else grown)
+
+
+def op_of(
+    kind: str,
+    inputs: Sequence[Variable],
+    outputs: Sequence[Variable],
+    function: Callable[..., list[Any]],
+    made_by: Pass,
+    **fields: Any,
+) -> Op:
+    """The op that computes a function of these Variables."""
+    body = body_of(function, *(v.aval for v in inputs))
+    return Op(kind, tuple(inputs), tuple(outputs), body, made_by, **fields)
 
 
 def with_behind(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, OnwardError
 from onward.core.variable import Variable
 
 
@@ -134,6 +134,23 @@ def is_count(value: Any, least: int = 1) -> bool:
 def is_number(value: Any) -> bool:
     """Whether a value is a real number, finite or not; True is none."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def expect_count(
+    value: Any,
+    what: str,
+    least: int = 1,
+    of: str = "a whole number",
+    error: type[OnwardError] = ArgumentError,
+) -> None:
+    """Raise an error for what is no whole number, or less than this.
+
+    >>> expect_count(0, "split: servers", of="how many")
+    Traceback (most recent call last):
+    onward.core.errors.ArgumentError: split: servers is 0; expected how many, at least 1.
+    """
+    if not is_count(value, least):
+        raise error(f"{what} is {describe(value)}; expected {of}, at least {least}.")
 
 
 def expect_flag(value: Any, what: str) -> None:

@@ -68,8 +68,7 @@ def _loaded(code: Code, reads: tuple[Variable, ...], wanted: tuple[Variable, ...
         found = code.called([values[place[v.name]] if v.name in place else None for v in code.reads])
         return [found[i] for i in chosen]
 
-    body = body_of(computed, *(v.aval for v in reads))
-    return Op(LOADED, reads, wanted, body, Pass.FORWARD)
+    return Op(LOADED, reads, wanted, body_of(computed, *(v.aval for v in reads)), Pass.FORWARD)
 
 
 def without_derivative(file: str, lacks: str) -> str:

@@ -1,9 +1,20 @@
 """The closed sets of words that describe Variables and Ops."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
 from onward.core.errors import UnknownNameError, nearest
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are.
+
+    >>> some(["w1", "w2", "w3"], 2)
+    'w1, w2 and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class Words(StrEnum):

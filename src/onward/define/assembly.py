@@ -115,7 +115,7 @@ def _variable(name: str, declared: Declared, names: Names) -> Variable:
             f"The {declared.kind} {name!r} declared at {declared.line} bears the name of an argument of the "
             "traced function. Give it another name."
         )
-    return Variable(name, tuple(declared.type.shape), declared.type.dtype, declared.kind, declared.placement)
+    return Variable(name, tuple(declared.type.shape), declared.type.dtype, declared.kind)
 
 
 def _by_name(declared: dict[str, Variable]) -> Structure:

@@ -20,7 +20,7 @@ from onward.core.jaxprs.scopes import current_scope, outermost_scope, trace_in_p
 from onward.core.names import Names
 from onward.core.source import user_line
 from onward.core.variable import holds_keys
-from onward.core.words import Kind, Placement
+from onward.core.words import Kind
 from onward.define.arguments import Type, type_of
 
 Initializer = Callable[..., Any]
@@ -43,7 +43,6 @@ class Declared:
     value: Any
     line: str
     initializer: Initializer | None = None
-    placement: Placement = Placement.REPLICATED
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,12 +139,11 @@ class Context:
         kind: Kind,
         type: Type,  # noqa: A002
         initializer: Initializer | None,
-        placement: Placement = Placement.REPLICATED,
     ) -> Any:
         """The value of the parameter or state Variable of this name, as it is now."""
         known = self.declared.get(name)
         if known is None:
-            return self._declare(name, kind, type, initializer, placement)
+            return self._declare(name, kind, type, initializer)
         self._same(name, known, kind, type)
         self.reread.update({name} & self.assigned.keys())
         return self.assigned.get(name, known.value)
@@ -216,12 +214,11 @@ class Context:
         kind: Kind,
         type: Type,  # noqa: A002
         initializer: Initializer | None = None,
-        placement: Placement = Placement.REPLICATED,
     ) -> Any:
         if not self.is_outermost:
             raise TraceError(_INSIDE.format(what=f"The {kind} {name!r}", line=user_line()))
         value = declared(name, type)
-        self.declared[name] = Declared(kind, type, value, user_line(), initializer, placement)
+        self.declared[name] = Declared(kind, type, value, user_line(), initializer)
         return value
 
     def _same(self, name: str, known: Declared, kind: Kind, type: Type) -> None:  # noqa: A002

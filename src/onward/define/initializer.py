@@ -303,17 +303,11 @@ _MATHEMATICS: dict[str, Callable[..., Any]] = {
     "normal": _normal,
     "truncated_normal": _truncated_normal,
     "uniform": _uniform,
-    "xavier_uniform": initializers.xavier_uniform,
-    "xavier_normal": initializers.xavier_normal,
-    "he_uniform": initializers.he_uniform,
-    "he_normal": initializers.he_normal,
-    "lecun_uniform": initializers.lecun_uniform,
-    "lecun_normal": initializers.lecun_normal,
-    "orthogonal": initializers.orthogonal,
-}
+}  # the others are those of jax.nn.initializers
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _drawn(key: Any, initializer: Initializer, shape: tuple[int, ...], dtype: Any) -> Any:
-    draw = _MATHEMATICS[initializer.name](**dict(initializer.arguments))
+    mathematics = _MATHEMATICS.get(initializer.name) or getattr(initializers, initializer.name)
+    draw = mathematics(**dict(initializer.arguments))
     return draw(key, shape, jnp.promote_types(dtype, "float32")).astype(dtype)

@@ -17,10 +17,9 @@ from operator import add
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from onward.core.check import expect_program
-from onward.core.errors import ArgumentError, GraphError, LossError, UnreachedWarning
+from onward.core.errors import GraphError, LossError, UnreachedWarning
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.marks import ONES, SUM, gradient_type
@@ -29,10 +28,11 @@ from onward.core.placement import expect_one_device
 from onward.core.program import Op, Phase, Program, Variable
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
-from onward.core.walk import Where, ancestors, find, listed, name_of, producers, select
+from onward.core.walk import Where, ancestors, find, listed, producers, select
 from onward.core.whole import expect_derivative, opened
 from onward.core.words import Kind, Pass
 from onward.derive.differentiate import DerivativeRule, flows, rule_for
+from onward.derive.loss import check_targets, expect_floats, loss_of
 
 
 @transform(phase=Phase.BACKWARD)
@@ -68,11 +68,11 @@ def append_backward(
     expect_one_device(program, "the backward pass")
     expect_derivative(program)
     program = opened(program)
-    target = _loss_of(program, loss)
+    target = loss_of(program, loss)
     parameters = program.parameters
     if parameter_list is not None:
         parameter_list = tuple(listed(parameter_list))
-        _expect_floats(program, parameter_list)
+        expect_floats(program, parameter_list)
         parameters = select(program.parameters, parameter_list, "parameter_list")
     elif not parameters:
         raise LossError(f"Program {program.name!r} has no parameters: its first argument holds no floats.")
@@ -144,7 +144,7 @@ def gradients(
         None if g is None else find(program, g)
         for g in listed([None] * len(chosen) if target_gradients is None else target_gradients)
     ]
-    _check_targets(chosen, wanted, seeds)
+    check_targets(chosen, wanted, seeds)
     backward = _Backward(program, wanted, ())
     for target, seed in zip(chosen, seeds, strict=True):
         backward.seed(target, seed)
@@ -341,74 +341,6 @@ def _rule_of(op: Op, body: Body, chosen: list[int], given: list[int]) -> Derivat
             f"{op.type}{op.at} has no gradient: {str(error).splitlines()[0]} If none is wanted, name its "
             "inputs in no_grad_set or use jax.lax.stop_gradient."
         ) from error
-
-
-def _loss_of(program: Program, loss: str | Variable | None) -> Variable:
-    if loss is not None:
-        target = find(program, loss)
-    elif program.loss is not None:
-        target = program.loss
-    elif not program.outputs:
-        raise LossError(f"{program.name} returns None or nothing that is an array. Is its `return` missing?")
-    else:
-        raise LossError(
-            f"{program.name} returns {len(program.outputs)} arrays; which one is the loss? Return "
-            "(loss, aux) and trace with has_aux=True, or name it: append_backward(program, loss=...)."
-        )
-    if target.shape:
-        raise LossError(
-            f"The loss {target.name!r} of {program.name} is {target.type}{_made_at(program, target)}; it "
-            "must be a scalar. Reduce it over the batch: jnp.mean(loss)."
-        )
-    if not target.is_float:
-        raise LossError(
-            f"The loss {target.name!r} of {program.name} is {target.type}{_made_at(program, target)}; it "
-            "must be a floating point number. Is a count or an accuracy returned in place of the loss?"
-        )
-    _expect_real(target, f"The loss {target.name!r} of {program.name}", _made_at(program, target))
-    return target
-
-
-def _expect_real(target: Variable, what: str, place: str = "") -> None:
-    """Raise ``LossError`` for a complex number, which has no direction of descent."""
-    if jnp.issubdtype(target.dtype, np.complexfloating):
-        raise LossError(
-            f"{what} is {target.type}{place}, a complex number, of which none is less than another. Make a "
-            "real number of it, such as jnp.abs(loss) or loss.real."
-        )
-
-
-def _expect_floats(program: Program, chosen: Iterable[Where]) -> None:
-    """Raise ``LossError`` for an integer that shall be trained."""
-    counting = {v.name: v for v in program.state if not v.is_float}
-    for where in chosen:
-        if (v := counting.get(name_of(where) or "")) is not None:
-            raise LossError(
-                f"parameter_list: {v.name!r} is {v.type}, which is never trained. Make it an array of "
-                "floats, or leave it out of the list: it is read as it is."
-            )
-
-
-def _made_at(program: Program, v: Variable) -> str:
-    return next((f" ({op.type}{op.at})" for op in program.ops if v in op.outputs and op.at), "")
-
-
-def _check_targets(
-    targets: Sequence[Variable], inputs: Sequence[Variable], seeds: Sequence[Variable | None]
-) -> None:
-    if len(seeds) != len(targets):
-        raise ArgumentError(f"{len(targets)} targets and {len(seeds)} target_gradients; give one for each.")
-    for v in (*targets, *inputs):
-        if not v.is_float:
-            raise LossError(f"{v.name!r} is {v.type}: only floating point Variables have gradients.")
-    for target, seed in zip(targets, seeds, strict=True):
-        if seed is None:
-            _expect_real(target, f"The target {target.name!r}")
-        if seed is not None and (seed.shape, seed.dtype) != (target.shape, target.dtype):
-            raise ArgumentError(
-                f"The target {target.name!r} is {target.type} and its gradient {seed.name!r} is {seed.type}; "
-                "the types must be equal."
-            )
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import HyperparameterError, known_as
-from onward.core.structure import is_number
+from onward.core.structure import expect_count, is_number
 from onward.core.walk import Where
 from onward.core.words import UpdateType
 
@@ -387,3 +387,9 @@ def _is_hyperparameter(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return annotation.rpartition(".")[2] == "Hyperparameter"
     return bool(annotation == Hyperparameter)
+
+
+def expect_steps(rule: Rule, name: str, least: int = 1) -> None:
+    """Raise ``HyperparameterError`` unless this field of a rule is a number of steps, at least that many."""
+    what = f"{type(rule).__name__}: {name}"
+    expect_count(getattr(rule, name), what, least, "a number of steps", HyperparameterError)

@@ -25,7 +25,7 @@ from onward.core.program import Op, Phase, Program, Variable
 from onward.core.structure import is_word
 from onward.core.transform import transform
 from onward.core.walk import producers
-from onward.core.words import Kind, Pass, UpdateType
+from onward.core.words import Kind, Pass, UpdateType, some
 
 
 @transform(phase=Phase.STEP)
@@ -112,10 +112,9 @@ class Stop(NamedTuple):
         guilty = [pair for pair, is_culprit in zip(self.watched, culprits, strict=True) if is_culprit]
         first = [(v, op) for v, op in guilty if op is None or op.made_by is not Pass.UPDATE]
         found = [f"{v.name!r}{_place(op)}" for v, op in first or guilty]
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         when = "" if step is None else f" in the step after {step} updates"
         return (
-            f"{', '.join(found[:3])}{more} held NaN or infinity{when}, and training stopped: the state is "
+            f"{some(found, 3)} held NaN or infinity{when}, and training stopped: the state is "
             "the one before that step. Look at the data of that step and at the learning rate. To go on from "
             f"this state: state.replace({{{self.stopped.name!r}: False}})."
         )
@@ -205,8 +204,7 @@ class Guard(Builder):
     ) -> None:
         """An op that gives state Variables their next values, and others after these."""
         outputs: list[str | Variable] = [*(f"next({v.name})" for v in replaced), *others]
-        body = body_of(function, *(v.aval for v in inputs))
-        following = self.add(kind, inputs, outputs, body, UpdateType.BOOKKEEPING)
+        following = self.add(kind, inputs, outputs, function, UpdateType.BOOKKEEPING)
         self.follow(dict(zip(replaced, following, strict=False)))
 
     def keep(self, goes_on: Variable, chosen: Callable[[Variable], bool]) -> None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -18,8 +17,8 @@ import numpy as np
 from jax import lax
 
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.structure import is_count, is_number
-from onward.distribute.merge import Devices, Merge
+from onward.core.structure import expect_count, is_number
+from onward.distribute.merge import Devices, Kept, Merge
 
 
 class LowPrecision(Merge):
@@ -45,13 +44,11 @@ class LowPrecision(Merge):
         if not isinstance(self.feedback, bool):
             raise ArgumentError(f"LowPrecision: feedback is {self.feedback!r}; expected True or False.")
 
-    def init(self, gradient: Any) -> Mapping[str, Any]:
+    def init(self, gradient: Any) -> Kept:
         """The rounding error so far, zero at first; nothing without ``feedback``."""
         return {"error": jnp.zeros_like(gradient)} if self.feedback else {}
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The mean of the rounded gradients, itself rounded: each device adds up its part of them."""
         whole = gradient + kept["error"] if self.feedback else gradient
         sent = whole.astype(self.dtype)
@@ -80,13 +77,11 @@ class TopK(Merge):
                 f"TopK: ratio is {self.ratio!r}; expected a share, more than 0 and at most 1."
             )
 
-    def init(self, gradient: Any) -> Mapping[str, Any]:
+    def init(self, gradient: Any) -> Kept:
         """The part of the gradient not sent so far, zero at first."""
         return {"error": jnp.zeros_like(gradient)}
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The mean of what every device sends: places and numbers."""
         whole = (gradient + kept["error"]).ravel()
         if whole.size >= 2**31:
@@ -113,10 +108,9 @@ class PowerSGD(Merge):
     rank: int = 2
 
     def __post_init__(self) -> None:
-        if not is_count(self.rank):
-            raise ArgumentError(f"PowerSGD: rank is {self.rank!r}; expected a whole number of at least 1.")
+        expect_count(self.rank, "PowerSGD: rank")
 
-    def init(self, gradient: Any) -> Mapping[str, Any]:
+    def init(self, gradient: Any) -> Kept:
         """The part not sent so far and the right factor of the last step; nothing if it is sent whole."""
         if not self._is_worth_it(gradient):
             return {}
@@ -124,9 +118,7 @@ class PowerSGD(Merge):
         q = jax.random.normal(jax.random.key(0), (columns, self.rank), gradient.dtype)
         return {"error": jnp.zeros_like(gradient), "q": q}
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The product of the two averaged factors."""
         if not kept:
             return devices.mean(gradient), kept

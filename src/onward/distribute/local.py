@@ -19,7 +19,7 @@ from onward.core.lower import lower
 from onward.core.marks import COUNT, LOCAL
 from onward.core.placement import local_copies
 from onward.core.program import Applied, Program, Variable
-from onward.core.structure import is_count
+from onward.core.structure import expect_count
 from onward.core.walk import substitute
 from onward.core.words import Kind, Pass, Placement, UpdateType
 from onward.derive.optimizer import Optimizer
@@ -51,10 +51,7 @@ class LocalSGD(Merge):
     every: int = 16
 
     def __post_init__(self) -> None:
-        if not is_count(self.every):
-            raise ArgumentError(
-                f"{type(self).__name__}: every is {self.every!r}; expected a number of steps, at least 1."
-            )
+        expect_count(self.every, f"{type(self).__name__}: every", of="a number of steps")
 
     @property
     def period(self) -> int:
@@ -89,8 +86,7 @@ class LocalSGD(Merge):
         builder = Builder(draft, made_by=Pass.COLLECTIVE)
         following = {}
         for p, own in zip(draft.state, draft.inputs, strict=True):
-            body = body_of(lambda x: [devices.mean(x)], p.aval)
-            following[p] = builder.add("all_mean", [own], [f"all_mean({own.name})"], body)[0]
+            following[p] = builder.behind(own, "all_mean", lambda x: [devices.mean(x)])
         return replace(draft, ops=builder.ops, next_state=following)
 
 
@@ -134,9 +130,8 @@ class DiLoCo(LocalSGD):
         """The update of the outer optimizer, by the mean way that the devices went."""
         builder, way = Builder(draft), {}
         for p, own in zip(draft.state, draft.inputs, strict=True):
-            kind = p.aval
             way[p] = builder.named(f"way({p.name})", p, Kind.GRADIENT)
-            builder.add("sub", (p, own), (way[p],), body_of(lambda w, x: [w - x], kind, kind))
+            builder.add("sub", (p, own), (way[p],), lambda w, x: [w - x])
         known = builder.program(gradients=tuple(way.items()))
         merged = self.exchange.apply(known, devices, ())
         return with_update(merged, self.outer)
@@ -175,11 +170,9 @@ def _now_and_then(
 
         return list(lax.cond((number + 1) % merge.every == 0, meet, part))
 
-    inputs = (step, *given)
-    body = body_of(sometimes, *(v.aval for v in inputs))
     builder.state += renamed.values()
     builder.initializers += sync.initializers
-    builder.add(merge.name, inputs, [], body, replaces=(*local.values(), *changing))
+    builder.add(merge.name, (step, *given), [], sometimes, replaces=(*local.values(), *changing))
     return builder.program(
         hyperparameters=(*program.hyperparameters, *sync.hyperparameters),
         limits={**program.limits, **sync.limits},

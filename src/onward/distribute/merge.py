@@ -31,10 +31,13 @@ from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.program import Applied, Program, Variable
 from onward.core.show import nbytes
-from onward.core.structure import is_count
+from onward.core.structure import expect_count
 from onward.core.words import Pass, Placement
 from onward.derive.update.groups import Routing
 from onward.derive.update.update import append_update
+
+Kept = Mapping[str, Any]
+"""What each device keeps for a merge from step to step, by name."""
 
 _MOST = 2**31  # numbers of a vector, whose places are int32
 
@@ -107,13 +110,11 @@ class Merge:
         super().__init_subclass__()
         dataclass(frozen=True)(cls)
 
-    def init(self, gradient: Any) -> Mapping[str, Any]:
+    def init(self, gradient: Any) -> Kept:
         """The state that a device keeps for a gradient, by name, before the first step; none by default."""
         return {}
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The merged gradient, equal on all devices, and what this device keeps."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to merge a gradient")
 
@@ -154,9 +155,7 @@ class Merge:
 class Average(Merge):
     """The mean over all devices: the gradient of the whole batch, if the loss is a mean over examples."""
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The mean."""
         return devices.mean(gradient), kept
 
@@ -169,9 +168,7 @@ class Average(Merge):
 class Sum(Merge):
     """The sum over all devices: the gradient of the whole batch, if the loss is a sum over examples."""
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The sum."""
         return devices.sum(gradient), kept
 
@@ -200,14 +197,11 @@ class Bucketed(Merge):
     inner: Merge = Average()
 
     def __post_init__(self) -> None:
-        if not is_count(self.bytes):
-            raise ArgumentError(
-                f"Bucketed: bytes is {self.bytes!r}; expected a number of at least 1, such as 25 * 2**20."
-            )
+        expect_count(self.bytes, "Bucketed: bytes", of="a number such as 25 * 2**20")
         expect_way("Bucketed", self.inner)
         object.__setattr__(self, "exact", self.inner.exact)
 
-    def init(self, gradient: Any) -> Mapping[str, Any]:
+    def init(self, gradient: Any) -> Kept:
         """The state that the inner strategy keeps."""
         return self.inner.init(gradient)
 
@@ -216,9 +210,7 @@ class Bucketed(Merge):
         """As the inner strategy has it."""
         return self.inner.is_sum
 
-    def merge(
-        self, gradient: Any, kept: Mapping[str, Any], devices: Devices
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """As the inner strategy does."""
         return self.inner.merge(gradient, kept, devices)
 
@@ -278,8 +270,7 @@ def _merged(
 
     inputs = [*group, *kept]
     names = [f"{strategy.name}({g.name})" for g in group]
-    body = body_of(merge, *(v.aval for v in inputs))
-    return builder.add(strategy.name, inputs, names, body, replaces=kept)[: len(group)]
+    return builder.add(strategy.name, inputs, names, merge, replaces=kept)[: len(group)]
 
 
 def expect_way(what: str, merge: object) -> None:

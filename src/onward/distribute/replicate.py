@@ -22,12 +22,11 @@ import numpy as np
 from onward.core.builder import Builder
 from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.tracing import along
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
 from onward.core.recipe import build, laid_out, recipe_of, whole_types
-from onward.core.structure import describe, is_count, is_word
+from onward.core.structure import describe, expect_count, is_word
 from onward.core.walk import Where, listed, select, substitute, with_results
 from onward.core.whole import opened
 from onward.core.words import Pass, Placement
@@ -91,11 +90,7 @@ def replicate(
         (Variable('x', float32[2,3], data), ['all_mean', 'all_mean'])
     """
     expect_program(program, "replicate")
-    if program.recipe is not None and program.recipe.of(replicated):
-        assert program.replicas is not None
-        raise GraphError(
-            f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
-        )
+    _expect_not_replicated(program)
     merge = Average() if merge is None else _strategy(merge)
     instead = "Trace it at that size (a trainer's: split(replicate(program, devices), servers).trainer)"
     recipe = recipe_of(program, "at one device's part of the batch", instead)
@@ -137,6 +132,14 @@ def replicated(
 ) -> Program:
     """The Program of a recipe for these devices, with the data of these names laid out over them."""
     return _laid_out(build(recipe, data), recipe, replicas, merge, split)
+
+
+def _expect_not_replicated(program: Program) -> None:
+    if program.recipe is not None and program.recipe.of(replicated):
+        assert program.replicas is not None
+        raise GraphError(
+            f"Program {program.name!r} is replicated already, for {program.replicas.count} devices."
+        )
 
 
 def _expect_no_mesh(program: Program) -> None:
@@ -247,8 +250,7 @@ def _own_key(builder: Builder, key: Variable, devices: Devices) -> Variable:
         each = jax.vmap(lambda k: jax.random.fold_in(k, devices.index))(keys.ravel())
         return [each.reshape(keys.shape)]
 
-    body = body_of(own, key.aval)
-    return builder.add("own_key", [key], [f"own({key.name})"], body)[0]
+    return builder.behind(key, "own_key", own, f"own({key.name})")
 
 
 def _with_merged_state(program: Program, devices: Devices) -> Program:
@@ -266,9 +268,8 @@ def _next(builder: Builder, old: Variable, new: Variable, devices: Devices) -> V
     """The mean of a float over the devices; of an integer, which counts, the sum of what each one added."""
     if not jnp.issubdtype(new.dtype, np.integer):
         return _reduced(builder, new, devices)
-    types = (v.aval for v in (old, new))
-    body = body_of(lambda was, now: [was + devices.sum(now - was)], *types)
-    return builder.add(Sum().name, [old, new], [f"{Sum().name}({new.name})"], body)[0]
+    name = f"{Sum().name}({new.name})"
+    return builder.add(Sum().name, [old, new], [name], lambda was, now: [was + devices.sum(now - was)])[0]
 
 
 def _with_merged_results(
@@ -312,8 +313,7 @@ def _reduced(
     def reduce(x: Any, *factor: Any) -> list[Any]:
         return [how.merge(weighed_by(x, *factor) if factor else x, {}, devices)[0]]
 
-    body = body_of(reduce, *(x.aval for x in inputs))
-    return builder.add(how.name, inputs, [f"{how.name}({v.name})"], body)[0]
+    return builder.add(how.name, inputs, [f"{how.name}({v.name})"], reduce)[0]
 
 
 def _expect_one_batch(program: Program, split: Sequence[Variable], replicas: Replicas) -> None:
@@ -351,6 +351,5 @@ def _strategy(merge: object) -> Merge:
 
 
 def _checked(devices: int) -> int:
-    if not is_count(devices):
-        raise ArgumentError(f"replicate: devices is {devices!r}; expected how many, at least 1.")
+    expect_count(devices, "replicate: devices", of="how many")
     return int(devices)

@@ -11,7 +11,6 @@ from jax import lax
 
 from onward.core.builder import Builder
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import body_of
 from onward.core.marks import PART
 from onward.core.placement import equal_variables
 from onward.core.program import Applied, Op, Program, Variable
@@ -101,7 +100,7 @@ def _part(builder: Builder, p: Variable, devices: Devices) -> Variable:
         rows = devices.padded(x).reshape(devices.size, size)  # as a vector its places may not fit an int32
         return [lax.dynamic_index_in_dim(rows, devices.index, keepdims=False)]
 
-    return builder.add(PART, [p], [f"part({p.name})"], body_of(part, p.aval))[0]
+    return builder.behind(p, PART, part, f"part({p.name})")
 
 
 def _scattered(builder: Builder, g: Variable, devices: Devices, merged: bool) -> Variable:
@@ -109,11 +108,7 @@ def _scattered(builder: Builder, g: Variable, devices: Devices, merged: bool) ->
     if merged:
         return _part(builder, g, devices)
 
-    def scatter(x: Any) -> list[Any]:
-        return [devices.scatter_mean(devices.padded(x))]
-
-    body = body_of(scatter, g.aval)
-    return builder.add("scatter_mean", [g], [f"scatter_mean({g.name})"], body)[0]
+    return builder.behind(g, "scatter_mean", lambda x: [devices.scatter_mean(devices.padded(x))])
 
 
 def _gathered(draft: Program, before: Program, devices: Devices) -> Program:
@@ -128,11 +123,7 @@ def _gathered(draft: Program, before: Program, devices: Devices) -> Program:
 
 
 def _whole(builder: Builder, part: Variable, p: Variable, devices: Devices) -> Variable:
-    def gather(x: Any) -> list[Any]:
-        return [devices.join(x, p.shape)]
-
-    body = body_of(gather, part.aval)
-    return builder.add("all_gather", [part], [f"next({p.name})"], body)[0]
+    return builder.behind(part, "all_gather", lambda x: [devices.join(x, p.shape)], f"next({p.name})")
 
 
 def _length(v: Variable, devices: Devices) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.builder import Builder
-from onward.core.jaxprs.body import body_of
+from onward.core.builder import Builder, op_of
 from onward.core.marks import SCALE, WEIGH
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import descendants, substitute, with_results
@@ -40,10 +39,8 @@ class Share:
     def value(self, builder: Builder) -> Variable:
         """The factor; the op that makes it is added when it is first asked for."""
         if self._value is None:
-            w = self.weight
             share = partial(_share, dtype=self._dtype, devices=self.devices)
-            body = body_of(lambda weights: [share(weights)], w.aval)
-            self._value = builder.add("share", [w], [f"share({w.name})"], body)[0]
+            self._value = builder.behind(self.weight, "share", lambda weights: [share(weights)])
         return self._value
 
     def of_loss(self, program: Program) -> Program:
@@ -53,11 +50,8 @@ class Share:
             return program
         builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
         factor = self.value(builder)
-        types = (v.aval for v in (loss, factor))
-        times = body_of(lambda x, f: [weighed_by(x, f)], *types)
-        (weighed,) = builder.add(
-            WEIGH, [loss, factor], [f"weighed({loss.name})"], times, made_by=Pass.FORWARD
-        )
+        reads, name = (loss, factor), f"weighed({loss.name})"
+        (weighed,) = builder.add(WEIGH, reads, [name], lambda x, f: [weighed_by(x, f)], made_by=Pass.FORWARD)
         self._settled = {*self._settled, weighed}
         weighs = with_results(program, lambda v: weighed if v is loss else v)
         return replace(weighs, ops=builder.ops)
@@ -84,9 +78,10 @@ def _adds_up(op: Op) -> bool:
 
 
 def _counted(raw: Variable, gradient: Variable, factor: Variable) -> Op:
-    types = (v.aval for v in (raw, factor))
-    body = body_of(lambda x, f: [jnp.where(f == 0, 0, x).astype(x.dtype)], *types)
-    return Op("count_in", (raw, factor), (gradient,), body, Pass.COLLECTIVE)
+    def counted(x: Any, f: Any) -> list[Any]:
+        return [jnp.where(f == 0, 0, x).astype(x.dtype)]
+
+    return op_of("count_in", (raw, factor), (gradient,), counted, Pass.COLLECTIVE)
 
 
 def weighed_by(x: Any, factor: Any) -> Any:

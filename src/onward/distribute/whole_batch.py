@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from onward.core.builder import Builder
-from onward.core.jaxprs.body import body_of
 from onward.core.marks import SCALE
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
@@ -117,9 +116,7 @@ def _merged(builder: Builder, v: Variable, power: int, devices: Devices) -> Vari
         total = devices.sum(x)
         return [total if power == 1 else (total * scale).astype(x.dtype)]
 
-    kind = "all_sum" if power else "all_mean"
-    body = body_of(merge, v.aval)
-    return builder.add(kind, [v], [f"{kind}({v.name})"], body)[0]
+    return builder.behind(v, "all_sum" if power else "all_mean", merge)
 
 
 def _extreme(builder: Builder, v: Variable, which: How, devices: Devices) -> Variable:
@@ -136,14 +133,14 @@ def _extreme(builder: Builder, v: Variable, which: How, devices: Devices) -> Var
         has = (given[0] == found).astype(found.dtype)
         return found, devices.sum(has * tangents[0]) / devices.sum(has)
 
-    kind = "all_max" if which is How.MOST else "all_min"
-    body = body_of(lambda x: [extreme(x)], v.aval)
-    return builder.add(kind, [v], [f"{kind}({v.name})"], body)[0]
+    return builder.behind(v, "all_max" if which is How.MOST else "all_min", lambda x: [extreme(x)])
 
 
 def _times(builder: Builder, v: Variable, factor: float) -> Variable:
-    body = body_of(lambda x: [(x * factor).astype(x.dtype)], v.aval)
-    return builder.add(SCALE, [v], [f"scaled({v.name})"], body, made_by=Pass.FORWARD)[0]
+    def times(x: Any) -> list[Any]:
+        return [(x * factor).astype(x.dtype)]
+
+    return builder.behind(v, SCALE, times, f"scaled({v.name})", made_by=Pass.FORWARD)
 
 
 def _scaled(program: Program, following: Following, devices: Devices, is_sum: bool) -> Program:

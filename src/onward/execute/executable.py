@@ -19,6 +19,8 @@ from onward.core.words import Placement
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
 from onward.execute.host_memory import keep_for_steps
+from onward.execute.layout import Layout
+from onward.execute.lending import Lending
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
@@ -26,7 +28,7 @@ from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
 from onward.execute.spread import By, Spread, on_this_process
-from onward.execute.state import SPENT, Layout, is_deleted
+from onward.execute.state import SPENT, is_deleted
 from onward.execute.storage.packing import packed
 from onward.execute.storage.storage import Storage
 
@@ -37,6 +39,13 @@ class Executable:
     With a storage, its state is the buffers of that: ``layout`` is theirs, ``unpacked`` the Program before.
     ``scopes`` are those that its instructions bear, for each op.
     """
+
+    compilations = 0
+    host_memory = ""  # what becomes of temporary arrays, in words
+    _compiled: jax.stages.Compiled | None = None
+    _peers: Peers | None = None
+    _fingerprint = ""  # of what all processes have to run alike
+    _has_run = False
 
     def __init__(
         self,
@@ -66,22 +75,13 @@ class Executable:
         run = lower(program, [*following, *wanted], at_once=True, scopes=self.scopes)
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
-        self._reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]
-        reused = set(self._reused)
-        self._lent = [i for i in range(len(self.layout.variables)) if i not in reused]
+        reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]
+        self._lending = Lending(reused, len(self.layout.variables))
         # Host devices share one pool of threads: a second step in flight can starve the collectives.
         several = program.replicas is not None and program.replicas.count > 1
         self._waits = several and jax.default_backend() == "cpu"
-        self._first = list(range(len(self._reused)))
-        self._keep_memory = keep_memory
-        self.host_memory = ""  # what becomes of temporary arrays, in words
-        self._deadline = deadline
-        self._peers: Peers | None = None
-        self._fingerprint = ""  # of what all processes have to run alike
-        self._compiled: jax.stages.Compiled | None = None
+        self._keep_memory, self._deadline = keep_memory, deadline
         self._elsewhere: dict[Lying, tuple[Lying, jax.stages.Compiled]] = {}
-        self.compilations = 0
-        self._has_run = False
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The state that changed, and the results, from the whole state and the data."""
@@ -115,7 +115,7 @@ class Executable:
 
     @property
     def _shardings(self) -> Mapping[str, Any]:
-        groups = (*self._split(self.layout.variables), self.program.inputs)
+        groups = (*self._lending.apart(self.layout.variables), self.program.inputs)
         return {} if self._spread is None else self._spread.shardings(*groups)
 
     def lowered(self, shardings: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
@@ -123,13 +123,12 @@ class Executable:
         shardings = self._shardings if shardings is None else shardings
 
         def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
-            own = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))
-            return self.function([own[i] for i in range(len(own))], values)
+            return self.function(self._lending.together(reused, lent), values)
 
         name = self.program.name
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
         jitted = jax.jit(split, donate_argnums=(0,), **shardings)
-        groups = (*self._split(self.layout.variables), self.program.inputs)
+        groups = (*self._lending.apart(self.layout.variables), self.program.inputs)
         return jitted.lower(*(tuple(map(self._type, group)) for group in groups))
 
     @uninterrupted
@@ -174,11 +173,8 @@ class Executable:
     def home(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """State and data where the compiled step takes them from; the same arrays if they lie there."""
         (reused, lent, data), _ = self._compiled.input_shardings  # type: ignore[union-attr]
-        homes = dict(zip((*self._reused, *self._lent), (*reused, *lent), strict=True))
-        variables = self.layout.variables
-        state = [
-            x if _lies(x, homes[i]) else self._moved(x, variables[i], homes[i]) for i, x in enumerate(own)
-        ]
+        placed = zip(own, self.layout.variables, self._lending.together(reused, lent), strict=True)
+        state = [x if _lies(x, home) else self._moved(x, v, home) for x, v, home in placed]
         return state, [x if _lies(x, h) else jax.device_put(x, h) for x, h in zip(values, data, strict=True)]
 
     def _moved(self, value: Any, v: Variable, home: Sharding) -> Any:
@@ -199,13 +195,6 @@ class Executable:
             return list(results)
         placed = zip(results, self._spread.results, strict=True)
         return [filling.emptied(x) if p is Placement.SHARDED else x for x, p in placed]
-
-    def _split(self, own: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The values whose buffers the step reuses, and those it only reads."""
-        count = len(self._reused)
-        if self._reused == self._first:
-            return tuple(own[:count]), tuple(own[count:])
-        return tuple(own[i] for i in self._reused), tuple(own[i] for i in self._lent)
 
     def __call__(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
         """Run on arrays; returns the state as it lay for that, what changed of it, and the results.
@@ -256,7 +245,7 @@ class Executable:
         own, values = inside[: len(self.layout.variables)], inside[len(self.layout.variables) :]
         following = list(homes[: len(self.layout.changed)])
         return self._compiled_with(
-            {"in_shardings": (*self._split(own), tuple(values)), "out_shardings": (following, None)}
+            {"in_shardings": (*self._lending.apart(own), tuple(values)), "out_shardings": (following, None)}
         )
 
     def _run_elsewhere(
@@ -266,7 +255,7 @@ class Executable:
             x if _lies(x, s) and x.committed else jax.device_put(x, s)
             for x, s in zip(own, homes, strict=False)
         ]
-        changed, results = compiled(*self._split(own), tuple(values))
+        changed, results = compiled(*self._lending.apart(own), tuple(values))
         self._wait(changed, results, jax.default_backend() == "cpu")
         return own, changed, results
 
@@ -281,7 +270,7 @@ class Executable:
 
     def _run_compiled(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         assert self._compiled is not None, "compile comes first"
-        changed, results = self._compiled(*self._split(own), tuple(values))
+        changed, results = self._compiled(*self._lending.apart(own), tuple(values))
         self._wait(changed, results, self._waits)
         return changed, results
 
@@ -297,7 +286,7 @@ class Executable:
             jax.block_until_ready(results)
 
     def _out_of_memory(self, error: Exception, arrays: Sequence[Any] = ()) -> OutOfMemoryError:
-        donated = {self.layout.changed[i].name for i in self._reused}
+        donated = {self.layout.changed[i].name for i in self._lending.reused}
         return out_of_memory(error, self.unpacked, self._compiled, donated, arrays)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Program, Variable
-from onward.core.words import Kind, Pass
+from onward.core.words import Kind, Pass, some
 
 Lying = tuple[Sharding | None, ...]
 
@@ -122,7 +122,8 @@ def _expect_together(program: str, put: Mapping[Variable, Sharding]) -> None:
     for v, sharding in put.items():
         groups.setdefault(_devices(sharding), []).append(v.name)
     if len(groups) > 1:
-        found = (f"{_some(names)} on {_words(devices)}" for devices, names in islice(groups.items(), 3))
+        told = ((some([*map(repr, names)], 2), _words(devices)) for devices, names in groups.items())
+        found = (f"{names} on {devices}" for names, devices in islice(told, 3))
         raise ArgumentError(_APART.format(program=program, found="; ".join(found)))
 
 
@@ -135,11 +136,6 @@ def _devices(sharding: Sharding) -> tuple[int, ...]:
 
 def _number(device: Any) -> int:
     return int(device.id)
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(map(repr, names[:2])) + rest
 
 
 def _words(devices: tuple[int, ...]) -> str:

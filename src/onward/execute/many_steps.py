@@ -23,13 +23,14 @@ import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ArgumentError, StateError
+from onward.core.errors import ArgumentError
 from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.joining import as_one_call
 from onward.core.primitives.table import of
 from onward.core.program import Program
-from onward.core.structure import describe, is_count
+from onward.core.structure import describe, expect_count
 from onward.execute.feeds import Feeds, Key
+from onward.execute.lending import Lending
 from onward.execute.line import follow
 from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
@@ -38,7 +39,7 @@ from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_fo
 from onward.execute.nonfinite.checks import Arguments
 from onward.execute.out import Out
 from onward.execute.outs import Outs, OutsPart
-from onward.execute.state import SPENT, State
+from onward.execute.state import State
 
 
 class Runnable(Protocol):
@@ -97,12 +98,6 @@ class ManySteps:
         if jax.default_backend() == "cpu" and _convolves(self.step.program):
             return "on a CPU a convolution in a loop takes several times as long as outside of one"
         return None
-
-    def plan(self, steps: int) -> str:
-        """In a sentence, how ``run`` would go about it."""
-        if steps == 1:
-            return "one step per call"
-        return f"one step per call: {self.alone}" if self.alone else f"{steps} steps per call, in a loop"
 
     def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
         """Run a step for each batch; see ``Step.run``."""
@@ -166,8 +161,8 @@ class _StepLoop:
         self.tree: Any = jax.tree.structure(state)
         leaves = jax.tree.leaves(state)
         body = self._body(step, leaves, group.batches[0])
-        self.changed = [i for i, wire in enumerate(body.wires[: len(leaves)]) if wire != Wire(input=i)]
-        self.kept = [i for i in range(len(leaves)) if i not in set(self.changed)]
+        changed = [i for i, wire in enumerate(body.wires[: len(leaves)]) if wire != Wire(input=i)]
+        self.lending = Lending(changed, len(leaves))
         self.count = len(leaves)
         self.turn = as_one_call(body, step.program.name)
         self.steps = len(group.batches)
@@ -190,20 +185,16 @@ class _StepLoop:
 
     def _scan(self, changed: Sequence[Any], kept: Sequence[Any], stacked: Sequence[Any]) -> Any:
         def turn(changed: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            found = self.turn(*self._whole(changed, kept), *values)
-            return [found[i] for i in self.changed], found[self.count :]
+            found = self.turn(*self.lending.together(changed, kept), *values)
+            return [found[i] for i in self.lending.reused], found[self.count :]
 
         return jax.lax.scan(turn, list(changed), list(stacked), length=self.steps)
 
-    def _whole(self, changed: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        at = dict(zip((*self.changed, *self.kept), (*changed, *kept), strict=True))
-        return [at[i] for i in range(self.count)]
-
     def __call__(self, state: State, stacked: Sequence[Any]) -> tuple[State, Out]:
         leaves = jax.tree.leaves(state)
-        kept = [leaves[i] for i in self.kept]
+        given, kept = self.lending.apart(leaves)
         try:
-            changed, results = self.call([leaves[i] for i in self.changed], kept, stacked)
+            changed, results = self.call(given, kept, stacked)
             if not self.has_run:
                 wait_for((changed, results))
                 self.has_run = True
@@ -211,15 +202,13 @@ class _StepLoop:
             if is_exhausted(error):
                 raise out_of_memory(error, self.program, arrays=(*leaves, *stacked)) from error
             raise
-        return jax.tree.unflatten(self.tree, self._whole(changed, kept)), jax.tree.unflatten(
-            self.out_tree, results
-        )
+        following = jax.tree.unflatten(self.tree, self.lending.together(changed, kept))
+        return following, jax.tree.unflatten(self.out_tree, results)
 
 
 def _expect(state: Any, batches: Any, steps: Any) -> None:
     """Raise unless these are a State that can be used, batches, and a number of steps."""
-    if not is_count(steps):
-        raise ArgumentError(f"step.run: steps is {describe(steps)}; expected a whole number, at least 1.")
+    expect_count(steps, "step.run: steps")
     if not isinstance(state, State):
         raise ArgumentError(
             f"step.run: the first argument is the State, not {describe(state)}. Begin with state = "
@@ -230,8 +219,7 @@ def _expect(state: Any, batches: Any, steps: Any) -> None:
             "step.run reads batches on the host, which a function under jax.jit cannot. There, scan over the "
             "step itself: jax.lax.scan(lambda state, batch: step(state, *batch), state, stacked)."
         )
-    if state.is_spent:
-        raise StateError(SPENT)
+    state.expect_whole()
     if isinstance(batches, Mapping | str | bytes | np.ndarray | jax.Array) or not isinstance(
         batches, Iterable
     ):

@@ -16,15 +16,16 @@ from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.core.structure import describe
-from onward.core.words import Kind, Placement
+from onward.core.words import Kind, Placement, some
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import PLACEMENTS
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.checkpoint.manifest import MANIFEST
 from onward.execute.fingerprints import differences
 from onward.execute.initialize import initialized
+from onward.execute.layout import Layout
 from onward.execute.lying import beside
-from onward.execute.state import Layout, State, copied
+from onward.execute.state import State, copied
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,17 @@ class Restored:
         parts = [f"{len(self.taken)} Variables restored"]
         of_another_type = [name for name in self.kept if name in self.left]
         if missing := [name for name in self.kept if name not in of_another_type]:
-            parts.append(f"not in the checkpoint, begun anew: {_some(missing)}")
+            parts.append(f"not in the checkpoint, begun anew: {some(missing, 6)}")
         if surplus := [name for name in self.left if name not in of_another_type]:
-            parts.append(f"in the checkpoint, not needed here: {_some(surplus)}")
+            parts.append(f"in the checkpoint, not needed here: {some(surplus, 6)}")
         if of_another_type:
-            parts.append(f"of another type in the checkpoint, begun anew: {_some(of_another_type)}")
+            parts.append(f"of another type in the checkpoint, begun anew: {some(of_another_type, 6)}")
         if self.laid_out:
-            parts.append(f"laid out for another number of devices: {_some(self.laid_out)}")
+            parts.append(f"laid out for another number of devices: {some(self.laid_out, 6)}")
         if self.changed:
             parts.append(
-                f"hyperparameters that are as saved, not as given: {_some(self.changed)} (replace sets them)"
+                "hyperparameters that are as saved, not as given: "
+                f"{some(self.changed, 6)} (replace sets them)"
             )
         return ". ".join(["; ".join(parts), *(sentence.rstrip(".") for sentence in self.differences)])
 
@@ -191,10 +193,6 @@ def _misfit(v: Variable, found: Checkpoint) -> str:
     if value is None:
         return f"{found.path} holds no {v.name!r} ({v.type}). {nearest(v.name, found.arrays)}"
     return f"{found.path} holds {v.name!r} as {value.dtype}{list(jnp.shape(value))}; the model has {v.type}."
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def compared(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,87 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownNameError, nearest
-from onward.core.placement import local_copies, whole_shape
-from onward.core.program import Program, Replicas, Variable
-from onward.core.structure import Signature, describe
+from onward.core.program import Variable
+from onward.core.structure import describe
 from onward.core.variable import holds_keys
 from onward.core.whereabouts import Pointing
-from onward.core.words import UpdateType
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
+from onward.execute.layout import Layout
 from onward.execute.line import StateLine, follow
 from onward.execute.storage.storage import Storage
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Which state Variables a Step keeps and in which order: first what each step replaces.
-
-    ``copies`` names, for a parameter, the state in which each device has its own of it; ``limits`` the
-    numbers below which hyperparameters must stay.
-    """
-
-    changed: tuple[Variable, ...]
-    kept: tuple[Variable, ...]
-    hyperparameters: tuple[Variable, ...]
-    scheduled: tuple[str, ...]
-    signature: Signature | None
-    replicas: Replicas | None = None
-    copies: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, program: Program) -> Layout:
-        """The layout of a Program's state."""
-        changed = tuple(v for v in program.state if v in program.next_state)
-        kept = tuple(v for v in program.state if v not in program.next_state)
-        bookkeeping = (op for op in program.ops if op.update is UpdateType.BOOKKEEPING)
-        following = set(program.next_state.values())
-        scheduled = tuple(v.name for op in bookkeeping for v in op.outputs if v not in following)
-        return cls(
-            changed,
-            kept,
-            program.hyperparameters,
-            scheduled,
-            program.signature,
-            program.replicas,
-            {p.name: own.name for p, own in local_copies(program).items()},
-            {v.name: limit for v, limit in program.limits.items()},
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
-
-    @cached_property
-    def _identity(self) -> tuple[Any, ...]:
-        trees = self.signature and (self.signature.parameters, self.signature.model_state)
-        return (
-            tuple(map(self.identity_of, self.changed)),
-            tuple(map(self.identity_of, self.kept)),
-            tuple(v.name for v in self.hyperparameters),
-            tuple(tree.treedef for tree in trees or () if tree is not None),
-        )
-
-    def identity_of(self, v: Variable) -> tuple[str, tuple[int, ...], Any]:
-        """The identity of a Variable across Programs: its name, its shape over all devices, and its dtype."""
-        return v.name, whole_shape(v, self.replicas), v.dtype
-
-    def whole(self, v: Variable) -> Variable:
-        """A Variable as it is over all devices together, as people feed it and see it."""
-        return replace(v, shape=whole_shape(v, self.replicas))
-
-    @cached_property
-    def variables(self) -> tuple[Variable, ...]:
-        """All state Variables in the order of storage."""
-        return (*self.changed, *self.kept)
-
-    @cached_property
-    def position(self) -> Mapping[str, int]:
-        """Where the value of each name is stored."""
-        return {v.name: i for i, v in enumerate(self.variables)}
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -122,8 +48,7 @@ class State(Pointing):
     def values(self) -> tuple[Any, ...]:
         """Every value by itself, in the order of the layout; what shares a buffer is copied, once."""
         if self._values is None:
-            if self.is_spent:
-                raise StateError(SPENT)
+            self.expect_whole()
             self._values = tuple(map(self._read, range(len(self.layout.variables))))
         return self._values
 
@@ -176,8 +101,7 @@ class State(Pointing):
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
         """The hyperparameters that are Variables, by name; change one with ``replace``."""
-        if self.is_spent:
-            raise StateError(SPENT)
+        self.expect_whole()
         return {v.name: self[v] for v in self.layout.hyperparameters}
 
     def part(self, layout: Layout) -> State:
@@ -199,8 +123,7 @@ class State(Pointing):
             >>> float(first.parameters), float(state.parameters)
             (1.0, 0.0)
         """
-        if self.is_spent:
-            raise StateError(SPENT)
+        self.expect_whole()
         return State(self.layout, [copied(x, x.dtype) for x in self.buffers], self.storage)
 
     __copy__ = copy
@@ -209,8 +132,7 @@ class State(Pointing):
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.is_spent:
-            raise StateError(SPENT)
+        self.expect_whole()
         return State, (self.layout, self.buffers, self.storage)
 
     def replace(self, changes: Mapping[str, Any]) -> State:
@@ -228,8 +150,7 @@ class State(Pointing):
             >>> float(state["learning_rate"])
             0.5
         """
-        if self.is_spent:
-            raise StateError(SPENT)
+        self.expect_whole()
         values = {}
         for name, value in changes.items():
             i = self._position(name)
@@ -311,6 +232,11 @@ class State(Pointing):
     def is_spent(self) -> bool:
         """Whether a step has taken over any of this State's buffers."""
         return any(map(is_deleted, self.buffers))
+
+    def expect_whole(self) -> None:
+        """Raise ``StateError`` if a step has taken it over."""
+        if self.is_spent:
+            raise StateError(SPENT)
 
     def become(self, newest: State) -> None:
         """Hold what another State holds, in the same arrays: so Ctrl-C mends one that a step has spent."""

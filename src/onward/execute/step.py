@@ -6,22 +6,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from os import PathLike
-from threading import RLock
 from typing import Any, NoReturn
 
 import jax
 
-from onward.core.errors import ArgumentError, OnwardError, StateError, not_pickled
+from onward.core.errors import ArgumentError, StateError, not_pickled
 from onward.core.program import Op, Program, Variable
-from onward.core.recipe import rebuilt
 from onward.core.walk import Where, find, select
 from onward.core.whereabouts import Pointing
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import POSITION
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.executable import Executable
-from onward.execute.feeds import Feeds, key_of
+from onward.execute.executables import Executables
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.layout import Layout
 from onward.execute.line import follow
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
 from onward.execute.loop.reader import move
@@ -31,13 +30,11 @@ from onward.execute.nonfinite.checks import Checks
 from onward.execute.out import Out
 from onward.execute.outs import Outs
 from onward.execute.peers.deadline import deadline_of
-from onward.execute.portions import Filling, Portions
 from onward.execute.restore import complete, loaded
 from onward.execute.spread import By
-from onward.execute.state import SPENT, Layout, State
-from onward.execute.storage.plan import plan as storage_of
+from onward.execute.state import State
 from onward.execute.storage.storage import Storage
-from onward.execute.tuning import StepPlan, Tuned, Tuning
+from onward.execute.tuning import StepPlan, Tuning
 
 
 class Step(Pointing):
@@ -48,9 +45,6 @@ class Step(Pointing):
     there, as under ``jax.jit``: what the optimizer keeps of a parameter lies as the parameter does, and all
     state stays where it is. Under the user's own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` a Step is an
     ordinary pure function.
-
-    Attributes:
-        traces: how often the function was traced again for data of another shape.
     """
 
     def __init__(
@@ -71,14 +65,8 @@ class Step(Pointing):
         fetch = fetch if self._checks is None else (*fetch, *self._checks.fetch)
         self.fetch = tuple(find(program, name).name for name in fetch)
         self.layout = Layout.of(program)
-        self.traces = 0
         self._donate = self._donated(donate)
-        self._bounded = check_feeds and bool(program.bounds)
-        self._lock = RLock()
-        self.feeds = Feeds(program)
-        self._known: set[Layout] = set()
-        self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
-        self._executable = partial(
+        make = partial(
             Executable,
             fetch=self.fetch,
             donate=self._donate,
@@ -86,18 +74,19 @@ class Step(Pointing):
             deadline=deadline_of(deadline),
             keep_memory=keep_memory,
         )
-        self._portions = None if program.replicas is None else Portions(program)
-        self._tuning = tuning or Tuning(is_on=False)
-        shapes = key_of([self.layout.whole(v) for v in program.inputs])
-        self._tuned = {shapes: self._tuning(program, self.fetch)}
-        first = self._tuned[shapes].program
-        if program.code is not None:  # runs as a whole, on arrays as they are
-            apart = None
-        self.storage = None if apart is None else storage_of(first, apart)
-        self._first = self._executable(first, storage=self.storage)
-        self._executables = {(self.storage, shapes): self._first}
+        self._known: set[Layout] = set()
+        self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
+        tuned = partial(tuning or Tuning(is_on=False), fetch=self.fetch)
+        self._executables = Executables(program, make, tuned, apart, check_feeds)
+        self.feeds, self.storage = self._executables.feeds, self._executables.storage
+        self._first = self._executables.first
         if ahead:
-            self._compile(self._first)
+            self._executables.compile(self._first)
+
+    @property
+    def traces(self) -> int:
+        """How often the function was traced again for data of another shape."""
+        return self._executables.traces
 
     @uninterrupted
     def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
@@ -135,7 +124,7 @@ class Step(Pointing):
     @uninterrupted
     def _stored(self, values: Sequence[Any]) -> State:
         """The State of these values as this Step stores it."""
-        if self._portions is None:
+        if self.program.replicas is None:
             values = laid(self.program, self.layout.variables, values)
         if self.storage is None or lies_elsewhere(values):
             placed = zip(self.layout.variables, values, strict=True)
@@ -162,7 +151,7 @@ class Step(Pointing):
         given = state
         if self._checks is not None:
             self._checks.look(state)
-        executable, values, filling = self._find(state, self.feeds.named(data, feed) if feed else data)
+        executable, values, filling = self._executables.find(state, data, feed)
         own = self._own(state, executable)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
@@ -170,7 +159,7 @@ class Step(Pointing):
             following = self._with(state, executable, changed)
         else:
             if not executable.is_compiled:
-                self._compile(executable)
+                self._executables.compile(executable)
             with while_a_step_runs() if executable.is_alone else nullcontext():
                 lying, changed, results = executable(own, values)
                 if lying is not own:
@@ -254,13 +243,13 @@ class Step(Pointing):
     @property
     def compilations(self) -> int:
         """How many executables were compiled: for each shape of the data, each way to lie."""
-        return sum(executable.compilations for executable in self._executables.values())
+        return self._executables.compilations
 
     @cached_property
     def _many(self) -> ManySteps:
         donates = self._donate == {v.name for v in self.layout.changed}
         looks = () if self._checks is None else (self._checks.look, self._checks.seen)
-        return ManySteps(self, donates, self._bounded, *looks)
+        return ManySteps(self, donates, self._executables.checks, *looks)
 
     @property
     def function(self) -> Callable[..., tuple[State, Out]]:
@@ -268,9 +257,8 @@ class Step(Pointing):
 
         def pure(state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
             state = self._accepted(state)
-            if state.is_spent:
-                raise StateError(SPENT)
-            executable, values, filling = self._find(state, self.feeds.named(data, feed) if feed else data)
+            state.expect_whole()
+            executable, values, filling = self._executables.find(state, data, feed)
             changed, results = executable.function(self._own(state, executable), values)
             results = executable.emptied(results, filling)
             return self._with(state, executable, changed), Out(executable.results, results)
@@ -295,17 +283,15 @@ class Step(Pointing):
             params/*  float32[6,4,4]  6 stacked  a rolled run reads them as one
             2 others                  each in its own
         """
-        (tuned, *_) = self._tuned.values()
         alone = self._many.alone
         run = f"run: one step per call: {alone}" if alone else ""
-        notes = (*tuned.notes, *filter(None, (run, self._first.host_memory)))
+        notes = (*self._executables.notes, *filter(None, (run, self._first.host_memory)))
         return StepPlan(self.program, self._first.program, notes, self.storage)
 
     def executable(self, state: State, /, *data: Any, **feed: Any) -> Executable:
         """The compiled Executable that runs this data, for inspection."""
-        values = self.feeds.named(data, feed) if feed else data
-        executable, _, _ = self._find(self._accepted(state), values)
-        self._compile(executable)
+        executable, _, _ = self._executables.find(self._accepted(state), data, feed)
+        self._executables.compile(executable)
         return executable
 
     def compiled_text(
@@ -316,8 +302,8 @@ class Step(Pointing):
         It is compiled once more, with its ops in these scopes.
         """
         state = self._accepted(state)
-        found, values, _ = self._find(state, self.feeds.named(data, feed) if feed else data)
-        executable = self._executable(found.unpacked, storage=state.storage, scopes=scopes)
+        found, values, _ = self._executables.find(state, data, feed)
+        executable = self._executables.make(found.unpacked, storage=state.storage, scopes=scopes)
         executable.compile()
         return executable.text_for(self._own(state, executable), values)
 
@@ -331,69 +317,6 @@ class Step(Pointing):
         if isinstance(donate, bool):
             return frozenset(v.name for v in self.layout.changed if donate)
         return frozenset(v.name for v in select(self.layout.changed, donate, "donate"))
-
-    def _find(self, state: State, data: tuple[Any, ...]) -> tuple[Executable, Sequence[Any], Filling | None]:
-        """The executable for data of these shapes, the data as it takes them, and how they are filled up."""
-        values = self.feeds.read(data)
-        if self._bounded:
-            self.feeds.check_bounds(values)
-        filling = None
-        if self._portions is not None:
-            values, filling = self._portioned(values, self._portions)
-        try:
-            return self._executables[state.storage, key_of(values)], values, filling
-        except (KeyError, AttributeError):
-            values = self.feeds.convert(values)
-        with self._lock:
-            return self._executable_for(state.storage, values), values, filling
-
-    @uninterrupted
-    def _executable_for(self, storage: Storage | None, values: Sequence[Any]) -> Executable:
-        """The Executable for data of these shapes on state in this storage."""
-        key = storage, key_of(values)
-        if key not in self._executables:
-            tuned = self._tuned.get(key[1]) or self._retraced(values)
-            self._executables[key] = self._executable(tuned.program, storage=storage)
-        return self._executables[key]
-
-    def _portioned(self, values: Sequence[Any], portions: Portions) -> tuple[Sequence[Any], Filling | None]:
-        """The batch of all processes, filled up so that the devices divide it."""
-        if not all(hasattr(x, "shape") for x in values) or portions.processes > 1:
-            values = self.feeds.convert(values)
-        filling = portions.filling(values)
-        if filling is not None:
-            values = portions.filled(self.feeds.convert(values), filling)
-        return self._first.feed(values), filling
-
-    def _compile(self, executable: Executable) -> None:
-        """Compile ahead of time, once, and count it."""
-        with self._lock:
-            if not executable.is_compiled:
-                executable.compile()
-
-    def _retraced(self, values: Sequence[Any]) -> Tuned:
-        """The Program for data of other shapes, by replaying its recipe, as it is compiled."""
-        try:
-            program = rebuilt(self.program, self.feeds.types(values))
-        except OnwardError as error:
-            raise ArgumentError(self._misfit(values, str(error))) from error
-        self.traces += 1
-        if Layout.of(program) != self.layout:
-            raise ArgumentError(self._misfit(values, "the state would be another"))
-        self._tuned[key_of(values)] = self._tuning(program, self.fetch)
-        return self._tuned[key_of(values)]
-
-    def _misfit(self, values: Sequence[Any], reason: str) -> str:
-        wrong = [
-            f"{v.name!r} is {v.dtype}{list(value.shape)} (traced as {v.type})"
-            for v, value in zip(map(self.layout.whole, self.program.inputs), values, strict=True)
-            if tuple(value.shape) != v.shape
-        ]
-        unread = [v.name for s in self.feeds.structures for v in s.variables if v not in self.feeds.inputs]
-        note = f" (What is not fed was taken to follow the batch: {', '.join(unread)}.)" if unread else ""
-        return (
-            f"{self.program.name}: {', '.join(wrong)}, and the function does not accept this: {reason}{note}"
-        )
 
     def _accepted(self, state: State) -> State:
         """A State that holds what this Program keeps, stored as this Step does if it is one of its own."""

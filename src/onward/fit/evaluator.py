@@ -249,24 +249,22 @@ def batch_size(fed: Mapping[str, Any]) -> int:
 
 def metrics_of(out: Out) -> dict[str, Any]:
     """The loss and every other single number that the traced function returned, by name."""
-    signature = out.results.signature
-    found: dict[str, Any] = {}
-    if out.results.loss is not None:
-        found["loss"] = out.loss
-    if signature is not None and signature.has_aux:
-        for path, v in _aux(signature):
-            if v.shape == () and v.name in out.results.position:
-                found[path or "aux"] = out[v]
-    return found
+    found = _numbers(out.results.loss, out.results.signature)
+    return {name: out[v] for name, v in found.items() if name == "loss" or v.name in out.results.position}
 
 
 def scalars_of(program: Program, values: Mapping[str, Any]) -> dict[str, float]:
     """The loss and every other single number that a traced function returned, from values by name."""
-    signature = program.signature
-    found = {"loss": program.loss} if program.loss is not None else {}
-    if signature is not None and signature.has_aux:
-        found |= {path or "aux": v for path, v in _aux(signature)}
+    found = _numbers(program.loss, program.signature)
     return {n: float(values[v.name]) for n, v in found.items() if v.shape == () and v.name in values}
+
+
+def _numbers(loss: Variable | None, signature: Any) -> dict[str, Variable]:
+    """The loss, and every number that is returned beside it, by name."""
+    found = {} if loss is None else {"loss": loss}
+    if signature is not None and signature.has_aux:
+        found |= {path or "aux": v for path, v in _aux(signature) if v.shape == ()}
+    return found
 
 
 def _aux(signature: Any) -> list[tuple[str, Variable]]:

@@ -21,8 +21,9 @@ from onward.develop.seam import forward_pass
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.layout import Layout
 from onward.execute.restore import Restored, loaded, matched
-from onward.execute.state import Layout, State
+from onward.execute.state import State
 from onward.fit.applied import applied
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from onward.core.program import Program, Variable
 from onward.core.words import Kind, Pass
 from onward.define.lazy import LazyCall
 from onward.derive.rule import Rule
-from onward.execute.state import Layout
+from onward.execute.layout import Layout
 
 
 @dataclass(frozen=True)

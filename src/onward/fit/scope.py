@@ -13,8 +13,9 @@ from onward.core.structure import describe
 from onward.core.words import Kind
 from onward.define.arguments import type_of
 from onward.execute.initialize import initialized
+from onward.execute.layout import Layout
 from onward.execute.lying import beside
-from onward.execute.state import Layout, State, copied, is_deleted, stored
+from onward.execute.state import State, copied, is_deleted, stored
 from onward.fit.counts import UpdateCounts
 from onward.fit.owners import Owner, Owners
 

@@ -22,10 +22,11 @@ from onward.execute.checkpoint.identity import Identity
 from onward.execute.feeds import data_names
 from onward.execute.fingerprints import FINGERPRINTS, of_program, of_training
 from onward.execute.initialize import initialized
+from onward.execute.layout import Layout
 from onward.execute.loop.history import History
 from onward.execute.out import Out
 from onward.execute.restore import Restored, begun_anew, compared, loaded, matched
-from onward.execute.state import Layout, State
+from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.tuning import StepPlan, Tuning
 from onward.fit.evaluator import Evaluator

@@ -12,7 +12,7 @@ from onward.derive.optimizer import Optimizer
 from onward.develop.check_finite import check_finite as checked
 from onward.distribute.merge import Merge
 from onward.distribute.replicate import replicate
-from onward.execute.state import Layout
+from onward.execute.layout import Layout
 from onward.fit.model import Model
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from onward.core.errors import ClusterError
 from onward.distribute.split.shards import Shard
 from onward.distribute.split.trainer import as_typed
-from onward.execute.state import Layout
+from onward.execute.layout import Layout
 from onward.fleet.job import ClusterJob
 from onward.fleet.link import Unreachable
 from onward.fleet.messages import Reply, Sender, ServerStatus, ServerWord, Told

@@ -24,11 +24,12 @@ from onward.distribute.split.trainer import TRAINER, as_typed, carried_by
 from onward.execute.compile import compile
 from onward.execute.feeds import Feeds, data_names, key_of
 from onward.execute.initialize import initialized
+from onward.execute.layout import Layout
 from onward.execute.nonfinite.find import find
 from onward.execute.nonfinite.finding import NonFinite
 from onward.execute.portions import Portions
 from onward.execute.spread import By, Spread
-from onward.execute.state import Layout, State, stored
+from onward.execute.state import State, stored
 from onward.fit.evaluator import as_feed, batch_size, metrics_of, scalars_of
 from onward.fit.finite import check_numbers
 from onward.fleet.holding import Gradients, Values

@@ -151,8 +151,6 @@ class Desk:
         self,
         word: ServerWord,
         wanted: Wanted | None = None,
-        staleness: int = 0,
-        lag: int = 0,
         told: Told | None = None,
     ) -> Reply:
         """An answer, with values where some are wanted."""
@@ -164,7 +162,7 @@ class Desk:
         whole = holding.whole() if is_done and told is None else ()
         told = Told(arrays={0: whole}) if whole else told or Told()
         seen = holding.seen() if is_done else ()
-        return Reply(word, self.keeper.version, values, staleness, lag, self.epoch, told, seen)
+        return Reply(word, self.keeper.version, values, epoch=self.epoch, told=told, seen=seen)
 
     async def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
         """Wait for news until the condition holds; False if it does not in time."""

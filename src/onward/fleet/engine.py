@@ -6,40 +6,28 @@ starts processes, a ``Link`` reaches the object in one of them, a ``Pending`` is
     with Engine() as engine:                                # Ray on this machine, on loopback only
         link = engine.spawn(Counter, 5, name="counter")     # Counter(5), in a process of its own
         link.call("add", 3).result(timeout=10.0)            # 8
-
-Methods that are ``async def`` run on the one event loop of their process, so between two ``await`` nothing
-else of the kind runs. Other methods run in a thread each: one that blocks holds up nobody. What memory the
-loop's thread has used is kept for its next call.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import os
 import re
-import socket
-import sys
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from threading import Lock, Thread
-from time import sleep
-from typing import Any, ClassVar, Self, cast
+from threading import Lock
+from typing import Any, Self, cast
 
 from onward.core.errors import ArgumentError, ClusterError
 from onward.core.extras import require
 from onward.core.structure import describe
-from onward.execute.host_memory import keep_host_memory
+from onward.fleet.host import Host
 from onward.fleet.link import HostAddress, Link, Unreachable
 from onward.fleet.ray_start import RayStart, busy
 
 THREADS = 64  # calls that one hosted object serves at a time
-LOOK = 0.5  # seconds between two looks at whether a hosted object has lost its place
 COLOUR = re.compile(r"\x1b\[\d+m")
 
 
@@ -62,15 +50,6 @@ SLOW = (
     "{name} is not there after {timeout:g} s. Either no machine has room for it now (free are {found}), or "
     "its start takes longer: give it more time, or ask for less"
 )
-
-
-def is_reborn() -> bool:
-    """Whether this process hosts an object that was lost with the process before, and made anew.
-
-    >>> is_reborn()
-    False
-    """
-    return _Host.reborn
 
 
 class _Home:
@@ -197,7 +176,7 @@ class Engine:
         _check_room(name, chosen, ray)
         try:
             made = ray.put((factory, arguments))  # kept: Ray forgets large arguments of a restarted actor
-            actor = ray.remote(_Host).options(**chosen).remote(name, ray.cloudpickle.dumps(made))
+            actor = ray.remote(Host).options(**chosen).remote(name, ray.cloudpickle.dumps(made))
         except TypeError as error:
             found = next(filter(None, (_culprit("argument", x) for x in arguments)), str(error))
             raise ArgumentError(UNSENT.format(name=name, found=found)) from error
@@ -282,68 +261,6 @@ class _RayPending:
     def done(self) -> bool:
         ray = require("ray", "cluster")
         return not ray.is_initialized() or bool(ray.wait([self.ref], timeout=0, fetch_local=False)[0])
-
-
-class _Host:
-    """The Ray actor that makes a hosted object in a process of its own and calls its methods."""
-
-    reborn: ClassVar[bool] = False
-    _name = "a hosted object"  # until its factory has arrived
-
-    def __init__(self, name: str, made: bytes) -> None:
-        self._name = name
-        self._made: Future[Any] = Future()
-        _Host.reborn = _was_restarted()
-        keep_host_memory()
-        self._loop = asyncio.new_event_loop()  # one thread, as each thread keeps memory of its own
-        Thread(target=self._loop.run_forever, name="onward-methods", daemon=True).start()
-        Thread(target=self._make, args=(made,), name="onward-object", daemon=True).start()
-
-    def _make(self, made: bytes) -> None:
-        """Make the object while calls wait for it; then look whether another process has its place."""
-        try:
-            ray = require("ray", "cluster")
-            factory, arguments = ray.get(ray.cloudpickle.loads(made))
-            self._made.set_result(factory(*arguments))
-        except Unreachable as error:  # it lost its place before it had it; Ray makes the next one
-            _leave(str(error))
-        except Exception as error:  # Ray would tell it as a text
-            self._made.set_exception(error)
-            return
-        ending = getattr(self._made.result(), "ending", lambda: None)
-        while not (found := ending()):
-            sleep(LOOK)
-        _leave(found)
-
-    def __repr__(self) -> str:
-        return self._name
-
-    def call(self, asked: tuple[str, tuple[Any, ...]]) -> Any:
-        method, arguments = asked
-        found = getattr(self._made.result(), method)(*arguments)
-        if inspect.iscoroutine(found):
-            return asyncio.run_coroutine_threadsafe(found, self._loop).result()
-        return found
-
-    def place(self) -> HostAddress:
-        self._made.result()
-        return self.process()
-
-    def process(self) -> HostAddress:
-        node = require("ray", "cluster").get_runtime_context().get_node_id()
-        return HostAddress(os.getpid(), socket.gethostname(), node)
-
-
-def _leave(why: str) -> None:
-    """End this process at once, whatever its threads do."""
-    print(why, file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def _was_restarted() -> bool:
-    with warnings.catch_warnings():  # what Ray calls here it calls deprecated itself
-        warnings.simplefilter("ignore")
-        return bool(require("ray", "cluster").get_runtime_context().was_current_actor_reconstructed)
 
 
 def _translated(error: Any, name: str) -> Exception:

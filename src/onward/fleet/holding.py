@@ -21,6 +21,7 @@ from onward.distribute.split.joined import Seen
 from onward.distribute.split.server import ServerPart
 from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.initialize import initialized
+from onward.execute.lending import Lending
 
 Rows = Mapping[str, tuple[np.ndarray, np.ndarray]]
 _FAILED = (
@@ -68,6 +69,10 @@ class Values:
         return sum(x.nbytes for x in (*self.arrays, *self.rows.values(), *self.shared.values()))
 
 
+Sent = Sequence[Gradients | None]
+"""What each trainer sent; None of one that had no batch."""
+
+
 class Holding:
     """The state of one server, updated in place.
 
@@ -92,7 +97,7 @@ class Holding:
 
     def update(
         self,
-        gradients: Sequence[Gradients | None],
+        gradients: Sent,
         shares: Sequence[float],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
@@ -118,9 +123,7 @@ class Holding:
         if fails is not None:
             meanwhile()
 
-    def measured(
-        self, gradients: Sequence[Gradients | None], shares: Sequence[float]
-    ) -> tuple[np.ndarray, ...]:
+    def measured(self, gradients: Sent, shares: Sequence[float]) -> tuple[np.ndarray, ...]:
         """Compute this server's part of the sums over all servers that an update of these gradients needs."""
         if self.part.measuring is None:
             return ()
@@ -143,7 +146,7 @@ class Holding:
     def replayed(
         self,
         arrays: Mapping[str, np.ndarray],
-        gradients: Sequence[Gradients | None],
+        gradients: Sent,
         shares: Sequence[float],
     ) -> dict[str, np.ndarray]:
         """Compute the update of other arrays; the server's own stay as they are."""
@@ -209,7 +212,7 @@ class Holding:
         """Hold these values from now on."""
         self.state = {v.name: self._placed(v, arrays[v.name]) for v in self.program.state}
 
-    def changed_rows(self, gradients: Sequence[Gradients | None]) -> dict[str, np.ndarray]:
+    def changed_rows(self, gradients: Sent) -> dict[str, np.ndarray]:
         """For each lazily updated table, which of its rows an update with these gradients changes."""
         sent = [g for g in gradients if g is not None]
         lazy = dict.fromkeys(self.by_row.values())
@@ -226,14 +229,14 @@ class Holding:
             found |= {old.name: table.name for old in olds if old.shape[:1] == table.shape[:1]}
         return found
 
-    def _update(self, gradients: Sequence[Gradients | None]) -> _CompiledUpdate:
+    def _update(self, gradients: Sent) -> _CompiledUpdate:
         """The compiled update for as many rows as were sent."""
         counts = self._buckets(gradients)
         if counts not in self._updates:
             self._updates[counts] = _CompiledUpdate(self._part(counts))
         return self._updates[counts]
 
-    def _buckets(self, gradients: Sequence[Gradients | None]) -> tuple[int, ...]:
+    def _buckets(self, gradients: Sent) -> tuple[int, ...]:
         """For each table, how many rows the update is compiled for: a power of two."""
         most = (max((len(g.rows[n][0]) for g in gradients if g is not None), default=0) for n in self.tables)
         return tuple(max(_SMALLEST, 1 << (n - 1).bit_length()) if n else _SMALLEST for n in most)
@@ -256,35 +259,32 @@ class _CompiledUpdate:
     def __init__(self, part: ServerPart) -> None:
         self.part = part
         self.program: Program = part.program
-        self.changed = [v for v in self.program.state if v in self.program.next_state]
-        self.kept = [v for v in self.program.state if v not in self.program.next_state]
+        state, next_state = self.program.state, self.program.next_state
+        self.lending = Lending([i for i, v in enumerate(state) if v in next_state], len(state))
+        self.changed, _ = self.lending.apart(state)
         fails = [] if part.fails is None else [part.fails]
-        following = lower(self.program, [*(self.program.next_state[v] for v in self.changed), *fails])
-        order = {v: i for i, v in enumerate((*self.changed, *self.kept))}
+        following = lower(self.program, [*(next_state[v] for v in self.changed), *fails])
 
         def run(changed: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-            values = [*changed, *kept]
-            return following([values[order[v]] for v in self.program.state], inputs)
+            return following(self.lending.together(changed, kept), inputs)
 
         self.run = compiled_alone(run, donate_argnums=(0,))
         self.zeros: dict[Variable, np.ndarray] = {}
 
     def __call__(
-        self, state: dict[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
+        self, state: dict[str, Any], gradients: Sent, shares: Sequence[float]
     ) -> tuple[dict[str, Any], Any]:
         """The next state, and whether the update fails and left it as it was; None: it cannot fail.
 
         Both may still be computing.
         """
         fed = self._fed(self.program, gradients, shares)
-        changed = [state[v.name] for v in self.changed]
-        new = self.run(changed, [state[v.name] for v in self.kept], [fed[v] for v in self.program.inputs])
+        own = self.lending.apart([state[v.name] for v in self.program.state])
+        new = self.run(*own, [fed[v] for v in self.program.inputs])
         following = state | {v.name: x for v, x in zip(self.changed, new, strict=False)}
         return following, None if self.part.fails is None else new[-1]
 
-    def spoilt(
-        self, state: Mapping[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
-    ) -> str:
+    def spoilt(self, state: Mapping[str, Any], gradients: Sent, shares: Sequence[float]) -> str:
         """Name the values of an update that are not finite, three at most."""
         fed = self._fed(self.program, gradients, shares)
         run = lower(self.program, self.part.watched)
@@ -294,7 +294,7 @@ class _CompiledUpdate:
         return ", ".join(found[:3]) or "a value that no longer is so when computed again"
 
     def measured(
-        self, state: Mapping[str, Any], gradients: Sequence[Gradients | None], shares: Sequence[float]
+        self, state: Mapping[str, Any], gradients: Sent, shares: Sequence[float]
     ) -> tuple[np.ndarray, ...]:
         """Compute this server's part of the sums over all servers."""
         program = self.part.measuring
@@ -308,9 +308,7 @@ class _CompiledUpdate:
         assert self.part.measuring is not None
         return compiled_alone(lower(self.part.measuring, self.part.measuring.outputs))
 
-    def _fed(
-        self, program: Program, gradients: Sequence[Gradients | None], shares: Sequence[float]
-    ) -> dict[Variable, Any]:
+    def _fed(self, program: Program, gradients: Sent, shares: Sequence[float]) -> dict[Variable, Any]:
         fed: dict[Variable, Any] = {}
         for sent, feeds, tables in zip(gradients, self.part.received, self.part.rows, strict=True):
             values = sent.arrays if sent else [self._nothing(v) for v in feeds]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onward.core.errors import ArgumentError
-from onward.core.structure import describe, is_count
+from onward.core.structure import describe, expect_count
 from onward.derive.optimizer import Optimizer
 from onward.derive.optimizers import Momentum
 
@@ -41,10 +41,7 @@ class Bounded:
     staleness: int
 
     def __post_init__(self) -> None:
-        if not (self.staleness == 0 or is_count(self.staleness)):
-            raise ArgumentError(
-                f"Bounded: staleness is {self.staleness!r}; expected a number of steps, at least 0."
-            )
+        expect_count(self.staleness, "Bounded: staleness", 0, "a number of steps")
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ class Local:
     outer: Optimizer = field(default_factory=lambda: Momentum(0.7, 0.9, nesterov=True))
 
     def __post_init__(self) -> None:
-        if not is_count(self.every):
-            raise ArgumentError(f"Local: every is {self.every!r}; expected a number of steps, at least 1.")
+        expect_count(self.every, "Local: every", of="a number of steps")
         if not isinstance(self.outer, Optimizer):
             raise ArgumentError(
                 f"Local: outer is {describe(self.outer)}; expected an optimizer, such as SGD(1.0)."

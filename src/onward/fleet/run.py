@@ -28,6 +28,8 @@ from onward.fleet.messages import HistoryRow, ServerStatus, TrainerStatus
 from onward.fleet.settings import Settings, check_same_training
 from onward.fleet.supervisor import Supervisor
 
+_OF_ROW = ("staleness", "lag", "examples", "sent", "received", "seconds", "waited")
+_OF_STATUS = ("pushes", "duplicates", "received", "sent", "written")
 _LOOK = 0.1  # seconds between two looks at servers and trainers
 _LOAD = 1.0  # seconds between two records of the servers' load
 _LEAVE = 20.0  # seconds that taking it down may take when the interpreter ends
@@ -240,13 +242,7 @@ class Run:
             trainer=row.trainer,
             **self._changed,
             **shown,
-            staleness=row.staleness,
-            lag=row.lag,
-            examples=row.examples,
-            sent=row.sent,
-            received=row.received,
-            seconds=row.seconds,
-            waited=row.waited,
+            **{name: getattr(row, name) for name in _OF_ROW},
             time=row.ended - self._begun,
         )
         for seen in row.seen:
@@ -279,11 +275,7 @@ class Run:
                 server=status.index,
                 queue=status.queue,
                 busy=busy,
-                pushes=status.pushes,
-                duplicates=status.duplicates,
-                received=status.received,
-                sent=status.sent,
-                written=status.written,
+                **{name: getattr(status, name) for name in _OF_STATUS},
             )
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.core.errors import ArgumentError, ClusterError
-from onward.core.structure import is_count
+from onward.core.structure import expect_count
 from onward.distribute.split.devices import TrainerDevices
 from onward.execute.disk.durable import appearing, sync
 from onward.fleet.faults import Faults
@@ -43,10 +43,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for what, count in (("trainers", self.trainers), ("servers", self.servers), ("epochs", self.epochs)):
-            if not is_count(count):
-                raise ArgumentError(f"cluster: {what} is {count!r}; expected how many, at least 1.")
-        if not (self.restarts == 0 or is_count(self.restarts)):
-            raise ArgumentError(f"cluster: restarts is {self.restarts!r}; expected how many, at least 0.")
+            expect_count(count, f"cluster: {what}", of="how many")
+        expect_count(self.restarts, "cluster: restarts", 0, "how many")
         for what, seconds in (("deadline", self.deadline), ("start_limit", self.start_limit)):
             if not (isinstance(seconds, int | float) and seconds > 0):
                 raise ArgumentError(f"cluster: {what} is {seconds!r}; expected seconds, more than 0.")

@@ -145,6 +145,7 @@ def start(
         )
     program = checked(program) if check_finite else program
     program, own = _on_devices(program, devices, merge)
+    of_trainers = with_host_devices(trainer_options or {}, 0 if own is None else own.replicas.count)
     settings = Settings(
         trainers=trainers,
         servers=servers,
@@ -157,10 +158,7 @@ def start(
         deadline=deadline,
         restarts=restarts,
         start_limit=start_limit,
-        options={
-            "trainers": with_host_devices(trainer_options or {}, 0 if own is None else own.replicas.count),
-            "servers": server_options or {},
-        },
+        options={"trainers": of_trainers, "servers": server_options or {}},
         devices=own,
         takes_all=devices is None,
         progress=progress,
@@ -168,14 +166,8 @@ def start(
         **hidden.pop("settings", {}),
     )
     _expect_reader(reader, settings)
-    if hidden:
-        name, known = next(iter(hidden)), list(signature(start).parameters)[:-1]
-        raise ArgumentError(f"cluster: there is no option {name!r}. {nearest(name, known)}")
-    if parameters is None and program.signature is not None and not is_declared(forward_pass(program)):
-        raise ArgumentError(
-            f"cluster: {program.name!r} is a function of its parameters, so their first values are needed: "
-            "parameters=params, as they were traced."
-        )
+    _expect_known(hidden)
+    _expect_values(program, parameters)
     model = Model(program, parameters, state, seed=seed)
     hosting = Engine(address, token) if engine is None else nullcontext(engine)
     run = Run(hosting, program, reader, model, settings)
@@ -241,6 +233,22 @@ def _expect_reader(reader: Any, settings: Settings) -> None:
             "one: reader=lambda: read(files)."
         )
     Stream(reader, 0, settings.trainers, settings.epochs)  # raises what trainers would
+
+
+def _expect_known(options: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError`` for an option that ``start`` does not have."""
+    if options:
+        name, known = next(iter(options)), list(signature(start).parameters)[:-1]
+        raise ArgumentError(f"cluster: there is no option {name!r}. {nearest(name, known)}")
+
+
+def _expect_values(program: Program, parameters: Any) -> None:
+    """Raise ``ArgumentError`` for a function of parameters of which no first values are given."""
+    if parameters is None and program.signature is not None and not is_declared(forward_pass(program)):
+        raise ArgumentError(
+            f"cluster: {program.name!r} is a function of its parameters, so their first values are needed: "
+            "parameters=params, as they were traced."
+        )
 
 
 def _sums(program: Program, merge: Merge | None, trainers: int, rounds: bool) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+from onward.serve.endpoint.endpoint import Endpoint
 from onward.shell.options import add_command, count, positive, seconds
-from onward.shell.serve import serve
 
 
 def add_serve(commands: Any) -> None:
@@ -110,7 +111,12 @@ LIMITS: tuple[tuple[str, Any, Any, str, str], ...] = (
 )
 
 
+_OF_RUN = ("run", "host", "port", "watch")  # the others are options of the Endpoint
+
+
 def _serve(options: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(options).items() if name != "run"}
-    serve(**given)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    given = {name: value for name, value in vars(options).items() if name not in _OF_RUN}
+    endpoint = Endpoint(given.pop("path"), **{**given, "name": options.name or options.path.stem})
+    endpoint.run(options.host, options.port, watch=options.watch)
     return 0

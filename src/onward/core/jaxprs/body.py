@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -75,6 +75,16 @@ class Call:
     inner: Mapping[str, tuple[Body, ...]]
 
 
+class JaxprParts(NamedTuple):
+    """The variables of constants, these, the inputs, the equations and the outputs of a jaxpr."""
+
+    constvars: Sequence[Any]
+    consts: Sequence[Any]
+    invars: Sequence[Any]
+    eqns: tuple[Any, ...]
+    outvars: Sequence[Any]
+
+
 class Body:
     """The computation of an Op: a closed jaxpr from positions to positions."""
 
@@ -110,12 +120,12 @@ class Body:
     @cached_property
     def in_avals(self) -> Sequence[Any]:
         """For every input something with its shape and dtype."""
-        return [v.aval for v in self.closed.jaxpr.invars]
+        return [v.aval for v in self.parts.invars]
 
     @cached_property
     def out_avals(self) -> Sequence[Any]:
         """For every output something with its shape and dtype."""
-        return [v.aval for v in self.closed.jaxpr.outvars]
+        return [v.aval for v in self.parts.outvars]
 
     @property
     def in_types(self) -> tuple[Type, ...]:
@@ -157,7 +167,7 @@ class Body:
     @property
     def has_effects(self) -> bool:
         """Whether it prints, calls back, or otherwise does more than compute."""
-        return bool(self.closed.jaxpr.effects)
+        return any(eqn.effects for eqn in self.parts.eqns)
 
     @cached_property
     def primitives(self) -> frozenset[str]:
@@ -186,7 +196,7 @@ class Body:
     @property
     def equations(self) -> Sequence[Any]:
         """Its equations."""
-        return tuple(self.closed.jaxpr.eqns)
+        return self.parts.eqns
 
     @property
     def calls(self) -> Iterator[Call]:
@@ -197,11 +207,16 @@ class Body:
             inner = {key: bodies for key, bodies in found if bodies}
             yield Call(eqn.primitive.name, operands, results, eqn.params, inner)
 
-    @property
-    def parts(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """The variables of constants, these, the inputs, the equations and the outputs."""
+    @cached_property
+    def parts(self) -> JaxprParts:
+        """The parts of its jaxpr."""
         jaxpr = self.closed.jaxpr
-        return jaxpr.constvars, self.closed.consts, jaxpr.invars, jaxpr.eqns, jaxpr.outvars
+        return JaxprParts(jaxpr.constvars, self.closed.consts, jaxpr.invars, tuple(jaxpr.eqns), jaxpr.outvars)
+
+    @property
+    def unscoped(self) -> JaxprParts:
+        """The same without the scope that an Op knows."""
+        return self.parts
 
     def anonymous(self) -> Body:
         """The same computation without the place it came from, fit for sharing between ops."""
@@ -212,12 +227,11 @@ class Body:
     @cached_property
     def wires(self) -> tuple[Wire | int | None, ...]:
         """For each output: the Wire it is, the earlier output it repeats (an int), or None if new."""
-        jaxpr = self.closed.jaxpr
-        inputs = {id(v): i for i, v in enumerate(jaxpr.invars)}
-        values = {id(v): c for v, c in zip(jaxpr.constvars, self.closed.consts, strict=True)}
+        inputs = {id(v): i for i, v in enumerate(self.parts.invars)}
+        values = dict(zip(map(id, self.parts.constvars), self.parts.consts, strict=True))
         seen: dict[int, int] = {}
         wires: list[Wire | int | None] = []
-        for j, v in enumerate(jaxpr.outvars):
+        for j, v in enumerate(self.parts.outvars):
             if isinstance(v, jex.Literal):
                 wires.append(Wire(value=literal_value(v)))
             elif id(v) in inputs:
@@ -231,12 +245,12 @@ class Body:
 
     def depending_on(self, inputs: Iterable[int]) -> set[int]:
         """The outputs that depend on any of these inputs."""
-        jaxpr = self.closed.jaxpr
-        reached = {jaxpr.invars[i] for i in inputs}
-        for eqn in jaxpr.eqns:
+        reached = {self.parts.invars[i] for i in inputs}
+        for eqn in self.equations:
             if any(not isinstance(v, jex.Literal) and v in reached for v in eqn.invars):
                 reached.update(eqn.outvars)
-        return {j for j, v in enumerate(jaxpr.outvars) if not isinstance(v, jex.Literal) and v in reached}
+        outvars = enumerate(self.parts.outvars)
+        return {j for j, v in outvars if not isinstance(v, jex.Literal) and v in reached}
 
     def same_everywhere(self, inputs: Iterable[int]) -> set[int]:
         """The outputs that are equal on all devices if these inputs are, and the others are not."""
@@ -281,7 +295,7 @@ class Body:
         """The operands of the equation: positions of inputs, and literal numbers as text."""
         if len(self.equations) != 1:
             return tuple(range(len(self.in_avals)))
-        at = {id(v): i for i, v in enumerate(self.closed.jaxpr.invars)}
+        at = {id(v): i for i, v in enumerate(self.parts.invars)}
         return tuple(
             str(np.asarray(v.val)) if isinstance(v, jex.Literal) else at.get(id(v), "constant")
             for v in self.equations[0].invars
@@ -309,50 +323,25 @@ class EquationBody(Body):
     """The Body of one traced equation; its jaxpr is built when first needed."""
 
     def __init__(self, eqn: Any, invars: list[Any], outvars: list[Any], debug_info: Any) -> None:
-        self._eqn, self._invars, self._outvars, self._debug_info = eqn, invars, outvars, debug_info
-
-    @property
-    def _outermost(self) -> Any:
-        """The equation without its scope, which the Op knows."""
-        place = self._eqn.source_info.replace(name_stack=nowhere().name_stack)
-        return self._eqn.replace(source_info=place)
+        self.parts, self._debug_info = JaxprParts((), (), invars, (eqn,), outvars), debug_info
 
     @cached_property
     def closed(self) -> Any:
         """The jaxpr of the equation alone."""
-        eqn = self._outermost
-        jaxpr = jex.Jaxpr([], self._invars, self._outvars, [eqn], eqn.effects, self._debug_info)
-        return close(jaxpr, [])
-
-    @cached_property
-    def in_avals(self) -> Sequence[Any]:
-        """For every input something with its shape and dtype."""
-        return [v.aval for v in self._invars]
-
-    @cached_property
-    def out_avals(self) -> Sequence[Any]:
-        """For every output something with its shape and dtype."""
-        return [v.aval for v in self._outvars]
-
-    @property
-    def has_effects(self) -> bool:
-        """Whether the equation prints or calls back."""
-        return bool(self._eqn.effects)
-
-    @property
-    def equations(self) -> Sequence[Any]:
-        """The one equation."""
-        return (self._eqn,)
+        _, _, invars, (eqn,), outvars = self.unscoped
+        return close(jex.Jaxpr([], invars, outvars, [eqn], eqn.effects, self._debug_info), [])
 
     @cached_property
     def signature(self) -> BodySignature:
         """Equal for equations that compute the same."""
-        return interned(key_of_parts([], [], self._invars, [self._eqn], self._outvars))
+        return interned(key_of_parts(*self.parts))
 
     @property
-    def parts(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """No constants; what it reads, the equation, what it gives."""
-        return (), (), self._invars, (self._outermost,), self._outvars
+    def unscoped(self) -> JaxprParts:
+        """No constants; what it reads, the equation without its scope, what it gives."""
+        (eqn,) = self.parts.eqns
+        place = eqn.source_info.replace(name_stack=nowhere().name_stack)
+        return self.parts._replace(eqns=(eqn.replace(source_info=place),))
 
 
 def body_of(function: Callable[..., Any], *types: Any) -> Body:

@@ -44,7 +44,7 @@ class _GrowingJaxpr:
         self.stacks: dict[str, Any] = {}
 
     def append(self, op: Op, scope: str) -> None:
-        constvars, consts, invars, eqns, outvars = op.body.parts
+        constvars, consts, invars, eqns, outvars = op.body.unscoped
         atoms = dict(zip(invars, map(self.env.__getitem__, op.inputs), strict=True))
         atoms.update(zip(constvars, map(self.constant, constvars, consts), strict=True))
         stack = self.stack(f"{op.made_by}/{scope}" if scope else str(op.made_by))

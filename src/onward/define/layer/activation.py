@@ -38,12 +38,16 @@ _DOCSTRING = """{formula}, as ``jax.nn.{name}``.
     """
 
 
+_BY_NAME: dict[str, Callable[..., Any]] = {}
+
+
 def _activation(function: Callable[..., Any], formula: str, source: str = "", zero: float = 0.0) -> Any:
     """A layer of one of the functions of ``jax.nn``; ``zero`` is what it makes of two zeros."""
 
     def activation(x: Any, *, name: str | None = None, **options: Any) -> Any:
         return function(jnp.asarray(x), **options)
 
+    _BY_NAME[function.__name__] = function
     activation.__name__ = activation.__qualname__ = function.__name__
     activation.__doc__ = _DOCSTRING.format(
         formula=formula,
@@ -79,15 +83,6 @@ sigmoid = _activation(jax.nn.sigmoid, "``1 / (1 + exp(-x))``", zero=0.5)
 softplus = _activation(jax.nn.softplus, "``log(1 + exp(x))``", zero=0.693)
 softmax = _activation(jax.nn.softmax, "``exp(x) / sum(exp(x))`` over the last axis", zero=0.5)
 log_softmax = _activation(jax.nn.log_softmax, "``x - log(sum(exp(x)))`` over the last axis", zero=-0.693)
-
-_BY_NAME: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        *(jax.nn.relu, jax.nn.relu6, jax.nn.leaky_relu, jax.nn.elu, jax.nn.selu, jax.nn.gelu, jax.nn.silu),
-        *(jax.nn.hard_silu, jax.nn.tanh, jax.nn.sigmoid, jax.nn.softplus),
-        *(jax.nn.softmax, jax.nn.log_softmax),
-    )
-}
 
 
 def activated(x: Any, act: str | Callable[..., Any] | None) -> Any:

@@ -17,9 +17,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from onward.core.errors import HyperparameterError
-from onward.core.structure import is_count
-from onward.derive.rule import Hyperparameter, ParameterRule, Slots
+from onward.derive.rule import Hyperparameter, ParameterRule, Slots, expect_steps
 
 
 class RunningAverage(ParameterRule):
@@ -81,7 +79,7 @@ class PolyakAverage(RunningAverage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _expect_count(self, "begin", self.begin, 0)
+        expect_steps(self, "begin", 0)
 
     def update(self, parameter: Any, updated: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The parameter as it is, and the next mean."""
@@ -116,8 +114,8 @@ class SWA(RunningAverage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _expect_count(self, "begin", self.begin, 0)
-        _expect_count(self, "every", self.every, 1)
+        expect_steps(self, "begin", 0)
+        expect_steps(self, "every", 1)
 
     def update(self, parameter: Any, updated: Any, gradient: Any, slots: Slots) -> tuple[Any, Slots]:
         """The parameter as it is, and the next average."""
@@ -126,10 +124,3 @@ class SWA(RunningAverage):
         met = (done <= 0) | (done % self.every == 0)
         average = jnp.where(met, slots["average"] + (updated - slots["average"]) / count, slots["average"])
         return updated, {"average": average}
-
-
-def _expect_count(rule: Any, name: str, value: Any, least: int) -> None:
-    if not is_count(value, least):
-        raise HyperparameterError(
-            f"{type(rule).__name__}: {name} is {value!r}; expected a number of steps, at least {least}."
-        )

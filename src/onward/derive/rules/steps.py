@@ -6,10 +6,8 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from onward.core.errors import HyperparameterError
-from onward.core.structure import is_count
 from onward.core.words import UpdateType
-from onward.derive.rule import Hyperparameter, ParameterRule, Slots
+from onward.derive.rule import Hyperparameter, ParameterRule, Slots, expect_steps
 
 
 class Lookahead(ParameterRule):
@@ -37,10 +35,7 @@ class Lookahead(ParameterRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_count(self.every):
-            raise HyperparameterError(
-                f"Lookahead: every is {self.every!r}; expected a number of steps, at least 1."
-            )
+        expect_steps(self, "every")
 
     def init(self, parameter: Any) -> Slots:
         """Where the parameter was when it last went back."""

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from onward.core.builder import Builder
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.tracing import current_axis
 from onward.core.placement import equal_variables, expect_one_device
 from onward.core.program import Op, Phase, Program, Variable
@@ -92,9 +91,8 @@ def _known(builder: Builder, program: Program, update: ForeignUpdate) -> dict[Va
 
 
 def _zeros(builder: Builder, v: Variable) -> Variable:
-    body = body_of(lambda: [jnp.zeros(v.shape, v.dtype)])
     zeros = replace(v, name=builder.names.new(v.name), kind=Kind.GRADIENT)
-    return builder.add("zeros", [], [zeros], body)[0]
+    return builder.add("zeros", [], [zeros], lambda: [jnp.zeros(v.shape, v.dtype)])[0]
 
 
 def _expect_shared(program: Program, update: ForeignUpdate, env: Mapping[Variable, Variable]) -> None:

@@ -18,7 +18,7 @@ from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
-from onward.core.structure import expect_flag, is_count, is_word
+from onward.core.structure import expect_count, expect_flag, is_word
 from onward.core.walk import Where, select
 from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
@@ -201,8 +201,7 @@ def expect_rows(program: Program, how: Accumulation, devices: int) -> None:
 
 def _expect_fit(program: Program, recipe: Recipe, steps: Any) -> None:
     """Raise unless this Program can be accumulated over so many steps."""
-    if not is_count(steps):
-        raise ArgumentError(f"accumulate: steps is {steps!r}; expected how many micro-batches, at least 1.")
+    expect_count(steps, "accumulate: steps", of="how many micro-batches")
     if (how := accumulation_of(program)) is not None:
         raise GraphError(
             f"Program {program.name!r} is accumulated already, over {how.steps} micro-batches. Accumulate "

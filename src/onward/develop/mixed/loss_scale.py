@@ -81,9 +81,9 @@ def _adjusted(
     """The Program with the op that adjusts the scale, and the count of good steps in a row."""
     builder = Builder(program, program.ops, made_by=Pass.UPDATE)
     good = builder.carry("good_steps", lambda: jnp.int32(0))
-    reads = scale, good, finite
-    body = body_of(_adjusting(growth_every, factor), *(v.aval for v in reads))
-    builder.add("adjust_scale", reads, [], body, UpdateType.BOOKKEEPING, replaces=(scale, good))
+    adjusted = _adjusting(growth_every, factor)
+    reads, replaced = (scale, good, finite), (scale, good)
+    builder.add("adjust_scale", reads, [], adjusted, UpdateType.BOOKKEEPING, replaces=replaced)
     return builder.program()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError
 from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, recipe_of, whole_types
-from onward.core.structure import is_count, is_number, is_word
+from onward.core.structure import expect_count, is_number, is_word
 from onward.core.transform import transform
 from onward.core.walk import Where, listed
 from onward.derive.backward import append_backward
@@ -128,11 +128,8 @@ class _Scaling:
                 raise HyperparameterError(
                     f"mixed_precision: {name} is {value!r}; expected a number above {least}."
                 )
-        if not is_count(self.growth_every):
-            raise HyperparameterError(
-                f"mixed_precision: growth_every is {self.growth_every!r}; expected a number of steps, "
-                "at least 1."
-            )
+        what = "mixed_precision: growth_every"
+        expect_count(self.growth_every, what, 1, "a number of steps", HyperparameterError)
 
 
 def _scaling(dtype: str, scale: float | None, growth_every: int, factor: float) -> _Scaling | None:

@@ -134,11 +134,9 @@ def rolls_of(program: Program) -> tuple[Rolled, ...]:
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
-        >>> def loss(params, x):
-        ...     for w in params:
-        ...         x = x + jnp.tanh(x @ w)
-        ...     return jnp.mean(x**2)
-        >>> program = ow.trace(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w))
+        >>> program = ow.trace(loss, jnp.eye(4), jnp.ones((2, 4)))
         >>> ow.graph.rolls_of(ow.roll(program))[0].times
         6
     """

@@ -19,7 +19,7 @@ from onward.core.marks import COUNT, WATCH
 from onward.core.names import Names
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Phase, Program, Variable
-from onward.core.structure import describe, is_count
+from onward.core.structure import describe, expect_count
 from onward.core.transform import transform
 from onward.core.walk import Where
 from onward.core.words import Pass, UpdateType
@@ -97,8 +97,7 @@ def watch(
     """
     expect_program(program, "watch")
     for name, number in (("every", every), ("bins", bins)):
-        if not is_count(number):
-            raise ArgumentError(f"watch: {name} is {number!r}; expected a whole number, at least 1.")
+        expect_count(number, f"watch: {name}")
     entries = entries_of(program, patterns, gradients, updates, parameters, activations)
     if not entries:
         raise ArgumentError(

@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import op_of
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
@@ -141,8 +141,7 @@ def summed(across: Across, gradients: Sequence[Variable], names: Names, downhill
         found = across.rule.sums(wide)
         return [jnp.asarray(x, v.dtype) for x, v in zip(found, outputs, strict=True)]
 
-    body = body_of(sums, *(v.aval for v in gradients))
-    return Op("sums", tuple(gradients), outputs, body, Pass.UPDATE, update=UpdateType.ACROSS)
+    return op_of("sums", gradients, outputs, sums, Pass.UPDATE, update=UpdateType.ACROSS)
 
 
 def added(parts: Sequence[Sequence[Variable]], outputs: Sequence[Variable]) -> Op:
@@ -152,12 +151,9 @@ def added(parts: Sequence[Sequence[Variable]], outputs: Sequence[Variable]) -> O
     def add(*values: Any) -> list[Any]:
         return [sum(values[k + count :: count], values[k]) for k in range(count)]
 
-    inputs = tuple(v for part in parts for v in part)
-    body = body_of(add, *(v.aval for v in inputs))
-    return Op("add", inputs, tuple(outputs), body, Pass.COLLECTIVE)
+    return op_of("add", [v for part in parts for v in part], outputs, add, Pass.COLLECTIVE)
 
 
 def zero(v: Variable) -> Op:
     """The op that gives a sum its first value, zero."""
-    body = body_of(lambda: [jnp.zeros(v.shape, v.dtype)])
-    return Op("constant", (), (v,), body, Pass.UPDATE)
+    return op_of("constant", (), (v,), lambda: [jnp.zeros(v.shape, v.dtype)], Pass.UPDATE)

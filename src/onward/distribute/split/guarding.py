@@ -20,8 +20,6 @@ import numpy as np
 
 from onward.core.builder import Builder
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.marks import CHECK, FINITE, SCALE_LOSS
 from onward.core.program import Applied, Program, Variable
 from onward.core.words import Pass, UpdateType
@@ -86,15 +84,15 @@ class Guarded:
 
     Attributes:
         program: the Program.
-        fails: whether the update is one that it can neither make nor leave out.
+        fails: whether the update is one that it can neither make nor leave out; None where nothing looks.
         skipped: the state Variable that counts what was left out; on the first server.
         watched: what is looked at.
     """
 
     program: Program
-    fails: Variable
-    skipped: Variable | None
-    watched: tuple[Variable, ...]
+    fails: Variable | None = None
+    skipped: Variable | None = None
+    watched: tuple[Variable, ...] = ()
 
 
 def looking(base: Program) -> Program:
@@ -176,6 +174,7 @@ def _both(
 ) -> Guarded:
     """A Program that is guarded and checked: it fails where one of the two says so."""
     builder = Builder(checked.program, checked.program.ops, made_by=Pass.UPDATE)
+    assert checked.fails is not None, "it looks at what the update made"
     (either,) = _judge(builder, (fails, checked.fails), ["fails either way"], lambda a, b: [a | b])
     program = builder.program()
     known = set(program.variables.values())
@@ -190,5 +189,4 @@ def _judge(
     judge: Callable[..., list[jnp.ndarray]],
 ) -> tuple[Variable, ...]:
     """The op that says of what it is told, each a bool, what becomes of the update."""
-    body = body_of(judge, *(Type((), v.dtype) for v in told))
-    return builder.add("judge", told, verdicts, body, UpdateType.BOOKKEEPING)
+    return builder.add("judge", told, verdicts, judge, UpdateType.BOOKKEEPING)

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import op_of
 from onward.core.jaxprs.body import body_of
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
@@ -63,7 +64,7 @@ def _rows_merged(
         total = jnp.zeros(made[1].shape, made[1].dtype).at[place].add(jnp.concatenate(gradients))
         return [touched, total]
 
-    return Op("merge_rows", tuple(inputs), made, body_of(merge, *(v.aval for v in inputs)), Pass.COLLECTIVE)
+    return op_of("merge_rows", inputs, made, merge, Pass.COLLECTIVE)
 
 
 def _row_update(

@@ -23,7 +23,7 @@ from onward.derive.update.groups import Routing
 from onward.derive.update.update import with_update
 from onward.develop.watch.watch import counter_of
 from onward.distribute.split.across import Across, added, summed, zero
-from onward.distribute.split.guarding import Guarding, guarded
+from onward.distribute.split.guarding import Guarded, Guarding, guarded
 from onward.distribute.split.lazy import with_lazy
 from onward.distribute.split.looks import Looks, remembered
 from onward.distribute.split.shards import Shard
@@ -122,23 +122,16 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
     sharing = draft.sharing if duties.across else None
     updated = replace(with_update(reserved, routing.optimizer, own, sharing=sharing), constants={})
     updated = draft.made_lazy(updated, own)
-    shared = _read(updated, _shared(updated))
-    counter = counter_of(updated) if duties.looks.servers else None
-    shared = list(dict.fromkeys((*shared, *([] if counter is None else [counter]))))
-    if duties.index:
-        fed = {v: replace(v, kind=Kind.DATA) for v in shared}
-        updated, counter = _fed_shared(updated, fed), None if counter is None else fed[counter]
-        shared = list(fed.values())
+    updated, shared, counter = _sharing(updated, duties)
     measuring, updated = draft.measured(updated)
-    how, looks = duties.guarding, None
     updated = duties.looks.on_server(updated, duties.owned, counter, guarded=False)
-    if how is not None and draft.finite is not None:
-        looks = guarded(updated, draft.finite, duties.scale, how, duties.index)
-    last = updated if looks is None else looks.program
-    scale = () if duties.scale is None else (duties.scale,)
-    step = counter_of(last) if duties.looks.trainer and not duties.index else None
-    last, looked = remembered(duties.looks.on_server(last, duties.owned, counter, guarded=True))
-    given = (*draft.parameters, *draft.carried, *scale, *([] if step is None else [step]))
+    looks = Guarded(updated)
+    if duties.guarding is not None and draft.finite is not None:
+        looks = guarded(updated, draft.finite, duties.scale, duties.guarding, duties.index)
+    step = counter_of(looks.program) if duties.looks.trainer and not duties.index else None
+    last, looked = remembered(duties.looks.on_server(looks.program, duties.owned, counter, guarded=True))
+    further = (v for v in (duties.scale, step) if v is not None)
+    given = (*draft.parameters, *draft.carried, *further)
     return ServerPart(
         program=_with_sending(last, given),
         received=draft.fed,
@@ -150,10 +143,10 @@ def server_part(base: Program, duties: Duties, routing: Routing, trainers: int) 
         measuring=measuring,
         told=draft.told,
         whole=tuple(draft.kept.values()),
-        unguarded=None if looks is None else updated,
-        fails=None if looks is None else looks.fails,
-        skipped=None if looks is None else looks.skipped,
-        watched=() if looks is None else looks.watched,
+        unguarded=None if looks.fails is None else updated,
+        fails=looks.fails,
+        skipped=looks.skipped,
+        watched=looks.watched,
         looked=looked,
     )
 
@@ -332,13 +325,24 @@ class _ServerHead:
         return program
 
 
+def _sharing(program: Program, duties: Duties) -> tuple[Program, list[Variable], Variable | None]:
+    """The Program, fed what the first server computes for all; that; and the step, for watches."""
+    shared = _read(program, _shared(program))
+    counter = counter_of(program) if duties.looks.servers else None
+    shared += [] if counter is None or counter in shared else [counter]
+    if not duties.index:
+        return program, shared, counter
+    fed = {v: replace(v, kind=Kind.DATA) for v in shared}
+    return _fed_shared(program, fed), list(fed.values()), None if counter is None else fed[counter]
+
+
 def _with_sending(program: Program, given: Sequence[Variable]) -> Program:
     """The Program with the ``send`` op: what trainers get once the update is done."""
     builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     inputs = [program.next_state.get(v, v) for v in given]
-    body = body_of(lambda *values: [plain(x) for x in values], *(v.aval for v in inputs))
     names = [f"to_trainers/{v.name}" for v in given]
-    return builder.program(outputs=builder.add("send", inputs, names, body) if given else ())
+    sent = builder.add("send", inputs, names, lambda *xs: [*map(plain, xs)]) if given else ()
+    return builder.program(outputs=sent)
 
 
 def _in_order(program: Program, base: Program, whose: Mapping[str, str]) -> Program:

@@ -19,17 +19,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onward.core.check import expect_program
-from onward.core.errors import ArgumentError
-from onward.core.program import Program
+from onward.core.program import Applied, Program
 from onward.core.recipe import recipe_of, undone
-from onward.core.structure import expect_flag, is_count
+from onward.core.structure import expect_count, expect_flag
 from onward.core.walk import Where, listed
 from onward.derive.update.groups import Routing
 from onward.develop.accumulation.accumulate import accumulated, accumulation_of
 from onward.develop.batch import data_types
 from onward.develop.guard import guard
 from onward.develop.mixed.loss_scale import adjust_scale
-from onward.develop.watch.watch import watched
+from onward.develop.watch.watch import Watch, watched
 from onward.distribute.replicate import replicated
 from onward.distribute.split.checks import (
     check_between,
@@ -94,11 +93,7 @@ def split(
         >>> [v.name for v in cut.trainer.outputs]
         ['div', 'to_server_0/grad(w[0:3])', 'to_server_1/grad(w[3:6])']
     """
-    for what, count in (("servers", servers), ("trainers", trainers)):
-        if not is_count(count):
-            raise ArgumentError(f"split: {what} is {count!r}; expected how many, at least 1.")
-    expect_program(program, "split")
-    expect_flag(rows, "split: rows")
+    _expect(program, servers, trainers, rows)
     if program.replicas is not None:
         devices = TrainerDevices.of(program)
         devices.expect_whole_tables(lazy := tuple(listed(lazy)))
@@ -110,21 +105,12 @@ def split(
     routing = Routing.of(optimizer, program.parameters, program)
     check_rules(routing, servers)
     check_between(program, recipe, trainers)
-    trained = [p.name for p, _ in program.gradients]
+    by_rows = [p.name for p, _ in program.gradients] if rows and how is None else []
     guarding = Guarding.of(recipe.steps, servers)
-    forward, base, tables = cut_passes(
-        program,
-        recipe,
-        data_types(program, (), 0),
-        trained if rows and how is None else [],
-        how=how,
-        looks=guarding is not None,
-    )
+    types, looks = data_types(program, (), 0), guarding is not None
+    forward, base, tables = cut_passes(program, recipe, types, by_rows, how=how, looks=looks)
     full = [program[p.name] for p, _ in base.gradients]
-    watches, guarded = [], False
-    for step in whole.steps:
-        guarded |= step.function in (guard, adjust_scale)
-        watches += [(step.arguments[0], guarded)] if step.function is watched else []
+    watches = _watches(whole.steps)
     by_row = frozenset(t.parameter.name for t in tables)
     kept_whole = Looks.of(base, watches, by_row, trainers).kept_whole(program)
     chosen = tables_named(lazy, tables)
@@ -141,7 +127,23 @@ def split(
         recipe,
         accumulation=how,
         guarding=guarding,
-        watches=tuple(watches),
+        watches=watches,
     )
     cut.looks.joined([part.program for part in cut.server_parts])  # raises what nobody sees
     return check_landing(cut)
+
+
+def _expect(program: Program, servers: int, trainers: int, rows: bool) -> None:
+    for what, count in (("servers", servers), ("trainers", trainers)):
+        expect_count(count, f"split: {what}", of="how many")
+    expect_program(program, "split")
+    expect_flag(rows, "split: rows")
+
+
+def _watches(steps: Iterable[Applied]) -> tuple[tuple[Watch, bool], ...]:
+    """Everything that is watched, and whether after updates were left out."""
+    guarded, found = False, []
+    for step in steps:
+        guarded |= step.function in (guard, adjust_scale)
+        found += [(step.arguments[0], guarded)] if step.function is watched else []
+    return tuple(found)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.builder import op_of
 from onward.core.check import check
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.equations import Type
@@ -122,9 +123,9 @@ class _TrainerDraft:
         fed = tuple(travelling(v, self.names.new(f"from_server_{i}/{v.name}"), Kind.DATA) for v in made)
         drawn = any(v.is_key for v in state)
         inputs = (*fed, TRAINER) if drawn else fed
-        body = body_of(_Received(tuple(v.aval for v in made)), *(v.aval for v in inputs))
         if made:
-            self.begin.append(Op("recv", inputs, tuple(made), body, Pass.COLLECTIVE))
+            received = _Received(tuple(v.aval for v in made))
+            self.begin.append(op_of("recv", inputs, made, received, Pass.COLLECTIVE))
         self.received.append(fed)
 
     def send(self, i: int, own: Sequence[Shard]) -> None:
@@ -162,8 +163,9 @@ class _TrainerDraft:
             if len(parts) > 1:
                 p = self.parameter[name]
                 v = Variable(self.names.new(name), p.shape, p.dtype, Kind.PARAMETER)
-                body = body_of(lambda *xs: [jnp.concatenate(xs)], *(v.aval for v in parts))
-                self.begin.append(Op("join", tuple(parts), (v,), body, Pass.COLLECTIVE))
+                self.begin.append(
+                    op_of("join", parts, (v,), lambda *xs: [jnp.concatenate(xs)], Pass.COLLECTIVE)
+                )
                 parts = [v]
             found[self.parameter[name]] = parts[0]
         return found

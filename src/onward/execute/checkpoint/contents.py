@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.errors import ArgumentError, StateError
+from onward.core.errors import ArgumentError
 from onward.core.structure import describe
 from onward.core.words import Placement
 from onward.execute.loop.history import History
 from onward.execute.loop.reader import position_of
-from onward.execute.state import SPENT, State
+from onward.execute.state import State
 
 PLACEMENTS = "placements"  # under which a checkpoint says how what is not replicated lies over the devices
 POSITION = "position"  # of the reader
@@ -51,8 +51,7 @@ def placements(state: State) -> dict[str, str]:
 
 def _arrays(given: Any) -> dict[str, Any]:
     if isinstance(given, State):
-        if given.is_spent:
-            raise StateError(SPENT)
+        given.expect_whole()
         return {v.name: x for v, x in zip(given.layout.variables, given.values, strict=True)}
     if isinstance(given, Mapping):
         return dict(given)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from onward.core.errors import CheckpointError
+from onward.core.words import some
 from onward.execute.checkpoint.backends import BACKENDS, Backend
 from onward.execute.checkpoint.identity import UNKNOWN, Identity
 from onward.execute.disk.durable import files_in
@@ -237,8 +238,7 @@ def _where(folder: Path, file: str, manifest: Manifest, backend: Backend) -> str
     """Which variables lie in the damaged part of a file."""
     keys = set(backend.damaged(folder, file, {v.key: v.crc32 for v in manifest.variables.values()}))
     names = [repr(name) for name, v in manifest.variables.items() if v.key in keys]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"damaged there: {', '.join(names[:8])}{more}" if names else "no variable can be told apart in it"
+    return f"damaged there: {some(names, 8)}" if names else "no variable can be told apart in it"
 
 
 NOTHING = "Nothing was loaded; load(fallback=True) takes the checkpoint before it."

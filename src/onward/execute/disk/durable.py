@@ -128,12 +128,13 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _is_stale(name: str, pid: int) -> bool:
     """Whether no process on this host writes to a temporary folder any more."""
-    if pid == os.getpid():
-        return name not in _writing
+    return name not in _writing if pid == os.getpid() else has_ended(pid)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether no process of this machine has this number."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
 
+from onward.execute.disk.durable import has_ended
 from onward.execute.disk.fields import expect
 
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
@@ -62,15 +63,7 @@ class ProcessName:
     @property
     def has_ended(self) -> bool:
         """Whether it was a process of this machine, and is none any more."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
-        return False
+        return self.host == socket.gethostname() and has_ended(self.pid)
 
     def to_bytes(self) -> bytes:
         """The contents of a file for ``read``."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import ArgumentError
-from onward.core.structure import describe, expect_flag, is_count
+from onward.core.structure import describe, expect_count, expect_flag
 from onward.define.arguments import expect_unmasked
 from onward.execute.spread import place_among_processes
 
@@ -72,10 +72,8 @@ class Batches:
         self.names = tuple(arrays) if isinstance(arrays, Mapping) else None
         self.arrays = _checked(arrays)
         self.examples = len(self.arrays[0])
-        if not is_count(batch_size):
-            raise ArgumentError(f"batch_size is {describe(batch_size)}; expected a whole number, at least 1.")
-        if not is_count(seed, 0):
-            raise ArgumentError(f"seed is {describe(seed)}; expected a whole number, at least 0.")
+        expect_count(batch_size, "batch_size")
+        expect_count(seed, "seed", 0)
         expect_flag(drop_last, "drop_last")
         self.batch_size, self.shuffle, self.seed, self.parts = int(batch_size), shuffle, int(seed), parts
         self._length = self.examples // self.batch_size if drop_last else -(-self.examples // self.batch_size)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import ArgumentError, nearest
-from onward.core.structure import describe, is_count
+from onward.core.structure import describe, expect_count
 from onward.core.words import Words
 
 
@@ -164,10 +164,7 @@ def _check(monitor: Any, patience: Any, mode: Any, min_delta: Any) -> None:
         raise ArgumentError(
             f"EarlyStop: monitor is {describe(monitor)}; expected the name of a metric, such as 'test_loss'."
         )
-    if not is_count(patience):
-        raise ArgumentError(
-            f"EarlyStop: patience is {describe(patience)}; expected a whole number, at least 1."
-        )
+    expect_count(patience, "EarlyStop: patience")
     if mode not in ("min", "max"):
         raise ArgumentError(
             f"EarlyStop: mode is {describe(mode)}; expected 'min' (smaller is better) or 'max' (larger is "

@@ -16,7 +16,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.variable import holds_keys
-from onward.execute.feeds import Feeds, Key, key_of
+from onward.execute.feeds import Feeds, Key, is_on_host, key_of
 from onward.execute.loop.interrupt import uninterrupted
 
 
@@ -123,13 +123,8 @@ def grouped(batches: Iterable[StackableBatch], steps: int) -> Iterator[BatchGrou
 
 def _stacked(*values: Any) -> Any:
     """The arrays with one more axis in front; on the host, unless they lie on a device already."""
-    return np.stack(values) if all(map(_is_on_host, values)) else _stacked_on_device(values)
-
-
-def _is_on_host(value: Any) -> bool:
-    if not isinstance(value, jax.Array):
-        return True
-    return not holds_keys(value.dtype) and all(device.platform == "cpu" for device in value.devices())
+    on_host = all(is_on_host(x) and not holds_keys(x.dtype) for x in values)
+    return np.stack(values) if on_host else _stacked_on_device(values)
 
 
 @uninterrupted

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import UnknownNameError, nearest
+from onward.core.words import some
 from onward.develop.watch.reading import Watched, sent
 
 WAITING = 200  # records that may stay on the device; twice as many at most
@@ -142,7 +143,5 @@ class WatchHistory(Sequence[WatchedStep]):
         moments = self._all()
         if not moments:
             return "WatchHistory(0 steps)"
-        labels = self.labels
-        more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
         steps = f"{len(moments)} step{'s' * (len(moments) != 1)}: {moments[0].step} to {moments[-1].step}"
-        return f"WatchHistory({steps}, of {', '.join(labels[:3])}{more})"
+        return f"WatchHistory({steps}, of {some(self.labels, 3)})"

@@ -17,6 +17,7 @@ from onward.develop.check_finite import check_of, may_be_infinite
 from onward.develop.guard import watched_by_update
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
+from onward.execute.layout import Layout
 from onward.execute.nonfinite.finding import NonFinite, forward_of, source_of
 from onward.execute.nonfinite.flags import (
     Bad,
@@ -36,7 +37,6 @@ from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
 from onward.execute.pieces import PiecewiseRun
 from onward.execute.portions import Portions
 from onward.execute.spread import on_this_process
-from onward.execute.state import Layout
 
 
 def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> NonFinite | None:

@@ -12,7 +12,7 @@ from onward.core.jaxprs.body import Body
 from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.source import Source
-from onward.core.words import Kind, Pass
+from onward.core.words import Kind, Pass, some
 from onward.develop.roll.literals import numbers
 from onward.execute.nonfinite.inside import Inside
 from onward.execute.nonfinite.numbers import Numbers
@@ -162,7 +162,7 @@ class NonFinite:
         table = columns([(x.name, x.type, x.words) for x in reads]) if reads else ""
         for i, line in enumerate(table.splitlines()):
             yield "" if i else "reads", line
-        yield "reaches", _several(self.reaches)
+        yield "reaches", some(self.reaches, 3)
         yield "advice", self.advice
 
 
@@ -233,8 +233,3 @@ def _place(source: Source) -> tuple[str, int]:
 
 def _word(v: Variable) -> str:
     return {Kind.DATA: "data", Kind.PARAMETER: "parameter", Kind.CONSTANT: "constant"}.get(v.kind, "state")
-
-
-def _several(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -26,6 +26,7 @@ from onward.core.lower import lower
 from onward.core.marks import STACK
 from onward.core.program import Program, Variable
 from onward.core.words import Pass
+from onward.execute.feeds import is_on_host
 
 Flags = Mapping[Variable, np.ndarray]
 """For each Variable of floats its flags, one row for each device: bool[devices, 3]."""
@@ -51,13 +52,9 @@ def flags_of(x: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 def flagging(x: Any) -> Any:
     """The flags as the bits of one number, computed where the array lies; no device is waited for."""
-    if not isinstance(x, jax.Array) or (x.is_fully_addressable and _is_on_host(x)):
+    if is_on_host(x):
         return _code_on_host(np.asarray(x))
     return _code_on_device(x)
-
-
-def _is_on_host(x: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in x.devices())
 
 
 def _code_on_host(x: np.ndarray) -> int:

@@ -29,7 +29,7 @@ from onward.core.jaxprs.reading import program_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Primitive, Reduces
 from onward.core.program import Op, Program, Variable, programs_within
-from onward.core.variable import Replicas
+from onward.core.variable import Replicas, holds_keys
 from onward.core.words import Kind
 from onward.develop.roll.literals import numbers
 from onward.execute.pieces import Compiled, PiecewiseRun
@@ -104,20 +104,16 @@ def _results(
     """The values asked for, from one run of all pieces."""
     found: dict[Variable, Any] = {}
     for results in run(values, asked.__contains__, jnp.float32(size), jnp.uint32(seed)):
-        found |= {asked[v]: x if _is_key(x) else np.asarray(x) for v, x in results.items()}
+        found |= {asked[v]: x if holds_keys(x.dtype) else np.asarray(x) for v, x in results.items()}
     return found
 
 
 _RUNS = ((0.0, 1), (1.0, 0x9E3779B1), (1.0, 0x85EBCA6B), (1.0, 0xC2B2AE35))
 
 
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
-
-
 def _bound(value: Any, moved: Sequence[Any]) -> Any:
     """For each number the bound; of what is no float, whether it moved at all."""
-    if _is_key(value):
+    if holds_keys(value.dtype):
         return None
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return np.any([x != value for x in moved], axis=0)

@@ -17,6 +17,7 @@ import numpy as np
 
 from onward.core.placement import whole_shape
 from onward.core.program import Program, Variable
+from onward.core.variable import holds_keys
 from onward.explain.compare.values import Values, count_of
 from onward.explain.diff.compare import same_array
 from onward.explain.diff.match import Matching, match
@@ -113,7 +114,7 @@ def _in_a_row(x: Any, rows: Any, must: bool) -> Any | None:
 
 def is_key(x: Any) -> bool:
     """Whether an array holds random keys."""
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+    return holds_keys(x.dtype)
 
 
 def widened(x: Any) -> Any:

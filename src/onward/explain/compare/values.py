@@ -23,13 +23,15 @@ from onward.core.placement import whole_shape
 from onward.core.program import Op, Program, Variable
 from onward.core.recipe import rebuilt
 from onward.core.structure import describe
+from onward.core.variable import holds_keys
 from onward.core.words import Pass, Placement
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.initialize import by_structure, initialized
+from onward.execute.layout import Layout
 from onward.execute.pieces import Compiled, PiecewiseRun
 from onward.execute.portions import Portions
-from onward.execute.state import SPENT, Layout, State
+from onward.execute.state import SPENT, State
 
 Values = Mapping[Variable, Any]
 """For each Variable its array; of a replicated Program with one axis more in front, a row for each device."""
@@ -115,8 +117,7 @@ def _of(value: Any) -> Any:
 
 def on_host(value: Any) -> Any:
     """An array as NumPy has it; random keys stay what they are."""
-    is_key = jnp.issubdtype(getattr(value, "dtype", np.dtype(float)), jax.dtypes.prng_key)
-    return value if is_key else np.asarray(value)
+    return value if holds_keys(getattr(value, "dtype", float)) else np.asarray(value)
 
 
 def _filled(program: Program, values: list[Any]) -> list[Any]:

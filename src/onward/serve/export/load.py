@@ -22,7 +22,8 @@ from onward.core.structure import describe
 from onward.core.whole import without_derivative
 from onward.execute.disk.encoding import ArrayForm, decode
 from onward.execute.disk.fields import take
-from onward.execute.state import Layout, State
+from onward.execute.layout import Layout
+from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 from onward.fit.model import Model

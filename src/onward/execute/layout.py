@@ -1,0 +1,84 @@
+"""Which state Variables a Step keeps, in which order, and what people call them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from onward.core.placement import local_copies, whole_shape
+from onward.core.program import Program, Replicas, Variable
+from onward.core.structure import Signature
+from onward.core.words import UpdateType
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which state Variables a Step keeps and in which order: first what each step replaces.
+
+    ``copies`` names, for a parameter, the state in which each device has its own of it; ``limits`` the
+    numbers below which hyperparameters must stay.
+    """
+
+    changed: tuple[Variable, ...]
+    kept: tuple[Variable, ...]
+    hyperparameters: tuple[Variable, ...]
+    scheduled: tuple[str, ...]
+    signature: Signature | None
+    replicas: Replicas | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program) -> Layout:
+        """The layout of a Program's state."""
+        changed = tuple(v for v in program.state if v in program.next_state)
+        kept = tuple(v for v in program.state if v not in program.next_state)
+        bookkeeping = (op for op in program.ops if op.update is UpdateType.BOOKKEEPING)
+        following = set(program.next_state.values())
+        scheduled = tuple(v.name for op in bookkeeping for v in op.outputs if v not in following)
+        return cls(
+            changed,
+            kept,
+            program.hyperparameters,
+            scheduled,
+            program.signature,
+            program.replicas,
+            {p.name: own.name for p, own in local_copies(program).items()},
+            {v.name: limit for v, limit in program.limits.items()},
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        trees = self.signature and (self.signature.parameters, self.signature.model_state)
+        return (
+            tuple(map(self.identity_of, self.changed)),
+            tuple(map(self.identity_of, self.kept)),
+            tuple(v.name for v in self.hyperparameters),
+            tuple(tree.treedef for tree in trees or () if tree is not None),
+        )
+
+    def identity_of(self, v: Variable) -> tuple[str, tuple[int, ...], Any]:
+        """The identity of a Variable across Programs: its name, its shape over all devices, and its dtype."""
+        return v.name, whole_shape(v, self.replicas), v.dtype
+
+    def whole(self, v: Variable) -> Variable:
+        """A Variable as it is over all devices together, as people feed it and see it."""
+        return replace(v, shape=whole_shape(v, self.replicas))
+
+    @cached_property
+    def variables(self) -> tuple[Variable, ...]:
+        """All state Variables in the order of storage."""
+        return (*self.changed, *self.kept)
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Where the value of each name is stored."""
+        return {v.name: i for i, v in enumerate(self.variables)}
