@@ -190,7 +190,8 @@ def _ops(program: Program) -> Iterator[_ListingLine]:
 
 def _trains_within(op: Op) -> list[Program]:
     """The Programs within a loop over steps or micro-batches, which are shown below it."""
-    return [part for part in op.subprograms.values() if part.gradients]
+    parts = op.subprograms.values()
+    return [part for part in parts if part.gradients or any(map(_trains_within, part.ops))]
 
 
 def _count_within(op: Op) -> int:

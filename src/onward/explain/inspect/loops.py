@@ -25,6 +25,7 @@ from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.loops import LoopTurn, turn_of
 from onward.core.jaxprs.reading import Reading, programs_in, read_jaxpr
 from onward.core.names import Names
+from onward.core.primitives.traits import Reduces
 from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.words import Kind, Pass
 from onward.explain.inspect.losses import StepLosses, losses_of
@@ -115,7 +116,7 @@ def roles_of(
     losses = losses_of(ops, differentiated(reading), outputs, mine or pairs, within, carried)
     if losses.loss is None and not losses.several and not within:
         losses = replace(losses, loss=likely_loss(ops, outputs))
-    finished = tuple(_finished(op, mine) for op in ops)
+    finished = tuple(_finished(op, _before_sums(ops, mine)) for op in ops)
     return StepRoles(finished, frozenset(trained), mine, losses)
 
 
@@ -145,6 +146,12 @@ def _losses_within(op: Op) -> list[Variable]:
     return [v for j, v in pairs if j in op.body.losses]
 
 
+def _before_sums(ops: Sequence[Op], gradients: Sequence[Pair]) -> list[Pair]:
+    """The pairs (parameter, gradient), with what a loop has stacked in place of the sum over it."""
+    summed = {op.outputs[0]: op.inputs[0] for op in ops if op.primitive.reduces is Reduces.SUM}
+    return [(p, summed.get(g, g)) for p, g in gradients]
+
+
 def _finished(op: Op, gradients: Sequence[Pair]) -> Op:
     """A loop that trains updates; one that adds up gradients is opened again, now that they are known."""
     if not isinstance(op.body, OpenedLoop):
@@ -170,8 +177,12 @@ def _opened(op: Op, gradients: Sequence[Pair] = ()) -> Op:
     ops, outputs = ops_of(reading), reading.outputs
     handed = {inputs[i]: outputs[j] for i, j in told.carried}
     following = {old: new for old, new in handed.items() if new is not old}
-    summed = _of_one_turn(op, told, inputs, gradients_of(ops, following), gradients)
-    roles = roles_of(ops, reading, following, outputs, handed.keys(), summed)
+    added = dict(gradients_of(ops, following))
+    one = {j: added.get(inputs[i]) for i, j in told.carried}
+    each = [one.get(j, v) for j, v in enumerate(outputs)]  # a sum that is handed on, or a stacked gradient
+    summed = _of_one_turn(op, told, inputs, each, gradients)
+    shows = differentiated(reading) or any(isinstance(op.body, OpenedLoop) for op in ops)
+    roles = roles_of(ops, reading, following if shows else {}, outputs, handed.keys(), summed)
     turn = Program(
         name=told.function or "turn",
         inputs=inputs,
@@ -195,7 +206,11 @@ def _name_within(op: Op, told: LoopTurn, i: int) -> str:
 
 
 def _of_one_turn(
-    op: Op, told: LoopTurn, inputs: Sequence[Variable], sums: Sequence[Pair], gradients: Sequence[Pair]
+    op: Op,
+    told: LoopTurn,
+    inputs: Sequence[Variable],
+    each: Sequence[Variable | None],
+    gradients: Sequence[Pair],
 ) -> list[Pair]:
     """The pairs (parameter, gradient) of one turn of a loop that adds up gradients.
 
@@ -203,15 +218,9 @@ def _of_one_turn(
         op: the loop.
         told: its turn.
         inputs: what the turn is given.
-        sums: the pairs (sum so far, gradient that is added to it).
-        gradients: the pairs (parameter, sum) outside.
+        each: for each of its results the gradient that is added to it, or stacked.
+        gradients: the pairs (parameter, sum or stack) outside.
     """
     inside = {op.inputs[at]: inputs[i] for i, at in enumerate(told.given) if at is not None}
-    added = dict(sums)
-    handed = {j: inputs[i] for i, j in told.carried}
-    found = []
-    for parameter, total in gradients:
-        so_far = handed.get(told.results[op.outputs.index(total)])
-        if so_far is not None and so_far in added:
-            found.append((inside[parameter], added[so_far]))
-    return found
+    pairs = [(inside[p], each[told.results[op.outputs.index(g)]]) for p, g in gradients]
+    return [(p, g) for p, g in pairs if g is not None and g.shape == p.shape]

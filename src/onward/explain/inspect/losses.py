@@ -147,9 +147,7 @@ def _made_of(
     """What is made of losses alone, or of them and numbers that scale them, with the bits of the losses."""
     found = {v: 1 << i for i, v in enumerate(losses)}
     for op in ops:
-        if op.made_by is Pass.BACKWARD or is_mixed(op):
-            continue
-        if bits := _of_losses(op, found, carried):
+        if not is_mixed(op) and (bits := _of_losses(op, found, carried)):
             found.update((v, bits | found.get(v, 0)) for v in op.outputs if v.is_float)
     return found
 
@@ -165,4 +163,5 @@ def _of_losses(op: Op, found: Mapping[Variable, int], carried: Collection[Variab
     numbers = all(not v.shape for v in op.inputs)
     if row.linear is Linear.EACH and row.is_elementwise and numbers and sum(map(bool, reads)) == 1:
         return bits
-    return bits if row.divides and numbers and bool(reads[0]) and not any(reads[1:]) else 0
+    above = op.body.operands[0] if row.divides and numbers else None
+    return bits if isinstance(above, int) and bits == reads[above] and sum(map(bool, reads)) == 1 else 0

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from onward.core.jaxprs.loops import transforms_within
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Linear, Runs
+from onward.core.primitives.traits import Linear, Reduces, Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
 
@@ -26,7 +26,7 @@ def with_passes(ops: Sequence[Op], under: Sequence[frozenset[str]]) -> tuple[Op,
     """
     made_by = [_marked(op, marks) for op, marks in zip(ops, under, strict=True)]
     _collectives(ops, made_by)
-    _sums(ops, made_by)
+    _sums(ops, under, made_by)
     _after_gradients(ops, made_by)
     _before(ops, made_by, Pass.FORWARD, (Pass.FORWARD, Pass.BACKWARD))
     _before(ops, made_by, Pass.UPDATE, (Pass.UPDATE,))
@@ -57,18 +57,23 @@ def _collectives(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
             made_by[i] = Pass.COLLECTIVE
 
 
-def _sums(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
+def _sums(ops: Sequence[Op], under: Sequence[frozenset[str]], made_by: list[Pass | None]) -> None:
     """Mark the sums of gradients backward, as of micro-batches that a person adds up by hand.
 
-    A sum may begin with zeros, of which an op is made that reads nothing.
+    A sum may begin with zeros, of which an op is made that reads nothing. It may also be one over what a loop
+    stacks, or ``vmap`` computes side by side.
     """
+    marked = zip(ops, under, strict=True)
+    stacked = {v for op, marks in marked if "vmap" in marks or is_mixed(op) for v in op.outputs}
     gradients = {
         v for op, found in zip(ops, made_by, strict=True) if found is Pass.BACKWARD for v in op.outputs
     }
     zeros = {v for op in ops if not op.inputs for v in op.outputs}
     for i, op in enumerate(ops):
         summed = set(op.inputs) - zeros
-        if made_by[i] is None and _adds(op) and summed and gradients.issuperset(summed):
+        is_sum = op.primitive.reduces is Reduces.SUM and bool(op.outputs[0].shape)
+        adds = _adds(op) or (is_sum and stacked.issuperset(summed))
+        if made_by[i] is None and adds and summed and gradients.issuperset(summed):
             made_by[i] = Pass.BACKWARD
             gradients.update(op.outputs)
 

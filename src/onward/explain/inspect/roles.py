@@ -21,15 +21,17 @@ def facing(ops: Sequence[Op]) -> tuple[Op, ...]:
     stand in one place, the calls that led to them decide, and then, for the layers that a Python loop makes,
     what the backward op shares with them; it goes from the last to the first.
     """
+    towards = dict(_towards_loss(ops))
     forward: dict[tuple[str, str, int], list[tuple[int, Op]]] = {}
-    for i, op in _towards_loss(ops):
-        if (place := _place(op)) is not None:
-            forward.setdefault(place, []).append((i, op))
     found: list[Op] = []
-    last = len(ops)
-    for op in ops:
-        place = _place(op) if op.made_by is Pass.BACKWARD else None
-        if place is None or place not in forward:
+    last = 0
+    for i, op in enumerate(ops):
+        place = _place(op)
+        if i in towards:
+            last = i  # of several losses each has its backward pass behind it
+            if place is not None:
+                forward.setdefault(place, []).append((i, op))
+        if op.made_by is not Pass.BACKWARD or place is None or place not in forward:
             found.append(op)
             continue
         last, best = _nearest(op, forward[place], last)
