@@ -184,18 +184,18 @@ def _returned(program: Program) -> Iterator[_ListingLine]:
 def _ops(program: Program) -> Iterator[_ListingLine]:
     for op in program.ops:
         yield _op_line(op)
-        for part in _trains_within(op):
+        for part in turns_within(op):
             yield from map(_indented, _ops(part))
 
 
-def _trains_within(op: Op) -> list[Program]:
+def turns_within(op: Op) -> list[Program]:
     """The Programs within a loop over steps or micro-batches, which are shown below it."""
     parts = op.subprograms.values()
-    return [part for part in parts if part.gradients or any(map(_trains_within, part.ops))]
+    return [part for part in parts if part.gradients or any(map(turns_within, part.ops))]
 
 
 def _count_within(op: Op) -> int:
-    return 1 + sum(_count_within(inner) for part in _trains_within(op) for inner in part.ops)
+    return 1 + sum(_count_within(inner) for part in turns_within(op) for inner in part.ops)
 
 
 def _indented(line: _ListingLine) -> _ListingLine:
@@ -260,7 +260,7 @@ def _ops_folded(program: Program, depth: int) -> Iterator[_ListingLine]:
         ops = list(group)
         if len(ops) == 1 or (depth and not scope and made_by is Pass.FORWARD):
             yield from map(_op_line, ops)
-            for part in (part for op in ops for part in _trains_within(op)):
+            for part in (part for op in ops for part in turns_within(op)):
                 yield from map(_indented, _ops_folded(part, depth))
         else:
             yield _ListingLine(
