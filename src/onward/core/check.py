@@ -47,6 +47,7 @@ def check(program: Program) -> Program:
     known.read(program.next_state.values(), "next_state")
     _check_next_state(program)
     known.read((g for _, g in program.gradients), "gradients")
+    known.read(program.losses, "losses")
     for parameter, gradient in program.gradients:
         _same_type(program, parameter, gradient, "the gradient of")
     _check_initializers(program)

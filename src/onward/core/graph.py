@@ -215,9 +215,10 @@ class Program(Pointing):
     server cuts. ``initializers`` compute the first value of the state that nobody passes in, some from
     ``SEED``. ``limits`` holds, for hyperparameters such as the decay of an average, the number below which
     they must stay. ``bounds`` holds, for integer data such as labels and embedding ids, the number below
-    which they must lie, and what they are for. With ``replicas`` the types are those on one device; what is
-    placed ``sharded`` is one device's part, laid end to end along the first axis. ``code`` is what computes a
-    Program that was loaded from a file.
+    which they must lie, and what they are for. A step of someone else with several losses, as a GAN has them,
+    has no ``loss``: ``losses`` holds each with the parameters that it trains. With ``replicas`` the types are
+    those on one device; what is placed ``sharded`` is one device's part, laid end to end along the first
+    axis. ``code`` is what computes a Program that was loaded from a file.
     """
 
     name: str
@@ -230,6 +231,7 @@ class Program(Pointing):
     gradients: tuple[tuple[Variable, Variable], ...] = ()
     initializers: tuple[Op, ...] = ()
     loss: Variable | None = None
+    losses: Mapping[Variable, tuple[Variable, ...]] = field(default_factory=dict)
     hyperparameters: tuple[Variable, ...] = ()
     limits: Mapping[Variable, float] = field(default_factory=dict)
     bounds: Mapping[Variable, tuple[int, str]] = field(default_factory=dict)
@@ -240,8 +242,8 @@ class Program(Pointing):
 
     @property
     def parameters(self) -> tuple[Variable, ...]:
-        """The state Variables that can be trained."""
-        return tuple(v for v in self.state if v.kind is Kind.PARAMETER)
+        """The state Variables that can be trained; within a loop over steps, those that it is given."""
+        return tuple(v for v in (*self.state, *self.inputs) if v.kind is Kind.PARAMETER)
 
     @property
     def updates(self) -> tuple[Target, ...]:

@@ -16,7 +16,7 @@ return    │ f32[]   reduce_sum  (the loss)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -107,10 +107,10 @@ def listing(
     program: Program, depth: int | None = None, source: bool = False, initializers: bool = False
 ) -> str:
     """The text that ``print(program)`` shows; a Program of over 200 ops is folded to scopes of depth 1."""
-    if depth is None and len(program.ops) > _LARGE:
+    if depth is None and sum(map(_count_within, program.ops)) > _LARGE:
         depth = 1
     if depth is None:
-        blocks = [[*_given(program)], [*map(_op_line, program.ops)], [*_returned(program)]]
+        blocks = [[*_given(program)], [*_ops(program)], [*_returned(program)]]
     else:
         blocks = [[*_given_folded(program, depth)], [*_ops_folded(program, depth)], [*_returned(program)]]
     if initializers:
@@ -165,8 +165,12 @@ def _groups(program: Program) -> Iterator[tuple[str, list[Variable]]]:
 
 
 def _returned(program: Program) -> Iterator[_ListingLine]:
+    losses = _losses(program)
     for v in program.outputs:
-        yield _ListingLine("return", short_type(v), f"{v.name}  (the loss)" if v is program.loss else v.name)
+        yield _ListingLine("return", short_type(v), f"{v.name}{losses.get(v, '')}")
+    for v in losses:
+        if v not in program.outputs:
+            yield _ListingLine("loss", short_type(v), f"{v.name}{losses[v]}, not returned")
     replaced = program.next_state.items()
     if plain := [old for old, new in replaced if new.name == f"next({old.name})"]:
         yield _ListingLine(
@@ -175,6 +179,38 @@ def _returned(program: Program) -> Iterator[_ListingLine]:
     for old, new in replaced:
         if old not in plain:
             yield _ListingLine("next step", short_type(old), f"{old.name} <- {new.name}")
+
+
+def _ops(program: Program) -> Iterator[_ListingLine]:
+    for op in program.ops:
+        yield _op_line(op)
+        for part in turns_within(op):
+            yield from map(_indented, _ops(part))
+
+
+def turns_within(op: Op) -> list[Program]:
+    """The Programs within a loop over steps or micro-batches, which are shown below it."""
+    parts = op.subprograms.values()
+    return [part for part in parts if part.gradients or any(map(turns_within, part.ops))]
+
+
+def _count_within(op: Op) -> int:
+    return 1 + sum(_count_within(inner) for part in turns_within(op) for inner in part.ops)
+
+
+def _indented(line: _ListingLine) -> _ListingLine:
+    return replace(line, margin=f"  {line.margin}", text=f"  {line.text}")
+
+
+def _losses(program: Program) -> dict[Variable, str]:
+    """A remark for each loss: of several, with the parameters that it trains."""
+    told = {v: f"  (a loss, of {_first_names(trained)})" for v, trained in program.losses.items()}
+    return told if program.loss is None else {program.loss: "  (the loss)"}
+
+
+def _first_names(variables: Sequence[Variable]) -> str:
+    more = f" and {len(variables) - 2} more" * (len(variables) > 2)
+    return ", ".join(v.name for v in variables[:2]) + more
 
 
 def _op_line(op: Op) -> _ListingLine:
@@ -224,6 +260,8 @@ def _ops_folded(program: Program, depth: int) -> Iterator[_ListingLine]:
         ops = list(group)
         if len(ops) == 1 or (depth and not scope and made_by is Pass.FORWARD):
             yield from map(_op_line, ops)
+            for part in (part for op in ops for part in turns_within(op)):
+                yield from map(_indented, _ops_folded(part, depth))
         else:
             yield _ListingLine(
                 str(made_by),

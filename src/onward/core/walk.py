@@ -113,6 +113,7 @@ def prune(program: Program, targets: str | Variable | Target | Sequence[str | Va
         gradients=tuple((p, g) for p, g in program.gradients if p in used and g in computed),
         initializers=initializers,
         loss=program.loss if program.loss in outputs else None,
+        losses={v: trained for v, trained in program.losses.items() if v in outputs},
         hyperparameters=tuple(v for v in program.hyperparameters if v in used),
         bounds={v: bound for v, bound in program.bounds.items() if v in used},
     )
@@ -174,6 +175,7 @@ def substitute(program: Program, replacement: Mapping[Variable, Variable]) -> Pr
         gradients=tuple((new(p), new(g)) for p, g in program.gradients),
         initializers=tuple(map(rewired, program.initializers)),
         loss=program.loss and new(program.loss),
+        losses={new(v): tuple(map(new, trained)) for v, trained in program.losses.items()},
         hyperparameters=tuple(map(new, program.hyperparameters)),
         limits={new(v): limit for v, limit in program.limits.items()},
         bounds={new(v): bound for v, bound in program.bounds.items()},

@@ -1,11 +1,12 @@
-"""Loops: the values carried from one turn to the next, and the transforms inside."""
+"""Loops: one turn, the values carried from it to the next, and the transforms inside."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.equations import carry_of_scan, equations_within
+from onward.core.jaxprs.equations import carry_of_scan, equations_within, function_run_by, jaxprs_in
 from onward.core.jaxprs.scopes import transforms_around
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
@@ -57,6 +58,58 @@ def result_of(body: Body, output: int) -> int:
     """
     (eqn,) = body.equations
     return list(map(id, eqn.outvars)).index(id(body.closed.jaxpr.outvars[output]))
+
+
+@dataclass(frozen=True, eq=False)
+class LoopTurn:
+    """One turn of a ``scan`` or a ``while``, and where what it is given and gives stands outside.
+
+    Attributes:
+        part: the parameter of the loop that holds it.
+        function: the name of the user's function that it is; empty if unknown.
+        body: its computation.
+        given: for each of its inputs the position among the inputs of the loop; None for a number.
+        carried: the positions (input, output) of what it hands to the next one.
+        results: for each output of the loop the output of the turn that it is, or is stacked of.
+    """
+
+    part: str
+    function: str
+    body: Body
+    given: tuple[int | None, ...]
+    carried: tuple[tuple[int, int], ...]
+    results: tuple[int, ...]
+
+
+def turn_of(body: Body) -> LoopTurn | None:
+    """One turn of a loop; None for what is none.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> def loop(a, x):
+    ...     return jax.lax.fori_loop(0, 3, lambda i, x: a * x, x)
+    >>> turn = turn_of(ow.graph.body_of(lambda a, x: [loop(a, x)], jnp.float32(1.0), jnp.float32(2.0)))
+    >>> turn.given, turn.carried
+    ((0, None, 1), ((1, 0), (2, 1)))
+    """
+    runs = of(body.equations[0].primitive.name).runs if len(body.equations) == 1 else None
+    if runs not in (Runs.SCAN, Runs.WHILE):
+        return None
+    (eqn,) = body.equations
+    if runs is Runs.WHILE:
+        part, asked = "body_jaxpr", eqn.params["cond_nconsts"]
+        begin, count = eqn.params["body_nconsts"], len(eqn.outvars)
+    else:
+        part, asked = "jaxpr", 0
+        begin, count = carry_of_scan(eqn)
+    (inner,) = jaxprs_in(eqn.params[part])
+    return LoopTurn(
+        part,
+        function_run_by(eqn),
+        Body(inner),
+        tuple(x if isinstance(x, int) else None for x in body.operands[asked:]),
+        tuple((begin + i, i) for i in range(count)),
+        tuple(result_of(body, j) for j in range(len(body.out_avals))),
+    )
 
 
 def transforms_within(body: Body) -> frozenset[str]:

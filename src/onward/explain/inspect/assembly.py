@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import jax
@@ -16,15 +16,15 @@ from onward.core.jaxprs.reading import Reading, read_jaxpr
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.structure import Signature, Static, Structure
-from onward.core.walk import substitute
-from onward.core.words import Kind, Pass, Placement
+from onward.core.words import Kind, Placement
 from onward.define.arguments import Leaf, Specification
 from onward.explain.inspect.call import CalledStep
 from onward.explain.inspect.carried import Pair, carried, expect_carried, expect_sure, next_values, without
 from onward.explain.inspect.flow import Provenance
+from onward.explain.inspect.loops import differentiated, ops_of, roles_of
+from onward.explain.inspect.naming import named
 from onward.explain.inspect.parts import TreePart, parts_of
 from onward.explain.inspect.passes import with_passes
-from onward.explain.inspect.roles import facing, gradients_of, loss_among, parameters_among
 from onward.explain.inspect.tracing import TracedStep
 
 
@@ -38,6 +38,9 @@ class SpreadStep(StrEnum):
     COPIES = "copies"
     APART = "apart"
     WHOLE = "whole"
+
+
+_COPIES = {Placement.PER_REPLICA: Placement.REPLICATED}
 
 
 def assemble(
@@ -57,33 +60,34 @@ def assemble(
     types = Body(closed).in_types
     given = Given.of(call, names, types, None if spread is None else spread.given)
     reading = read_jaxpr(closed, given.variables, names, apart=True)
-    ops = facing(with_passes(reading.ops, reading.under))
+    ops = ops_of(reading)
     returned = Structure(found.treedef, leaves_of(found, reading.outputs))
     pairs = _pairs(call, given, returned, _provenance(ops, reading, given), told)
     following = {**next_values(pairs), **in_place(given.modules, found, reading.outputs)}
     result = without(returned, pairs)
     outputs = tuple(dict.fromkeys(result.variables))
     places = {argument.place for _, argument in pairs}
+    roles = roles_of(ops, reading, following, outputs)
     program = Program(
         name=call.title,
         inputs=given.data(places),
         state=given.state(places),
         constants=reading.constants,
-        ops=ops,
+        ops=roles.ops,
         outputs=outputs,
         next_state=following,
-        gradients=gradients_of(ops, following),
-        loss=loss_among(ops, outputs),
+        gradients=roles.gradients,
+        loss=roles.losses.loss,
+        losses=roles.losses.several,
         signature=signature_of(call, given, places, result),
         replicas=None if spread is None else spread.replicas,
     )
-    return _named(program, names, devices is SpreadStep.COPIES)
+    kinds = {v: Kind.PARAMETER if v in roles.trained else Kind.STATE for v in program.state}
+    return named(program, names, kinds, _COPIES if devices is SpreadStep.COPIES else {})
 
 
 def _provenance(ops: Sequence[Op], reading: Reading, given: Given) -> Provenance:
-    marked = zip(ops, reading.under, strict=True)
-    differentiated = {v for op, marks in marked if "jvp" in marks for v in op.outputs}
-    return Provenance(ops, given.variables, differentiated)
+    return Provenance(ops, given.variables, differentiated(reading))
 
 
 def carried_on(call: CalledStep, found: TracedStep, told: Sequence[str] | None) -> list[Pair]:
@@ -220,33 +224,3 @@ def _together(structures: Sequence[Structure]) -> Structure:
         return structures[0]
     treedef = jax.tree_util.treedef_tuple([s.treedef for s in structures])
     return Structure(treedef, tuple(leaf for s in structures for leaf in s.leaves))
-
-
-def _named(program: Program, names: Names, copies: bool) -> Program:
-    """The Program with the kinds of its Variables, gradients and next values named after what they are of."""
-    places = {Placement.PER_REPLICA: Placement.REPLICATED} if copies else {}
-    trained = parameters_among(program.ops, program.next_state)
-    program = replace(program, gradients=tuple(pair for pair in program.gradients if pair[0] in trained))
-    new = {
-        v: replace(
-            v,
-            kind=Kind.PARAMETER if v in trained else Kind.STATE,
-            placement=places.get(v.placement, v.placement),
-        )
-        for v in program.state
-    }
-    names_of = _derived_names(program)
-    for op in program.ops:
-        kind = Kind.GRADIENT if op.made_by is Pass.BACKWARD else Kind.ACTIVATION
-        for v in op.outputs:
-            name = names_of.get(v)
-            if name is not None or kind is not v.kind:
-                new[v] = replace(v, name=v.name if name is None else names.new(name), kind=kind)
-    return substitute(program, new)
-
-
-def _derived_names(program: Program) -> dict[Variable, str]:
-    """The names of gradients and of next values; what is both is a gradient."""
-    found = {new: f"next({old.name})" for old, new in program.next_state.items()}
-    found.update({g: f"grad({p.name})" for p, g in program.gradients})
-    return found

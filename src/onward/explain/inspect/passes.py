@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from onward.core.jaxprs.loops import transforms_within
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Runs
+from onward.core.primitives.traits import Linear, Reduces, Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
 
@@ -20,11 +20,13 @@ def with_passes(ops: Sequence[Op], under: Sequence[frozenset[str]]) -> tuple[Op,
     """The ops, each with its pass; ``under`` holds the transforms around each.
 
     A loop, or another op that holds forward and backward equations at once, counts as backward: it makes
-    the gradients. What reads gradients updates; a collective that is not part of the forward pass is one of
-    the collective pass. What reads none is forward if a marked op depends on it, or if only results do.
+    the gradients, as does what only adds gradients up. What reads gradients updates; a collective that is not
+    part of the forward pass is one of the collective pass. What reads none is forward if a marked op depends
+    on it, or if only results do.
     """
     made_by = [_marked(op, marks) for op, marks in zip(ops, under, strict=True)]
     _collectives(ops, made_by)
+    _sums(ops, under, made_by)
     _after_gradients(ops, made_by)
     _before(ops, made_by, Pass.FORWARD, (Pass.FORWARD, Pass.BACKWARD))
     _before(ops, made_by, Pass.UPDATE, (Pass.UPDATE,))
@@ -53,6 +55,33 @@ def _collectives(ops: Sequence[Op], made_by: list[Pass | None]) -> None:
     for i, op in enumerate(ops):
         if made_by[i] is not Pass.FORWARD and op.body.collectives and not op.subprograms:
             made_by[i] = Pass.COLLECTIVE
+
+
+def _sums(ops: Sequence[Op], under: Sequence[frozenset[str]], made_by: list[Pass | None]) -> None:
+    """Mark the sums of gradients backward, as of micro-batches that a person adds up by hand.
+
+    A sum may begin with zeros, of which an op is made that reads nothing. It may also be one over what a loop
+    stacks, or ``vmap`` computes side by side.
+    """
+    marked = zip(ops, under, strict=True)
+    stacked = {v for op, marks in marked if "vmap" in marks or is_mixed(op) for v in op.outputs}
+    gradients = {
+        v for op, found in zip(ops, made_by, strict=True) if found is Pass.BACKWARD for v in op.outputs
+    }
+    zeros = {v for op in ops if not op.inputs for v in op.outputs}
+    for i, op in enumerate(ops):
+        summed = set(op.inputs) - zeros
+        is_sum = op.primitive.reduces is Reduces.SUM and bool(op.outputs[0].shape)
+        adds = _adds(op) or (is_sum and stacked.issuperset(summed))
+        if made_by[i] is None and adds and summed and gradients.issuperset(summed):
+            made_by[i] = Pass.BACKWARD
+            gradients.update(op.outputs)
+
+
+def _adds(op: Op) -> bool:
+    row = op.primitive
+    adds = row.linear is Linear.TOGETHER and row.is_elementwise and not row.chooses
+    return adds and len(op.body.operands) > 1
 
 
 def _after_gradients(ops: Sequence[Op], made_by: list[Pass | None]) -> None:

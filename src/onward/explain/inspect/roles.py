@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -21,15 +21,17 @@ def facing(ops: Sequence[Op]) -> tuple[Op, ...]:
     stand in one place, the calls that led to them decide, and then, for the layers that a Python loop makes,
     what the backward op shares with them; it goes from the last to the first.
     """
+    towards = dict(_towards_loss(ops))
     forward: dict[tuple[str, str, int], list[tuple[int, Op]]] = {}
-    for i, op in _towards_loss(ops):
-        if (place := _place(op)) is not None:
-            forward.setdefault(place, []).append((i, op))
     found: list[Op] = []
-    last = len(ops)
-    for op in ops:
-        place = _place(op) if op.made_by is Pass.BACKWARD else None
-        if place is None or place not in forward:
+    last = 0
+    for i, op in enumerate(ops):
+        place = _place(op)
+        if i in towards:
+            last = i  # of several losses each has its backward pass behind it
+            if place is not None:
+                forward.setdefault(place, []).append((i, op))
+        if op.made_by is not Pass.BACKWARD or place is None or place not in forward:
             found.append(op)
             continue
         last, best = _nearest(op, forward[place], last)
@@ -131,15 +133,20 @@ def _differentiated(
     return found
 
 
-def parameters_among(ops: Sequence[Op], following: Mapping[Variable, Variable]) -> set[Variable]:
+def parameters_among(
+    ops: Sequence[Op], following: Mapping[Variable, Variable], within: Collection[Variable] = ()
+) -> set[Variable]:
     """The state that is trained: the forward pass reads it, and it has a gradient of any type.
+
+    ``within``: what loops train.
 
     Where no such gradient can be told apart, as when the update works on all of them laid end to end: the
     floating point arrays that the forward pass reads and the update replaces.
     """
     read = _read_forward(ops)
     behind = _gradients_behind(ops, following)
-    return {v for v in behind if v in read and behind[v]} or {v for v in behind if v in read and v.ndim}
+    sure = {*within, *(v for v in behind if v in read and behind[v])}
+    return sure or {v for v in behind if v in read and v.ndim}
 
 
 def _read_forward(ops: Sequence[Op]) -> set[Variable]:
@@ -152,37 +159,22 @@ def _read_forward(ops: Sequence[Op]) -> set[Variable]:
     return needed
 
 
-def _computed_from(ops: Sequence[Op], v: Variable) -> set[Variable]:
-    """The Variables that a Variable is computed from, itself included."""
-    needed = {v}
-    for op in reversed(ops):
-        if not needed.isdisjoint(op.outputs):
-            needed.update(op.inputs)
-    return needed
+def likely_loss(ops: Sequence[Op], outputs: Iterable[Variable]) -> Variable | None:
+    """The result that is the loss, where nothing shows at which number the backward pass begins.
 
-
-def loss_among(ops: Sequence[Op], outputs: Iterable[Variable]) -> Variable | None:
-    """The result that is the loss: the scalar of the forward pass from which the backward pass begins.
-
-    Then a scalar that is made of it, such as its mean over devices, or what a loop that accumulates gradients
-    returns; None if no result is one.
+    A mean over devices, a number of the forward pass, or what a loop that accumulates gradients returns; None
+    if several may be it.
     """
     makers = {v: op for op in ops for v in op.outputs}
     scalars = [v for v in outputs if v in makers and not v.shape and jnp.issubdtype(v.dtype, jnp.inexact)]
     if not any(op.made_by is Pass.BACKWARD for op in ops):
         return None
-    faced = {op.of for op in ops if op.of is not None}
-    if terms := {v for v in scalars if makers[v].outputs[0] in faced}:
-        place = {op: i for i, op in enumerate(ops)}
-        whole = [v for v in scalars if terms <= _computed_from(ops, v)]
-        return min(whole or terms, key=lambda v: place[makers[v]])
     for is_loss in (
         lambda op: op.made_by is Pass.COLLECTIVE,
         lambda op: op.made_by is Pass.FORWARD,
         is_mixed,
         lambda op: any(v in makers and is_mixed(makers[v]) for v in op.inputs),
     ):
-        for v in scalars:
-            if is_loss(makers[v]):
-                return v
+        if found := [v for v in scalars if is_loss(makers[v])]:
+            return found[0] if len(found) == 1 else None
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,8 +10,8 @@ from onward.core.cost import Cost, cost, size
 from onward.core.homes import scopes
 from onward.core.liveness import lifetimes
 from onward.core.program import Op, Program, Variable
-from onward.core.show import short_type
-from onward.core.words import Pass
+from onward.core.show import short_type, turns_within
+from onward.core.words import Kind, Pass
 
 
 @dataclass(frozen=True)
@@ -47,42 +47,73 @@ class SummaryRow:
     times: int = 1
 
 
+@dataclass(frozen=True, eq=False)
+class CountedOp:
+    """An op of a Program, or of a turn of a loop in it, with its cost in all turns together.
+
+    Attributes:
+        op: the op; a loop that is looked into stands behind its ops, with what it costs beside them.
+        scope: where it belongs.
+        spent: its cost.
+        parameters: the numbers of the parameters that nothing before it reads.
+        saved: the bytes that it keeps for the backward pass.
+        live: the bytes in memory while it runs.
+    """
+
+    op: Op
+    scope: str
+    spent: Cost
+    parameters: int
+    saved: int
+    live: int
+
+
 class Count:
-    """Counts the ops of a Program, whichever of them are asked for."""
+    """Counts the ops of a Program, those in loops over steps or micro-batches as often as they run.
 
-    def __init__(self, program: Program) -> None:
+    ``seen``: the parameters that are read already, by name, with the scope that they are read in first.
+    """
+
+    def __init__(self, program: Program, seen: dict[str, str] | None = None) -> None:
         self.program = program
+        self.seen = {} if seen is None else seen
         self.scopes: Mapping[Op, str] = scopes(program)
-        self.place = {op: i for i, op in enumerate(program.ops)}
-
-    def row(self, scope: str, made_by: Pass | None, ops: Iterable[Op]) -> SummaryRow:
-        """The total cost of these ops as a row."""
-        chosen = list(ops)
-        spent = sum(map(cost, chosen), Cost())
-        return SummaryRow(
-            scope=scope,
-            made_by=made_by,
-            ops=len(chosen),
-            parameters=sum(p.size for op in chosen for p in self._first_read.get(op, ())),
-            output=self._output(chosen) if made_by is not None else "",
-            flops=spent.flops,
-            read=spent.read,
-            written=spent.written,
-            saved=sum(size(v) for op in chosen for v in op.outputs if v in self._saved),
-            live=max((self._live.get(self.place[op], 0) for op in chosen), default=0),
-            exchanged=spent.exchanged,
-        )
+        self.before = {new: old for old, new in program.next_state.items()}
 
     @cached_property
-    def _first_read(self) -> Mapping[Op, list[Variable]]:
-        """The parameters, with the op that reads each of them first."""
-        unread = set(self.program.parameters)
-        found: dict[Op, list[Variable]] = {}
-        for op in self.program.ops:
-            if here := [v for v in dict.fromkeys(op.inputs) if v in unread]:
-                found[op] = here
-                unread.difference_update(here)
-        return found
+    def ops(self) -> tuple[CountedOp, ...]:
+        """All ops in their order."""
+        return tuple(one for i, op in enumerate(self.program.ops) for one in self._counted(i, op))
+
+    @cached_property
+    def looped(self) -> bool:
+        """Whether a loop is looked into."""
+        return any(turns_within(op) for op in self.program.ops)
+
+    def _counted(self, place: int, op: Op) -> Iterator[CountedOp]:
+        left, times, live = cost(op), _turns(op), self._live.get(place, 0)
+        for turn in turns_within(op):
+            inner = Count(turn, self.seen)
+            most = max(inner._live.values(), default=0)
+            for one in inner.ops:
+                left = _less(left, one.spent * times)
+                yield replace(one, spent=one.spent * times, live=max(live - most + one.live, 0))
+        if replace(left, endless=False) != Cost() or not turns_within(op):
+            scope = self._scope(op)
+            saved = sum(size(v) for v in op.outputs if v in self._saved)
+            yield CountedOp(op, scope, left, self._first_read(op, scope), saved, live)
+
+    def _scope(self, op: Op) -> str:
+        """The scope of an op; of an update that stands nowhere that which first reads its parameter."""
+        updated = (self.seen.get(self.before[v].name) for v in op.outputs if v in self.before)
+        return self.scopes[op] or next(filter(None, updated), "")
+
+    def _first_read(self, op: Op, scope: str) -> int:
+        """How many numbers of parameters an op is the first to read."""
+        read = (v for v in dict.fromkeys(op.inputs) if v.kind is Kind.PARAMETER)
+        new = [v for v in read if v.name not in self.seen]
+        self.seen.update((v.name, scope) for v in new)
+        return sum(v.size for v in new)
 
     @cached_property
     def _saved(self) -> frozenset[Variable]:
@@ -100,20 +131,58 @@ class Count:
             most[step.op] = max(most.get(step.op, 0), taken)
         return most
 
-    def _output(self, ops: list[Op]) -> str:
-        """The type of what the last of these ops with a result gives first."""
-        given = [op.outputs[0] for op in ops if op.outputs]
-        return short_type(given[-1]) if given else ""
+
+def _less(whole: Cost, part: Cost) -> Cost:
+    """What is left of a cost; a loop that writes less than its ops would one by one costs nothing beside."""
+    return Cost(
+        max(whole.flops - part.flops, 0),
+        max(whole.read - part.read, 0),
+        max(whole.written - part.written, 0),
+        max(whole.exchanged - part.exchanged, 0),
+        max(whole.transcendentals - part.transcendentals, 0),
+        whole.endless,
+    )
+
+
+def _turns(op: Op) -> int:
+    """How often a loop runs; one turn where nobody knows."""
+    told = op.attributes
+    return int(told.get("length") or told.get("steps") or 1)
+
+
+def _output(ops: Iterable[Op]) -> str:
+    """The type of what the last of these ops with a result gives first."""
+    given = [op.outputs[0] for op in ops if op.outputs]
+    return short_type(given[-1]) if given else ""
+
+
+def _row(scope: str, made_by: Pass | None, ops: Iterable[CountedOp]) -> SummaryRow:
+    """The total cost of these ops as a row."""
+    chosen = list(ops)
+    spent = sum((one.spent for one in chosen), Cost())
+    return SummaryRow(
+        scope=scope,
+        made_by=made_by,
+        ops=len(chosen),
+        parameters=sum(one.parameters for one in chosen),
+        output=_output(one.op for one in chosen) if made_by is not None else "",
+        flops=spent.flops,
+        read=spent.read,
+        written=spent.written,
+        saved=sum(one.saved for one in chosen),
+        live=max((one.live for one in chosen), default=0),
+        exchanged=spent.exchanged,
+    )
 
 
 def rows_of(count: Count, depth: int) -> list[SummaryRow]:
     """A row for each scope and pass, scopes in the order of their first op."""
-    groups: dict[str, dict[Pass, list[Op]]] = {}
-    for op in count.program.ops:
-        scope = "/".join(count.scopes[op].split("/")[:depth])
-        groups.setdefault(scope, {}).setdefault(op.made_by, []).append(op)
+    groups: dict[str, dict[Pass, list[CountedOp]]] = {}
+    for one in count.ops:
+        scope = "/".join(one.scope.split("/")[:depth])
+        groups.setdefault(scope, {}).setdefault(one.op.made_by, []).append(one)
     return [
-        count.row(scope, made_by, passes[made_by])
+        _row(scope, made_by, passes[made_by])
         for scope, passes in groups.items()
         for made_by in Pass
         if made_by in passes
@@ -122,8 +191,7 @@ def rows_of(count: Count, depth: int) -> list[SummaryRow]:
 
 def totals_of(count: Count) -> list[SummaryRow]:
     """A row for each pass, and one for the whole step."""
-    ops = count.program.ops
-    by_pass = [(p, [op for op in ops if op.made_by is p]) for p in Pass]
-    rows = [count.row("total", made_by, mine) for made_by, mine in by_pass if mine]
+    by_pass = [(p, [one for one in count.ops if one.op.made_by is p]) for p in Pass]
+    rows = [_row("total", made_by, mine) for made_by, mine in by_pass if mine]
     every = sum(p.size for p in count.program.parameters)
-    return [*rows, replace(count.row("total", None, ops), parameters=every)]
+    return [*rows, replace(_row("total", None, count.ops), parameters=every)]

@@ -22,6 +22,8 @@ from onward.explain.summary.html import html_of
 from onward.explain.summary.rows import Count, SummaryRow, rows_of, totals_of
 from onward.explain.summary.words import HEADS, NUMBERS, lines, shown_columns
 
+_LOOPED = "What a loop over steps or micro-batches does counts for all its turns together."
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -83,7 +85,8 @@ def summary(program: Program, depth: int | None = 1, sort: str | None = None) ->
 
     Each op counts in the scope in which people look for it: a gradient op in that of its forward op, an
     update in that of the first op which reads its parameter. Where nobody named a scope, the calls of the
-    user's functions are it. Layers that take the same are shown once.
+    user's functions are it. Layers that take the same are shown once. A loop over steps or micro-batches is
+    looked into: what its turns do counts as often as they run, with what is kept in one turn at a time.
     Operations and bytes are those of ``cost``; what is live is estimated as in ``memory``.
 
     Args:
@@ -110,10 +113,9 @@ def summary(program: Program, depth: int | None = 1, sort: str | None = None) ->
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         raise ArgumentError(f"summary: depth is {depth!r}; expected a number of levels from 0 on, or None.")
     count = Count(program)
-    levels = depth if depth is not None else max((h.count("/") + 1 for h in count.scopes.values()), default=1)
-    found = Summary(
-        headline(program), tuple(folded(rows_of(count, levels))), tuple(totals_of(count)), _notes(program)
-    )
+    levels = depth if depth is not None else max((one.scope.count("/") + 1 for one in count.ops), default=1)
+    notes = (*_notes(program), *([_LOOPED] if count.looped else []))
+    found = Summary(headline(program), tuple(folded(rows_of(count, levels))), tuple(totals_of(count)), notes)
     return found.sorted(sort) if sort is not None else found
 
 

@@ -1,0 +1,226 @@
+"""Loops over steps, epochs, mini-batches or micro-batches, opened: one turn as a Program, with its roles.
+
+What a turn hands to the next one is its state, and nothing has to be guessed. A loop that trains carries
+parameters; one that accumulates gradients is given them, and adds up their gradients.
+
+>>> import jax, jax.numpy as jnp, onward as ow
+>>> def epoch(w, xs):
+...     def once(w, x):
+...         loss, gradient = jax.value_and_grad(lambda w: jnp.sum(jnp.sin(w * x)))(w)
+...         return w - 0.1 * gradient, loss
+...     w, losses = jax.lax.scan(once, w, xs)
+...     return w, losses.mean()
+>>> program = ow.inspect(epoch, jnp.ones(3), jnp.ones((5, 3)))
+>>> (turn,) = program.ops[0].subprograms.values()
+>>> [v.name for v in turn.parameters], [g.name for _, g in turn.gradients], turn.loss.name
+(['w'], ['grad(w)'], 'reduce_sum')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.loops import LoopTurn, turn_of
+from onward.core.jaxprs.reading import Reading, programs_in, read_jaxpr
+from onward.core.names import Names
+from onward.core.primitives.traits import Reduces
+from onward.core.program import Op, Program, Variable, programs_within
+from onward.core.words import Kind, Pass
+from onward.explain.inspect.losses import StepLosses, losses_of
+from onward.explain.inspect.naming import named
+from onward.explain.inspect.passes import is_mixed, with_passes
+from onward.explain.inspect.roles import Pair, facing, gradients_of, likely_loss, parameters_among
+
+_UNDER = frozenset({"jvp", "transpose"})
+
+
+class OpenedLoop(Body):
+    """The body of a loop that computes gradients, which lets one turn be looked at.
+
+    Attributes:
+        turn: the Program of one turn; its inputs are those that the loop gives to it, in their order.
+        told: where they and its results stand outside.
+        losses: the outputs of the turn that are made of its losses.
+    """
+
+    def __init__(self, body: Body, told: LoopTurn, turn: Program, losses: Collection[int]) -> None:
+        super().__init__(body.closed)
+        self.told, self.turn, self.losses = told, turn, frozenset(losses)
+        self.programs = {**programs_in(body), told.part: turn}
+
+    @property
+    def trains(self) -> bool:
+        """Whether it carries parameters."""
+        return any(self.turn.inputs[i].kind is Kind.PARAMETER for i, _ in self.told.carried)
+
+
+@programs_within.register
+def _programs_within(body: OpenedLoop) -> Mapping[str, Program]:
+    return body.programs
+
+
+@dataclass(frozen=True, eq=False)
+class StepRoles:
+    """The roles of what is in a step, or in a turn of a loop over steps.
+
+    Attributes:
+        ops: in their order, those of loops opened.
+        trained: the parameters.
+        gradients: the pairs (parameter, gradient).
+        losses: the losses.
+    """
+
+    ops: tuple[Op, ...]
+    trained: frozenset[Variable]
+    gradients: tuple[Pair, ...]
+    losses: StepLosses
+
+
+def ops_of(reading: Reading) -> tuple[Op, ...]:
+    """The ops that were read, each in its pass; loops that compute gradients in their turns are opened."""
+    ops = facing(with_passes(reading.ops, reading.under))
+    marked = zip(ops, reading.under, strict=True)
+    return tuple(_opened(op) if _UNDER.isdisjoint(marks) and is_mixed(op) else op for op, marks in marked)
+
+
+def differentiated(reading: Reading) -> set[Variable]:
+    """The Variables that are computed under ``jax.grad``."""
+    marked = zip(reading.ops, reading.under, strict=True)
+    return {v for op, marks in marked if "jvp" in marks for v in op.outputs}
+
+
+def roles_of(
+    ops: Sequence[Op],
+    reading: Reading,
+    following: Mapping[Variable, Variable],
+    outputs: Sequence[Variable],
+    carried: Collection[Variable] = (),
+    summed: Sequence[Pair] = (),
+) -> StepRoles:
+    """The roles in a step of which it is known what is carried on.
+
+    Args:
+        ops: those of the step, as ``ops_of`` gives them.
+        reading: what they come from.
+        following: for what is carried on its next value.
+        outputs: the results.
+        carried: in a loop what the turn before hands on.
+        summed: in a loop that adds up gradients the pairs (parameter, gradient of one turn).
+    """
+    pairs = gradients_of(ops, following)
+    trained = {p for p, _ in summed} or parameters_among(ops, following, _trained_within(ops, following))
+    mine = (*summed, *(pair for pair in pairs if pair[0] in trained))
+    within = {v for op in ops for v in _losses_within(op)}
+    losses = losses_of(ops, differentiated(reading), outputs, mine or pairs, within, carried)
+    if losses.loss is None and not losses.several and not within:
+        losses = replace(losses, loss=likely_loss(ops, outputs))
+    finished = tuple(_finished(op, _before_sums(ops, mine)) for op in ops)
+    return StepRoles(finished, frozenset(trained), mine, losses)
+
+
+def _trained_within(ops: Sequence[Op], following: Mapping[Variable, Variable]) -> set[Variable]:
+    """The state that loops train: they are given it, and give its next value."""
+    return {old for op in ops for old, new in _carried_parameters(op) if following.get(old) is new}
+
+
+def _carried_parameters(op: Op) -> list[Pair]:
+    """The parameters that a loop is given and trains, as they stand outside, before and after it."""
+    if not isinstance(op.body, OpenedLoop):
+        return []
+    told, turn = op.body.told, op.body.turn
+    outside = dict(zip(told.results, op.outputs, strict=True))
+    return [
+        (op.inputs[at], outside[j])
+        for i, j in told.carried
+        if (at := told.given[i]) is not None and j in outside and turn.inputs[i].kind is Kind.PARAMETER
+    ]
+
+
+def _losses_within(op: Op) -> list[Variable]:
+    """The results of a loop that are made of the losses of its turns."""
+    if not isinstance(op.body, OpenedLoop):
+        return []
+    pairs = zip(op.body.told.results, op.outputs, strict=True)
+    return [v for j, v in pairs if j in op.body.losses]
+
+
+def _before_sums(ops: Sequence[Op], gradients: Sequence[Pair]) -> list[Pair]:
+    """The pairs (parameter, gradient), with what a loop has stacked in place of the sum over it."""
+    summed = {op.outputs[0]: op.inputs[0] for op in ops if op.primitive.reduces is Reduces.SUM}
+    return [(p, summed.get(g, g)) for p, g in gradients]
+
+
+def _finished(op: Op, gradients: Sequence[Pair]) -> Op:
+    """A loop that trains updates; one that adds up gradients is opened again, now that they are known."""
+    if not isinstance(op.body, OpenedLoop):
+        return op
+    if op.body.trains:
+        return replace(op, made_by=Pass.UPDATE)
+    given, made = set(op.inputs), set(op.outputs)
+    mine = [(p, g) for p, g in gradients if p in given and g in made]
+    return _opened(op, mine) if mine else op
+
+
+def _opened(op: Op, gradients: Sequence[Pair] = ()) -> Op:
+    """A loop with its turn as a Program; ``gradients``: the pairs (parameter, sum) that it is to add up."""
+    told = turn_of(op.body)
+    if told is None:
+        return op
+    names = Names()
+    inputs = tuple(
+        Variable(names.new(_name_within(op, told, i)), tuple(t.shape), t.dtype, Kind.DATA)
+        for i, t in enumerate(told.body.in_avals)
+    )
+    reading = read_jaxpr(told.body.closed, inputs, names, apart=True)
+    ops, outputs = ops_of(reading), reading.outputs
+    handed = {inputs[i]: outputs[j] for i, j in told.carried}
+    following = {old: new for old, new in handed.items() if new is not old}
+    added = dict(gradients_of(ops, following))
+    one = {j: added.get(inputs[i]) for i, j in told.carried}
+    each = [one.get(j, v) for j, v in enumerate(outputs)]  # a sum that is handed on, or a stacked gradient
+    summed = _of_one_turn(op, told, inputs, each, gradients)
+    shows = differentiated(reading) or any(isinstance(op.body, OpenedLoop) for op in ops)
+    roles = roles_of(ops, reading, following if shows else {}, outputs, handed.keys(), summed)
+    turn = Program(
+        name=told.function or "turn",
+        inputs=inputs,
+        constants=reading.constants,
+        ops=roles.ops,
+        outputs=outputs,
+        next_state=following,
+        gradients=roles.gradients,
+        loss=roles.losses.loss,
+        losses=roles.losses.several,
+    )
+    kinds = {v: Kind.PARAMETER if v in roles.trained else Kind.STATE for v in (*handed, *roles.trained)}
+    made = [j for j, v in enumerate(outputs) if v in roles.losses.made]
+    return replace(op, body=OpenedLoop(op.body, told, named(turn, names, kinds), made))
+
+
+def _name_within(op: Op, told: LoopTurn, i: int) -> str:
+    """The name of an input of a turn: that of what the loop is given for it."""
+    at = told.given[i]
+    return op.inputs[at].name if at is not None else f"input_{i}"
+
+
+def _of_one_turn(
+    op: Op,
+    told: LoopTurn,
+    inputs: Sequence[Variable],
+    each: Sequence[Variable | None],
+    gradients: Sequence[Pair],
+) -> list[Pair]:
+    """The pairs (parameter, gradient) of one turn of a loop that adds up gradients.
+
+    Args:
+        op: the loop.
+        told: its turn.
+        inputs: what the turn is given.
+        each: for each of its results the gradient that is added to it, or stacked.
+        gradients: the pairs (parameter, sum or stack) outside.
+    """
+    inside = {op.inputs[at]: inputs[i] for i, at in enumerate(told.given) if at is not None}
+    pairs = [(inside[p], each[told.results[op.outputs.index(g)]]) for p, g in gradients]
+    return [(p, g) for p, g in pairs if g is not None and g.shape == p.shape]
