@@ -31,7 +31,13 @@ from onward.core.jaxprs.equations import (
     nowhere,
     type_of,
 )
-from onward.core.jaxprs.signature import BodySignature, interned, key_of_parts, signature_of
+from onward.core.jaxprs.signature import (
+    BodySignature,
+    calls_rule_of_users,
+    interned,
+    key_of_parts,
+    signature_of,
+)
 from onward.core.jaxprs.tracing import traced
 from onward.core.primitives.table import of
 
@@ -192,6 +198,11 @@ class Body:
     def has_custom_rule(self) -> bool:
         """Whether a ``custom_jvp`` or ``custom_vjp`` function is called in it, however deep."""
         return any(map(calls_custom_rule, self.equations))
+
+    @property
+    def has_rule_of_users(self) -> bool:
+        """Whether such a function is called in it that is not one of JAX itself."""
+        return any(map(calls_rule_of_users, self.equations))
 
     @property
     def equations(self) -> Sequence[Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 from contextvars import ContextVar
+from functools import cache
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -14,6 +18,7 @@ from jax.extend import core as jex
 from onward.core.jaxprs.equations import (
     close,
     closed_of,
+    equations_within,
     has_rule_of_its_own,
     is_jaxpr,
     nothing,
@@ -35,6 +40,7 @@ _RULES_WITHIN_RULES = 2  # the rule of a function is traced, and of those that i
 _of_jaxprs = tuple(WeakKeyDictionary[Any, BodySignature]() for _ in range(_RULES_WITHIN_RULES + 1))
 _within: ContextVar[int] = ContextVar("within", default=0)
 _interning = Lock()
+_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 def interned(key: Any) -> BodySignature:
@@ -92,12 +98,15 @@ def _params_key(eqn: Any) -> Any:
 def _rule_key(eqn: Any) -> Any:
     """A call of a function with a rule of its own: what it computes, and what its rule traces to.
 
-    Nothing else tells two rules apart: a rule may read whatever Python can reach. One that cannot be traced
-    in reverse, or asks which inputs have a tangent, is only equal to itself.
+    Nothing else tells two rules apart: a rule may read whatever Python can reach, but for the functions that
+    JAX itself has, each of which has one. One that cannot be traced in reverse, or asks which inputs have a
+    tangent, is only equal to itself.
     """
     forward, depth = signature_of(eqn.params["call_jaxpr"]), _within.get()
     if depth == _RULES_WITHIN_RULES:
         return forward
+    if (known := _of_jax_itself(eqn)) is not None:
+        return forward, Same(known)
     if eqn.params["symbolic_zeros"]:
         return Same(object())
     token = _within.set(depth + 1)
@@ -107,6 +116,35 @@ def _rule_key(eqn: Any) -> Any:
         return Same(object())
     finally:
         _within.reset(token)
+
+
+def calls_rule_of_users(eqn: Any) -> bool:
+    """Whether a function is called in it, however deep, that has a rule of its own and is not one of JAX."""
+    mine = has_rule_of_its_own(eqn) and _of_jax_itself(eqn) is None
+    return mine or any(map(calls_rule_of_users, equations_within(eqn)))
+
+
+def _of_jax_itself(eqn: Any) -> Any | None:
+    """The function that JAX's modules have at their top, such as ``relu``, which an equation calls."""
+    told = closed_of(eqn.params["call_jaxpr"]).jaxpr.debug_info
+    return _at_top(told.func_name, told.func_filename or "", told.func_lineno)
+
+
+@cache
+def _at_top(name: str, file: str, line: int) -> Any | None:
+    """The function with a rule that a module of JAX has under this name, if it begins at this line.
+
+    None where its rule knows more than arrays: what is no array may differ from call to call.
+    """
+    if not file.startswith(_JAX):
+        return None
+    module = next((m for m in [*sys.modules.values()] if getattr(m, "__file__", None) == file), None)
+    found = getattr(module, name, None)
+    while found is not None and not isinstance(found, jax.custom_jvp | jax.custom_vjp):
+        found = getattr(found, "__wrapped__", None)
+    code = getattr(inspect.unwrap(found), "__code__", None) if callable(found) else None
+    is_it = code is not None and code.co_firstlineno == line
+    return found if is_it and getattr(found, "nondiff_argnums", None) == () else None
 
 
 def _gradient_of(eqn: Any) -> Any:

@@ -20,32 +20,62 @@ from onward.core.errors import ArgumentError, OnwardError
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
 from onward.serve.export.executable import loaded, reads_of
-from onward.serve.export.facts import paired
+from onward.serve.export.facts import PairedPrograms, paired
+from onward.serve.export.replay import Replay
 from onward.serve.export.writing import Writing
 
-Replay = Callable[[Mapping[str, int]], Program]
 
-
-def expect_same(known: Program, writing: Writing, replay: Replay, values: Mapping[str, Any]) -> None:
+def expect_same(
+    known: Program,
+    writing: Writing,
+    replay: Replay,
+    symbols: Mapping[str, Any],
+    values: Mapping[str, Any],
+) -> None:
     """Raise ``ArgumentError`` unless it agrees with traces for the length that it had, the next one, and 1.
+
+    For the length that it had the whole is compared. For others the forward pass and, where an op in it
+    differs, the derivative of that: the rest is derived of these ops, if by nothing that asks for lengths.
 
     Args:
         known: the Program for the length that it had.
         writing: the Program with symbols, and its executable.
         replay: gives the Program for lengths by the names of their symbols.
+        symbols: what stands for the lengths.
         values: the state by name, which numbers are computed from.
     """
     traced = dict(writing.sizes)
+    _expect_same(known, writing, traced, values)
     longer = {n: size + 1 for n, size in traced.items()}
-    for sizes in (traced, longer, dict.fromkeys(traced, 1)):
-        try:
-            program = known if sizes == traced else replay(sizes)
-        except OnwardError:
-            if sizes is longer:
-                raise
-            continue  # a network that takes no batch of 1
-        if not _agree_by_parts(program, writing.program, sizes):
-            _compare(program, writing, values, sizes)
+    free = replay.forward(symbols) if replay.is_told_by_forward else None
+    for sizes in (longer, dict.fromkeys(traced, 1)):
+        if free is not None:
+            forward = _replayed(replay.forward, sizes, sizes is longer)
+            if forward is None or _agree_by_parts(forward, free, sizes, derived=True):
+                continue
+        program = _replayed(replay.whole, sizes, sizes is longer)
+        if program is not None:
+            _expect_same(program, writing, sizes, values)
+
+
+def _replayed(
+    make: Callable[[Mapping[str, int]], Program], sizes: Mapping[str, int], must: bool
+) -> Program | None:
+    """The Program for these sizes; None for a network that takes no batch of 1."""
+    try:
+        return make(sizes)
+    except OnwardError:
+        if must:
+            raise
+        return None
+
+
+def _expect_same(
+    program: Program, writing: Writing, sizes: Mapping[str, int], values: Mapping[str, Any]
+) -> None:
+    """Raise ``ArgumentError`` unless it agrees with the Program for these sizes."""
+    if not _agree_by_parts(program, writing.program, sizes):
+        _compare(program, writing, values, sizes)
 
 
 def are_alike(program: Program, other: Program) -> bool:
@@ -59,7 +89,7 @@ def are_alike(program: Program, other: Program) -> bool:
     return not found.apart and not any(found.rest)
 
 
-def _agree_by_parts(program: Program, free: Program, sizes: Mapping[str, int]) -> bool:
+def _agree_by_parts(program: Program, free: Program, sizes: Mapping[str, int], derived: bool = False) -> bool:
     """Whether both are told alike for these sizes; where not, whether only those parts compute the same.
 
     What the parts read is taken at random. False where that cannot be told, or is not so of such numbers.
@@ -68,31 +98,60 @@ def _agree_by_parts(program: Program, free: Program, sizes: Mapping[str, int]) -
         program: traced for these sizes.
         free: traced with symbols.
         sizes: theirs.
+        derived: the gradients of the parts must be the same as well.
     """
     try:
         found = paired(program, free, sizes)
-        if not found.apart:
-            return True
-        mine, theirs = (
-            _part(p, {*found.rest[i], *found.numbers[i]}, [pair[i] for pair in found.apart])
-            for i, p in enumerate((program, free))
-        )
-        known = {**program.constants, **free.constants}
-        like = {y: x for x, y in found.twins.items()}
-        for i, v in enumerate(
-            dict.fromkeys((*mine.inputs, *(like[y] for y in theirs.inputs if y not in known)))
-        ):
-            known.setdefault(v, _some(v, program, i))
-        run = lower(theirs, theirs.outputs, at_once=True)
-        call = export.export(jax.jit(lambda *xs: run((), xs)))(*(v.aval for v in theirs.inputs)).call
-        expected = compiled_alone(lower(mine, mine.outputs, at_once=True))(
-            (), [known[v] for v in mine.inputs]
-        )
-        computed = compiled_alone(call)(*(known[y] if y in known else known[like[y]] for y in theirs.inputs))
+        return not found.apart or _parts_agree(program, free, found, derived)
     except Exception:  # symbols are not taken everywhere: the whole is compared then
         return False
-    pairs = zip(expected, computed, strict=True)
+
+
+def _parts_agree(program: Program, free: Program, found: PairedPrograms, derived: bool) -> bool:
+    """Whether the parts of two Programs that are in no pair compute the same."""
+    mine, theirs = (
+        _part(p, {*found.rest[i], *found.numbers[i]}, [pair[i] for pair in found.apart])
+        for i, p in enumerate((program, free))
+    )
+    like = {y: x for x, y in found.twins.items()}
+    their_reads = [like.get(y, y) for y in theirs.inputs]
+    reads = [*dict.fromkeys((*mine.inputs, *their_reads))]
+    known = {**program.constants, **free.constants}
+    values = [known.get(v, _some(v, program, i)) for i, v in enumerate(reads)]
+    real = [i for i, v in enumerate(reads) if jnp.issubdtype(v.dtype, np.inexact)] if derived else []
+    run, their_run = (
+        _with_gradients(_of_reads(p, reads, wanted), real)
+        for p, wanted in ((mine, mine.inputs), (theirs, their_reads))
+    )
+    call = export.export(jax.jit(their_run))(*(found.twins.get(v, v).aval for v in reads)).call
+    pairs = zip(compiled_alone(run)(*values), compiled_alone(call)(*values), strict=True)
     return all(x.shape == y.shape and _is_telling(x) and _close(x, y) for x, y in pairs)
+
+
+def _of_reads(
+    part: Program, reads: Sequence[Variable], wanted: Sequence[Variable]
+) -> Callable[..., Sequence[Any]]:
+    """A part as a function of all that both parts read, of which it takes what it wants."""
+    places = [reads.index(v) for v in wanted]
+    run = lower(part, part.outputs, at_once=True)
+    return lambda *values: run((), [values[i] for i in places])
+
+
+def _with_gradients(run: Callable[..., Sequence[Any]], chosen: Sequence[int]) -> Callable[..., Sequence[Any]]:
+    """A function that gives, beside its results, gradients of these inputs; cotangents are of the results."""
+    if not chosen:
+        return run
+
+    def function(*values: Any) -> list[Any]:
+        def of(*some: Any) -> tuple[list[Any], Sequence[Any]]:
+            found = dict(zip(chosen, some, strict=True))
+            outputs = run(*(found.get(i, x) for i, x in enumerate(values)))
+            return [x for x in outputs if jnp.issubdtype(x.dtype, np.inexact)], outputs
+
+        results, pull, outputs = jax.vjp(of, *(values[i] for i in chosen), has_aux=True)
+        return [*outputs, *pull([jnp.cos(x) for x in results])]
+
+    return function
 
 
 def _is_telling(x: Any) -> bool:

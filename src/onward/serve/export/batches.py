@@ -12,17 +12,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax import export
 
 from onward.core.errors import ArgumentError, OnwardError
 from onward.core.program import Program, Variable
-from onward.core.recipe import rebuilt
 from onward.core.source import user_level
 from onward.core.structure import Static
 from onward.execute.feeds import data_names
 from onward.serve.export.agreement import expect_same
 from onward.serve.export.executable import exported
+from onward.serve.export.replay import Replay
 from onward.serve.export.writing import Writing
 
 BATCH = "b"
@@ -84,11 +83,7 @@ def _free(program: Program, values: Mapping[str, Any], shapes: Shapes, trainable
     names = sorted({n for shape in wanted.values() for n in shape if isinstance(n, str)})
     if not names:
         return _fixed(program, None, trainable)
-    symbols: dict[Any, Any] = dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
-
-    def replay(lengths: Mapping[Any, Any]) -> Program:
-        filled = {name: tuple(lengths.get(n, n) for n in shape) for name, shape in wanted.items()}
-        return _rebuilt(program, filled)
+    symbols = dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
 
     lengths = [pair for v in program.inputs for pair in zip(wanted[v.name], v.shape, strict=True)]
     sizes = {n: size for n, size in lengths if isinstance(n, str)}
@@ -97,10 +92,11 @@ def _free(program: Program, values: Mapping[str, Any], shapes: Shapes, trainable
             f"shapes= calls two lengths {twice[0]!r} that were traced as {sizes[twice[0]]} and as another "
             "one; give each length its own name"
         )
-    found = replay(symbols)
+    replay = Replay(program, wanted)
+    found = replay.whole(symbols)
     _expect_no_length(found)
     writing = _writing(program, found, sizes, trainable)
-    expect_same(program, writing, replay, values)
+    expect_same(program, writing, replay, symbols, values)
     return writing
 
 
@@ -108,11 +104,8 @@ def _fixed(program: Program, length: int | None, trainable: bool) -> Writing:
     """The Program for batches of one length; None: the one that it has."""
     if length is None or length == _batch_length(program):
         return _writing(program, program, {}, trainable)
-    shapes = {
-        name: tuple(length if n == BATCH else n for n in shape)
-        for name, shape in _wanted(program, {}).items()
-    }
-    return _writing(program, _rebuilt(program, shapes), {}, trainable)
+    found = Replay(program, _wanted(program, {})).whole({BATCH: length})
+    return _writing(program, found, {}, trainable)
 
 
 def _writing(program: Program, found: Program, sizes: Mapping[str, int], trainable: bool) -> Writing:
@@ -130,15 +123,6 @@ def _expect_no_length(found: Program) -> None:
             "it returns the length of the batch as a Python number, which an array in a file cannot be; "
             "return jnp.asarray(x.shape[0])"
         )
-
-
-def _rebuilt(program: Program, shapes: Mapping[str, tuple[Any, ...]]) -> Program:
-    assert program.signature is not None
-    types = tuple(
-        s.unflatten(jax.ShapeDtypeStruct(shapes[v.name], v.dtype) for v in s.variables)
-        for s in program.signature.data
-    )
-    return rebuilt(program, types)
 
 
 def _wanted(program: Program, shapes: Shapes) -> dict[str, tuple[int | str, ...]]:
