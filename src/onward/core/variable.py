@@ -66,6 +66,9 @@ def holds_keys(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
+limits_of: Any = jnp.finfo
+"""The limits of a dtype of floats: JAX's knows bfloat16 and the like, and has no annotation of its own."""
+
 SEED = Variable("seed", (), np.dtype(np.uint32), Kind.DATA)
 """What the initializers of every Program may read: the number that a person chose."""
 

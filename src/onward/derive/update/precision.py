@@ -27,10 +27,10 @@ from jax import lax
 from onward.core.errors import GraphError, HyperparameterError
 from onward.core.jaxprs.equations import Type
 from onward.core.structure import describe, is_word
+from onward.core.variable import limits_of
 
 _FORMS = ("float32", "bfloat16", "float16", "int8")
 _BLOCK = 256
-_limits: Any = jnp.finfo
 _SMALL = 4096  # numbers; what is smaller is not worth 8 bits
 
 
@@ -66,7 +66,7 @@ class KeptSlot:
             return _in_blocks(value, step)
         (kind,) = self.types.values()
         if kind.dtype.itemsize < np.dtype(self.used.dtype).itemsize:
-            top = float(_limits(kind.dtype).max)
+            top = float(limits_of(kind.dtype).max)
             held = jnp.where(jnp.isfinite(value), jnp.clip(value, -top, top), value)  # not to become infinite
             return [_not_vanished(held, rounded_at_random(held, kind.dtype, step))]
         return [jnp.asarray(value, kind.dtype)]

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
-import jax.numpy as jnp
-
 from onward.core.cost import size
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Moves
 from onward.core.program import Op, Variable
 from onward.core.turn import ScanTurn
+from onward.core.variable import limits_of
 from onward.core.walk import consumers, producers
 
 _ALLOWANCE = 64 * 2**20  # bytes that may be stacked in any case
@@ -220,7 +219,7 @@ def _holds_sums(v: Variable, added: Variable) -> bool:
 
     A sum in float16 exceeds its range sooner than what is made of each summand, a wider number or a part.
     """
-    return v.is_float and v.dtype == added.dtype and jnp.finfo(v.dtype).maxexp >= 128
+    return bool(v.is_float and v.dtype == added.dtype and limits_of(v.dtype).maxexp >= 128)
 
 
 def _adds_arrays(op: Op) -> bool:

@@ -29,19 +29,18 @@ from onward.core.jaxprs.reading import program_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Primitive, Reduces
 from onward.core.program import Op, Program, Variable, programs_within
-from onward.core.variable import Replicas, holds_keys
+from onward.core.variable import Replicas, holds_keys, limits_of
 from onward.core.words import Kind
 from onward.develop.roll.literals import numbers
 from onward.execute.pieces import Compiled, PiecewiseRun
 
-_limits: Any = jnp.finfo  # that of JAX knows all dtypes
 _MARGIN = 4.0  # times the largest movement seen of a number
 _OF_ALL = 4.0  # times the root of the mean square of all movements
 
 
 def epsilon_of(dtype: Any) -> float:
     """The distance from 1 to the next number of a dtype; 0 of integers and keys."""
-    return float(_limits(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+    return float(limits_of(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
 
 @dataclass(frozen=True, eq=False)
