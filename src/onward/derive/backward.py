@@ -56,7 +56,7 @@ def append_backward(
 
     Raises:
         LossError: the loss is not a floating point scalar, is complex, or depends on none of the parameters.
-        UnknownNameError: a name in ``parameter_list`` or ``no_grad_set`` that no Variable bears.
+        UnknownNameError: a name in ``parameter_list`` or ``no_grad_set`` that no Variable has.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -120,8 +120,8 @@ def gradients(
         The Program, and for each input its gradient, or None where no target depends on it.
 
     Raises:
-        UnknownNameError: a name that no Variable bears.
-        LossError: a Variable that is no floating point number; a complex target without a gradient.
+        UnknownNameError: a name that no Variable has.
+        LossError: a Variable that is not a floating point number; a complex target without a gradient.
         ArgumentError: target gradients whose number or types are not those of the targets.
 
     Example:
@@ -379,7 +379,7 @@ def _expect_real(target: Variable, what: str, place: str = "") -> None:
 
 
 def _expect_floats(program: Program, chosen: Iterable[Where]) -> None:
-    """Raise ``LossError`` for an integer that shall be trained."""
+    """Raise ``LossError`` for an integer that should be trained."""
     counting = {v.name: v for v in program.state if not v.is_float}
     for where in chosen:
         if (v := counting.get(name_of(where) or "")) is not None:

@@ -52,11 +52,11 @@ class Restored:
         parts = [f"{len(self.taken)} Variables restored"]
         of_another_type = [name for name in self.kept if name in self.left]
         if missing := [name for name in self.kept if name not in of_another_type]:
-            parts.append(f"not in the checkpoint, begun anew: {_some(missing)}")
+            parts.append(f"not in the checkpoint, newly initialized: {_some(missing)}")
         if surplus := [name for name in self.left if name not in of_another_type]:
             parts.append(f"in the checkpoint, not needed here: {_some(surplus)}")
         if of_another_type:
-            parts.append(f"of another type in the checkpoint, begun anew: {_some(of_another_type)}")
+            parts.append(f"of another type in the checkpoint, newly initialized: {_some(of_another_type)}")
         if self.laid_out:
             parts.append(f"laid out for another number of devices: {_some(self.laid_out)}")
         if self.changed:

@@ -116,7 +116,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _bound(value: Any, moved: Sequence[Any]) -> Any:
-    """For each number the bound; of what is no float, whether it moved at all."""
+    """For each number the bound; of what is not a float, whether it moved at all."""
     if _is_key(value):
         return None
     if not jnp.issubdtype(value.dtype, jnp.inexact):
