@@ -36,7 +36,7 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The loss in the end; infinity for what is no number."""
+        """The loss in the end; infinity for what is not a number."""
         return self.losses[-1] if isfinite(self.losses[-1]) else inf
 
 

@@ -279,7 +279,7 @@ def _on_first(arrays: Sequence[Array]) -> int:
 
 
 def scaling(results: Sequence[Result]) -> str:
-    """What is no comparison with a peer, as plain text in columns."""
+    """What is not a comparison with a peer, as plain text in columns."""
     lines = [_HEAD, *map(_cells, results)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
     padded = (map(str.ljust, line, widths) for line in lines)

@@ -55,7 +55,7 @@ def aside(
     warmup: int | None = None,
     decay: float = 0.0,
 ) -> list[ow.Group]:
-    """What is no matrix of a layer: AdamW with the speedrun's numbers, the same beside every optimizer."""
+    """What is not a matrix of a layer: AdamW with the speedrun's numbers, the same beside every optimizer."""
     rates = {"embed": ("embed", embed), "head": ("head/w", head), "vectors": (is_vector, vectors)}
     return [
         ow.Group(where, ow.AdamW(run.falling(rate, warmup), 0.8, 0.95, 1e-10, decay), name=name)
@@ -64,7 +64,7 @@ def aside(
 
 
 def is_vector(parameter: Variable) -> bool:
-    """Whether a parameter is no matrix."""
+    """Whether a parameter is not a matrix."""
     return len(parameter.shape) < 2
 
 

@@ -545,7 +545,7 @@ def _log(folder: Path) -> int:
 
 
 def tables(results: Results) -> str:
-    """What is no comparison, as plain text in columns."""
+    """What is not a comparison, as plain text in columns."""
     parts = [_rates(results), _exchanged(results), _by_rows(results)]
     return "\n\n".join(part for part in parts if part)
 

@@ -74,7 +74,7 @@ def environment() -> dict[str, str | int | None]:
 def write_json(path: str | Path, found: Mapping[str, Any]) -> None:
     """What was measured by each benchmark, a dataclass such as ``Measured``; seconds as they were measured.
 
-    A file that is there keeps what it says of other benchmarks, so that one can be measured anew by itself.
+    A file that is there keeps what it says of other benchmarks, so that one can be measured again by itself.
     """
     path = Path(path)
     earlier = json.loads(path.read_text()) if path.exists() else {}

@@ -46,7 +46,7 @@ class Data:
     def batches(self, rows: int, seq: int) -> Iterator[Batch]:
         """The tokens to train on, once: [rows, seq], and those that follow each of them.
 
-        What is left of a file that is no whole batch is passed over.
+        What is left of a file that is not a whole batch is passed over.
         """
         for tokens in self.train:
             yield from cut(tokens, rows, seq, self.words)
@@ -96,7 +96,7 @@ def folder(path: str | Path) -> Data:
     place = Path(path)
     if not place.is_dir():
         raise DataError(
-            f"{path} is no folder. Give a folder of token files, or a text: {', '.join(map(repr, TEXTS))}."
+            f"{path} is not a folder. Give a folder of token files, or a text: {', '.join(map(repr, TEXTS))}."
         )
     train, val = (sorted(place.glob(f"*{kind}*.bin")) for kind in ("train", "val"))
     if not train or not val:
@@ -111,7 +111,7 @@ def read(path: str | Path) -> np.ndarray:
     """The tokens of a file, which stay on the disk until they are looked at.
 
     Raises:
-        DataError: it is no token file, of another version, or shorter or longer than its header says.
+        DataError: it is not a token file, of another version, or shorter or longer than its header says.
     """
     there = Path(path).stat().st_size
     if there < _BYTES:
@@ -133,7 +133,7 @@ def write(path: str | Path, tokens: Sequence[int] | np.ndarray) -> None:
     """Write a token file.
 
     Raises:
-        DataError: a token that is no uint16.
+        DataError: a token that is not a uint16.
     """
     numbers = np.asarray(tokens, np.int64)
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < 2**16:

@@ -157,7 +157,7 @@ def main(side: str, work: str) -> None:
 
 
 def _wait(loss: Any) -> None:
-    """Until it is computed; what is no JAX array is already."""
+    """Until it is computed; what is not a JAX array is already."""
     if hasattr(loss, "block_until_ready"):
         loss.block_until_ready()
 

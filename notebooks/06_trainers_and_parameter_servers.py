@@ -14,7 +14,7 @@
 # # Trainers and parameter servers
 #
 # One Program, cut into a trainer and servers that run in processes of their own, on this machine or on many; and
-# the numbers are those of one device, whoever dies on the way.
+# the numbers are those of one device, whichever process dies on the way.
 #
 # A trainer reads batches and computes gradients. A server keeps a part of the parameters and updates it. The picture
 # at the end shows a training in which a server is killed, laid over one in which nothing happens.
@@ -95,7 +95,7 @@ print(ow.plan(cut))
 # take turns with the batches. In the mode `sync`, the default, an update is the mean of both gradients, which
 # both computed at the same parameters. So two trainers with batches of 32 are one device with batches of 64.
 #
-# (Ray takes seconds to start. Who trains more than once keeps it open, with an `Engine`.)
+# (Ray takes seconds to start. To train more than once, keep it open with an `Engine`.)
 
 
 # %%
@@ -124,7 +124,7 @@ print(f"sent at each step: {sync.history['sent'].max():.0f} bytes; planned: {ow.
 #
 # If one trainer is slower, the others wait for it. In the mode `async` none does: each gradient is an update at
 # once, at parameters that have moved on meanwhile, by `staleness` updates. `Bounded(4)` lets nobody get more than
-# four steps ahead of the slowest: it bounds the `lag`, in steps, and thereby the staleness, in updates. A reader that
+# four steps ahead of the slowest: it bounds the `lag`, in steps, and so the staleness, in updates. A reader that
 # takes two arguments reads for one trainer; that of trainer 1 is slow.
 
 

@@ -156,7 +156,7 @@ print(ow.find_nonfinite(fragile, [weights], batches[0]))
 # %% [markdown]
 # ## An equinox model
 #
-# The module is the parameter tree. Leaves that are no arrays stay what they are, and `state.parameters` is a module
+# The module is the parameter tree. Leaves that are not arrays stay what they are, and `state.parameters` is a module
 # again.
 
 # %%

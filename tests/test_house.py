@@ -132,3 +132,66 @@ def test_no_file_names_a_machine(word):
     files = [p for folder in (*CODE, ".ci") for p in (ROOT / folder).rglob("*") if p.is_file()]
     texts = [p for p in files if p.suffix in (".py", ".md", ".toml", "") and p != Path(__file__)]
     assert [p.name for p in [*texts, ROOT / "README.md"] if word in p.read_text(errors="ignore")] == []
+
+
+UNUSED_WORDS = {
+    r"\bbears?\b": "has",
+    r"\bshall\b": "should, is to, will",
+    r"\bfor ever\b": "forever",
+    r"\b[Ww]hoever\b": "the process that, anyone who",
+    r"(?:^|[.:;] |# |\"\"\")Who (?:asks|calls|holds|loads|needs|reads|runs|trains|waits)\b[^?\n]*$": "a noun",
+    r"\bbe it\b": "even if, also",
+    r"\banew\b": "again",
+    r"\bin vain\b": "could not",
+    r"\bwould rather\b": "to ..., if you want to",
+    r"\b(?:lest|thereof|whereof|herein|therein|whence|thence|hitherto|thereby)\b": "so, of it, in it",
+    r"(?<!here )\b(?:is|was) no (?!longer|more\b|such|less|need|difference)[a-z]": "is not a",
+    r"(?<!here )\b(?:are|were) no (?!longer|more\b|such|less)[a-z]": "are not",
+    r"\breckon": "count",
+}  # turns that no native engineer would write, and what we write; docs/contributing.md has more of them
+TEXTS = [
+    *(p for p in (ROOT / "src").rglob("*.py*") if p.suffix in (".py", ".pyi")),
+    *(p for folder in ("", "how-to", "coming-from") for p in (ROOT / "docs" / folder).glob("*.md")),
+    *(ROOT / "notebooks").glob("*.py"),
+    ROOT / "README.md",
+]
+
+
+def unused_words_in(text):
+    """The lines that have one of these words, but for the table that lists them."""
+    found = [(m.end(), use) for word, use in UNUSED_WORDS.items() for m in re.finditer(word, text, re.M)]
+    lines = [(text[text.rfind("\n", 0, end - 1) + 1 :].split("\n", 1)[0], use) for end, use in found]
+    return [(line.strip(), use) for line, use in lines if " \\* | " not in line]
+
+
+def test_words_that_we_do_not_use():
+    assert len(TEXTS) > 400
+    found = {str(p.relative_to(ROOT)): unused_words_in(p.read_text(encoding="utf-8")) for p in TEXTS}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a name that nobody bears",
+        "It is no file.",
+        "Leaves that are no float arrays",
+        "# Who waits holds the lock.",
+    ],
+)
+def test_such_words_are_found(line):
+    assert len(unused_words_in(line)) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "for every row",
+        "there is no file",
+        "## Who waits for whom?",
+        "it is no longer there",
+        "a shallow copy",
+    ],
+)
+def test_plain_words_are_left_alone(line):
+    assert unused_words_in(line) == []

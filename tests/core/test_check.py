@@ -41,7 +41,7 @@ BROKEN = {
         replace(PROGRAM, next_state={PROGRAM["w"]: PROGRAM["reduce_sum"]}),
         "what replaces 'w' .float32.3.. is 'reduce_sum'",
     ),
-    "no state": (replace(PROGRAM, next_state={PROGRAM["x"]: PROGRAM["w"]}), "'x', which is no state"),
+    "no state": (replace(PROGRAM, next_state={PROGRAM["x"]: PROGRAM["w"]}), "'x', which is not state"),
     "a gradient of another type": (
         replace(PROGRAM, gradients=((PROGRAM["w"], PROGRAM["reduce_sum"]),)),
         "the gradient of 'w'",
@@ -52,7 +52,7 @@ BROKEN = {
             PROGRAM,
             initializers=(ow.Op("ones", (), (variable(),), body_of(lambda: [jnp.ones(3)])),),
         ),
-        "which are no state",
+        "which are not state",
     ),
 }
 

@@ -63,7 +63,7 @@ def _power(n, primals, tangents):
 
 
 def local_rule(factor):
-    """A rule defined anew at each call, over a number."""
+    """A rule defined again at each call, over a number."""
 
     @jax.custom_vjp
     def f(x):

@@ -191,7 +191,7 @@ def test_scopes_are_put_before_names_but_not_before_data():
 
 
 def test_a_declaration_may_not_bear_the_name_of_an_argument():
-    with pytest.raises(ow.TraceError, match=r"'w' declared at .*bears the name of an argument"):
+    with pytest.raises(ow.TraceError, match=r"'w' declared at .*has the name of an argument"):
         ow.trace(lambda w: jnp.sum(w * ow.parameter("w", (3,))), np.ones(3, "float32"))
 
 
@@ -308,8 +308,8 @@ WRONG = {
     ),
     "another dtype": (lambda s: ow.assign(s, jnp.ones(2, "int32")), r"is int32\[2\].*float32\[2\]"),
     "one number": (lambda s: ow.assign(s, 1.0), r"is float32\[\].*float32\[2\]"),
-    "a list": (lambda s: ow.assign(s, [1.0, 2.0]), "is no array.*keeps its type from step to step"),
-    "None": (lambda s: ow.assign(s, None), "is no array"),
+    "a list": (lambda s: ow.assign(s, [1.0, 2.0]), "is not an array.*keeps its type from step to step"),
+    "None": (lambda s: ow.assign(s, None), "is not an array"),
     "a float for an integer": (lambda s: ow.assign("n", 0.5), r"is float32\[\].*int32\[\]"),
     "an unknown name": (lambda s: ow.assign("mena", s), "no state is named 'mena'.*'mean'.*Declare it first"),
     "a parameter": (lambda s: ow.assign("p", s), "no state is named 'p'"),

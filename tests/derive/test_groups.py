@@ -250,7 +250,7 @@ WRONG = {
         ["L2", "3"],
     ),
     "a negative rate": (lambda: ow.L2(-0.1), ow.HyperparameterError, ["L2: rate is -0.1"]),
-    "a rate that is no number": (
+    "a rate that is not a number": (
         lambda: ow.ClipByNorm(float("nan")),
         ow.HyperparameterError,
         ["max_norm is nan"],

@@ -203,7 +203,7 @@ def test_statistics_that_are_declared_and_not_assigned_are_refused():
 
 
 def test_a_number_that_the_loss_reads_may_stay():
-    """As the decay of an optimizer within the loss: what an inner gradient leaves unread is no next value."""
+    """As the decay of an optimizer within the loss: what no inner gradient reads is not a next value."""
 
     def loss(w, state, x):
         slope = jax.grad(lambda h: (h * state["scale"]) ** 2)(jnp.sum(w * x))

@@ -66,7 +66,7 @@ def transformed(program, order):
 
 
 def numbers(state):
-    """All state that is no error of rounding, by name, as float64."""
+    """All state that is not an error of rounding, by name, as float64."""
     return {name: np.asarray(state[name]).astype(np.float64) for name in state if not name.endswith("/rest")}
 
 

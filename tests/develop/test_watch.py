@@ -440,7 +440,7 @@ MISTAKES = {
     "no parameter": (lambda: watch(BASE, gradients="c"), ow.UnknownNameError, "watch, gradients.*'c'"),
     "every": (lambda: watch(BASE, "tanh", every=0), ow.ArgumentError, "every is 0"),
     "bins": (lambda: watch(BASE, "tanh", bins=0.5), ow.ArgumentError, r"bins is 0\.5"),
-    "statistic": (lambda: watch(BASE, "tanh", statistics="median"), ow.ArgumentError, "'median' is no stat"),
+    "statistic": (lambda: watch(BASE, "tanh", statistics="median"), ow.ArgumentError, "'median' is not a"),
     "twice": (
         lambda: watch(BASE, "tanh", statistics=["max", Statistic("max", len)]),
         ow.ArgumentError,

@@ -152,9 +152,9 @@ FEEDS = {
     "strings in a list": ({"ids": list("abcd")}, "'ids' holds 'a' in an array.*expected int32"),
     "objects": ({"x": np.full((4, 3), None)}, "'x' holds None in an array.*no device can hold"),
     "objects for integers": ({"ids": np.array([None, 1, 2, 3])}, "'ids' holds None in an array"),
-    "a ragged list": ({"x": [[1.0, 2.0, 3.0], [1.0]]}, r"'x' is a list of 2 that is no array.*inhomogeneous"),
-    "a ragged list for integers": ({"ids": [[0, 1], [1]]}, "'ids' is a list of 2 that is no array"),
-    "a ragged list of arrays": ({"x": [np.ones(3), np.ones(2)]}, "'x' is a list of 2 that is no array"),
+    "a ragged list": ({"x": [[1.0, 2.0, 3.0], [1.0]]}, r"'x' is a list of 2 that is not an array.*inhomog"),
+    "a ragged list for integers": ({"ids": [[0, 1], [1]]}, "'ids' is a list of 2 that is not an array"),
+    "a ragged list of arrays": ({"x": [np.ones(3), np.ones(2)]}, "'x' is a list of 2 that is not an array"),
     "dates": ({"ids": IDS.astype("datetime64[D]")}, "'ids' holds .* in an array that is none of numbers"),
     "a declaration": ({"x": ow.data("x", (None, 3))}, "'x' is a LazyData; expected an array"),
     # what JAX would swallow in silence

@@ -410,7 +410,7 @@ def test_foreign_folders(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint\. Expected folders such as 000007-step-120"):
         store.load()
     for path in (tmp_path / "other", tmp_path / "config.json", str(tmp_path / "nowhere")):
-        with pytest.raises(CheckpointError, match=r"is no checkpoint of Onward: it has no manifest\.json"):
+        with pytest.raises(CheckpointError, match=r"is not a checkpoint of Onward: it has no manifest\.json"):
             store.load(path)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         Checkpoints(tmp_path / "missing").load()
@@ -607,10 +607,10 @@ CALLS = {
     "text": (lambda c: c.save({"t": "abc"}, 1, metrics={"loss": 1}), r"'t' is <U3\[\]; .* extra="),
     "object": (lambda c: c.save({"t": None}, 1, metrics={"loss": 1}), r"'t' is object\[\]"),
     "ragged": (lambda c: c.save({"t": [[1], [1, 2]]}, 1, metrics={"loss": 1}), "'t' cannot be copied"),
-    "name": (lambda c: c.save({3: W}, 1, metrics={"loss": 1}), "arrays= has a name that is no string, 3"),
+    "name": (lambda c: c.save({3: W}, 1, metrics={"loss": 1}), "arrays= has a name that is not a string, 3"),
     "metric name": (
         lambda c: c.save({}, 1, metrics={"loss": 1, 3: 1}),
-        "metrics= has a name that is no string",
+        "metrics= has a name that is not a string",
     ),
     "step": (
         lambda c: c.save({}, -1, metrics={"loss": 1}),
@@ -618,7 +618,7 @@ CALLS = {
     ),
     "tuple": (lambda c: c.save({}, 1, metrics={"loss": 1}, extra={"a": (1,)}), "lists in place of tuples"),
     "int key": (lambda c: c.save({}, 1, metrics={"loss": 1}, extra={"a": {1: 2}}), "strings as the keys"),
-    "array": (lambda c: c.save({}, 1, metrics={"loss": 1}, extra={"a": W}), "extra= is no JSON data"),
+    "array": (lambda c: c.save({}, 1, metrics={"loss": 1}, extra={"a": W}), "extra= is not JSON data"),
 }
 
 

@@ -189,7 +189,7 @@ def test_an_empty_newest_is_not_passed_over_in_silence(tmp_path):
         save(store, 1, 2)
     for file in store.load().path.iterdir():
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"000002-step-2 is no checkpoint.*no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"000002-step-2 is not a checkpoint.*no manifest\.json"):
         store.load()
     with pytest.warns(UserWarning, match=r"Left out: .*000002-step-2.*no manifest\.json"):
         assert store.load(fallback=True).step == 1

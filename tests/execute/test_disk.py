@@ -31,7 +31,7 @@ def test_the_library_reads_what_is_written_and_the_other_way_round():
 
 
 def test_json_that_says_a_thing_twice_or_nothing_is_refused():
-    for text, why in (('{"a": 1, "a": 2}', "same name twice"), ('{"a": NaN}', "NaN is no JSON")):
+    for text, why in (('{"a": 1, "a": 2}', "same name twice"), ('{"a": NaN}', "NaN is not JSON")):
         with pytest.raises(ValueError, match=why):
             parse(text)
 

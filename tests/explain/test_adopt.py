@@ -388,7 +388,7 @@ def of_data(w, x):
         (on_a_condition, X, "gradients within cond"),
         (of_complex_numbers, X, "gradients with holomorphic"),
         (of_one_array_twice, X, "for 'w' in two arguments"),
-        (of_a_copy, X, r"for bfloat16\[4\] .* is no argument, but computed"),
+        (of_a_copy, X, r"for bfloat16\[4\] .* is not an argument, but computed"),
         (of_data, X, "differentiates its loss for 'x'"),
         (jax.pmap(by_hand().step, axis_name="i"), None, "spread over devices by shard_map or pmap itself"),
     ],

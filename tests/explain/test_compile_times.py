@@ -1,4 +1,4 @@
-"""Where the time of compiling goes: each phase is measured anew, repeated scopes once."""
+"""Where the time of compiling goes: each phase is measured again, repeated scopes once."""
 
 import os
 

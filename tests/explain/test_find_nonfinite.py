@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 def line_of(function):
-    """The file and the line that bears the mark."""
+    """The file and the line that has the mark."""
     lines, first = inspect.getsourcelines(function)
     (number,) = (first + i for i, line in enumerate(lines) if "# here" in line)
     return inspect.getsourcefile(function), number

@@ -61,7 +61,7 @@ PROGRAMS = {
     "lstm": lambda: trained(models.lstm(hidden=32, features=16, seq=16, batch=16), ow.SGD(0.1)),
     "transformer": transformer,
 }
-NEAR = {"convolutions": 0.45}  # which XLA for CPU lays out anew, with copies
+NEAR = {"convolutions": 0.45}  # which XLA for CPU lays out again, with copies
 
 
 @cache

@@ -476,7 +476,7 @@ def test_from_sgd_to_adam(half_way, tmp_path):
     trainer, report = restored(tmp_path, ADAM)
     assert {"hidden/w/mean", "last/b/variance", "epsilon"} <= set(report.kept)
     assert report.left == report.changed == ()
-    assert "not in the checkpoint, begun anew: " in str(report)
+    assert "not in the checkpoint, newly initialized: " in str(report)
     assert " more" in str(report)
     assert not np.any(trainer["hidden/w/mean"])
     trainer.train(reader(), epochs=EPOCHS)
@@ -486,7 +486,7 @@ def test_slots_of_another_dtype_begin_anew_and_are_named_once(tmp_path):
     fresh(tmp_path, make=other).checkpoint()
     _, report = restored(tmp_path, ow.Adam(0.01, slot_dtype="bfloat16"), make=other)
     assert set(report.kept) == set(report.left) >= {"lost/w/mean", "lost/w/variance"}
-    assert "of another type in the checkpoint, begun anew: lost/w/mean" in str(report)
+    assert "of another type in the checkpoint, newly initialized: lost/w/mean" in str(report)
     assert "not in the checkpoint" not in str(report)
     assert "not needed here" not in str(report)
 

@@ -809,7 +809,7 @@ def test_what_cannot_be_run():
         ({"target": network}, ow.GraphError, "The target is a function: give a Program"),
         ({"target": one, "feed": [X, Y]}, ow.ArgumentError, "feed is a list of 2; expected a dict"),
         ({"target": one, "feed": {1: X}}, ow.ArgumentError, "feed has the key 1; expected a name"),
-        ({"fetch": [ow.data("x", (None, 3)) * 2], "target": one}, ow.UnknownNameError, "bears no name"),
+        ({"fetch": [ow.data("x", (None, 3)) * 2], "target": one}, ow.UnknownNameError, "has no name"),
         ({"feed": {**FEED, "z": X}, "target": one}, ow.ArgumentError, "takes no data named 'z'"),
     ]
     for options, kind, message in cases:

@@ -138,7 +138,7 @@ AT_ONCE = {
     "function": (
         {"program": loss},
         ow.ArgumentError,
-        "cluster: a function is no Program; make one: Adam(1e-3).minimize(loss, params, *data).",
+        "cluster: a function is not a Program; make one: Adam(1e-3).minimize(loss, params, *data).",
     ),
     "no update": (
         {"program": ow.append_backward(FORWARD)},

@@ -480,7 +480,7 @@ def serve():
             print("dead", flush=True)
         else:
             signal.alarm(20)  # nobody may be left to kill it
-            os.write(1, f"pid {os.getpid()}\n".encode())  # before its first version, which is no pid
+            os.write(1, f"pid {os.getpid()}\n".encode())  # before its first version, which is not a pid
             TASKS[task](Path(folder), int(number))
             os._exit(0)
 
@@ -503,7 +503,7 @@ def killing(number):
 
 
 def loop(folder, number):
-    """Write and append for ever, from what is there; killed at the given half written bytes, if any."""
+    """Write and append forever, from what is there; killed at the given half written bytes, if any."""
     store = Store(folder, reach=killing(number))
     found = store.read()
     version = found.version if found else 0
@@ -534,7 +534,7 @@ def replayed(arrays, change):
 
 
 def over(folder, number):
-    """Log what is sent, for ever, over the logs of before; killed likewise."""
+    """Log what is sent, forever, over the logs of before; killed likewise."""
     module.WORTH_KEEPING, module.MOST_UPDATES = 0, 4
     store = Store(folder, reach=killing(number), replay=replayed)
     found = store.read()

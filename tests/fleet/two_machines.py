@@ -30,7 +30,7 @@ READY = "ip link set lo up && mount -t tmpfs tmpfs {ray} && mount -t tmpfs tmpfs
 
 
 def alone():
-    """The beginning of a command that shall run here."""
+    """The beginning of a command that should run here."""
     user = ["--user", "--map-root-user"] if os.geteuid() else []
     own = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return ["unshare", *user, *own]
@@ -76,7 +76,7 @@ class Machines:
             process.wait()
 
     def there(self, *kinds):
-        """The beginning of a command that shall run on the other machine."""
+        """The beginning of a command that should run on the other machine."""
         return ["nsenter", f"--target={self.other.pid}", *kinds]
 
     def start(self, *how, on=()):

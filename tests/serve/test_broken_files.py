@@ -20,7 +20,7 @@ import onward as ow
 from onward.serve.export import container
 from onward.serve.export.executable import calls_in
 
-REFUSED = "is no whole model file|is sealed, and says what no Onward writes"
+REFUSED = "is not a whole model file|is sealed, and says what no Onward writes"
 SEAL = b'"sha256":"'
 
 

@@ -287,9 +287,9 @@ WRONG: dict[str, tuple[int, Any, str]] = {
         {"x": [[0] * 4] * 5},
         "There are 5 examples; a request may hold 4. Send several requests.",
     ),
-    "NaN": (400, b'{"x": [[NaN, 0, 0, 0]]}', "NaN is no number that JSON can hold"),
+    "NaN": (400, b'{"x": [[NaN, 0, 0, 0]]}', "NaN is not a number that JSON can hold"),
     "twice": (400, b'{"x": 1, "x": 2}', "an object holds the same name twice"),
-    "broken": (400, b'{"x": [[1', "The body is no JSON"),
+    "broken": (400, b'{"x": [[1', "The body is not JSON"),
     "no UTF-8": (400, b'{"x": "\xff"}', "byte 7 is not UTF-8"),
     "deep": (400, b"[" * 100_000, "nested too deep"),
     "a list": (422, [1], "The JSON is a list; expected an object by name: x float32[n,4]."),
@@ -316,9 +316,9 @@ BROKEN: dict[str, tuple[int, bytes, str]] = {
     "too short": (400, npy(X[:1])[:-1], "and 15 bytes follow"),
     "too long": (400, npy(X[:1]) + b"1", "and 17 bytes follow"),
     "objects": (422, _claims("(1, 4)", "|O"), "expected real numbers"),
-    "a pickle": (400, b"\x80\x04K\x01.", "is no npy file"),
-    "nothing": (400, b"", "is no npy file"),
-    "a deep header": (400, b"\x93NUMPY\x01\x00\xa0\x0f" + b"(" * 4000, "is no npy file"),
+    "a pickle": (400, b"\x80\x04K\x01.", "is not an npy file"),
+    "nothing": (400, b"", "is not an npy file"),
+    "a deep header": (400, b"\x93NUMPY\x01\x00\xa0\x0f" + b"(" * 4000, "is not an npy file"),
     "complex": (422, npy(X[:1] + 1j), "expected real numbers"),
     "double": (422, npy(X[:1].astype(int)), "Convert it"),
 }
@@ -880,7 +880,7 @@ LARGE_BODIES = {
 
 @pytest.mark.parametrize("case", LARGE_BODIES)
 def test_a_large_body_is_taken_or_refused_as_a_small_one(two: RequestPlan, case: str) -> None:
-    """Where a small one is no JSON or no arrays, a large one may be the other of the two."""
+    """Where a small one is not JSON or no arrays, a large one may be the other of the two."""
     found = [_read_or_refused(two, LARGE_BODIES[case].ljust(size)) for size in (0, LARGE)]
     if isinstance(found[0], Refusal):
         assert isinstance(found[1], Refusal)

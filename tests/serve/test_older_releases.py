@@ -1,4 +1,4 @@
-"""Files of every release load for ever; ``files/write.py`` adds those of a new one."""
+"""Files of every release load forever; ``files/write.py`` adds those of a new one."""
 
 from pathlib import Path
 

@@ -79,7 +79,7 @@ def test_extras_that_are_missing_or_too_old():
     assert told["[serve]"].advice == "answers over HTTP: pip install 'onward[serve]'"
 
 
-@pytest.mark.parametrize(("folder", "words"), [(None, "anew in every process"), ("/kept", "in /kept")])
+@pytest.mark.parametrize(("folder", "words"), [(None, "again in every process"), ("/kept", "in /kept")])
 def test_the_compilation_cache(monkeypatch, folder, words):
     monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", folder, raising=False)
     found = findings()["compiled"]

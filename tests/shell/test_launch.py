@@ -262,7 +262,7 @@ ENDS = {
     "a status": ("sys.exit(3)", 3, ""),
     "a text": ("sys.exit('no data here')", 1, "no data here"),
     "an error": ("raise LookupError('lost')", 1, "LookupError: lost"),
-    "syntax": ("this is no Python", 1, "SyntaxError"),
+    "syntax": ("this is not a Python", 1, "SyntaxError"),
     "a signal": ("os.kill(os.getpid(), 15)", 128 + 15, "onward: process 0 was killed by SIGTERM"),
 }
 

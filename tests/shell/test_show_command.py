@@ -174,7 +174,7 @@ def test_saved_models_and_steps_without_their_code(listed, file, folder):
 
 def test_what_is_no_saved_model(refused, folder):
     (folder / "notes.txt").write_text("not a model")
-    assert "notes.txt is no whole model file" in refused("notes.txt")
+    assert "notes.txt is not a whole model file" in refused("notes.txt")
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_a_picture(listed, folder):
         (["FILE:loss", "--feed", "x"], "--feed was given 'x'; expected NAME=TYPE"),
         (["FILE:loss", "--feed", "x=[1]", "x=[2]"], "--feed gives 'x' twice."),
         (["FILE:loss", "--feed", "params=init", "params/w=[1]"], "--feed gives 'params' whole and in parts"),
-        (["FILE:loss", "--feed", "x=f33[3]"], "'f33[3]' is no type: "),
-        (["FILE:loss", "--feed", "x=exampl"], "'exampl' is no type, such as 'f32[32,4]' or 'i32[32]', and "),
+        (["FILE:loss", "--feed", "x=f33[3]"], "'f33[3]' is not a type: "),
+        (["FILE:loss", "--feed", "x=exampl"], "'exampl' is not a type like 'f32[32,4]' or 'i32[32]', and "),
         (["FILE:loss", "--feed", "params=with_aux"], "with_aux(params, x, y) takes arguments, so it"),
         (["FILE:loss", "--args", "loss"], "loss(params, x, y, scale=2.0) takes arguments"),
         (["FILE:loss", "--args", "exampl"], "has no 'exampl'. The nearest names are 'example'."),

@@ -51,7 +51,7 @@ class Training:
             self.count += 1
 
     def run(self) -> None:
-        """Train until interrupted, in an Interruptible that is entered anew again and again."""
+        """Train until interrupted, in an Interruptible that is entered again and again."""
         say("running")
         while True:
             with Interruptible() as interrupts:

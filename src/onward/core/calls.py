@@ -3,7 +3,7 @@
 JAX records the call stack of each equation: which functions were running, and how far each had come. It does
 not record which call of a function it was, when a loop calls one again; two stacks that follow each other
 tell. A function that has come further goes on. One that stands where it stood before, or before that, either
-runs a loop of its own, which its code shows, or was called anew by the nearest function that does.
+runs a loop of its own, which its code shows, or was called again by the nearest function that does.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> def layer(w, x):
@@ -48,7 +48,7 @@ def called_scopes(ops: Iterable[Op]) -> Mapping[Op, str]:
     """For each op its scope; where nobody named one, the calls of the user's functions that led to it.
 
     A function called several times within another is numbered: ``block_0``, ``block_1``. The traced function,
-    and what is called by it and runs nearly all of it, is no scope of what it calls. What a library names
+    and what is called by it and runs nearly all of it, is not a scope of what it calls. What a library names
     within a function of the user stands below that, and so do layers of flax.nnx, which names nothing. What
     only casts or lays out what is given, as parameters in another dtype, stands where that is read first.
 

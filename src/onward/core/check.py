@@ -13,7 +13,7 @@ from onward.core.words import Placement
 
 
 def expect_program(program: Any, what: str) -> None:
-    """Raise ``ArgumentError`` for what is no Program, such as the function to trace one from."""
+    """Raise ``ArgumentError`` for what is not a Program, such as the function to trace one from."""
     if not isinstance(program, Program):
         found = f"the function {getattr(program, '__name__', '')!r}" if callable(program) else repr(program)
         advice = getattr(program, "advice", None) if hasattr(type(program), "advice") else None
@@ -102,7 +102,7 @@ def _check_next_state(program: Program) -> None:
     state = set(program.state)
     for old, new in program.next_state.items():
         if old not in state:
-            raise GraphError(f"{program.name}: next_state replaces {old.name!r}, which is no state.")
+            raise GraphError(f"{program.name}: next_state replaces {old.name!r}, which is not state.")
         _same_type(program, old, new, "what replaces")
 
 
@@ -117,7 +117,7 @@ def _check_initializers(program: Program) -> None:
         if all(v.placement is not Placement.SHARDED for v in op.outputs):  # of those, all parts end to end
             _check_types(program, op)
     if surplus := made - set(program.state):
-        raise GraphError(f"{program.name}: initializers make {surplus}, which are no state.")
+        raise GraphError(f"{program.name}: initializers make {surplus}, which are not state.")
 
 
 def _same_type(program: Program, old: Variable, new: Variable, words: str) -> None:

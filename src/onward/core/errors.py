@@ -4,13 +4,13 @@
     ├── TraceError          (TypeError)     a function that cannot become a Program
     ├── ArgumentError       (TypeError)     a call with the wrong number, structure, shape or dtype
     ├── LossError           (ValueError)    a loss that has no gradient to follow
-    ├── HyperparameterError (ValueError)    a hyperparameter that is no finite number, or out of range
+    ├── HyperparameterError (ValueError)    a hyperparameter that is not a finite number, or out of range
     ├── GraphError          (ValueError)    a Program that breaks the rules of the graph
     ├── UnknownNameError    (LookupError)   a name that no Variable has
     ├── RecipeError         (RuntimeError)  a Program that cannot be traced again at another shape
     ├── StateError          (RuntimeError)  a State that was given away, or belongs elsewhere
     ├── OutOfMemoryError    (MemoryError, RuntimeError)  a step for which the memory of a device is not enough
-    ├── NonFiniteError      (FloatingPointError)  a loss, gradient or next state that is no finite number
+    ├── NonFiniteError      (FloatingPointError)  a loss, gradient or next state that is not a finite number
     ├── PeerError           (RuntimeError)  another process of the same computation died or hangs
     ├── ClusterError        (RuntimeError)  trainers and parameter servers that cannot go on
     ├── CheckpointError     (OSError)       a checkpoint that cannot be written, or is not what was written

@@ -48,7 +48,7 @@ class Op:
 
     @property
     def primitive(self) -> Primitive:
-        """The traits of the primitive that it computes; opaque for a function that only bears such a name."""
+        """The traits of the primitive that it computes; opaque for a function that only has such a name."""
         return of(self.type if (self.primal or self.body).computes(self.type) else "")
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 class Mark(str):
     """The type of an op that only Onward makes: a text, and one object for each.
 
-    A function or a rule of a user's may bear the same name; its ops are of the plain text.
+    A function or a rule of a user's may have the same name; its ops are of the plain text.
     """
 
     __slots__ = ()
@@ -50,7 +50,7 @@ SCHEDULE = Mark("schedule")
 STACK = Mark("stack")  # arrays of one type on top of each other
 STOP = Mark("stop")
 SUM = Mark("sum")  # of gradients
-UNSCALE = Mark("unscale")  # gives a scaled gradient its size, which is no rule
+UNSCALE = Mark("unscale")  # gives a scaled gradient its size, which is not a rule
 UNSTACK = Mark("unstack")
 WATCH = Mark("watch")
 WEIGH = Mark("weigh")  # the loss of a device by what its examples weigh

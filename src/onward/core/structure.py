@@ -19,7 +19,7 @@ from onward.core.variable import Variable
 
 @dataclass(frozen=True)
 class Static:
-    """A leaf that is no array: kept as it is, compared when the structure is filled again."""
+    """A leaf that is not an array: kept as it is, compared when the structure is filled again."""
 
     value: Any
 

@@ -62,7 +62,7 @@ class Variable:
 
 
 def holds_keys(dtype: Any) -> bool:
-    """Whether this is the dtype of typed random keys, which are no numbers."""
+    """Whether this is the dtype of typed random keys, which are not numbers."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 

@@ -202,7 +202,7 @@ def find(program: Program, target: Any) -> Variable:
     name = name_of(target)
     if name is None:
         raise UnknownNameError(
-            f"{target!r} bears no name in Program {program.name!r}: it is no layer's result. Give it one: "
+            f"{target!r} has no name in Program {program.name!r}: it is not a layer's result. Give it one: "
             "jax.ad_checkpoint.checkpoint_name, or name= of a layer."
         )
     return program[name]

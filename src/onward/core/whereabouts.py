@@ -52,7 +52,7 @@ def _near(name: str, module: ModuleType, known_as: str) -> str:
 def pointing(module: str, known_as: str) -> Callable[[str], Any]:
     """A module's ``__getattr__``, which says where a name is that it does not have.
 
-    The files of a package are no names of it from then on (``import`` finds them as before): without that
+    The files of a package are not names of it from then on (``import`` finds them as before): without that
     ``ow.optimizer.adam`` is a module, and calling it says no more than that.
 
     Args:

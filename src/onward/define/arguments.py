@@ -110,7 +110,7 @@ def specify(argument: Any, name: str) -> Specification:
 
 
 def type_of(value: Any, numbers: bool = True) -> Type | None:
-    """The type that ``jax.jit`` would give a value, or None for a value that is no array."""
+    """The type that ``jax.jit`` would give a value, or None for a value that is not an array."""
     if isinstance(value, Type):
         return value
     if isinstance(value, jax.Array | np.ndarray | np.generic):

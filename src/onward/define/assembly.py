@@ -109,10 +109,10 @@ def _arguments(
 
 
 def _variable(name: str, declared: Declared, names: Names) -> Variable:
-    """The Variable of a declaration, which bears just the name it was given."""
+    """The Variable of a declaration, which has just the name it was given."""
     if names.new(name) != name:
         raise TraceError(
-            f"The {declared.kind} {name!r} declared at {declared.line} bears the name of an argument of the "
+            f"The {declared.kind} {name!r} declared at {declared.line} has the name of an argument of the "
             "traced function. Give it another name."
         )
     return Variable(name, tuple(declared.type.shape), declared.type.dtype, declared.kind)

@@ -69,7 +69,7 @@ class Initializer:
         """The array, in one compiled call for each shape.
 
         Raises:
-            ArgumentError: a shape without fans, or numbers to draw that are no floating point numbers.
+            ArgumentError: a shape without fans, or numbers to draw that are not floating point numbers.
         """
         kind = jnp.dtype(dtype)
         if self.name == "constant":

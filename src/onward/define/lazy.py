@@ -245,7 +245,7 @@ class LazyCall(Lazy):
         self.is_named = self.name is not None
 
     def make(self, context: Context) -> Any:
-        """Call the function; a layer keeps for ever the name that it got in its first trace."""
+        """Call the function; a layer keeps forever the name that it got in its first trace."""
         args, options = self.args, self.options
         if not getattr(self.function, "takes_lazy", False):
             value = resolved if "name" in self.parameters else made

@@ -4,7 +4,7 @@
 
 The first argument holds the parameters, the rest is data. Arguments are arrays,
 ``jax.ShapeDtypeStruct`` or containers of them: whatever ``jax.jit`` takes, and modules of equinox,
-whose leaves that are no arrays stay as they are.
+whose leaves that are not arrays stay as they are.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def append_backward(
 
     Raises:
         LossError: the loss is not a floating point scalar, is complex, or depends on none of the parameters.
-        UnknownNameError: a name in ``parameter_list`` or ``no_grad_set`` that no Variable bears.
+        UnknownNameError: a name in ``parameter_list`` or ``no_grad_set`` that no Variable has.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -120,8 +120,8 @@ def gradients(
         The Program, and for each input its gradient, or None where no target depends on it.
 
     Raises:
-        UnknownNameError: a name that no Variable bears.
-        LossError: a Variable that is no floating point number; a complex target without a gradient.
+        UnknownNameError: a name that no Variable has.
+        LossError: a Variable that is not a floating point number; a complex target without a gradient.
         ArgumentError: target gradients whose number or types are not those of the targets.
 
     Example:

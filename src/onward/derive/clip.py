@@ -33,7 +33,7 @@ def clip_by_global_norm(program: Program, max_norm: float) -> Program:
 
     Raises:
         GraphError: there are no gradients yet, or they are used up by an update already.
-        HyperparameterError: ``max_norm`` is no finite number above 0.
+        HyperparameterError: ``max_norm`` is not a finite number above 0.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

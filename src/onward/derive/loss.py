@@ -49,7 +49,7 @@ def _expect_real(target: Variable, what: str, place: str = "") -> None:
 
 
 def expect_floats(program: Program, chosen: Iterable[Where]) -> None:
-    """Raise ``LossError`` for an integer that shall be trained."""
+    """Raise ``LossError`` for an integer that should be trained."""
     counting = {v.name: v for v in program.state if not v.is_float}
     for where in chosen:
         if (v := counting.get(name_of(where) or "")) is not None:

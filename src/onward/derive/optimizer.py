@@ -82,7 +82,7 @@ class Optimizer(OptimizerRule):
         ['count', 'clip_by_global_norm', 'sgd']
     """
 
-    if not TYPE_CHECKING:  # a type checker shall know the methods that there are, and no other
+    if not TYPE_CHECKING:  # a type checker should know the methods that there are, and no other
 
         def __getattr__(self, name: str) -> Any:
             """Refuse an unknown attribute, and name the counterpart here of a method of other libraries."""
@@ -156,7 +156,7 @@ class Optimizer(OptimizerRule):
         Raises:
             TraceError, LossError, UnknownNameError: see ``trace`` and ``append_backward``.
             ArgumentError: randomness or statistics are carried, among the parameters or as ``state=``, that
-                no step replaces: dropout would draw one mask for ever, statistics would never move.
+                no step replaces: dropout would draw one mask forever, statistics would never move.
 
         Example:
             >>> import jax.numpy as jnp, onward as ow
@@ -184,8 +184,8 @@ class Optimizer(OptimizerRule):
             return derive(trace(loss, *args, **trace_options))
         if args:
             raise ArgumentError(
-                f"minimize was given {describe(args[0])} beside the cost, which is no function and takes no "
-                "arguments. To choose what is trained: minimize(cost, parameter_list=[...])."
+                f"minimize was given {describe(args[0])} beside the cost, which is not a function and takes "
+                "no arguments. To choose what is trained: minimize(cost, parameter_list=[...])."
             )
         found = derived(loss, derive, trace_options)
         if found is None:

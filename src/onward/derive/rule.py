@@ -281,7 +281,7 @@ class GradientRule(RuleBeside):
     """
 
     def update(self, parameter: Any, gradient: Any, slots: Any, /) -> tuple[Any, Any]:
-        """The gradient as the optimizer shall see it, and the next slots.
+        """The gradient as the optimizer should see it, and the next slots.
 
         A hyperparameter of the rule is the array of this step, such as ``self.rate``; ``self.step`` counts
         the updates before; ``self.optimizer["learning_rate"]`` is the optimizer's.
@@ -341,7 +341,7 @@ def _no_init_of_its_own(cls: type) -> str:
     return (
         f"{cls.__name__} has an __init__ of its own, and it is a frozen dataclass: its fields make the "
         "__init__, say when two are equal, and become Variables. Write the fields in the class in place of "
-        f"it{written}. A field that is no Hyperparameter is fixed when the Program is derived; in update "
+        f"it{written}. A field that is not a Hyperparameter is fixed when the Program is derived; in update "
         "the others are arrays of self."
     )
 
@@ -383,7 +383,7 @@ def expect_held(name: str, value: Any, dtype: Any, limit: float | None = None) -
 
 
 def _is_hyperparameter(annotation: Any) -> bool:
-    """Whether a field is annotated ``Hyperparameter``, be it as a string (as dataclasses do for ClassVar)."""
+    """Whether a field is annotated ``Hyperparameter``, also as a string (as dataclasses do for ClassVar)."""
     if isinstance(annotation, str):
         return annotation.rpartition(".")[2] == "Hyperparameter"
     return bool(annotation == Hyperparameter)

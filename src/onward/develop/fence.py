@@ -45,7 +45,7 @@ def fence(program: Program, platform: str = "cpu") -> Program:
 
     Args:
         program: a Program, as a rule one that trains.
-        platform: what it shall run on, as ``jax.default_backend()`` says it.
+        platform: what it should run on, as ``jax.default_backend()`` says it.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -95,7 +95,7 @@ def fences(program: Program) -> tuple[Variable, ...]:
 
 @cache
 def _body(shape: tuple[int, ...], dtype: Any) -> Body:
-    """A body that returns its input, be it NaN, infinity or minus zero, by an operation on two operands."""
+    """A body that returns its input, NaN, infinity and minus zero too, by an operation on two operands."""
     return body_of(lambda x: [jnp.maximum(x, x - 1)], Type(shape, dtype))
 
 

@@ -300,8 +300,8 @@ def _joined(gradients: Sequence[Any]) -> Any:
     count = sum(g.size for g in gradients)
     if count >= _MOST:
         raise GraphError(
-            f"Gradients of {count} numbers shall be merged as one vector, whose places no int32 counts: "
-            "2**31 or more. Let groups() return smaller groups."
+            f"Gradients of {count} numbers would be merged as one vector, too long for int32: 2**31 "
+            "or more. Let groups() return smaller groups."
         )
     vector = jnp.zeros(count, gradients[0].dtype)
     begin = 0

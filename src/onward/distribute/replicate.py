@@ -74,7 +74,7 @@ def replicate(
         example_weight: the name of the data that says how much each example counts.
 
     Raises:
-        ArgumentError: a batch that the devices do not divide, or a ``merge`` that is no strategy.
+        ArgumentError: a batch that the devices do not divide, or a ``merge`` that is not a strategy.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         GraphError: it is replicated already, it has no gradients to merge, the function lays something out
             over a mesh of its own, or the optimizer's rule looks further than the strategy can see.

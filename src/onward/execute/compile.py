@@ -30,7 +30,7 @@ def compile(  # noqa: A001
 
     Args:
         program: a Program, with or without backward and update.
-        fetch: names of further Variables that ``out[name]`` shall hold: activations, gradients,
+        fetch: names of further Variables that ``out[name]`` should hold: activations, gradients,
             hyperparameters. A fetched parameter is its value before the update.
         donate: let the step reuse the buffers of the State it is given. The State is spent then. A list of
             names or patterns donates just these.
@@ -51,11 +51,11 @@ def compile(  # noqa: A001
             and raises. Two batches of each State are kept that long. Any number of States may run through
             the step; one of a step without this check is taken over. Under your own ``jax.jit`` or
             ``jax.lax.scan`` nothing can be raised, and no batch is kept: there ``state["is_finite"]`` tells,
-            and ``step.expect_going`` after it. What ``guard`` or a loss scale leaves out is no fault.
+            and ``step.expect_going`` after it. What ``guard`` or a loss scale leaves out is not a fault.
         keep_memory: keep the host memory of temporary arrays for the next step in place of asking the system
-            for it anew, on GNU/Linux, for the whole process: ``keep_host_memory``. None: on a CPU, where they
-            take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0. With jaxlib below 0.12 it is too late for
-            that: call ``keep_host_memory`` first.
+            for it again, on GNU/Linux, for the whole process: ``keep_host_memory``. None: on a CPU, where
+            they take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0. With jaxlib below 0.12 it is too late
+            for that: call ``keep_host_memory`` first.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable has.

@@ -37,7 +37,7 @@ class Executable:
     """A Program ready to run: by ``function`` under a trace, by a call on arrays.
 
     With a storage, its state is the buffers of that: ``layout`` is theirs, ``unpacked`` the Program before.
-    ``scopes`` are those that its instructions bear, for each op.
+    ``scopes`` are those that its instructions have, for each op.
     """
 
     compilations = 0

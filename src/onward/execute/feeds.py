@@ -64,7 +64,7 @@ class Feeds:
         """The data arguments in order, some of them given by name.
 
         Raises:
-            ArgumentError: a name that is no data, is given twice, or is missing.
+            ArgumentError: a name that is not data, is given twice, or is missing.
         """
         names = [name for _, name in self.taken]
         rest = names[len(data) :]
@@ -113,7 +113,7 @@ class Feeds:
         """The values as arrays of the Program's dtypes.
 
         Raises:
-            ArgumentError: a value that is no array, or of another dtype.
+            ArgumentError: a value that is not an array, or of another dtype.
         """
         return [self._converted(value, v) for value, v in zip(values, self.program.inputs, strict=True)]
 
@@ -124,8 +124,8 @@ class Feeds:
             return array.astype(v.dtype) if whole else array
         except ValueError as error:
             raise ArgumentError(
-                f"{self.program.name}: {v.name!r} is {describe(value)} that is no array ({error}); expected "
-                f"{v.type}."
+                f"{self.program.name}: {v.name!r} is {describe(value)} that is not an array ({error}); "
+                f"expected {v.type}."
             ) from error
 
     def _converted(self, value: Any, v: Variable) -> Any:
@@ -148,7 +148,7 @@ class Feeds:
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {found.dtype}{list(found.shape)}, of {len(found.shape)} "
                 f"axes; expected {len(v.shape)}, as in {v.type}. Another batch size is fine; for another "
-                "number of axes, trace the function anew."
+                "number of axes, trace the function again."
             )
         if isinstance(value, jax.Array):
             return value

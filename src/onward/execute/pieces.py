@@ -1,6 +1,6 @@
-"""A Program run in pieces, those that are alike compiled once: for whoever looks at all values of a step.
+"""A Program run in pieces, those that are alike compiled once: to look at all values of a step.
 
-What repeats in a Program, be it in the backward pass or the update, is cut alike wherever it stands. So to
+What repeats in a Program, in the backward pass or in the update, is cut alike wherever it stands. So to
 look at each value of a hundred layers takes about as long to compile as a loop over them, and the ops are
 those of the Program. A value is let go behind the last piece that reads it.
 """

@@ -75,7 +75,7 @@ class Portions:
             ArgumentError: it does not divide, and there is no weight; or the arrays are not equally long.
         """
         if not self.split or any(not np.shape(values[i]) for i in self.split):
-            return None  # what is no array over examples the checks of a step refuse
+            return None  # what is not an array over examples the checks of a step refuse
         first = values[self.split[0]]
         if not isinstance(first, jax.core.Tracer) and not getattr(first, "is_fully_addressable", True):
             return None  # the batch of all processes already

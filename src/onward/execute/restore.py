@@ -53,11 +53,11 @@ class Restored:
         parts = [f"{len(self.taken)} Variables restored"]
         of_another_type = [name for name in self.kept if name in self.left]
         if missing := [name for name in self.kept if name not in of_another_type]:
-            parts.append(f"not in the checkpoint, begun anew: {some(missing, 6)}")
+            parts.append(f"not in the checkpoint, newly initialized: {some(missing, 6)}")
         if surplus := [name for name in self.left if name not in of_another_type]:
             parts.append(f"in the checkpoint, not needed here: {some(surplus, 6)}")
         if of_another_type:
-            parts.append(f"of another type in the checkpoint, begun anew: {some(of_another_type, 6)}")
+            parts.append(f"of another type in the checkpoint, newly initialized: {some(of_another_type, 6)}")
         if self.laid_out:
             parts.append(f"laid out for another number of devices: {some(self.laid_out, 6)}")
         if self.changed:

@@ -64,7 +64,7 @@ class Spread:
         self.mesh = Mesh(np.array(devices_of(program.name, program.replicas)), (self.replicas.name,))
         old = {new: old for old, new in program.next_state.items()}
         self._equal = equal_variables(program)
-        # What is merged is no array over examples, though it may happen to be as long as the batch.
+        # What is merged is not an array over examples, though it may happen to be as long as the batch.
         self._merged = {v for op in program.ops if op.made_by is Pass.COLLECTIVE for v in op.inputs}
         self.results = [self._of_result(v) for v in wanted]
         self.changed = [old[v].placement for v in following]

@@ -139,7 +139,7 @@ class State(Pointing):
         """A State with other values for some Variables; the types stay, nothing is compiled again.
 
         Raises:
-            UnknownNameError: a name that is no state Variable.
+            UnknownNameError: a name that is not a state Variable.
             ArgumentError: a value of another shape or dtype.
             HyperparameterError: a hyperparameter that is negative or not finite.
 
@@ -182,7 +182,7 @@ class State(Pointing):
         step per step.
 
         Raises:
-            UnknownNameError: a name that is no state Variable.
+            UnknownNameError: a name that is not a state Variable.
             ArgumentError: choices of different lengths, or none.
             HyperparameterError: a hyperparameter that is negative or not finite.
 

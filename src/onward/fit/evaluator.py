@@ -36,8 +36,8 @@ class Evaluator(Pointing):
 
     Args:
         model: whose parameters are read as they are at each ``forward``.
-        activations: names that every ``forward`` shall compute at once. Any other activation is computed when
-            it is first asked for, by another run up to there, from the same data and the same parameters.
+        activations: names that every ``forward`` should compute at once. Any other activation is computed
+            when it is first asked for, by another run up to there, from the same data and parameters.
 
     Raises:
         ArgumentError: something else than a Model.

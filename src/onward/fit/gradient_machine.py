@@ -30,7 +30,7 @@ class GradientMachine:
     Args:
         model: whose parameters are read as they are at each ``backward``.
         parameter_list: the parameters to differentiate, by name, pattern or predicate; all unless given.
-        activations: names of further Variables that ``backward`` shall return.
+        activations: names of further Variables that ``backward`` should return.
         number: machines of other numbers draw other random keys from the same model.
 
     Example:

@@ -165,7 +165,7 @@ class Model(Pointing):
     def restore(
         self, source: Checkpoints | str | PathLike[str], *, which: Any = "latest", fallback: bool = False
     ) -> Restored:
-        """Take the parameters from a checkpoint, be it of a Model or of a Trainer, whose slots are left.
+        """Take the parameters from a checkpoint, of a Model or of a Trainer, whose slots are left out.
 
         Raises:
             CheckpointError: nothing whole is there, or a parameter does not fit; nothing is changed then.
@@ -200,7 +200,7 @@ class Model(Pointing):
 
 
 def expect_model(value: object, user: str) -> None:
-    """Raise ``ArgumentError`` for what is no Model."""
+    """Raise ``ArgumentError`` for what is not a Model."""
     if not isinstance(value, Model):
         raise ArgumentError(
             f"{user} was given {describe(value)}; expected a Model: Model(network), or load(path) of a file "

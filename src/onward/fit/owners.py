@@ -143,7 +143,7 @@ class Owners:
         if len(owned) > 1:
             raise StateError(
                 f"{program.name!r} reads {name!r} and trains nothing itself, and {_listed(owned)}. Run it in "
-                "a Session of its own, with the values that it shall read."
+                "a Session of its own, with the values that it should read."
             )
         return owned[0][1] if owned else name
 

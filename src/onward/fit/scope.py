@@ -26,7 +26,7 @@ class Scope(Mapping[str, Any]):
     A Variable of two Programs is the same one when name, shape and dtype agree; one of the same name and
     another type is refused. What an optimizer keeps is its own: where two call something ``step``, that of
     the second one is named after its cost, ``cost_b/step``. A Variable finds what is its own,
-    ``scope[program["step"]]``. Reading gives a copy, because a run may reuse the buffer. Who runs holds
+    ``scope[program["step"]]``. Reading gives a copy, because a run may reuse the buffer. A run holds
     ``lock``.
     """
 

@@ -19,7 +19,7 @@ _SHARED = (Kind.PARAMETER, Kind.STATE, Kind.DATA)  # the same in two Programs if
 
 @dataclass(frozen=True)
 class Aim:
-    """A Program, the names of what it shall compute, and those of what it shall return."""
+    """A Program, the names of what it should compute, and those of what it should return."""
 
     program: Program
     targets: tuple[str, ...]

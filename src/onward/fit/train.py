@@ -44,7 +44,7 @@ _optimizers: WeakKeyDictionary[Any, tuple[Optimizer, dict[str, Any]]] = WeakKeyD
 
 
 def optimize(cost: Any, optimizer: Optimizer | None = None, **options: Any) -> None:
-    """Say how a cost shall be minimized when ``train`` is called for it.
+    """Say how a cost should be minimized when ``train`` is called for it.
 
     Args:
         cost: what a cost layer returned, a traced Program, or a function that declares what it needs.

@@ -148,7 +148,7 @@ class Trainer(TrainerParts):
         Raises:
             ArgumentError: an empty reader, a batch of the wrong structure, shape or dtype, or bad numbers in
                 it. The state before that batch is kept.
-            NonFiniteError: the loss was no finite number; the message names the batch.
+            NonFiniteError: the loss was not a finite number; the message names the batch.
             CheckpointError: the folder holds another run, or another process writes to it: ``Checkpoints``.
         """
         training = Training(self, reader, epochs, test, callbacks, progress, prefetch, check)

@@ -223,7 +223,7 @@ class TrainerParts(Pointing):
             strict: what to do where the checkpoint is of another training: other Variables, another network,
                 optimizer or schedule here; another reader or other callbacks once ``train`` is called. None:
                 a warning; True: an error; False: nothing. A new number for a hyperparameter, such as the
-                learning rate, is no error: it is as saved, and ``replace`` sets it.
+                learning rate, is not an error: it is as saved, and ``replace`` sets it.
 
         Raises:
             CheckpointError: nothing whole is there, or a parameter does not fit; nothing is changed then.

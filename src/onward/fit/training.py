@@ -270,7 +270,7 @@ class Training:
         self.telling.tell()
 
     def look_for_nan(self, leave: int) -> None:
-        """Raise ``NonFiniteError`` if a loss was no finite number; the newest ones may still be computing."""
+        """Raise ``NonFiniteError`` if a loss was not finite; the newest ones may still be computing."""
         if self.guarded and not leave:
             self.trainer.expect_going()
         while len(self._recent) > leave:
@@ -286,7 +286,7 @@ class Training:
         """Save a checkpoint, if any are configured and this step was not saved, or is to be ``again``.
 
         Raises:
-            NonFiniteError: the loss was no finite number, so the parameters are not worth it.
+            NonFiniteError: the loss was not a finite number, so the parameters are not worth it.
         """
         trainer = self.trainer
         if trainer.checkpoints is None or (self.saved == trainer.step and not again):
@@ -350,7 +350,7 @@ class Training:
 
 _FINISHED = (
     "train(epochs={epochs}) after a restore has nothing to do: what was restored has done {done} epochs, and "
-    "epochs counts from where that training began. Write epochs={more} for one more; or begin anew, without "
+    "epochs counts from where that training began. Write epochs={more} for one more; or begin again, without "
     "restore."
 )
 _KEPT = (

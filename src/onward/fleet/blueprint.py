@@ -22,8 +22,8 @@ from onward.distribute.split.split import split
 class Blueprint:
     """A description of a Program and its split, from which another process makes both again.
 
-    Arrays and jaxprs are no part of it: what travels is the user's function, the names of the transforms, and
-    types. That the other process makes the same graph of it is proven by ``Split.fingerprint``.
+    Arrays and jaxprs are not part of it: what travels is the user's function, the names of the transforms,
+    and types. That the other process makes the same graph of it is proven by ``Split.fingerprint``.
     """
 
     recipe: Recipe

@@ -301,7 +301,7 @@ def _culprit(name: str, value: Any) -> str:
 
 
 def _check_room(name: str, options: Mapping[str, Any], ray: Any) -> None:
-    """Ray would wait for ever for a machine that has more than any has."""
+    """Ray would wait forever for a machine that has more than any has."""
     units = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
     asked = {units[k]: v for k, v in options.items() if k in units and v} | dict(
         options.get("resources") or {}

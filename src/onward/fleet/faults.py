@@ -28,5 +28,5 @@ class Faults:
         """Called by ``who`` ("server 0", "trainer 1") at an edge."""
 
     def link(self, who: str, link: Link) -> Link:
-        """The link that a trainer shall use in place of this one."""
+        """The link that a trainer should use in place of this one."""
         return link

@@ -160,7 +160,7 @@ class ServerPlace:
         """Raise what a process that lost its place has to say.
 
         Raises:
-            Unreachable: another process of this driver has it, which whoever asks shall ask.
+            Unreachable: another process of this driver has it: ask that one.
             ClusterError: a newer driver has it.
         """
         found = _epochs(self.root)

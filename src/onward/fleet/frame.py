@@ -32,7 +32,7 @@ BLOCK = 4096
 PREFIX = struct.Struct("<8sIQ")  # MAGIC, the bytes of the header, the bytes of the buffers
 CRC = struct.Struct("<I")
 END = b"\0"
-"""The first byte of what is no frame."""
+"""The first byte of what is not a frame."""
 WHOLE = "Move it and its .log elsewhere to go on from the record before it, or put a good copy in its place"
 LOG = "Cut it to {start} bytes to go on from what stands before, or put a good copy in its place"
 NOT_SILENT = "Nothing was read, so that no acknowledged update is lost in silence"

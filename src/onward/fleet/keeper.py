@@ -161,7 +161,7 @@ class Keeper:
         record = None if self.store is None else self.store.read(version)
         if self.store is None or record is None:
             raise ClusterError(
-                f"Server {self.index} shall go back to version {version}, of which it has no record. Its "
+                f"Server {self.index} should go back to version {version}, of which it has no record. Its "
                 f"durability is every={self.every}."
             )
         self._take(record)

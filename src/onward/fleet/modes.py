@@ -50,7 +50,7 @@ class Local:
 
     The mean over the trainers of ``w - w/local`` goes to the outer optimizer on the servers. ``SGD(1.0)`` as
     the outer optimizer makes the parameters the mean of the trainers' own. Slots and step of the inner
-    optimizer stay with the trainer: one that takes another's place begins them anew.
+    optimizer stay with the trainer: one that takes another's place begins them again.
 
     Source: Douillard et al., DiLoCo, 2023, algorithm 1.
     """

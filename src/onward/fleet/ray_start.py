@@ -83,7 +83,7 @@ PATIENCE = 10.0  # seconds after which a start that is not done says so
 
 @dataclass(frozen=True)
 class RayStart:
-    """Where Ray shall run, and how; see ``Engine``."""
+    """Where Ray should run, and how; see ``Engine``."""
 
     address: str | None
     token: str | os.PathLike[str] | None

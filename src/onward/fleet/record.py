@@ -137,7 +137,7 @@ class Store:
 
     @property
     def is_due(self) -> bool:
-        """Whether a whole record shall ``begin``, so that recovery stays short and the log small."""
+        """Whether a whole record should ``begin``, so that recovery stays short and the log small."""
         return self._tail is not None and self._tail.is_long
 
     def settle(self) -> None:

@@ -23,7 +23,7 @@ class RoundServer:
 
     A trainer stages its gradient on all other servers before it gives it to the first one. When that one has
     all, all servers have all, and the round is decided: the first makes it at once, the others when they are
-    asked for the version after it. So a round is made by all or by none, whoever dies.
+    asked for the version after it. So a round is made by all or by none, whichever process dies.
 
     Where a rule needs sums over the gradients of all servers, the first one makes a decided round once a
     trainer has told it what the others add to these sums; it keeps them with what it made, and tells them to

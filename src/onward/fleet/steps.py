@@ -1,4 +1,4 @@
-"""Which steps the history has: each once, whoever tells of it, and however often it was made.
+"""Which steps the history has: each once, whichever process reports it, and however often it was made.
 
 A trainer tells of its steps, and the first server of those that it applied: a trainer that dies leaves some
 of which the server knows alone, and one that begins again may make a step twice.

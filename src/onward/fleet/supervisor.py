@@ -259,7 +259,7 @@ class Supervisor:
         return (self.rows_seen, self.births[0]) if i == 0 else ()
 
     def _heard_rows(self, status: ServerStatus) -> None:
-        """Take the steps that the first server applied; another process of it counts them anew."""
+        """Take the steps that the first server applied; another process of it counts them again."""
         if status.birth != self.births[0]:
             self.rows_seen = 0
         self.rows_seen += len(status.rows)

@@ -141,7 +141,8 @@ def start(
     """
     if not isinstance(program, Program):
         raise ArgumentError(
-            f"cluster: {describe(program)} is no Program; make one: Adam(1e-3).minimize(loss, params, *data)."
+            f"cluster: {describe(program)} is not a Program; make one: "
+            "Adam(1e-3).minimize(loss, params, *data)."
         )
     program = checked(program) if check_finite else program
     program, own = _on_devices(program, devices, merge)

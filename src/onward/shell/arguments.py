@@ -98,7 +98,7 @@ def _value(module: ModuleType, name: str) -> Any:
     try:
         found = attribute(module, name)
     except ArgumentError as error:
-        raise ArgumentError(f"{name!r} is no type, such as 'f32[32,4]' or 'i32[32]', and {error}") from None
+        raise ArgumentError(f"{name!r} is not a type like 'f32[32,4]' or 'i32[32]', and {error}") from None
     return value_of(name, found)
 
 
@@ -117,8 +117,8 @@ def _type(text: str) -> jax.ShapeDtypeStruct:
         shape = tuple(int(n) for n in found[2].split(",") if n.strip())
     except (TypeError, ValueError) as error:
         raise ArgumentError(
-            f"{text!r} is no type: {error}. Write the dtype and the shape, such as 'f32[32,4]', 'i32[32]', "
-            "'bool[8]', 'f32[]'."
+            f"{text!r} is not a type: {error}. Write the dtype and the shape, such as 'f32[32,4]', "
+            "'i32[32]', 'bool[8]', 'f32[]'."
         ) from None
     return jax.ShapeDtypeStruct(shape, dtype)
 

@@ -99,7 +99,7 @@ def loss(params: Parameters, images: jax.Array, labels: jax.Array) -> tuple[jax.
 def demo(epochs: int, out: Path) -> float:
     """Train, report, and write the parameters to ``out``; returns the accuracy on held-out digits."""
     if not out.parent.is_dir():
-        raise NotADirectoryError(f"{out.parent} is no folder; the parameters could not be written to {out}")
+        raise NotADirectoryError(f"{out.parent} is not a folder; no parameters were written to {out}")
     train, test = load_digits()
     params = initial_parameters(jax.random.key(0))
     total = epochs * (len(train.labels) // BATCH)

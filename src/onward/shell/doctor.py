@@ -189,7 +189,7 @@ def _compilation_cache() -> Finding:
         "To compile a step once, not in every process: JAX_COMPILATION_CACHE_DIR=~/.cache/jax,\n"
         'or jax.config.update("jax_compilation_cache_dir", folder)'
     )
-    return Finding("compiled", "anew in every process", advice)
+    return Finding("compiled", "again in every process", advice)
 
 
 def _precision() -> Finding:

@@ -30,7 +30,7 @@ def proximal_adagrad_scaled(w, g, s, t):
 
 
 def ftrl(beta):
-    """The leader by definition: ``z`` summed up anew from all gradients, rates and weights so far."""
+    """The leader by definition: ``z`` summed up again from all gradients, rates and weights so far."""
 
     def rule(w, g, s, t):
         s.setdefault("w", []).append(w)

@@ -156,7 +156,7 @@ def test_an_embedding_of_equinox():
     compared(cut, ow.SGD(0.5).minimize(loss, module, ids(0)), module, [(ids(1),)], 2, 1e-4, 1e-5)
 
 
-# ---------------------------------------------------------------- what is no table
+# ---------------------------------------------------------------- what is not a table
 
 WHOLE = {
     "tied": lambda t, i: t[i] @ t.T @ t,

@@ -57,7 +57,7 @@ def laid_out(body: Body, arrays: Collection[int], shape: Shape, other: Shape) ->
         body: a computation without calls.
         arrays: the inputs that are laid out otherwise, and have this shape; all outputs have.
         shape: that of the arrays now.
-        other: the shape that they shall have: parts of them, or all in a row.
+        other: the shape that they should have: parts of them, or all in a row.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> x = jnp.ones((2, 3))

@@ -112,7 +112,7 @@ def read_jaxpr(
     """The Ops of a traced jaxpr, one per equation, nested ``jit`` inlined and kept as a scope.
 
     ``declarations`` holds the Variables that stand for ``declared`` values, ``labels`` the names that some
-    of the outputs shall bear, by position. With ``apart`` a scope is what a person wrote, without what JAX
+    of the outputs should have, by position. With ``apart`` a scope is what a person wrote, without what JAX
     wrapped around it: transforms, calls of its own functions, a ``jit`` around everything.
     """
     reader = Reader(names, declarations or {}, apart)

@@ -60,7 +60,7 @@ def _retyped_literal(literal: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def _is_float32(value: Any) -> bool:
-    """Whether a parameter of a primitive is that dtype, be it given as a NumPy class."""
+    """Whether a parameter of a primitive is that dtype, also if given as a NumPy class."""
     return isinstance(value, np.dtype | type) and value == np.float32
 
 

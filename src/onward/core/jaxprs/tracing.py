@@ -14,7 +14,7 @@ from onward.core.variable import Replicas
 
 _nothing = jax.jit(lambda: ())
 _replicas: ContextVar[Replicas | None] = ContextVar("replicas", default=None)
-_anew: ContextVar[int] = ContextVar("anew", default=0)
+_fresh: ContextVar[int] = ContextVar("fresh", default=0)
 _measured = count(1)
 
 
@@ -34,18 +34,18 @@ def current_axis() -> Replicas | None:
 
 
 @contextmanager
-def anew() -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Trace and derive within as if nothing had been traced before, to see how long it takes."""
-    token = _anew.set(next(_measured))
+    token = _fresh.set(next(_measured))
     try:
         yield
     finally:
-        _anew.reset(token)
+        _fresh.reset(token)
 
 
 def since() -> int:
     """Equal for two moments if the one may take what was traced at the other."""
-    return _anew.get()
+    return _fresh.get()
 
 
 def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None) -> Any:
@@ -56,7 +56,7 @@ def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None) ->
     """
     axis = _replicas.get()
     axes: list[tuple[Any, int]] = [(axis.name, axis.count)] if axis else []
-    for mark in (apart, ("anew", since()) if since() else None):
+    for mark in (apart, ("fresh", since()) if since() else None):
         if mark is not None:
             axes.append((mark, 1))  # nobody exchanges along it; JAX takes what it knows only under equal axes
     return jax.make_jaxpr(function, axis_env=axes or None)(*types)

@@ -42,7 +42,7 @@ def fc(
         [..., size], of the dtype of x (float32 for integers).
 
     Raises:
-        ArgumentError: nothing tells the size, it is no whole number of at least 1, or w or b has another
+        ArgumentError: nothing tells the size, it is not a whole number of at least 1, or w or b has another
             shape.
 
     Example:
@@ -86,7 +86,7 @@ def embedding(
         [..., size].
 
     Raises:
-        ArgumentError: ids that are no integers, sizes that are no counts, or w has another shape.
+        ArgumentError: ids that are not integers, sizes that are not counts, or w has another shape.
 
     Source: Bengio et al., A Neural Probabilistic Language Model, 2003, section 2.
 

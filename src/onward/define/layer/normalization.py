@@ -105,7 +105,7 @@ def batch_norm(
     Raises:
         ArgumentError: arrays of another shape, or an axis that x has not.
         HyperparameterError: a momentum that is not from 0 to 1, or a negative epsilon.
-        TraceError: in training, a mean or variance to update that is no state.
+        TraceError: in training, a mean or variance to update that is not state.
 
     Source: Ioffe and Szegedy, Batch Normalization, 2015, algorithms 1 and 2.
 

@@ -57,7 +57,7 @@ class Adam(AdamLike):
 
     A number of a gradient beyond 2**62 (4.6e18; 2**510 in float64) counts as that: its square would make the
     variance infinite, as in optax, and the parameter would never move again. So in every rule that keeps a
-    running mean of squares; ``Adagrad`` and others that add them up for ever do come to rest.
+    running mean of squares; ``Adagrad`` and others that add them up forever do come to rest.
 
     Source: Kingma and Ba, Adam, 2015, algorithm 1 (optax and torch add epsilon in the same place; the
     "epsilon hat" form of TensorFlow and Keras does not).
@@ -104,7 +104,7 @@ class AMSGrad(AdamLike):
 
     Source: Reddi, Kale and Kumar, On the Convergence of Adam and Beyond, 2018, algorithm 2, which has no
     corrections for the start. They are here, as in torch and Keras, where the maximum is over v as it
-    is kept (optax: over the corrected v, so that the first gradients weigh for ever).
+    is kept (optax: over the corrected v, so that the first gradients weigh forever).
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -33,8 +33,8 @@ class Muon(Optimizer):
 
     An array of more axes is flattened to (everything else, last axis), as convolution kernels of JAX have
     their outputs last. So a stack of layers in one array is taken for one tall matrix: keep such layers
-    apart. ``route`` sends to ``fallback`` what is no matrix (fewer than two axes longer than 1) and what is
-    an embedding or a head, which the patterns ``aside`` tell by name, in lower case. Given to ``update``
+    apart. ``route`` sends to ``fallback`` what is not a matrix (fewer than two axes longer than 1) and what
+    is an embedding or a head, which the patterns ``aside`` tell by name, in lower case. Given to ``update``
     all the same, a vector is a matrix of one row.
 
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024 (algorithm,

@@ -61,11 +61,11 @@ class Schedule:
     def __call__(self, step: Any) -> jax.Array:
         """The value at a step, float32; at each of an array of steps, to plot it.
 
-        Under ``jax_enable_x64`` it is float64. A step below 0 counts as 0, and of a step that is no whole
+        Under ``jax_enable_x64`` it is float64. A step below 0 counts as 0, and of a step that is not a whole
         number the whole part.
 
         Raises:
-            ArgumentError: the step is no number.
+            ArgumentError: the step is not a number.
         """
         n = _whole(step)
         return jnp.broadcast_to(jnp.asarray(self._at(n), jnp.result_type(float)), n.shape)

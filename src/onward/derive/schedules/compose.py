@@ -172,7 +172,7 @@ def as_schedule(owner: str, given: Any) -> Step:
     """A function of the step as it is, a number as a constant one."""
     if isinstance(given, type) or not (callable(given) or hasattr(given, "__float__")):
         raise HyperparameterError(
-            f"{owner}: {describe(given)} is no schedule; expected one, such as linear(0.1, steps=100), "
+            f"{owner}: {describe(given)} is not a schedule; expected one, such as linear(0.1, steps=100), "
             "another function of the step, or a number."
         )
     return given if callable(given) else constant(given)

@@ -1,4 +1,4 @@
-"""Schedules that fade for ever: they need not know how long the training is."""
+"""Schedules that fade forever: they need not know how long the training is."""
 
 # ruff: noqa: N801 - a person calls these classes like functions
 
@@ -153,7 +153,7 @@ class noam(Schedule):
         scale: a factor, such as 2 in later versions of the authors' code.
 
     Raises:
-        HyperparameterError: a ``d_model`` or a ``warmup`` that is no whole number of at least 1.
+        HyperparameterError: a ``d_model`` or a ``warmup`` that is not a whole number of at least 1.
 
     Example:
         >>> import onward as ow

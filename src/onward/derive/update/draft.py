@@ -55,7 +55,7 @@ class UpdateDraft(Builder):
         results: Sequence[tuple[str, Variable]],
         function: Callable[..., Any],
     ) -> tuple[Variable, ...]:
-        """An op that is no rule's; the results are named so, and typed as these Variables are."""
+        """An op that is not a rule's; the results are named so, and typed as these Variables are."""
         key = (kind, tuple((v.shape, v.dtype) for v in (*inputs, *(like for _, like in results))))
         body = self.once(key, lambda: body_of(lambda *xs: list(function(*xs)), *(v.aval for v in inputs)))
         return self.add(kind, inputs, [name for name, _ in results], body, UpdateType.ELEMENTWISE)

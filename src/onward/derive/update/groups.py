@@ -192,7 +192,7 @@ class Routing:
             HyperparameterError: two groups for one parameter.
         """
         if not hasattr(type(optimizer), "minimize"):
-            raise ArgumentError(f"{describe(optimizer)} is no optimizer; expected one, such as Adam(1e-3).")
+            raise ArgumentError(f"{describe(optimizer)} is not an optimizer; expected one like Adam(1e-3).")
         routes: dict[str, Route] = {}
         sent: list[tuple[tuple[Route, OptimizerRule], Route]] = []
         main = Route("", optimizer)

@@ -94,7 +94,7 @@ class UpdatePlan:
         """The planned treatment of the parameter with this name.
 
         Raises:
-            UnknownNameError: no parameter bears this name.
+            UnknownNameError: no parameter has this name.
         """
         found = {d.parameter.name: d for d in self.destinations}
         if name not in found:

@@ -1,6 +1,6 @@
 """Refuse randomness and statistics that a training Program carries and no step replaces.
 
-Dropout of a library that keeps its key in the model would draw one mask for ever, and statistics of batches
+Dropout of a library that keeps its key in the model would draw one mask forever, and statistics of batches
 would never move. Both show in the ops: a draw that nothing decides but what stays the same, and a next value
 that is computed and read by nobody.
 """
@@ -67,8 +67,8 @@ def expect_replaced(program: Program) -> None:
     """Raise ``ArgumentError`` for randomness and statistics that are carried and stay as they are.
 
     Randomness is what alone decides a draw: a key that is folded with data, or with a counter that is
-    replaced, may stay. A statistic is what the loss does not read, or what is no float, where a next value of
-    the same type is computed from it and read by nobody.
+    replaced, may stay. A statistic is what the loss does not read, or what is not a float, where a next value
+    of the same type is computed from it and read by nobody.
     """
     if found := _drawn_alike(program):
         raise ArgumentError(
@@ -124,7 +124,7 @@ def _left_behind(program: Program) -> list[Variable]:
     lost = {v for v in unused if v.kind is Kind.PARAMETER}
 
     def is_own(end: Variable) -> bool:
-        """Whether it is no result of a layer of several parameters that the loss does not use."""
+        """Whether it is not a result of a layer of several parameters that the loss does not use."""
         return len(lost & ancestors(program, end)) < 2
 
     return [v for v in unused if any(map(is_own, _ends_of(program, v, ends)))]

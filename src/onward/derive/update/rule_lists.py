@@ -21,7 +21,7 @@ def shown_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """The rules as an optimizer keeps them.
 
     Raises:
-        HyperparameterError: something that is no rule, or the same one twice.
+        HyperparameterError: something that is not a rule, or the same one twice.
     """
     found = tuple(rules) if isinstance(rules, list | tuple) else (rules,)
     for i, rule in enumerate(found):

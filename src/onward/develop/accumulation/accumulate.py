@@ -61,7 +61,7 @@ def accumulate(
             unless given.
 
     Raises:
-        ArgumentError: ``steps`` is no number of at least 1, or does not divide the batch.
+        ArgumentError: ``steps`` is not a number of at least 1, or does not divide the batch.
         GraphError: there are no gradients, it is accumulated already, an update evaluates the loss again, or
             a value cannot be put together from those of micro-batches.
         RecipeError: the Program was not traced, or its ops were changed by hand.

@@ -119,5 +119,5 @@ def _may_change(op: Op) -> bool:
 
 
 def _whole(body: Body) -> Program:
-    """A Body of several equations as a Program; an empty one for an equation that is no loop."""
+    """A Body of several equations as a Program; an empty one for an equation that is not a loop."""
     return program_of(body.closed, "body") if len(body.equations) > 1 else Program("body")

@@ -20,7 +20,7 @@ def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is
     Args:
         part: the forward Program of a part.
         following: how it follows that of the whole.
-        otherwise: what is done with a loss that is no sum, in words.
+        otherwise: what is done with a loss that is not a sum, in words.
         meant: the option that says so.
 
     Warns:

@@ -49,7 +49,7 @@ class Operands:
     def combined(self, call: Call) -> Follows:
         """How the result follows the whole's, its shape apart; asks for what cannot be told otherwise."""
         self.settle_extremes()
-        if any(map(self.walk.axes, self.op.outputs)):  # examples read it, be it alone
+        if any(map(self.walk.axes, self.op.outputs)):  # examples read it, even if it stands alone
             self._merge([i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN])
         linear = of(call.primitive).linear
         if linear is Linear.FIRST and _keeps_inexact(call):

@@ -165,7 +165,7 @@ class Follower(BatchWalk):
         return [self._output(op, v, calls[0], given, how) for v in op.outputs]
 
     def _finds_by_data(self, call: Call, given: Operands) -> bool:
-        """Whether examples are gathered by indices that are no count of them, as the nodes of a graph are."""
+        """Whether examples are gathered by indices that do not count them, as the nodes of a graph are."""
         if call.primitive != "gather":
             return False
         (source, _), (index, _) = given.values

@@ -39,7 +39,7 @@ def keeping(program: Program, kept: tuple[str, ...], begins: tuple[str, ...]) ->
     """Keep the values of the forward pass with these names; recompute all else that the backward pass reads.
 
     Adds ops, and changes what ops of the backward pass read. ``begins``: what the first op of each segment
-    computes. A name that no Variable bears is passed over.
+    computes. A name that no Variable has is passed over.
 
     Raises:
         GraphError: most of these names are unknown.

@@ -32,7 +32,7 @@ Kept = tuple[tuple[str, tuple[str, ...]], ...]
 
 @transform(phase=Phase.KEEP)
 def keeping_in_loops(program: Program, kept: Kept) -> Program:
-    """Give the loops of a forward Program bodies that keep what bears these names, and no more.
+    """Give the loops of a forward Program bodies that keep what has these names, and no more.
 
     ``kept``: for each loop the name of its first result, and the names of values in its body.
     """
@@ -103,7 +103,7 @@ class _Turn:
         return replace(found, gradients=pairs)
 
     def loop(self, kept: Sequence[str]) -> Body:
-        """The loop whose turns keep what bears these names."""
+        """The loop whose turns keep what has these names."""
         turn = self.rule(keeping(self.differentiated, tuple(kept), ()))
         return body_of(lambda *values: self.parts.scan(turn, values), *self.op.body.in_types)
 

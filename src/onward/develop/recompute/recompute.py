@@ -68,7 +68,7 @@ def recompute(
         ArgumentError: neither or both of budget and scopes, or a budget that is no such number.
         GraphError: no backward pass, recomputed already, accumulated or replicated; or nothing fits the
             budget: it says the least that was reached and what holds it.
-        UnknownNameError: ``scopes`` or ``keep`` that nothing bears.
+        UnknownNameError: ``scopes`` or ``keep`` that names nothing.
 
     Source: Chen et al., Training deep nets with sublinear memory cost, 2016; Jain et al., Checkmate, 2020.
 

@@ -31,7 +31,7 @@ def rewrite(program: Program, platform: str = "cpu") -> Program:
     Args:
         program: a Program, with or without backward and update; a backward pass that is derived later is not
             rewritten, so it comes last, before ``fence``.
-        platform: what it shall run on, as ``jax.default_backend()`` says it.
+        platform: what it should run on, as ``jax.default_backend()`` says it.
 
     Example:
         >>> import jax, jax.numpy as jnp, onward as ow

@@ -41,7 +41,7 @@ def line_of(program: Program, returned: frozenset[Variable], apart: frozenset[Va
     Args:
         program: what to read.
         returned: what is read after the ops.
-        apart: what shall be computed as it is, outside of every loop.
+        apart: what should be computed as it is, outside of every loop.
     """
     readers = consumers(program)
     known: dict[Hashable, int] = {}

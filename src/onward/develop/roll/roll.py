@@ -47,7 +47,7 @@ def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
 
     Args:
         program: a Program that was traced, at any stage, replicated or not.
-        keep: activations that shall exist: names, patterns, Variables or predicates.
+        keep: activations that should exist: names, patterns, Variables or predicates.
 
     Raises:
         GraphError: nothing repeats, or ``keep`` names the gradient of an activation within a layer.
@@ -157,7 +157,7 @@ def rolled(
 ) -> Program:
     """A forward Program with each run as a loop; as it is where nothing repeats.
 
-    ``keep`` names what shall exist, ``apart`` what shall also be computed outside of every loop; either may
+    ``keep`` names what should exist, ``apart`` what should also be computed outside of every loop; either may
     name nothing here: a test Program lacks some of what is trained.
     """
     variables = tuple(program.variables.values())
@@ -226,7 +226,7 @@ def _folded(forward: Program, result: Program) -> frozenset[str]:
 def _expect_kept(
     program: Program, result: Program, wanted: Iterable[Variable], folded: frozenset[str]
 ) -> None:
-    """Raise ``GraphError`` for a gradient within a layer that shall be kept."""
+    """Raise ``GraphError`` for a gradient within a layer that should be kept."""
     within = {f"grad({name})" for name in folded}
     for v in wanted:
         if v.name not in result.variables or v.name in within:

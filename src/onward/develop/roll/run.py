@@ -145,7 +145,7 @@ def _fitting(values: Sequence[Variable], made: Made) -> int:
 def _delay(found: Sequence[tuple[int, Place] | None]) -> int | None:
     """How many layers before it a layer reads from; None where all layers read from outside.
 
-    What is read from outside by more than a few layers before the first reads from a layer is no beginning.
+    A value read from outside by more than a few layers before the first reads a layer is not a beginning.
     """
     first = next(((t, at) for t, at in enumerate(found) if at is not None), None)
     if first is None or first[0] > _LONGEST_DELAY or first[1][0] != 0:

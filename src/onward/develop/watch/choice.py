@@ -129,7 +129,7 @@ def _entry(role: Role, v: Variable, label: str = "") -> WatchEntry:
 
 
 def seam_of(program: Program) -> dict[Variable, Variable]:
-    """The parameter of each gradient, be it not yet merged over devices or divided by a loss scale."""
+    """The parameter of each gradient, even if not yet merged over devices or divided by a loss scale."""
     made = producers(program)
     found: dict[Variable, Variable] = {}
     for p, g in program.gradients:

@@ -245,6 +245,6 @@ def statistic_of(choice: Any, bins: int) -> Statistic:
         return SCALARS[choice]
     known = ", ".join(map(repr, (*SCALARS, HISTOGRAM)))
     raise ArgumentError(
-        f"watch: {choice!r} is no statistic; expected {known}, or one of your own: "
+        f"watch: {choice!r} is not a statistic; expected {known}, or one of your own: "
         'Statistic("small", lambda x, over: over.count(abs(x) < 1e-3) / over.size(x)).'
     )

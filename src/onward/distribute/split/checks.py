@@ -22,7 +22,7 @@ from onward.distribute.split.shards import Shard, is_by_number, rows_of
 
 
 def tables_named(lazy: Iterable[Where], tables: Sequence[Table]) -> tuple[Variable, ...]:
-    """The tables that shall be updated lazily."""
+    """The tables that should be updated lazily."""
     wanted = tuple(listed(lazy))
     if wanted and not tables:
         raise UnknownNameError(

@@ -72,7 +72,7 @@ class TrainerDevices:
         return build(recipe.including(self.step), whole_types(program))
 
     def expect_nothing_kept(self, own: Program) -> None:
-        """Refuse a strategy that keeps something on each device: a trainer that is replaced begins anew."""
+        """Refuse a strategy that keeps something on each device: a trainer that is replaced begins again."""
         if kept := [v for v in own.state if v.placement is Placement.PER_REPLICA]:
             raise GraphError(
                 f"split: {type(self.merge).__name__} keeps {kept[0].name!r} on each device from step to "

@@ -148,7 +148,7 @@ def _restore(name: str, v: Stored, found: np.ndarray) -> Any:
 
 
 def _time_of_checkpoint(path: Path) -> int | None:
-    """When a folder changed; None if it is no checkpoint, or has just been removed by a writer.
+    """When a folder changed; None if it is not a checkpoint, or has just been removed by a writer.
 
     A folder with the name of a checkpoint was one, even if it is empty by now.
     """

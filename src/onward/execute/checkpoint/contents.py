@@ -28,7 +28,7 @@ def contents(
     """The arrays and the JSON data of a checkpoint.
 
     Raises:
-        ArgumentError: neither a State nor arrays by name; something that is no reader, key or History.
+        ArgumentError: neither a State nor arrays by name; something that is not a reader, key or History.
         StateError: a State that was given to a step.
     """
     arrays, extra = _arrays(given), dict(extra)

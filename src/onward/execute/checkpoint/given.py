@@ -36,7 +36,7 @@ def folder_of(folder: Any) -> Path:
     """The path of a folder of checkpoints.
 
     Raises:
-        ArgumentError: it is no path.
+        ArgumentError: it is not a path.
         CheckpointError: it is a file, or one checkpoint.
     """
     if not isinstance(folder, str | PathLike):
@@ -66,7 +66,7 @@ def is_whole(value: Any) -> bool:
 def named(argument: str, name: Any) -> str:
     """The name of an array or a number; raises ``ArgumentError`` if it is none."""
     if not isinstance(name, str):
-        raise ArgumentError(f"Checkpoints.save: {argument}= has a name that is no string, {name!r}.")
+        raise ArgumentError(f"Checkpoints.save: {argument}= has a name that is not a string, {name!r}.")
     return name
 
 
@@ -76,7 +76,7 @@ def json_data(extra: Mapping[str, Any]) -> dict[str, Any]:
         copy: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
         unchanged = copy == extra
     except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"Checkpoints.save: extra= is no JSON data: {error}.") from error
+        raise ArgumentError(f"Checkpoints.save: extra= is not JSON data: {error}.") from error
     if not unchanged:
         raise ArgumentError(
             f"Checkpoints.save: extra={extra!r} would come back as {copy!r}. Write lists in place "

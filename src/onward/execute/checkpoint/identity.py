@@ -1,7 +1,7 @@
 """Which training wrote a checkpoint.
 
 Two trainings in one folder have the same steps and the same names of files; only their identity tells them
-apart. It is made at random when a training begins, stands in every manifest, and is taken over by whoever
+apart. It is made at random when a training begins, stands in every manifest, and is taken over by a run that
 resumes.
 """
 

@@ -185,7 +185,7 @@ def fault_in(folder: Path, manifest: Manifest) -> Fault | None:
 
 def _variable(record: Any) -> Stored:
     shape = take(record, "shape", list)
-    expect(all(type(n) is int and 0 <= n < 2**63 for n in shape), "a shape is no list of sizes")
+    expect(all(type(n) is int and 0 <= n < 2**63 for n in shape), "a shape is not a list of sizes")
     dtype = one_of(take(record, "dtype", str), [*DTYPES, KEY])
     generator = take(record, "generator", str) if dtype == KEY else None
     return Stored(
@@ -194,7 +194,7 @@ def _variable(record: Any) -> Stored:
 
 
 def _metric(value: Any) -> float:
-    expect(type(value) is float or value in ("nan", "inf", "-inf"), "a metric is no number")
+    expect(type(value) is float or value in ("nan", "inf", "-inf"), "a metric is not a number")
     return float(value)
 
 
@@ -207,7 +207,7 @@ def _read(folder: Path, name: str) -> bytes:
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
-            raise CheckpointError(f"{path} is no file of at most {LARGEST} bytes. {NOTHING}")
+            raise CheckpointError(f"{path} is not a file of at most {LARGEST} bytes. {NOTHING}")
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(FOREIGN.format(folder=folder, name=name)) from error
@@ -243,6 +243,6 @@ def _where(folder: Path, file: str, manifest: Manifest, backend: Backend) -> str
 
 NOTHING = "Nothing was loaded; load(fallback=True) takes the checkpoint before it."
 FOREIGN = (
-    "{folder} is no checkpoint of Onward: it has no {name}. Expected a folder that Checkpoints.save wrote, "
-    "with manifest.json, manifest.sha256 and the files that the manifest lists."
+    "{folder} is not a checkpoint of Onward: it has no {name}. Expected a folder that Checkpoints.save "
+    "wrote, with manifest.json, manifest.sha256 and the files that the manifest lists."
 )

@@ -30,7 +30,7 @@ def appearing(final: Path, part: Path | None = None, *, durable: bool = True) ->
     Args:
         final: where it appears.
         part: the temporary path beside it; one of its own unless given.
-        durable: whether its bytes shall outlive a power cut.
+        durable: whether its bytes should outlive a power cut.
 
     Example:
         >>> import tempfile
@@ -63,7 +63,7 @@ def make_folder(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder; half removed, it does not bear its name any more.
+    """Remove a folder; half removed, it does not have its name any more.
 
     Raises:
         OSError: it, or a part of it, cannot be removed.

@@ -54,4 +54,4 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")

@@ -50,7 +50,7 @@ class ProcessName:
         try:
             said = json.loads(path.read_bytes())
             since = float(said.get("since", 0))
-            expect(0 <= since < 1e11, "it is no time")
+            expect(0 <= since < 1e11, "it is not a time")
             return cls(int(said["pid"]), str(said["host"]), since)
         except (OSError, ValueError, TypeError, LookupError, AttributeError):  # only just taken, or let go
             return None
@@ -164,7 +164,7 @@ def _refusal(descriptor: int) -> OSError | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.with_traceback(None)  # which would keep alive whoever asked
+        return error.with_traceback(None)  # which would keep the caller's frames alive
     return None
 
 

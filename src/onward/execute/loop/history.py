@@ -58,7 +58,7 @@ class History(Mapping[str, np.ndarray]):
             **values: scalars: numbers, NumPy or JAX.
 
         Raises:
-            ArgumentError: a value that is no scalar.
+            ArgumentError: a value that is not a scalar.
         """
         row = {"step": step, "epoch": epoch, **values}
         for name, value in row.items():

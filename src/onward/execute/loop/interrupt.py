@@ -72,7 +72,7 @@ class Uninterrupted:
 
     Attributes:
         is_shared: whether several processes make the steps together: then all end after the same one, where
-            each of them asks (``agree``), be it that only one of them got the signal.
+            each of them asks (``agree``), even if only one of them got the signal.
     """
 
     __slots__ = ("depth", "former", "is_alone", "is_shared", "pending", "raised", "termination", "users")

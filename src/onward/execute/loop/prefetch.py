@@ -37,7 +37,7 @@ def prefetched(
         size: how many items to hold ready; 0 reads without a thread.
         place: what the thread does with each item, for instance ``jax.device_put``. Where the iterator fills
             the same array again and again, it has to copy; so does ``train``.
-        meanwhile: called now and then by whoever waits for the thread; what it raises ends the loop.
+        meanwhile: called now and then by the thread that waits; what it raises ends the loop.
 
     Raises:
         Exception: what ``iterator`` or ``place`` raises, after the items that came before.

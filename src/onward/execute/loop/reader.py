@@ -43,7 +43,7 @@ class LoopReader:
     Attributes:
         length: the number of batches in an epoch, or None when ``len(reader)`` does not say.
         end: where a reader that stays from epoch to epoch stood when the last one was over; None when it does
-            not say, or is made anew for each.
+            not say, or is made again for each.
 
     Raises:
         ArgumentError: nothing that yields batches.

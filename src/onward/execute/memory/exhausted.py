@@ -1,6 +1,6 @@
 """The error of a step that needs more memory than there is: what the allocator says, what the step holds.
 
-XLA says how many bytes it asked for in vain, and no more. Beside that stand the arrays that are in memory at
+XLA says how many bytes it could not get, and no more. Beside that stand the arrays that are in memory at
 the peak of the step, with the user's lines, and what XLA itself plans to take. On a device that tells how
 much it has and has given out, so does the error.
 """

@@ -114,7 +114,7 @@ def pack(word: PeerWord, index: int, number: int, token: bytes) -> bytes:
 
 
 def unpack(datagram: bytes, token: bytes) -> tuple[int, int, PeerWord] | None:
-    """Who spoke, the number of the datagram, and the word; None if it is no datagram of this run."""
+    """Who spoke, the number of the datagram, and the word; None if it is not a datagram of this run."""
     said, code = datagram[:-_CODE], datagram[-_CODE:]
     if len(said) < _HEAD.size or not compare_digest(code, _code(said, token)):
         return None

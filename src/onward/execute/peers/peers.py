@@ -1,4 +1,4 @@
-"""The processes of one computation watch each other, so that none waits for ever for a dead one.
+"""The processes of one computation watch each other, so that none waits forever for a dead one.
 
 A step over several processes ends when all take part. When one dies, is stopped, or has no data left, the
 others block inside XLA, where Python reaches nothing. ``Peers`` runs the step in a thread of its own, waits

@@ -68,7 +68,7 @@ def cut(found: CutTrace, pairs: Sequence[Pair], places: Collection[int]) -> Cut:
         places: the places of these arguments.
 
     Raises:
-        GraphError: the step differentiates no function that can be seen, several, or what is no argument.
+        GraphError: the step differentiates no function that can be seen, several, or what is not an argument.
     """
     return _Cutting(found, pairs, places).cut()
 
@@ -151,7 +151,7 @@ class _Cutting:
                 )
             if v not in state:
                 raise GraphError(
-                    f"{name} differentiates its loss for {v.type} ({line}), which is no argument, but "
+                    f"{name} differentiates its loss for {v.type} ({line}), which is not an argument, but "
                     "computed from them. Differentiate for the argument, and compute it within the loss: "
                     "jax.grad(lambda params: loss(cast(params)))(params)."
                 )

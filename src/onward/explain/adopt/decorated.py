@@ -65,13 +65,13 @@ def called_as_before(step: Callable[..., Any], adopting: Adopting) -> Callable[.
 
 
 class _OtherThanArraysError(Exception):
-    """The step returns something that is no array."""
+    """The step returns something that is not an array."""
 
 
 class _Calls:
     """The calls of a step: at once where all it is given are arrays, as a jitted function takes them.
 
-    Otherwise what is no array is fixed: the step is compiled for each of these values. Of Python numbers
+    Otherwise what is not an array is fixed: the step is compiled for each of these values. Of Python numbers
     those are fixed that the step looks at: the arguments themselves, and only then what lies in containers,
     as the number of steps does that some states begin with.
     """

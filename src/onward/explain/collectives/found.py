@@ -1,6 +1,6 @@
 """The collectives of a compiled step: what each exchanges, along which axes, how often, and why.
 
-A reason is given where the text shows it: an exchange that is written in the user's code bears its name;
+A reason is given where the text shows it: an exchange that is written in the user's code has its name;
 parts of a sum are added up where the product or the reduction that makes them is what the sum is for; an
 argument that is gathered was split. Of all others it is said what they do.
 """

@@ -50,7 +50,7 @@ def pairs_of(text: str) -> list[tuple[int, int]]:
 def axes_of(
     groups: Groups | None, pairs: Sequence[tuple[int, int]], mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """The axes of a mesh along which devices exchange; empty where the groups are no axes of it.
+    """The axes of a mesh along which devices exchange; empty where the groups are not axes of it.
 
     >>> axes_of(frozenset({frozenset({0, 2}), frozenset({1, 3})}), [], {"data": 2, "model": 2})
     ('data',)

@@ -111,7 +111,7 @@ _RUNS = ((0.0, 1), (1.0, 0x9E3779B1), (1.0, 0x85EBCA6B), (1.0, 0xC2B2AE35))
 
 
 def _bound(value: Any, moved: Sequence[Any]) -> Any:
-    """For each number the bound; of what is no float, whether it moved at all."""
+    """For each number the bound; of what is not a float, whether it moved at all."""
     if holds_keys(value.dtype):
         return None
     if not jnp.issubdtype(value.dtype, jnp.inexact):

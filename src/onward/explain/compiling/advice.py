@@ -52,8 +52,8 @@ def _fitting(measured: MeasuredCompile, scopes: Sequence[CompiledScope], is_prog
     is_cached = getattr(jax.config, "jax_compilation_cache_dir", None)
     if seconds.get(XLA, 0.0) > _SECONDS and not is_cached:
         yield (
-            'every process compiles anew: jax.config.update("jax_compilation_cache_dir", folder) keeps what '
-            "XLA compiled on disk"
+            'every process compiles it again: jax.config.update("jax_compilation_cache_dir", folder) keeps '
+            "on disk what XLA compiled"
         )
 
 

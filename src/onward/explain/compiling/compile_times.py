@@ -123,7 +123,7 @@ def compile_times(
 
     Raises:
         ArgumentError: neither a Program nor a function; arguments beside a Program, or that the function does
-            not take; a depth that is no number of at least 1.
+            not take; a depth that is not a number of at least 1.
         TraceError: the function cannot be traced.
 
     Example:

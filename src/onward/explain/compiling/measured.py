@@ -14,7 +14,7 @@ import jax
 
 from onward.core.compiler import compiler_options
 from onward.core.jaxprs.reading import program_of
-from onward.core.jaxprs.tracing import anew
+from onward.core.jaxprs.tracing import fresh
 from onward.core.program import Origin, Program
 from onward.core.recipe import build, whole_types
 from onward.define.arguments import Leaf
@@ -57,7 +57,7 @@ def of_program(program: Program, tuning: Tuning) -> MeasuredCompile:
     if program.recipe is not None and program.ops is program.recipe.ops:
         origin = TimedOrigin(program.recipe.origin, [])
         begin = perf_counter()
-        with anew():
+        with fresh():
             build(replace(program.recipe, origin=origin), whole_types(program))
         whole = perf_counter() - begin
         phases = {TRACE: sum(origin.seconds), DERIVE: whole - sum(origin.seconds)}
@@ -73,7 +73,7 @@ def of_program(program: Program, tuning: Tuning) -> MeasuredCompile:
 def of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredCompile:
     """Measure how long a function takes from its call to its executable, as ``jax.jit`` makes it."""
     function = unjitted(step)
-    with anew():
+    with fresh():
         (call, found), trace = timed(lambda: traced_call(call_of(function, args, kwargs)))
     values = _values(call, (*args, *kwargs.values()))
 
@@ -102,7 +102,7 @@ def timed_compile(lowered: jax.stages.Lowered, options: Any = None) -> tuple[jax
 
 
 def fresh_name(name: str) -> str:
-    """A name that JAX's cache on disk has not seen: what is compiled under it is compiled anew."""
+    """A name that JAX's cache on disk has not seen: what is compiled under it is compiled again."""
     stem = name if name.isidentifier() else "step"
     return f"{stem}_measured_{next(_numbers)}_{int(1e6 * perf_counter())}"
 

@@ -127,7 +127,7 @@ def _times(body: Body, name: str) -> tuple[float, float] | None:
 
 
 def _readers(program: Program) -> Mapping[Variable, Sequence[Op | None]]:
-    """The ops that read each Variable; None stands for whoever runs the Program."""
+    """The ops that read each Variable; None stands for the caller of the Program."""
     readers: dict[Variable, list[Op | None]] = {}
     for op in program.ops:
         for v in op.inputs:

@@ -54,7 +54,7 @@ class Diff(Changes):
 def diff(a: Program, b: Program) -> Diff:
     """List the changes from one Program to another.
 
-    Ops that a transform shares are known as objects; what it built anew is recognized by what it computes,
+    Ops that a transform shares are known as objects; what it built again is recognized by what it computes,
     so that a Program in another precision, or traced again, does not look all new. Equal changes in many
     layers are one line.
 
@@ -63,7 +63,7 @@ def diff(a: Program, b: Program) -> Diff:
         b: the Program after.
 
     Raises:
-        ArgumentError: one of them is no Program.
+        ArgumentError: one of them is not a Program.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

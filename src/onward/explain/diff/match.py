@@ -1,6 +1,6 @@
 """Which op of one Program is which op of another.
 
-Transforms share the ops they leave alone, so most are found as objects. What was built anew is found by what
+Transforms share the ops they leave alone, so most are found as objects. What was built again is found by what
 it computes from what is found already; where both Programs come from one trace also by name, since names are
 unique within a Program and tracing again gives the same ones; else by its place in the sequence of ops.
 """
@@ -144,7 +144,7 @@ class _Pairs:
     def take_unique(
         self, key: Callable[[Op], Hashable], key_of_b: Callable[[Op], Hashable] | None = None
     ) -> None:
-        """Ops that alone have this key, in both Programs; None is no key."""
+        """Ops that alone have this key, in both Programs; None is not a key."""
         left, others = self._left
         old, new = _alone(left, key), _alone(others, key_of_b or key)
         for same, op in new.items():

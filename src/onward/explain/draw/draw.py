@@ -109,7 +109,7 @@ def draw(program: Program, depth: int | None = None) -> Drawing:
             By default as many levels are open as can be read at a glance.
 
     Raises:
-        ArgumentError: ``depth`` is no whole number above 0.
+        ArgumentError: ``depth`` is not a whole number above 0.
         MissingExtraError: igraph is not installed, which orders the boxes.
 
     Example:

@@ -93,7 +93,7 @@ class CalledStep:
 
 
 def expect_function(step: Any, what: str = "inspect") -> None:
-    """Raise ``ArgumentError`` for what is no function."""
+    """Raise ``ArgumentError`` for what is not a function."""
     if not callable(step):
         raise ArgumentError(
             f"{what} was given {describe(step)} in place of a function. Write {what}(train_step, *args), "
@@ -102,7 +102,7 @@ def expect_function(step: Any, what: str = "inspect") -> None:
 
 
 def call_of(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledStep:
-    """The call of a step; raises ``ArgumentError`` for what is no function, or does not take that."""
+    """The call of a step; raises ``ArgumentError`` for what is not a function, or does not take that."""
     expect_function(step)
     title = _title(step)
     names = _names(step, title, args, kwargs)
@@ -158,7 +158,7 @@ def _in_order(values: Mapping[int, Any]) -> list[Any]:
 
 
 def _in_graph(state: Specification) -> Iterator[tuple[tuple[str, ...], Leaf | Static]]:
-    """The places in the state of modules; the box of a variable is no part of its name."""
+    """The places in the state of modules; the box of a variable is not part of its name."""
     for keys, leaf in state.places:
         yield keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys, leaf
 

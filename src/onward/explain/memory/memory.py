@@ -107,7 +107,7 @@ def memory(program: Program) -> Memory:
         program: at any stage.
 
     Raises:
-        ArgumentError: it is no Program.
+        ArgumentError: it is not a Program.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

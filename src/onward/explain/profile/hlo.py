@@ -1,7 +1,7 @@
 """From the instructions of a compiled step back to the pass and the scope that asked for them.
 
 XLA keeps, with each instruction, the scopes that were open where JAX traced it; the ops of a Program open one
-for their pass and below it their own. An instruction that fuses several bears the name of its last one.
+for their pass and below it their own. An instruction that fuses several has the name of its last one.
 """
 
 from __future__ import annotations

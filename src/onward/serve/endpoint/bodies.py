@@ -71,11 +71,11 @@ def _read_json(body: bytes, plan: RequestPlan, most: int) -> Mapping[str, Any]:
     try:
         found = json.loads(body.decode(), parse_constant=refuse_constant, object_pairs_hook=once)
     except UnicodeDecodeError as error:
-        raise Refusal(400, f"The body is no JSON: byte {error.start} is not UTF-8.") from None
+        raise Refusal(400, f"The body is not JSON: byte {error.start} is not UTF-8.") from None
     except RecursionError:
         raise Refusal(400, f"The JSON is nested too deep. Expected: {plan.expected}.") from None
     except ValueError as error:
-        raise Refusal(400, f"The body is no JSON: {str(error)[:200]}.") from None
+        raise Refusal(400, f"The body is not JSON: {str(error)[:200]}.") from None
     if not isinstance(found, dict):
         raise Refusal(422, f"The JSON is {_kind(found)}; expected an object by name: {plan.expected}.")
     for name, value in found.items():
@@ -90,7 +90,7 @@ def _read_large(body: bytes, plan: RequestPlan) -> Mapping[str, Any]:
     try:
         for name, place in values_of(body):
             if name in found:
-                raise Refusal(400, f"The body is no JSON: {TWICE}.")
+                raise Refusal(400, f"The body is not JSON: {TWICE}.")
             if name not in plan.by_name:
                 raise Refusal(422, _surplus(name, plan))
             x = plan.by_name[name]

@@ -48,7 +48,7 @@ class Endpoint(ModelService):
         allow_nonfinite: serve a model whose parameters hold NaN or infinity.
 
     Raises:
-        NonFiniteError, ModelFileError: parameters that are no numbers, of a Model and in a file.
+        NonFiniteError, ModelFileError: parameters that are not numbers, of a Model and in a file.
         ArgumentError: nothing that could be served is returned or named; the message lists layers.
         UnknownNameError: no Variable has the name of an output.
         MissingExtraError: starlette is not installed.

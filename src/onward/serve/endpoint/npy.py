@@ -25,7 +25,7 @@ def array_of(body: bytes, what: str = "The body") -> np.ndarray:
     """The array that an npy file holds; it reads the bytes where they are.
 
     Raises:
-        Refusal: the bytes are no npy file, or one that holds Python objects, or more or less than it says.
+        Refusal: the bytes are not an npy file, hold Python objects, or are more or less than it says.
 
     Example:
         >>> file = io.BytesIO()
@@ -59,7 +59,7 @@ def arrays_of(body: bytes, most: int, count: int) -> Mapping[str, np.ndarray]:
         count: how many there may be.
 
     Raises:
-        Refusal: the bytes are no npz file, or one that holds more than that.
+        Refusal: the bytes are not an npz file, or one that holds more than that.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
@@ -68,9 +68,9 @@ def arrays_of(body: bytes, most: int, count: int) -> Mapping[str, np.ndarray]:
                 raise Refusal(400, f"The npz file holds {len(entries)} arrays; expected at most {count}.")
             return _unpacked(archive, entries, most)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-        raise Refusal(400, f"The body is no npz file: {_plain(error)}. Write it with numpy.savez.") from None
+        raise Refusal(400, f"The body is not an npz file: {_plain(error)}. Use numpy.savez.") from None
     except (OSError, OverflowError):
-        raise Refusal(400, "The body is no npz file that can be read. Write it with numpy.savez.") from None
+        raise Refusal(400, "The body is not a readable npz file. Write it with numpy.savez.") from None
 
 
 def _unpacked(
@@ -97,7 +97,7 @@ def _header(file: io.BytesIO, what: str) -> tuple[tuple[int, ...], bool, np.dtyp
         version = np.lib.format.read_magic(file)
         shape, by_column, dtype = _READERS[version](file, max_header_size=_HEADER)
     except Exception:  # whatever a broken header makes the reader raise, it is a broken header
-        raise Refusal(400, f"{what} is no npy file. Write it with numpy.save(file, array).") from None
+        raise Refusal(400, f"{what} is not an npy file. Write it with numpy.save(file, array).") from None
     return shape, by_column, dtype
 
 

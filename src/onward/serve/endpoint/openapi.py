@@ -18,7 +18,7 @@ from onward.serve.endpoint.plan import Input, RequestPlan
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _REFUSALS = {
     "400": "The body is not what its content type says.",
-    "404": "No layer or output bears the name.",
+    "404": "No layer or output has the name.",
     "406": "No form that is accepted can be answered.",
     "408": "The body did not come in time.",
     "413": "The body is too large, or holds too many examples.",

@@ -35,7 +35,7 @@ Listed = Callable[[list[Any]], np.ndarray]
 
 def refuse_constant(name: str) -> NoReturn:
     """For NaN and infinity, which ``json`` would read."""
-    raise ValueError(f"{name} is no number that JSON can hold; such numbers travel as application/x-npy")
+    raise ValueError(f"{name} is not a number that JSON can hold; such numbers travel as application/x-npy")
 
 
 _JSON = json.JSONDecoder(parse_constant=refuse_constant)
@@ -53,14 +53,14 @@ def values_of(body: bytes) -> Iterator[tuple[str, range]]:
     """
     first, last = _BEGIN.match(body), body.rfind(b"}")
     if first is None or last < 0 or body[last + 1 :].strip(_WHITE):
-        raise Refusal(400, "The body is no JSON object, from one brace to the other.")
+        raise Refusal(400, "The body is not a JSON object, from one brace to the other.")
     at = first.end()
     if not body[at:last].strip(_WHITE):
         return
     while at < last:
         found = _NAME.match(body, at, last)
         if found is None:
-            raise Refusal(400, f"The body is no JSON: at byte {at} stands no name in quotes with a colon.")
+            raise Refusal(400, f"The body is not JSON: at byte {at} stands no name in quotes with a colon.")
         name, begin = _name(found[1]), found.end()
         at = body.find(b'"', begin, last)
         at = last if at < 0 else at
@@ -74,9 +74,9 @@ def _name(text: bytes) -> str:
     try:
         return str(json.loads(text))
     except UnicodeDecodeError:
-        raise Refusal(400, "The body is no JSON: a name is not UTF-8.") from None
+        raise Refusal(400, "The body is not JSON: a name is not UTF-8.") from None
     except ValueError as error:
-        raise Refusal(400, f"The body is no JSON: {str(error)[:200]}.") from None
+        raise Refusal(400, f"The body is not JSON: {str(error)[:200]}.") from None
 
 
 def array_of(
@@ -93,9 +93,9 @@ def array_of(
         name: what it is called.
         body: JSON, of which the lists are a part.
         place: where in it they are.
-        dtype: what the array shall hold.
+        dtype: what the array should hold.
         listed: makes an array of some numbers: whole ones of this dtype, fractions that are rounded to it.
-        expect: raises a Refusal for a shape that it shall not have.
+        expect: raises a Refusal for a shape that it should not have.
 
     Raises:
         Refusal: something else is there.
@@ -156,9 +156,9 @@ def _numbers(name: str, at: int, piece: bytes) -> list[Any]:
         found: list[Any] = _JSON.decode(f"[{piece.translate(_NO_BRACKETS).decode('ascii')}]")
     except json.JSONDecodeError as error:
         where = f"{error.msg} at byte {at + error.pos - 1}"
-        raise Refusal(400, f"{name[:80]!r} is no lists of numbers in JSON: {where}.") from None
+        raise Refusal(400, f"{name[:80]!r} is not lists of numbers in JSON: {where}.") from None
     except ValueError as error:
-        raise Refusal(400, f"{name[:80]!r} is no lists of numbers in JSON: {str(error)[:200]}.") from None
+        raise Refusal(400, f"{name[:80]!r} is not lists of numbers in JSON: {str(error)[:200]}.") from None
     if odd := set(map(type, found)) - {bool, int, float}:
         raise Refusal(422, f"{name[:80]!r} holds {'null' if odd == {type(None)} else 'more than numbers'}.")
     return found
@@ -169,7 +169,7 @@ def _expect_outside(name: str, text: np.ndarray) -> None:
     opens, closes = np.flatnonzero(text[1:] == _OPEN), np.flatnonzero(text[:-1] == _CLOSE) + 1
     before, behind = text[opens], text[closes]
     if np.any((before != _OPEN) & (before != _COMMA)) or np.any((behind != _CLOSE) & (behind != _COMMA)):
-        raise Refusal(400, f"{name[:80]!r} is no JSON: a number stands beside a list without a comma.")
+        raise Refusal(400, f"{name[:80]!r} is not JSON: a number stands beside a list without a comma.")
 
 
 def _fitting(name: str, part: np.ndarray, dtype: Any) -> np.ndarray:

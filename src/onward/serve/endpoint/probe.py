@@ -3,7 +3,7 @@
 What is tried is compiled, so that no request waits for the compiler later. Requests are joined only where no
 neighbour that was tried changes an example's rows: ordinary numbers, signed and large ones, zeros, infinities
 and NaN. A network that takes a mean over its batch, or whose result is one number for all, is asked for one
-request at a time. A trial is no proof: what depends on its neighbours for rare values alone is not found.
+request at a time. A trial is not a proof: what depends on its neighbours for rare values alone is not found.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def probe(plan: RequestPlan, most: int, join: bool = True) -> Joining:
     Args:
         plan: what is tried.
         most: examples in a batch at most.
-        join: whether they shall be joined where they may.
+        join: whether they should be joined where they may.
 
     Raises:
         OnwardError: the model takes no batch of any size.

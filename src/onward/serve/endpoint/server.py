@@ -40,7 +40,7 @@ def bound(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ServeError(
-            f"{host!r} is no address of this machine ({error}); write host='127.0.0.1'."
+            f"{host!r} is not an address of this machine ({error}); write host='127.0.0.1'."
         ) from None
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)

@@ -28,9 +28,9 @@ from onward.execute.disk.tensors import METADATA, entries_of, head_of, packed, u
 
 _SEAL = "sha256"
 _ABOUT = "onward"
-_SECTIONS = "sections"  # the SHA-256 of each array that is no parameter; older files have none
+_SECTIONS = "sections"  # the SHA-256 of each array that is not a parameter; older files have none
 OURS = "onward:"
-"""How the names of arrays begin that are no parameters."""
+"""How the names of arrays begin that are not parameters."""
 _UNSEALED = "0" * 64
 _UNREADABLE = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
 EXPECTED = "Expected a file that onward.save wrote. Nothing was loaded."
@@ -87,7 +87,7 @@ def read(path: Path) -> Contents:
             _expect(digests, arrays)
         return Contents(about, arrays, seal)
     except (*_UNREADABLE, safetensors.SafetensorError) as error:
-        raise ModelFileError(f"{path} is no whole model file: {short(error)}. {EXPECTED}") from error
+        raise ModelFileError(f"{path} is not a whole model file: {short(error)}. {EXPECTED}") from error
 
 
 def _digest(head: bytes, rest: Iterable[memoryview]) -> str:
@@ -120,7 +120,7 @@ def _bytes(path: Path) -> bytes:
 def _no_file(path: Path) -> str:
     if path.is_dir():
         return "is a folder; what Model.save or a Trainer wrote, a checkpoint, is for model.restore(folder)"
-    return "is no file" if path.exists() else "does not exist"
+    return "is not a file" if path.exists() else "does not exist"
 
 
 def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
@@ -129,7 +129,7 @@ def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def _expect(digests: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise ``ValueError`` unless the arrays that are no parameters are as they were written."""
+    """Raise ``ValueError`` unless the arrays that are not parameters are as they were written."""
     found = _digests(arrays)
     for name in sorted(found.keys() | digests.keys()):
         if found.get(name) != digests.get(name):

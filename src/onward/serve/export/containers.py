@@ -40,7 +40,7 @@ def rebuilt(record: Any, variables: list[Variable]) -> Structure:
 
 
 class _LeafPlace:
-    """A placeholder for a leaf, which is no container for JAX."""
+    """A placeholder for a leaf, which is not a container for JAX."""
 
     def __init__(self, record: Any) -> None:
         self.record = record

@@ -27,7 +27,7 @@ def evaluated(length: int | str, sizes: Mapping[str, Any]) -> int:
     """A stored length where the free lengths have these sizes: numbers, or symbols of another trace.
 
     Raises:
-        ValueError: no expression in these sizes, or one whose value is no length.
+        ValueError: no expression in these sizes, or one whose value is not a length.
 
     Example:
         >>> evaluated("floordiv(b, 2) + 3*b", {"b": 5}), evaluated(7, {})
@@ -58,7 +58,7 @@ def _parsed(text: str) -> ast.expr:
     try:
         return ast.parse(text.replace("^", "**"), mode="eval").body
     except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{text[:40]!r} is no length") from error
+        raise ValueError(f"{text[:40]!r} is not a length") from error
 
 
 def _value(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
@@ -85,4 +85,4 @@ def _computed(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
             if second == 0 and name in ("floordiv", "mod"):
                 raise ValueError("a length is divided by 0")
             return _CALLS[name](first, second)
-    raise ValueError(f"{ast.unparse(node)[:40]!r} is no length in {', '.join(sizes) or 'numbers'}")
+    raise ValueError(f"{ast.unparse(node)[:40]!r} is not a length in {', '.join(sizes) or 'numbers'}")

@@ -196,7 +196,7 @@ def _operands(body: Body) -> list[int | str]:
 
 
 def _computed(op: Op, known: Mapping[Variable, Any], sizes: Sizes) -> list[Any]:
-    """The results of an op that reads known numbers alone; none where they are no single numbers."""
+    """The results of an op that reads known numbers alone; none where they are not single numbers."""
     body = op.primal or op.body
     is_single = all(v.shape == () and jnp.issubdtype(v.dtype, np.number) for v in op.outputs)
     if not is_single or isinstance(body, DescribedBody) or body.has_effects or len(body.equations) != 1:

@@ -25,7 +25,7 @@ from onward.serve.export.executable import type_text
 from onward.serve.export.kinds import dtype_of, name_of
 
 Type = jax.ShapeDtypeStruct
-_LATER: Any = None  # the value of a constant, which is no part of the graph
+_LATER: Any = None  # the value of a constant, which is not part of the graph
 _COUNTS = ("flops", "read", "written", "exchanged", "transcendentals", "endless")
 
 
@@ -253,7 +253,7 @@ def _cost(op: Op) -> dict[str, int]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:40]!r} is no text")
+        raise TypeError(f"{str(value)[:40]!r} is not text")
     return value
 
 
@@ -265,7 +265,7 @@ def _type_of(record: Mapping[str, Any]) -> str:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < 2**80:
-        raise ValueError(f"{str(value)[:40]} is no cost")
+        raise ValueError(f"{str(value)[:40]} is not a cost")
     return value
 
 

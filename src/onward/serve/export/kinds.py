@@ -38,7 +38,7 @@ def dtype_of(name: str) -> Any:
     if name.removeprefix(_KEY) in _GENERATORS and name.startswith(_KEY):
         return _key_dtype(name.removeprefix(_KEY))
     if name not in DTYPES:
-        raise ValueError(f"{name[:40]!r} is no dtype")
+        raise ValueError(f"{name[:40]!r} is not a dtype")
     return DTYPES[name]
 
 

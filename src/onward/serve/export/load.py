@@ -45,7 +45,7 @@ def load(path: str | PathLike[str], *, sha256: str | None = None, allow_nonfinit
     the network, such as deriving gradients, says so. ``model.about`` holds what the file says of itself.
 
     Damage is found, and no code of Python is in a file. Still, of a stranger's file give the SHA-256 that it
-    must have: the reader of StableHLO that is part of JAX can be made to crash by whoever sets out to.
+    must have: the reader of StableHLO that is part of JAX can be made to crash on purpose.
 
     Args:
         path: a file that ``save(model, path)`` wrote.
@@ -148,7 +148,7 @@ class _ModelFile:
         return {"path": str(self.path), "sha256": self.contents.sha256, **found}
 
     def expect_finite(self, values: Mapping[Variable, Any]) -> None:
-        """Raise ``ModelFileError`` where these are no numbers that a model can answer with."""
+        """Raise ``ModelFileError`` where these are not numbers that a model can answer with."""
         if found := nonfinite(values):
             raise ModelFileError(f"{self.path}: {found} allow_nonfinite=True loads it all the same.")
 
@@ -286,5 +286,5 @@ def _is_later(written: str) -> bool:
 def _major(written: str) -> int:
     head = written.partition(".")[0]
     if not head.isdecimal() or len(head) > 6:
-        raise ValueError(f"{written[:20]!r} is no version")
+        raise ValueError(f"{written[:20]!r} is not a version")
     return int(head)

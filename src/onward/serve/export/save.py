@@ -54,7 +54,7 @@ def save(
         what: a Model, or a step that ``compile`` returned; or a Program, forward or training.
         path: the file, such as ``"trained.model"``.
         state: the State of a step or a Program; a Model has its own.
-        batch: the lengths of batches that it shall take. None: any; a network that cannot be traced without
+        batch: the lengths of batches that it should take. None: any; a network that cannot be traced without
             knowing the length takes the one it was traced with, and 1, and a warning says so.
         shapes: for data with more free lengths than that of the batch, by name, its shape with names for what
             is free: ``{"tokens": ("b", "t")}``.
@@ -177,7 +177,7 @@ def _learning(
 
 def _license(word: str | None) -> str | None:
     if not isinstance(word, str | None):
-        raise ArgumentError(f'license={word!r} is no text; expected a name such as "Apache-2.0".')
+        raise ArgumentError(f'license={word!r} is not text; expected a name such as "Apache-2.0".')
     return word
 
 
@@ -191,5 +191,5 @@ def _words(about: Mapping[str, str]) -> dict[str, str]:
     if wrong := [
         key for key, value in about.items() if not (isinstance(key, str) and isinstance(value, str))
     ]:
-        raise ArgumentError(f"about={{...}} holds {wrong[0]!r}, which is no text; expected names and texts.")
+        raise ArgumentError(f"about={{...}} holds {wrong[0]!r}, which is not text; expected names and texts.")
     return dict(about)

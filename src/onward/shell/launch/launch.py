@@ -83,7 +83,7 @@ def environment(
         # JAX's handler of SIGTERM would let the process live on.
         made.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "0")
         if any(name.lower().endswith("_proxy") for name in base):
-            # gRPC would ask the proxy for this very machine, and wait for ever.
+            # gRPC would ask the proxy for this very machine, and wait forever.
             spared = base.get("no_grpc_proxy") or base.get("no_proxy") or ""
             made["no_grpc_proxy"] = f"{spared},127.0.0.1".lstrip(",")
     if devices is not None:  # of a flag that comes twice the last one counts

@@ -84,7 +84,7 @@ def join(place: LaunchedProcess) -> None:
         num_processes=place.count,
         process_id=place.index,
         cluster_detection_method="deactivate",
-        # Peers notices who is missing and says who; JAX would abort the others, so it shall come later.
+        # Peers notices who is missing and says who; JAX would abort the others, so it should come later.
         heartbeat_timeout_seconds=max(100, int(place.deadline) + 60),
         shutdown_timeout_seconds=max(300, int(place.deadline)),
         coordinator_bind_address=place.bind,
