@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
-from onward.core.errors import ArgumentError, StateError, not_pickled
+from onward.core.errors import ArgumentError, NotPickled, StateError
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, find, select
 from onward.execute.checkpoint.checkpoints import Checkpoints
@@ -36,7 +36,7 @@ from onward.execute.storage.storage import Storage
 from onward.execute.tuning import StepPlan, Tuning
 
 
-class Step:
+class Step(NotPickled):
     """A Program compiled to one XLA computation; made by ``compile``.
 
     ``state, out = step(state, *data)`` runs it. Data of another shape is traced and compiled once more,
@@ -45,6 +45,8 @@ class Step:
     state stays where it is. Under the user's own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` a Step is an
     ordinary pure function.
     """
+
+    unpickled = ("A Step", "onward.save(step, path, state) writes both, onward.load_step(path) reads them.")
 
     def __init__(
         self,
@@ -373,11 +375,6 @@ class Step:
             place = {name: i for i, name in enumerate(names)}
             found = self._places[key] = tuple(place[v.name] for v in executable.layout.variables)
         return found
-
-    def __reduce__(self) -> NoReturn:
-        raise not_pickled(
-            "A Step", "onward.save(step, path, state) writes both, onward.load_step(path) reads them."
-        )
 
     def __copy__(self) -> Step:
         return self
