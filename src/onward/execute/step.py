@@ -270,11 +270,9 @@ class Step(NotPickled):
         """The changes made to the Program before it was compiled, and the buffers that hold its state.
 
         Example:
-            >>> import jax.numpy as jnp, onward as ow
+            >>> import functools, jax.numpy as jnp, onward as ow
             >>> def loss(params, x):
-            ...     for w in params:
-            ...         x = x + jnp.tanh(x @ w)
-            ...     return jnp.mean(x**2)
+            ...     return jnp.mean(functools.reduce(lambda h, w: h + jnp.tanh(h @ w), params, x) ** 2)
             >>> program = ow.SGD(0.1).minimize(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
             >>> print(ow.compile(program, roll=True).plan())
             loss: 55 ops, compiled as 11
