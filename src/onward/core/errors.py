@@ -25,7 +25,7 @@ Every message says what was found, what was expected, and what to write instead.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 
 class OnwardError(Exception):
@@ -168,8 +168,16 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"The names are {shown}{', ...' if len(names) > 8 else ''}."
 
 
-def not_pickled(what: str, instead: str) -> ArgumentError:
-    """The error of ``pickle``, and of ``copy`` where a copy would share what only one may change."""
-    return ArgumentError(
-        f"{what} cannot be pickled or copied: it holds what was compiled or traced here. {instead}"
-    )
+class NotPickled:
+    """What holds something that was compiled or traced here: neither ``pickle`` nor ``copy`` takes it.
+
+    ``unpickled`` says what it is, and what to write instead.
+    """
+
+    unpickled: ClassVar[tuple[str, str]]
+
+    def __reduce__(self) -> NoReturn:
+        what, instead = self.unpickled
+        raise ArgumentError(
+            f"{what} cannot be pickled or copied: it holds what was compiled or traced here. {instead}"
+        )

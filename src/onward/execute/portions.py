@@ -90,9 +90,11 @@ class Portions:
             each = max(each, self.each)
         return Filling.of(rows, self.devices, each) if rows and each * self.devices != rows else None
 
-    def filled(self, values: Sequence[Any], filling: Filling) -> list[Any]:
+    def filled(self, values: Sequence[Any], filling: Filling | None) -> list[Any]:
         """The data with the rows at their places."""
         filled = list(values)
+        if filling is None:
+            return filled
         for i in self.split:
             is_weight = self.inputs[i].name == self.weight
             filled[i] = (filling.weighed if is_weight else filling.filled)(values[i])

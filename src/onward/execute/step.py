@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
-from onward.core.errors import ArgumentError, StateError, not_pickled
+from onward.core.errors import ArgumentError, NotPickled, StateError
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, find, select
 from onward.core.whereabouts import Pointing
@@ -37,7 +37,7 @@ from onward.execute.storage.storage import Storage
 from onward.execute.tuning import StepPlan, Tuning
 
 
-class Step(Pointing):
+class Step(NotPickled, Pointing):
     """A Program compiled to one XLA computation; made by ``compile``.
 
     ``state, out = step(state, *data)`` runs it. Data of another shape is traced and compiled once more,
@@ -46,6 +46,8 @@ class Step(Pointing):
     state stays where it is. Under the user's own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` a Step is an
     ordinary pure function.
     """
+
+    unpickled = ("A Step", "onward.save(step, path, state) writes both, onward.load_step(path) reads them.")
 
     def __init__(
         self,
@@ -269,11 +271,9 @@ class Step(Pointing):
         """The changes made to the Program before it was compiled, and the buffers that hold its state.
 
         Example:
-            >>> import jax.numpy as jnp, onward as ow
+            >>> import functools, jax.numpy as jnp, onward as ow
             >>> def loss(params, x):
-            ...     for w in params:
-            ...         x = x + jnp.tanh(x @ w)
-            ...     return jnp.mean(x**2)
+            ...     return jnp.mean(functools.reduce(lambda h, w: h + jnp.tanh(h @ w), params, x) ** 2)
             >>> program = ow.SGD(0.1).minimize(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
             >>> print(ow.compile(program, roll=True).plan())
             loss: 55 ops, compiled as 11
@@ -374,11 +374,6 @@ class Step(Pointing):
             place = {name: i for i, name in enumerate(names)}
             found = self._places[key] = tuple(place[v.name] for v in executable.layout.variables)
         return found
-
-    def __reduce__(self) -> NoReturn:
-        raise not_pickled(
-            "A Step", "onward.save(step, path, state) writes both, onward.load_step(path) reads them."
-        )
 
     def __copy__(self) -> Step:
         return self

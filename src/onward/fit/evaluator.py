@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ArgumentError, StateError, nearest, not_pickled
+from onward.core.errors import ArgumentError, NotPickled, StateError, nearest
 from onward.core.program import Program, Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of
@@ -31,7 +31,7 @@ from onward.execute.tuning import Tuning
 from onward.fit.model import EvaluationRequest, Model, expect_model
 
 
-class Evaluator(Pointing):
+class Evaluator(NotPickled, Pointing):
     """Runs the test-time Program of a Model; made for each request, thread or purpose, for it is light.
 
     Args:
@@ -52,6 +52,8 @@ class Evaluator(Pointing):
         >>> evaluator.activation("fc_1").shape
         (5, 1)
     """
+
+    unpickled = ("An Evaluator", "It holds nothing of its own: Evaluator(model) is another one.")
 
     def __init__(self, model: Model, activations: Iterable[str | Variable] = ()) -> None:
         expect_model(model, "Evaluator")
@@ -159,9 +161,6 @@ class Evaluator(Pointing):
             )
         request = EvaluationRequest(fetch, None if len(given) == len(self._names) else given, only)
         return self.model.once(request, lambda: _Forward(self.model, request))
-
-    def __reduce__(self) -> NoReturn:
-        raise not_pickled("An Evaluator", "It holds nothing of its own: Evaluator(model) is another one.")
 
     def __repr__(self) -> str:
         return f"Evaluator({self.model!r})"

@@ -8,11 +8,11 @@ machine.gradient("fc_0/w")
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
-from onward.core.errors import StateError, UnknownNameError, nearest, not_pickled
+from onward.core.errors import NotPickled, StateError, UnknownNameError, nearest
 from onward.core.program import Variable
 from onward.core.walk import Where, find, listed, select
 from onward.derive.backward import append_backward
@@ -22,7 +22,7 @@ from onward.execute.step import Step
 from onward.fit.model import Model, expect_model
 
 
-class GradientMachine:
+class GradientMachine(NotPickled):
     """Computes the gradients of a Model's parameters; changes none of them.
 
     Statistics that the network itself carries (batch normalization) go on, as in any training step.
@@ -42,6 +42,8 @@ class GradientMachine:
         >>> machine.gradient("fc_0/w").shape
         (3, 1)
     """
+
+    unpickled = ("A GradientMachine", "It holds nothing of its own: GradientMachine(model) is another one.")
 
     def __init__(
         self,
@@ -122,11 +124,6 @@ class GradientMachine:
                 changed.get(v.name, x) for v, x in zip(current.layout.variables, current.values, strict=True)
             ]
             self.model.publish(State(current.layout, values))
-
-    def __reduce__(self) -> NoReturn:
-        raise not_pickled(
-            "A GradientMachine", "It holds nothing of its own: GradientMachine(model) is another one."
-        )
 
     def __repr__(self) -> str:
         return f"GradientMachine({self.model!r})"

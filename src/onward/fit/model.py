@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from threading import RLock
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from onward.core.errors import ArgumentError, RecipeError, not_pickled
+from onward.core.errors import ArgumentError, NotPickled, RecipeError
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import descendants, prune
@@ -29,7 +29,7 @@ from onward.fit.applied import applied
 T = TypeVar("T")
 
 
-class Model(Pointing):
+class Model(NotPickled, Pointing):
     """A network and its parameters; Evaluators, GradientMachines and Trainers share them, none copies them.
 
     The values are one immutable State. A Trainer publishes the next one by exchanging the reference, so that
@@ -59,6 +59,8 @@ class Model(Pointing):
         >>> model["fc_0/b"]
         Array([0., 0.], dtype=float32)
     """
+
+    unpickled = ("A Model", "onward.save(model, path) writes it to a file, onward.load(path) reads it.")
 
     def __init__(
         self, network: Any, parameters: Any = None, state: Any = None, *, seed: int = 0, **options: Any
@@ -139,11 +141,6 @@ class Model(Pointing):
 
     def __deepcopy__(self, memo: Any) -> Model:
         return self.copy()
-
-    def __reduce__(self) -> NoReturn:
-        raise not_pickled(
-            "A Model", "onward.save(model, path) writes it to a file, onward.load(path) reads it."
-        )
 
     def save(self, folder: str | PathLike[str]) -> Any:
         """Write the parameters and the state of the network to disk; returns the path once it is there.

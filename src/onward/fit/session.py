@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any
 
-from onward.core.errors import ArgumentError, nearest, not_pickled
+from onward.core.errors import ArgumentError, NotPickled, nearest
 from onward.core.program import Program, Target, Variable
 from onward.core.structure import describe
 from onward.core.walk import name_of
@@ -39,7 +39,7 @@ from onward.fit.scope import Scope
 from onward.fit.targets import Aim, aim, listed, program_in
 
 
-class Session:
+class Session(NotPickled):
     """Runs Programs over values that it keeps, by Variable, in its ``scope``.
 
     Only what the targets need is run. A Variable is initialized when a run first needs it, once; a training
@@ -72,6 +72,11 @@ class Session:
         >>> y.shape, int(session["step"])
         ((1, 1), 1)
     """
+
+    unpickled = (
+        "A Session",
+        "session.save(folder) writes its values, restore(folder) of a new Session reads them.",
+    )
 
     def __init__(
         self,
@@ -226,12 +231,6 @@ class Session:
             examples = {n: x for n, x in fed.items() if n in names}
             self._completed[deferred] = deferred.complete(examples)
         return self._completed[deferred]
-
-    def __reduce__(self) -> NoReturn:
-        raise not_pickled(
-            "A Session",
-            "session.save(folder) writes its values, restore(folder) of a new Session reads them.",
-        )
 
     def __repr__(self) -> str:
         return f"Session({len(self.scope)} Variables, {len(self._plans)} plans)"

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from functools import cached_property
 from math import nan
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from onward.core.errors import ArgumentError, NonFiniteError, UnknownNameError, nearest, not_pickled
+from onward.core.errors import ArgumentError, NonFiniteError, NotPickled, UnknownNameError, nearest
 from onward.core.program import Program, Variable
 from onward.core.walk import Where
 from onward.core.whereabouts import Pointing
@@ -36,8 +36,14 @@ from onward.fit.telling import CALLBACKS, Telling
 from onward.fit.training_program import training_program
 
 
-class TrainerParts(Pointing):
+class TrainerParts(NotPickled, Pointing):
     """The Model, the training Program, their State, where the training stands; see ``Trainer``."""
+
+    unpickled = (
+        "A Trainer",
+        "trainer.checkpoint(folder) saves all of it, restore(folder) of a new Trainer reads it; "
+        "trainer.model.copy() is a copy of the model.",
+    )
 
     def __init__(
         self,
@@ -252,13 +258,6 @@ class TrainerParts(Pointing):
     @cached_property
     def _fingerprints(self) -> Mapping[str, Any]:
         return {"program": of_program(self.model.topology), **of_training(self.program)}
-
-    def __reduce__(self) -> NoReturn:
-        raise not_pickled(
-            "A Trainer",
-            "trainer.checkpoint(folder) saves all of it, restore(folder) of a new Trainer reads it; "
-            "trainer.model.copy() is a copy of the model.",
-        )
 
     def __repr__(self) -> str:
         return f"Trainer({self.model!r}, step {self.step})"

@@ -240,8 +240,7 @@ def _portioned(program: Program, fed: Mapping[str, Any]) -> list[Any]:
     if program.replicas is None:
         return values
     portions = Portions(program)
-    filling = portions.filling(values)
-    return values if filling is None else portions.filled(values, filling)
+    return portions.filled(values, portions.filling(values))
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import core as jex
 
-from onward.core.errors import ArgumentError, not_pickled
+from onward.core.errors import ArgumentError, NotPickled
 from onward.core.jaxprs import devices
 from onward.core.jaxprs.devices import Collective
 from onward.core.jaxprs.equations import (
@@ -91,8 +91,10 @@ class JaxprParts(NamedTuple):
     outvars: Sequence[Any]
 
 
-class Body:
+class Body(NotPickled):
     """The computation of an Op: a closed jaxpr from positions to positions."""
+
+    unpickled = ("A Program", "Make it again where it is needed, or onward.save(model, path) and load.")
 
     collected: Collected | None = None
 
@@ -103,11 +105,6 @@ class Body:
     def closed(self) -> Any:
         """The jaxpr itself, for this package and for inspection."""
         return self._closed
-
-    def __reduce__(self) -> NoReturn:
-        raise not_pickled(
-            "A Program", "Make it again where it is needed, or onward.save(model, path) and load."
-        )
 
     def __deepcopy__(self, memo: Any) -> Body:
         return self

@@ -59,12 +59,10 @@ def worth_rolling(program: Program) -> Verdict:
         program: a Program at any stage.
 
     Example:
-        >>> import jax.numpy as jnp, onward as ow
-        >>> def loss(params, x):
-        ...     for w in params:
-        ...         x = x + jnp.tanh(x @ w)
-        ...     return jnp.mean(x**2)
-        >>> print(worth_rolling(ow.trace(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))).reason)
+        >>> import functools, jax.numpy as jnp, onward as ow
+        >>> def loss(w, x):
+        ...     return jnp.sum(functools.reduce(lambda h, _: h + jnp.tanh(h @ w), range(6), x))
+        >>> print(worth_rolling(ow.trace(loss, jnp.eye(4), jnp.ones((2, 4)))).reason)
         6 layers of 3 ops: fewer than 12 layers gain too little from a loop
     """
     expect_program(program, "worth_rolling")

@@ -133,10 +133,10 @@ def rolls_of(program: Program) -> tuple[Rolled, ...]:
     """List the layers of a Program that were rolled into loops; see ``roll``.
 
     Example:
-        >>> import jax.numpy as jnp, onward as ow
-        >>> def loss(w, x):
-        ...     return jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w))
-        >>> program = ow.trace(loss, jnp.eye(4), jnp.ones((2, 4)))
+        >>> import functools, jax.numpy as jnp, onward as ow
+        >>> def loss(params, x):
+        ...     return jnp.sum(functools.reduce(lambda h, w: h + jnp.tanh(h @ w), params, x))
+        >>> program = ow.trace(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
         >>> ow.graph.rolls_of(ow.roll(program))[0].times
         6
     """

@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
@@ -306,9 +305,7 @@ class Checkpoints:
         self._depth += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Wait, and let others write; an error of the block carries that of the write as a note."""
         try:
             self.wait()

@@ -42,7 +42,7 @@ from _signal import getsignal  # type: ignore[import-not-found]  # signal's own 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from onward.execute.line import rescue
@@ -144,9 +144,7 @@ class Uninterrupted:
     def __enter__(self) -> None:
         self.depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         is_raised = isinstance(error, KeyboardInterrupt)
         self.depth -= 1
         if self.depth:
@@ -339,9 +337,7 @@ class Interruptible:
         part.depth -= 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         part, former = self.uninterrupted, self.uninterrupted.former
         part.depth += 1
         try:

@@ -123,8 +123,7 @@ class _ObservedStep:
         values = feeds.convert(feeds.read(data))
         if program.replicas is not None:
             portions = Portions(program)
-            filling = portions.filling(values)
-            values = values if filling is None else portions.filled(values, filling)
+            values = portions.filled(values, portions.filling(values))
             values = list(Executable(program, (), ()).feed(values))
         layout = Layout.of(program)
         shapes = key_of(values) != key_of([layout.whole(v) for v in program.inputs])
