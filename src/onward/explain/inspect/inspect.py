@@ -54,8 +54,8 @@ _WITHIN = (
     "parameters it begins with, and return them."
 )
 _APART = (
-    "{name} is spread over devices, which may drift apart. {error} So it stands as the one op {op!r} that all "
-    "devices run, opened within. Where state is to stay equal, exchange the gradients before the update: "
+    "{name} is spread over devices, which may drift apart. {error} So it stands as the one op {op!r} that "
+    "all devices run, opened within. Where state is to stay equal, exchange the gradients before the update: "
     "jax.lax.pmean(gradients, axis)."
 )
 
