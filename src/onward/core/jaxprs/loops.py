@@ -62,7 +62,7 @@ def result_of(body: Body, output: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LoopTurn:
-    """One turn of a ``scan`` or a ``while``, and where what it is given and gives stands outside.
+    """One turn of a loop, or what each device does, and where what it is given and gives stands outside.
 
     Attributes:
         part: the parameter of the loop that holds it.
@@ -82,7 +82,7 @@ class LoopTurn:
 
 
 def turn_of(body: Body) -> LoopTurn | None:
-    """One turn of a loop; None for what is none.
+    """One turn of a loop, or what ``shard_map`` runs on each device; None for what is neither.
 
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> def loop(a, x):
@@ -92,10 +92,12 @@ def turn_of(body: Body) -> LoopTurn | None:
     ((0, None, 1), ((1, 0), (2, 1)))
     """
     runs = of(body.equations[0].primitive.name).runs if len(body.equations) == 1 else None
-    if runs not in (Runs.SCAN, Runs.WHILE):
+    if runs not in (Runs.SCAN, Runs.WHILE, Runs.DEVICES):
         return None
     (eqn,) = body.equations
-    if runs is Runs.WHILE:
+    if runs is Runs.DEVICES:
+        part, asked, begin, count = "jaxpr", 0, 0, 0
+    elif runs is Runs.WHILE:
         part, asked = "body_jaxpr", eqn.params["cond_nconsts"]
         begin, count = eqn.params["body_nconsts"], len(eqn.outvars)
     else:

@@ -116,7 +116,7 @@ class NonFinite:
         known = (kind for kind in ((self.forward or self.op).type, self.type) if kind in ADVICE)
         fitting = (kind for kind in known if not of(kind).fails_at_zero or self._reads_zero(kind))
         rest = _UNDEFINED if self.numbers.nan and self._reads_finite() else _OVERFLOW
-        return ADVICE.get(next(fitting, ""), _ELSEWHERE.get(self.op.made_by, rest))
+        return ADVICE.get(next(fitting, ""), _ELSEWHERE.get(self.made_by or self.op.made_by, rest))
 
     @property
     def _innermost(self) -> tuple[Op | None, tuple[Numbers, ...]]:
@@ -178,7 +178,14 @@ def _divides_by_zero(body: Body, reads: tuple[Numbers, ...]) -> bool:
 def _pass_within(op: Op, inside: tuple[Inside, ...]) -> Pass:
     """The pass of the innermost op, where one op holds both."""
     own, saving = _alike(op, inside)
-    return own[0].made_by if own else Pass.BACKWARD if saving else op.made_by
+    if own or saving:
+        return own[0].made_by if own else Pass.BACKWARD
+    for step in inside:
+        parts = [p.ops for p in op.subprograms.values() if step.op in p.ops]
+        if not any(len({o.made_by for o in ops}) > 1 for ops in parts):
+            break
+        op = step.op
+    return op.made_by
 
 
 def _alike(op: Op, inside: tuple[Inside, ...]) -> tuple[list[Op], list[Op]]:

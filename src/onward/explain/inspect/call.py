@@ -119,8 +119,30 @@ def call_of(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledS
     if modules:
         definition, state = sys.modules["flax.nnx"].split(tuple(values[i] for i in modules))
         graph = Graph(tuple(modules), definition, specify(state, "modules"))
-    return CalledStep(
-        step, title, tuple(names), {i: _noted(s, values[i]) for i, s in plain.items()}, graph, rebuild
+    noted = {i: _noted(s, values[i]) for i, s in plain.items()}
+    return CalledStep(step, title, tuple(names), noted, graph, rebuild)
+
+
+def placed(call: CalledStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledStep:
+    """The same call with arrays that lie over a mesh of explicit axes as they lie, which the step may ask."""
+    values = (*args, *kwargs.values())
+    return replace(call, plain={i: _laid(s, values[i]) for i, s in call.plain.items()})
+
+
+def _laid(specification: Specification, argument: Any) -> Specification:
+    pairs = zip(specification.leaves, jax.tree.leaves(argument), strict=True)
+    leaves = (
+        replace(leaf, type=_laid_type(leaf.type, value)) if isinstance(leaf, Leaf) else leaf
+        for leaf, value in pairs
+    )
+    return replace(specification, leaves=tuple(leaves))
+
+
+def _laid_type(kind: jax.ShapeDtypeStruct, value: Any) -> jax.ShapeDtypeStruct:
+    if not isinstance(value, jax.Array) or not any(jax.typeof(value).sharding.spec):
+        return kind
+    return jax.ShapeDtypeStruct(
+        kind.shape, kind.dtype, weak_type=kind.weak_type, sharding=jax.typeof(value).sharding
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from onward.core.jaxprs.loops import carries_of
 from onward.core.primitives.traits import Linear, Primitive, Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
+from onward.explain.inspect.loops import OpenedBody
 from onward.explain.inspect.parts import TreePart
 
 
@@ -33,6 +36,22 @@ class Provenance:
         self.looked_at = _looked_at(ops) if self.trains else set(given)
         for op in ops:
             self._through(op)
+            if isinstance(op.body, OpenedBody) and not op.body.told.carried:
+                self._on_devices(op, op.body)
+
+    def _on_devices(self, op: Op, body: OpenedBody) -> None:
+        """What ``shard_map`` makes, by what one device makes it of."""
+        turn, told = body.turn, body.told
+        inner = Provenance(turn.ops, turn.inputs, {v for i in body.marked for v in turn.ops[i].outputs})
+        for mine, theirs in (
+            (self.updated, inner.updated),
+            (self.forward, inner.forward),
+            (self.counted, inner.counted),
+        ):
+            for v, j in zip(op.outputs, told.results, strict=True):
+                made_of = theirs.get(turn.outputs[j], 0)
+                given = [at for i, at in enumerate(told.given) if at is not None and made_of >> i & 1]
+                mine[v] = reduce(or_, (mine.get(op.inputs[at], 0) for at in given), 0)
 
     def _through(self, op: Op) -> None:
         row = op.primitive

@@ -32,17 +32,31 @@ from typing import Any
 
 from onward.core.check import check
 from onward.core.errors import GraphError
+from onward.core.jaxprs.devices import on_devices
 from onward.core.program import Program
 from onward.core.source import user_level
 from onward.core.walk import listed
 from onward.core.words import Pass
 from onward.explain.inspect.assembly import SpreadStep, assemble
-from onward.explain.inspect.call import CalledStep, call_of
+from onward.explain.inspect.call import CalledStep, call_of, placed
+from onward.explain.inspect.loops import OpenedBody
 from onward.explain.inspect.tracing import TracedStep, traced_call
 
 _STATELESS = (
     "{name} returns nothing that replaces one of its arguments, so its Program has data alone, no parameters "
     "and no state. Inspect the function that returns the updated parameters."
+)
+
+_WITHIN = (
+    "{name} returns nothing that replaces one of its arguments, but trains within: {op} carries {count} "
+    "parameters, {first!r} and others, from turn to turn. print(program) shows its turn, "
+    "program.ops[{place}].subprograms holds it. To train on with onward.compile, let {name} take the "
+    "parameters it begins with, and return them."
+)
+_APART = (
+    "{name} is spread over devices, which may drift apart. {error} So it stands as the one op {op!r} that "
+    "all devices run, opened within. Where state is to stay equal, exchange the gradients before the update: "
+    "jax.lax.pmean(gradients, axis)."
 )
 
 
@@ -58,9 +72,14 @@ def inspect(
     forward pass makes of an argument that the loss looks at, as long as the batch, may be a hidden state or a
     reconstruction: then ``carried`` has to say. Nothing is run.
 
-    A loop over micro-batches, which computes losses and gradients in turn, is one op of the backward pass;
-    its ``subprograms`` tell its passes apart. What ``shard_map`` or ``pmap`` spreads over devices is shown as
-    what one of them does. ``onward.compile`` runs the Program: ``step.init`` takes the arguments
+    A loop over steps, epochs or micro-batches is one op, and is opened: one turn of it is a Program of its
+    own in ``subprograms``, with parameters, gradients, loss and passes, which the listing shows below it and
+    ``summary`` counts. What ``shard_map`` or ``pmap`` spreads over devices is shown as what one of them does;
+    over several axes, or in a part of the step, it is one op that is opened alike. The loss is known though
+    it is not returned; of several losses, as a GAN has them, ``program.losses`` holds each with the
+    parameters that it trains, and there is no ``program.loss``.
+
+    ``onward.compile`` runs the Program: ``step.init`` takes the arguments
     that are state, a tuple of them if they are several, and for modules of flax.nnx the
     ``nnx.split((model, optimizer))[1]`` of them.
 
@@ -92,18 +111,37 @@ def inspect(
     Source: passes by the names of transformations that JAX keeps for each operation
         (Bradbury et al. 2018, JAX).
     """
-    call, found = traced_call(call_of(step, args, kwargs))
+    call, found = traced_call(placed(call_of(step, args, kwargs), args, kwargs))
     program = _assembled(call, found, None if carried is None else listed(carried))
-    if not program.next_state and any(op.made_by is Pass.BACKWARD for op in program.ops):
-        warnings.warn(_STATELESS.format(name=call.title), stacklevel=user_level())
+    if not program.next_state and any(op.made_by in _TRAINS for op in program.ops):
+        warnings.warn(_stateless(program), stacklevel=user_level())
     return program
+
+
+_TRAINS = (Pass.BACKWARD, Pass.UPDATE)
+
+
+def _stateless(program: Program) -> str:
+    """The advice for a step that carries nothing on."""
+    for place, op in enumerate(program.ops):
+        if isinstance(op.body, OpenedBody) and op.body.trains:
+            trained = op.body.turn.parameters
+            first, count = trained[0].name, len(trained)
+            return _WITHIN.format(name=program.name, op=op.type, count=count, first=first, place=place)
+    return _STATELESS.format(name=program.name)
 
 
 def _assembled(call: CalledStep, found: TracedStep, told: Sequence[str] | None) -> Program:
     """The checked Program: of one device, if state that is the same on all can be shown to stay so."""
+    if on_devices(found.closed) is None:
+        return check(assemble(call, found, SpreadStep.WHOLE, told))
+    errors = []
     for devices in (SpreadStep.COPIES, SpreadStep.APART):
         try:
             return check(assemble(call, found, devices, told))
-        except GraphError:
-            continue
-    return check(assemble(call, found, SpreadStep.WHOLE, told))
+        except GraphError as error:
+            errors.append(error)
+    program = check(assemble(call, found, SpreadStep.WHOLE, told))
+    said = _APART.format(name=call.title, error=errors[-1], op=program.ops[0].type)
+    warnings.warn(said, stacklevel=user_level())
+    return program

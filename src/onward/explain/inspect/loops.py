@@ -1,7 +1,8 @@
 """Loops over steps, epochs, mini-batches or micro-batches, opened: one turn as a Program, with its roles.
 
 What a turn hands to the next one is its state, and nothing has to be guessed. A loop that trains carries
-parameters; one that accumulates gradients is given them, and adds up their gradients.
+parameters; one that accumulates gradients is given them, and adds up their gradients. What ``shard_map`` runs
+on each device is opened alike; what it carries on is what the step does.
 
 >>> import jax, jax.numpy as jnp, onward as ow
 >>> def epoch(w, xs):
@@ -36,28 +37,39 @@ from onward.explain.inspect.roles import Pair, facing, gradients_of, likely_loss
 _UNDER = frozenset({"jvp", "transpose"})
 
 
-class OpenedLoop(Body):
-    """The body of a loop that computes gradients, which lets one turn be looked at.
+class OpenedBody(Body):
+    """The body of a loop, or of a ``shard_map``, that computes gradients, which lets it be looked into.
 
     Attributes:
-        turn: the Program of one turn; its inputs are those that the loop gives to it, in their order.
+        turn: the Program of one turn, or device; its inputs are in the order in which it is given them.
         told: where they and its results stand outside.
+        handed: the positions (input, output) of what is carried on.
         losses: the outputs of the turn that are made of its losses.
+        marked: the ops of the turn, by number, that are computed under ``jax.grad``.
     """
 
-    def __init__(self, body: Body, told: LoopTurn, turn: Program, losses: Collection[int]) -> None:
+    def __init__(
+        self,
+        body: Body,
+        told: LoopTurn,
+        turn: Program,
+        handed: Collection[tuple[int, int]],
+        losses: Collection[int],
+        marked: Collection[int],
+    ) -> None:
         super().__init__(body.closed)
-        self.told, self.turn, self.losses = told, turn, frozenset(losses)
+        self.told, self.turn, self.handed = told, turn, tuple(handed)
+        self.losses, self.marked = frozenset(losses), frozenset(marked)
         self.programs = {**programs_in(body), told.part: turn}
 
     @property
     def trains(self) -> bool:
         """Whether it carries parameters."""
-        return any(self.turn.inputs[i].kind is Kind.PARAMETER for i, _ in self.told.carried)
+        return any(self.turn.inputs[i].kind is Kind.PARAMETER for i, _ in self.handed)
 
 
 @programs_within.register
-def _programs_within(body: OpenedLoop) -> Mapping[str, Program]:
+def _programs_within(body: OpenedBody) -> Mapping[str, Program]:
     return body.programs
 
 
@@ -109,6 +121,7 @@ def roles_of(
         carried: in a loop what the turn before hands on.
         summed: in a loop that adds up gradients the pairs (parameter, gradient of one turn).
     """
+    ops = [_finished(op, (), following) for op in ops]
     pairs = gradients_of(ops, following)
     trained = {p for p, _ in summed} or parameters_among(ops, following, _trained_within(ops, following))
     mine = (*summed, *(pair for pair in pairs if pair[0] in trained))
@@ -116,7 +129,7 @@ def roles_of(
     losses = losses_of(ops, differentiated(reading), outputs, mine or pairs, within, carried)
     if losses.loss is None and not losses.several and not within:
         losses = replace(losses, loss=likely_loss(ops, outputs))
-    finished = tuple(_finished(op, _before_sums(ops, mine)) for op in ops)
+    finished = tuple(_updating(_finished(op, _before_sums(ops, mine), following)) for op in ops)
     return StepRoles(finished, frozenset(trained), mine, losses)
 
 
@@ -127,20 +140,20 @@ def _trained_within(ops: Sequence[Op], following: Mapping[Variable, Variable]) -
 
 def _carried_parameters(op: Op) -> list[Pair]:
     """The parameters that a loop is given and trains, as they stand outside, before and after it."""
-    if not isinstance(op.body, OpenedLoop):
+    if not isinstance(op.body, OpenedBody):
         return []
     told, turn = op.body.told, op.body.turn
     outside = dict(zip(told.results, op.outputs, strict=True))
     return [
         (op.inputs[at], outside[j])
-        for i, j in told.carried
+        for i, j in op.body.handed
         if (at := told.given[i]) is not None and j in outside and turn.inputs[i].kind is Kind.PARAMETER
     ]
 
 
 def _losses_within(op: Op) -> list[Variable]:
     """The results of a loop that are made of the losses of its turns."""
-    if not isinstance(op.body, OpenedLoop):
+    if not isinstance(op.body, OpenedBody):
         return []
     pairs = zip(op.body.told.results, op.outputs, strict=True)
     return [v for j, v in pairs if j in op.body.losses]
@@ -152,19 +165,36 @@ def _before_sums(ops: Sequence[Op], gradients: Sequence[Pair]) -> list[Pair]:
     return [(p, summed.get(g, g)) for p, g in gradients]
 
 
-def _finished(op: Op, gradients: Sequence[Pair]) -> Op:
-    """A loop that trains updates; one that adds up gradients is opened again, now that they are known."""
-    if not isinstance(op.body, OpenedLoop):
+def _finished(op: Op, gradients: Sequence[Pair], following: Mapping[Variable, Variable]) -> Op:
+    """An opened op, opened again now that it is known what it gives the gradients and next values of."""
+    if not isinstance(op.body, OpenedBody):
         return op
-    if op.body.trains:
-        return replace(op, made_by=Pass.UPDATE)
-    given, made = set(op.inputs), set(op.outputs)
+    given, made, told = set(op.inputs), list(op.outputs), op.body.told
     mine = [(p, g) for p, g in gradients if p in given and g in made]
-    return _opened(op, mine) if mine else op
+    pairs = [
+        (i, told.results[made.index(following[op.inputs[at]])])
+        for i, at in enumerate(told.given)
+        if at is not None and following.get(op.inputs[at]) in made
+    ]
+    if mine or (pairs and not told.carried):
+        op = _opened(op, mine, pairs)
+    return op
 
 
-def _opened(op: Op, gradients: Sequence[Pair] = ()) -> Op:
-    """A loop with its turn as a Program; ``gradients``: the pairs (parameter, sum) that it is to add up."""
+def _updating(op: Op) -> Op:
+    """An op that trains within is part of the update."""
+    trains = isinstance(op.body, OpenedBody) and op.body.trains
+    return replace(op, made_by=Pass.UPDATE) if trains else op
+
+
+def _opened(op: Op, gradients: Sequence[Pair] = (), pairs: Sequence[tuple[int, int]] = ()) -> Op:
+    """A loop with its turn as a Program, or a ``shard_map`` with what a device does.
+
+    Args:
+        op: the loop.
+        gradients: the pairs (parameter, gradient) outside that it gives.
+        pairs: what a ``shard_map`` carries on from step to step: positions (input, output) on a device.
+    """
     told = turn_of(op.body)
     if told is None:
         return op
@@ -174,17 +204,19 @@ def _opened(op: Op, gradients: Sequence[Pair] = ()) -> Op:
         for i, t in enumerate(told.body.in_avals)
     )
     reading = read_jaxpr(told.body.closed, inputs, names, apart=True)
-    ops, outputs = ops_of(reading), reading.outputs
-    handed = {inputs[i]: outputs[j] for i, j in told.carried}
-    following = {old: new for old, new in handed.items() if new is not old}
-    added = dict(gradients_of(ops, following))
+    ops, outputs, handed = ops_of(reading), reading.outputs, told.carried or tuple(pairs)
+    following = {inputs[i]: outputs[j] for i, j in handed if outputs[j] is not inputs[i]}
+    added = dict(gradients_of(ops, following)) if told.carried else {}
     one = {j: added.get(inputs[i]) for i, j in told.carried}
     each = [one.get(j, v) for j, v in enumerate(outputs)]  # a sum that is handed on, or a stacked gradient
     summed = _of_one_turn(op, told, inputs, each, gradients)
-    shows = differentiated(reading) or any(isinstance(op.body, OpenedLoop) for op in ops)
-    roles = roles_of(ops, reading, following if shows else {}, outputs, handed.keys(), summed)
+    shows = differentiated(reading) or any(isinstance(op.body, OpenedBody) for op in ops)
+    carried = {inputs[i] for i, _ in handed}
+    roles = roles_of(
+        ops, reading, following if shows else {}, outputs, carried if told.carried else (), summed
+    )
     turn = Program(
-        name=told.function or "turn",
+        name=told.function or ("turn" if told.carried else "each device"),
         inputs=inputs,
         constants=reading.constants,
         ops=roles.ops,
@@ -194,9 +226,10 @@ def _opened(op: Op, gradients: Sequence[Pair] = ()) -> Op:
         loss=roles.losses.loss,
         losses=roles.losses.several,
     )
-    kinds = {v: Kind.PARAMETER if v in roles.trained else Kind.STATE for v in (*handed, *roles.trained)}
+    kinds = {v: Kind.PARAMETER if v in roles.trained else Kind.STATE for v in (*carried, *roles.trained)}
     made = [j for j, v in enumerate(outputs) if v in roles.losses.made]
-    return replace(op, body=OpenedLoop(op.body, told, named(turn, names, kinds), made))
+    marked = [i for i, marks in enumerate(reading.under) if "jvp" in marks]
+    return replace(op, body=OpenedBody(op.body, told, named(turn, names, kinds), handed, made, marked))
 
 
 def _name_within(op: Op, told: LoopTurn, i: int) -> str:

@@ -88,7 +88,7 @@ class Count:
     @cached_property
     def looped(self) -> bool:
         """Whether a loop is looked into."""
-        return any(turns_within(op) for op in self.program.ops)
+        return any(turns_within(op) and _turns(op) > 1 for op in self.program.ops)
 
     def _counted(self, place: int, op: Op) -> Iterator[CountedOp]:
         left, times, live = cost(op), _turns(op), self._live.get(place, 0)
