@@ -28,6 +28,7 @@ from onward.develop.mixed.mixed_precision import lowered
 from onward.execute.pieces import Compiled
 from onward.execute.state import State
 from onward.execute.step import Step
+from onward.explain.compare.beside import SideBySide
 from onward.explain.compare.found import Comparison
 from onward.explain.compare.rounding import epsilon_of
 from onward.explain.compare.search import PartingSearch, whose_ops_run
@@ -121,7 +122,7 @@ class ComparedPrograms:
         self.following = self.a.following(of_a), self.b.following(of_b)
         a, b = self.a.program, self.b.program
         sides = (b, a, of_b, of_a) if self.is_swapped else (a, b, of_a, of_b)
-        verdict = PartingSearch(*sides, self.epsilon, begins=not step).run()
+        verdict = PartingSearch(SideBySide(*sides, self.epsilon), begins=not step).run()
         return Comparison(a, b, verdict, self.is_swapped, step)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from onward.core.columns import columns
 from onward.core.program import Op, Program, Variable
 from onward.core.show import sentence, short_type
-from onward.explain.compare.search import Disagreement, Parting
+from onward.explain.compare.disagreement import Disagreement
+from onward.explain.compare.search import Parting
 from onward.explain.compare.twins import is_key, widened
 from onward.explain.compare.values import count_of
 from onward.explain.diff.compare import compared

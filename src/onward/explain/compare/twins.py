@@ -145,12 +145,14 @@ def far(x: Any, y: Any, least: float = 0.0) -> float:
 
 
 def is_near(x: Any, y: Any, part: float) -> bool:
-    """Whether each number differs by no more than this part of it."""
+    """Whether each number differs by no more than this part of it and of the root of their mean square."""
     if np.shape(x) != np.shape(y):
         return False
     x, y = widened(x), widened(y)
     with np.errstate(all="ignore"):
-        near = np.abs(x - y) <= part * np.minimum(np.abs(x), np.abs(y))
+        sizes = np.minimum(np.abs(x), np.abs(y))
+        typical = np.sqrt(np.mean(sizes**2)) if sizes.size and np.isfinite(sizes).all() else 0.0
+        near = np.abs(x - y) <= part * (sizes + typical)
         return bool(np.all(near | (x == y) | (np.isnan(x) & np.isnan(y))))
 
 

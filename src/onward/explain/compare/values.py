@@ -6,8 +6,9 @@ once. On several devices, and where a file holds its code, it is compiled as a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from onward.core.check import check
 from onward.core.compiler import options_to_look
 from onward.core.errors import ArgumentError, StateError
 from onward.core.jaxprs.body import body_of
+from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.placement import whole_shape
 from onward.core.program import Op, Program, Variable
@@ -58,7 +60,7 @@ class AllValues:
         is_whole = self.program.replicas is not None or self.program.code is not None
         self._whole = Executable(_giving(self.program, self.wanted), (), ()) if is_whole else None
         if self._whole is None:
-            self._pieces = PiecewiseRun(self.program, compiled)
+            self._pieces = PiecewiseRun(self.program, compiled, _to_look)
         else:
             self._whole.compile(options_to_look())
 
@@ -110,6 +112,12 @@ class AllValues:
         return rows.reshape(whole_shape(v, self.program.replicas))
 
 
+def _to_look(part: Program) -> Callable[..., list[Any]]:
+    """A piece, sooner compiled than fast."""
+    run = lower(part, part.outputs, at_once=True)
+    return jax.jit(partial(run, ()), compiler_options=options_to_look())
+
+
 def _of(value: Any) -> Any:
     """The library whose functions take an array."""
     return np if isinstance(value, np.ndarray) else jnp
@@ -135,9 +143,9 @@ def _giving(program: Program, wanted: tuple[Variable, ...]) -> Program:
     if program.replicas is not None:
         names = Names(program.variables)
         rows = [Variable(names.new(f"row({v.name})"), (1, *v.shape), v.dtype) for v in wanted]
+        bodies = {aval: body_of(lambda x: [x[None]], aval) for aval in {v.aval for v in wanted}}
         for v, row in zip(wanted, rows, strict=True):
-            body = body_of(lambda x: [x[None]], v.aval)
-            added.append(Op("row", (v,), (row,), body, Pass.UPDATE))
+            added.append(Op("row", (v,), (row,), bodies[v.aval], Pass.UPDATE))
         wanted = tuple(rows)
     return check(
         replace(

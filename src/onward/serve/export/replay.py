@@ -55,7 +55,7 @@ class Replay:
             and not any((op.primal or op.body).has_rule_of_users for op in self.program.ops)
         )
 
-    def _types(self, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _types(self, lengths: Mapping[Any, Any]) -> tuple[Any, ...]:
         assert self.program.signature is not None
         filled = {name: tuple(lengths.get(n, n) for n in shape) for name, shape in self.shapes.items()}
         return tuple(
