@@ -1,6 +1,7 @@
 """What devices compute together of sums and statistics over the batch, against one device."""
 
 import warnings
+from functools import cache
 
 import equinox as eqx
 import flax.linen as nn
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.compiled import together
 
 import onward as ow
+from onward.execute.step import Step
 
 ROWS, DEVICES = 8, 4
 RNG = np.random.default_rng(0)
@@ -124,22 +127,38 @@ def of(loss, **options):
     return ow.SGD(0.1).minimize(loss, W, X, Y, MASK, **options)
 
 
+@cache
+def references():
+    """Loss and gradient of every case by jax.grad, of the whole batch."""
+    return together({name: (jax.value_and_grad(loss), W, X, Y, MASK) for name, loss in LOSSES.items()})
+
+
+def stepped(programs, *data, params=W):
+    """The loss and the gradient of each of these Programs by its step, all compiled as one."""
+    cases = {}
+    for name, program in programs.items():
+        step = Step(program, (), donate=False, ahead=False)
+        cases[name] = (step, step.init(params), *data)
+    found = together(
+        {name: (lambda *args, run=run: told(*run(*args)), *args) for name, (run, *args) in cases.items()}
+    )
+    return {name: (loss, (params - after) / 0.1) for name, (loss, after) in found.items()}
+
+
+def told(state, out):
+    return out.loss, state.parameters
+
+
 @pytest.fixture(scope="module")
 def trained():
-    """Loss and gradient of every case on one device, on many, and of jax.grad."""
-    programs = {name: of(loss) for name, loss in LOSSES.items()}
-    spread = {name: ow.replicate(program, DEVICES) for name, program in programs.items()}
-    found = {}
-    for name, program in spread.items():
-        step = ow.compile(program)
-        state, out = step(step.init(W), X, Y, MASK)
-        found[name] = out.loss, (W - np.asarray(state.parameters)) / 0.1
-    return spread, found
+    """Loss and gradient of every case on many devices, and the Programs."""
+    spread = {name: ow.replicate(of(loss), DEVICES) for name, loss in LOSSES.items()}
+    return spread, stepped(spread, X, Y, MASK)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_are_those_of_the_whole_batch(trained, name):
-    loss, gradient = jax.value_and_grad(LOSSES[name])(W, X, Y, MASK)
+    loss, gradient = references()[name]
     np.testing.assert_allclose(trained[1][name][0], loss, 2e-5)
     np.testing.assert_allclose(trained[1][name][1], gradient, 2e-4, 2e-4 * np.abs(gradient).max())
 
@@ -176,7 +195,7 @@ def test_other_results_and_what_is_carried(trained):
     program = ow.SGD(0.1).minimize(loss, W, X, Y, MASK, state=state, has_aux=True)
     step = ow.compile(ow.replicate(program, DEVICES))
     after, out = step(step.init(W, state), X, Y, MASK)
-    expected, (following, found) = loss(W, state, X, Y, MASK)
+    expected, (following, found) = jax.jit(loss)(W, state, X, Y, MASK)
     np.testing.assert_allclose(out.loss, expected, 1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), out.aux, found)
     for name, value in following.items():
@@ -191,14 +210,15 @@ def test_every_device_by_its_own_statistics():
 
     step = ow.compile(ow.replicate(of(loss), DEVICES, sync_batch_norm=False))
     _, out = step(step.init(W), X, Y, MASK)
-    parts = np.mean([(standardized(W, x) ** 3).mean() for x in X.reshape(DEVICES, -1, 3)])
+    each = jax.jit(jax.vmap(lambda x: (standardized(W, x) ** 3).mean()))(X.reshape(DEVICES, -1, 3))
+    parts = np.mean(each)
     np.testing.assert_allclose(out.loss, np.sqrt(parts**2 + 1) * MASK.mean(), 1e-5)
 
 
 def test_a_merge_by_sum_takes_sums_as_they_are():
     step = ow.compile(ow.replicate(of(LOSSES["a sum"]), DEVICES, ow.Sum()))
     state, out = step(step.init(W), X, Y, MASK)
-    loss, gradient = jax.value_and_grad(LOSSES["a sum"])(W, X, Y, MASK)
+    loss, gradient = references()["a sum"]
     np.testing.assert_allclose(out.loss, loss, 1e-5)
     np.testing.assert_allclose((W - np.asarray(state.parameters)) / 0.1, gradient, 1e-4, 1e-4)
 
@@ -290,7 +310,7 @@ def test_results_that_nobody_takes_are_not_warned_of():
 def test_micro_batches_of_a_sum_or_a_mean(name):
     step = ow.compile(ow.accumulate(of(LOSSES[name]), 4))
     state, out = step(step.init(W), X, Y, MASK)
-    loss, gradient = jax.value_and_grad(LOSSES[name])(W, X, Y, MASK)
+    loss, gradient = references()[name]
     np.testing.assert_allclose(out.loss, loss, 1e-5)
     np.testing.assert_allclose((W - np.asarray(state.parameters)) / 0.1, gradient, 1e-4, 1e-4)
 
@@ -304,7 +324,7 @@ def test_micro_batches_of_a_sum_on_devices(order):
         program = ow.accumulate(ow.replicate(program, 2), 2)
     step = ow.compile(program)
     state, out = step(step.init(W), X, Y, MASK)
-    loss, gradient = jax.value_and_grad(LOSSES["a sum"])(W, X, Y, MASK)
+    loss, gradient = references()["a sum"]
     np.testing.assert_allclose(out.loss, loss, 1e-5)
     np.testing.assert_allclose((W - np.asarray(state.parameters)) / 0.1, gradient, 1e-4, 1e-4)
 
@@ -340,7 +360,7 @@ def of_linen():
             return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
 
     net = Net()
-    variables = net.init(jax.random.key(0), X)
+    variables = jax.jit(net.init)(jax.random.key(0), X)
 
     def loss(p, s, x):
         y, changed = net.apply({"params": p, "batch_stats": s}, x, mutable=["batch_stats"])
@@ -377,7 +397,7 @@ def of_haiku():
         y, s = net.apply(p, s, None, x)
         return jnp.mean((y - x[:, :1]) ** 2), s
 
-    return loss, *net.init(jax.random.PRNGKey(0), X)
+    return loss, *jax.jit(net.init)(jax.random.PRNGKey(0), X)
 
 
 def of_equinox(mode):

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest
+from onward.core.jaxprs.patterns import filled
 from onward.core.placement import whole_shape
-from onward.core.program import SEED, Program, Variable
+from onward.core.program import SEED, Op, Program, Variable
 from onward.core.structure import Structure, describe
 from onward.core.words import Placement
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.state import copied, stored
+
+_SENT = 2**24  # numbers
 
 
 @uninterrupted
@@ -30,7 +34,7 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
     for op in program.initializers:
         if all(v in values for v in op.outputs):
             continue
-        made = op.body(*(values[v] for v in op.inputs))
+        made = _numbers(op) or op.body(*(values[v] for v in op.inputs))
         for v, value in zip(op.outputs, made, strict=True):
             values.setdefault(v, copied(_everywhere(value, v, program), v.dtype))
     del values[SEED]
@@ -42,13 +46,20 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
     return values
 
 
+def _numbers(op: Op) -> list[np.ndarray] | None:
+    """Arrays of one number each, such as most of what optimizers keep, without a kernel compiled for each shape.
+
+    What is large a device fills sooner than the host sends it.
+    """
+    return filled(op.body) if sum(v.size for v in op.outputs) <= _SENT else None
+
+
 def _everywhere(value: Any, v: Variable, program: Program) -> Any:
     """The first value over all devices: of all parts, or the same for each device."""
-    return (
-        value
-        if v.placement is Placement.SHARDED
-        else jnp.broadcast_to(value, whole_shape(v, program.replicas))
-    )
+    if v.placement is Placement.SHARDED:
+        return value
+    spread = np.broadcast_to if isinstance(value, np.ndarray) else jnp.broadcast_to
+    return spread(value, whole_shape(v, program.replicas))
 
 
 def is_declared(program: Program) -> bool:
@@ -91,4 +102,4 @@ def seed_of(seed: int) -> Any:
     """The seed as the initializers read it."""
     if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
         raise ArgumentError(f"The seed is {seed!r}; expected a whole number from 0 to 2**32 - 1.")
-    return jnp.uint32(seed)
+    return jax.device_put(np.uint32(seed))

@@ -314,6 +314,8 @@ def copied(value: Any, dtype: Any) -> Any:
         return jax.random.clone(value)
     if _moves_as_it_is(value, dtype):
         return jax.device_put(value, may_alias=False)  # a copy by jnp compiles a kernel for each shape
+    if isinstance(value, np.ndarray) and value.dtype == dtype:
+        return jax.device_put(np.array(value, order="C"))  # shared with nobody else, if at all
     return jnp.array(value, dtype, copy=True)
 
 

@@ -184,7 +184,27 @@ def test_a_copy_shares_no_memory_and_compiles_nothing() -> None:
     ones = np.ones((5, 13), np.float32)
     device, host, copies = jax.device_put(ones.copy()), ones.copy(), []
     assert compilations(lambda: copies.append(copied(device, device.dtype))) == 0
-    copies.append(copied(host, np.float32))
+    assert compilations(lambda: copies.append(copied(host, np.float32))) == 0
+    assert compilations(lambda: copies.append(copied(host.T, np.float32))) == 0
     device.delete()
     host[:] = 0
-    assert [np.array_equal(copy, ones) for copy in copies] == [True, True]
+    assert [np.array_equal(copy, like) for copy, like in zip(copies, (ones, ones, ones.T), strict=True)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_first_values_of_one_number_compile_nothing(replicas: int) -> None:
+    """Zeros, a number for an initial accumulator, scalars; of a parameter in another order of its axes too."""
+    given = np.arange(3 * 17, dtype=np.float32).reshape(17, 3).T
+    program = ow.optimizer.Yogi(0.1).minimize(lambda w, x: jnp.mean(x @ w), given, np.ones((2, 3), "float32"))
+    step, states = ow.compile(ow.replicate(program, replicas)), []
+    before = step.compilations
+    found = compilations(lambda: states.append(step.init(given)))
+    assert found == step.compilations - before  # the step itself, if that
+    values = {name: np.asarray(states[0][name]) for name in states[0]}
+    np.testing.assert_array_equal(values.pop("w"), given)
+    found = {name: (str(x.dtype), x.shape, *np.unique(x).tolist()) for name, x in values.items()}
+    assert {name: found[name] for name in ("step", "w/mean", "w/variance")} == {
+        "step": ("int32", (), 0),
+        "w/mean": ("float32", (3, 17), 0.0),
+        "w/variance": ("float32", (3, 17), float(np.float32(1e-6))),
+    }

@@ -1,4 +1,4 @@
-"""Patterns of one equation that passes look for: rows of a table by number, the largest of each window."""
+"""Patterns that passes look for: rows of a table by number, the largest of each window, one number throughout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.equations import called_by, has_rule_of_its_own, is_inlined
+from onward.core.jaxprs.equations import called_by, has_rule_of_its_own, is_inlined, literal_value
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,20 @@ def _primitives_of(equations: Iterable[Any]) -> Iterator[str]:
             yield from _primitives_of(e for inner in called_by(eqn) for e in inner.jaxpr.eqns)
         else:
             yield "mul" if name == "div" and isinstance(eqn.invars[1], jex.Literal) else str(name)
+
+
+def filled(body: Body) -> list[np.ndarray] | None:
+    """The outputs as views of NumPy, where each is one number throughout that stands there; else None.
+
+    To run such a Body compiles a kernel for each shape.
+    """
+    numbers: dict[Any, Any] = {}
+    for eqn in body.equations:
+        (value, *lengths) = eqn.invars
+        if eqn.primitive.name != "broadcast_in_dim" or lengths or not isinstance(value, jex.Literal):
+            return None
+        numbers[eqn.outvars[0]] = np.broadcast_to(literal_value(value), eqn.outvars[0].aval.shape)
+    *_, outputs = body.parts
+    if not all(isinstance(v, jex.Literal) or v in numbers for v in outputs):
+        return None
+    return [literal_value(v) if isinstance(v, jex.Literal) else numbers[v] for v in outputs]
