@@ -164,7 +164,7 @@ def recurrent(drawn: Drawn) -> Layer:
             for term in terms:
                 new = new + term(p, h, now, i)
             new = act(new) / 2 + h / 2
-            return (new, total + now * 0.1 + new.mean(), i + 1), new
+            return (new, total + now * 0.1 + new.mean(-1, keepdims=True), i + 1), new
 
         def along(x: Any) -> Any:
             start = (jnp.zeros(x.shape[1:]), jnp.zeros(x.shape[1:]), jnp.int32(0))
