@@ -249,7 +249,7 @@ def test_a_checkpoint_without_rule_and_guard_serves_a_training_that_has_them(tmp
     before.train(reader(), progress=False)
     before.checkpoint(tmp_path)
     after = trainer(("guard",))
-    with pytest.warns(UserWarning, match=r"begun anew: .*fc_0/w/average.*skipped"):
+    with pytest.warns(UserWarning, match=r"newly initialized: .*fc_0/w/average.*skipped"):
         after.restore(tmp_path)
     np.testing.assert_array_equal(after["fc_0/w/average"], before["fc_0/w"])
     np.testing.assert_array_equal(np.asarray(after["fc_0/w/mean"]), np.asarray(before["fc_0/w/mean"]))

@@ -517,12 +517,12 @@ def test_what_each_device_has_for_itself_becomes_the_mean_for_other_numbers(befo
 def test_local_parameters_begin_with_those_of_the_checkpoint(merge, tmp_path):
     values = saved(None, 1, tmp_path)
     trainer = trainer_of(merge, seed=9)
-    with pytest.warns(UserWarning, match="begun anew: fc_0/w/local, fc_0/b/local"):
+    with pytest.warns(UserWarning, match="newly initialized: fc_0/w/local, fc_0/b/local"):
         trainer.restore(tmp_path)
     same(np.asarray(trainer["fc_0/w/local"]), np.stack([values["fc_0/w"]] * DEVICES))
 
 
-@pytest.mark.filterwarnings("ignore:.*begun anew:UserWarning", "ignore:.*not needed here:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*newly initialized:UserWarning", "ignore:.*not needed here:UserWarning")
 @pytest.mark.parametrize(
     "merge",
     [
@@ -538,7 +538,7 @@ def test_slots_of_local_sgd_become_their_mean(merge, tmp_path):
     close(found, values["fc_0/w/velocity"].mean(0).ravel())
 
 
-@pytest.mark.filterwarnings("ignore:.*begun anew:UserWarning", "ignore:.*not needed here:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*newly initialized:UserWarning", "ignore:.*not needed here:UserWarning")
 def test_parts_of_slots_go_to_local_sgd(tmp_path):
     values = saved(ow.Sharded(), 4, tmp_path)
     trainer, _ = restored(ow.merge.LocalSGD(3), 4, tmp_path)

@@ -164,7 +164,7 @@ class Context:
             raise TraceError(_INSIDE.format(what=f"The next value of {name!r}", line=user_line()))
         found = type_of(value)
         if found is None or tuple(found.shape) != known.type.shape or not _casts(found, known.type):
-            words = "no array" if found is None else f"{found.dtype}{list(found.shape)}"
+            words = "not an array" if found is None else f"{found.dtype}{list(found.shape)}"
             raise TraceError(
                 f"assign at {user_line()}: the next value of {name!r} is {words}; it is declared as "
                 f"{known.type.dtype}{list(known.type.shape)}. State keeps its type from step to step."
