@@ -17,11 +17,10 @@ import pytest
 import onward as ow
 from onward.execute.loop.interrupt import Interruptible
 from onward.execute.peers import heartbeat
-from onward.execute.peers.halt import all_halt
 from onward.execute.peers.heartbeat import LastWord, Member, PeerWord, Status, own_host, pack, short, unpack
 from onward.execute.peers.peers import SILENCE, Peers
 from onward.execute.peers.rendezvous import _own_address, meet, summary
-from onward.execute.peers.verdict import PeerView, verdict
+from onward.execute.peers.verdict import PeerView, all_halt, verdict
 
 INTERVAL = 0.05
 TOKEN = b"a token"

@@ -169,7 +169,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 class NotPickled:
-    """What holds something that was compiled or traced here: neither ``pickle`` nor ``copy`` takes it.
+    """The base of everything that holds what was compiled or traced here, which nothing can pickle or copy.
 
     ``unpickled`` says what it is, and what to write instead.
     """

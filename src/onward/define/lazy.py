@@ -37,6 +37,15 @@ _NO_ATTRIBUTE = (
 )
 
 
+def _operator(function: Callable[..., Any], is_right: bool = False) -> Callable[..., Any]:
+    """The method of an operator, which is applied once there is a value."""
+
+    def operated(self: Lazy, *other: Any) -> Any:
+        return applied(function, *other, self) if is_right else applied(function, self, *other)
+
+    return operated
+
+
 class Lazy:
     """A value that a network will have. Inside a traced function it behaves like the array itself."""
 
@@ -114,62 +123,16 @@ class Lazy:
             "network as a function and trace it."
         )
 
-    def __add__(self, other: Any) -> Any:
-        return applied(operator.add, self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return applied(operator.add, other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return applied(operator.sub, self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return applied(operator.sub, other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return applied(operator.mul, self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return applied(operator.mul, other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return applied(operator.truediv, self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return applied(operator.truediv, other, self)
-
-    def __matmul__(self, other: Any) -> Any:
-        return applied(operator.matmul, self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return applied(operator.matmul, other, self)
-
-    def __pow__(self, other: Any) -> Any:
-        return applied(operator.pow, self, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return applied(operator.pow, other, self)
-
-    def __neg__(self) -> Any:
-        return applied(operator.neg, self)
-
-    def __abs__(self) -> Any:
-        return applied(operator.abs, self)
-
-    def __lt__(self, other: Any) -> Any:
-        return applied(operator.lt, self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return applied(operator.le, self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return applied(operator.gt, self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return applied(operator.ge, self, other)
-
-    def __getitem__(self, index: Any) -> Any:
-        return applied(operator.getitem, self, index)
+    __add__, __radd__ = _operator(operator.add), _operator(operator.add, is_right=True)
+    __sub__, __rsub__ = _operator(operator.sub), _operator(operator.sub, is_right=True)
+    __mul__, __rmul__ = _operator(operator.mul), _operator(operator.mul, is_right=True)
+    __truediv__, __rtruediv__ = _operator(operator.truediv), _operator(operator.truediv, is_right=True)
+    __matmul__, __rmatmul__ = _operator(operator.matmul), _operator(operator.matmul, is_right=True)
+    __pow__, __rpow__ = _operator(operator.pow), _operator(operator.pow, is_right=True)
+    __lt__, __le__ = _operator(operator.lt), _operator(operator.le)
+    __gt__, __ge__ = _operator(operator.gt), _operator(operator.ge)
+    __neg__, __abs__ = _operator(operator.neg), _operator(operator.abs)
+    __getitem__ = _operator(operator.getitem)
 
 
 _ORDER = count()

@@ -19,8 +19,7 @@ from onward.core.words import Placement
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
 from onward.execute.host_memory import keep_for_steps
-from onward.execute.layout import Layout
-from onward.execute.lending import Lending
+from onward.execute.layout import Layout, Lending
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for

@@ -1,8 +1,8 @@
-"""Which state Variables a Step keeps, in which order, and what people call them."""
+"""Which state Variables a Step keeps and in which order, and what of them a compiled call takes over."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -82,3 +82,31 @@ class Layout:
     def position(self) -> Mapping[str, int]:
         """Where the value of each name is stored."""
         return {v.name: i for i, v in enumerate(self.variables)}
+
+
+class Lending:
+    """Arrays in two groups: at ``reused`` of ``count`` places those that a call takes over, the others lent.
+
+    >>> lending = Lending([1], 3)
+    >>> lending.apart("abc")
+    (('b',), ('a', 'c'))
+    >>> lending.together("b", "ac")
+    ['a', 'b', 'c']
+    """
+
+    def __init__(self, reused: Sequence[int], count: int) -> None:
+        taken = set(reused)
+        self.reused = list(reused)
+        self.lent = [i for i in range(count) if i not in taken]
+        self._are_first = self.reused == list(range(len(taken)))
+
+    def apart(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The values that are taken over, and those that are lent."""
+        if self._are_first:
+            return tuple(values[: len(self.reused)]), tuple(values[len(self.reused) :])
+        return tuple(values[i] for i in self.reused), tuple(values[i] for i in self.lent)
+
+    def together(self, reused: Sequence[Any], lent: Sequence[Any]) -> list[Any]:
+        """The values in their places again."""
+        at = dict(zip((*self.reused, *self.lent), (*reused, *lent), strict=True))
+        return [at[i] for i in range(len(at))]

@@ -30,7 +30,7 @@ from onward.core.primitives.table import of
 from onward.core.program import Program
 from onward.core.structure import describe, expect_count
 from onward.execute.feeds import Feeds, Key
-from onward.execute.lending import Lending
+from onward.execute.layout import Lending
 from onward.execute.line import follow
 from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs

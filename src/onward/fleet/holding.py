@@ -21,7 +21,7 @@ from onward.distribute.split.joined import Seen
 from onward.distribute.split.server import ServerPart
 from onward.distribute.split.trainer import as_typed, plain
 from onward.execute.initialize import initialized
-from onward.execute.lending import Lending
+from onward.execute.layout import Lending
 
 Rows = Mapping[str, tuple[np.ndarray, np.ndarray]]
 _FAILED = (

@@ -1,6 +1,6 @@
 """``onward demo``: a convolutional network learns to read handwritten digits.
 
-The whole use of the library on one page: a pure loss function, ``minimize``, ``compile``, a loop.
+The whole use of the library on one page: a network, ``minimize``, ``compile``, a loop.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from onward.core.extras import require
 from onward.core.program import Program
 from onward.core.show import headline, human_bytes
 from onward.core.walk import prune
+from onward.define import layer
+from onward.define.declare import data
 from onward.define.trace import trace
 from onward.derive.optimizers import Adam
 from onward.execute.compile import compile
@@ -28,7 +30,6 @@ from onward.execute.state import State
 from onward.execute.step import Step
 from onward.explain.summary.summary import summary_by_pass
 
-Parameters: TypeAlias = dict[str, Any]
 BATCH = 64
 PEAK_RATE = 3e-3
 
@@ -59,41 +60,13 @@ def load_digits() -> tuple[Digits, Digits]:
     return Digits(images[rest], labels[rest]), Digits(images[held_out], labels[held_out])
 
 
-def initial_parameters(key: jax.Array) -> Parameters:
-    """He-normal weights and zero biases."""
-    shapes = {"conv1": (3, 3, 1, 32), "conv2": (3, 3, 32, 64), "dense": (4 * 4 * 64, 10)}
-    return {
-        layer: {
-            "w": jax.random.normal(k, shape) * np.sqrt(2 / np.prod(shape[:-1])),
-            "b": jnp.zeros(shape[-1]),
-        }
-        for k, (layer, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True)
-    }
-
-
-def predict(params: Parameters, images: jax.Array) -> jax.Array:
-    """The logits [n, 10] of images [n, 8, 8, 1]."""
-    h = images
-    for layer in ("conv1", "conv2"):
-        with jax.named_scope(layer):
-            dimensions = ("NHWC", "HWIO", "NHWC")
-            h = jax.lax.conv_general_dilated(
-                h, params[layer]["w"], (1, 1), "SAME", dimension_numbers=dimensions
-            )
-            h = jax.nn.relu(h + params[layer]["b"])
-    with jax.named_scope("pool"):
-        h = h.reshape(-1, 4, 2, 4, 2, 64).max((2, 4)).reshape(-1, 4 * 4 * 64)
-    with jax.named_scope("dense"):
-        logits: jax.Array = h @ params["dense"]["w"] + params["dense"]["b"]
-    return logits
-
-
-def loss(params: Parameters, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean cross entropy of a batch, and beside it the accuracy."""
-    logits = predict(params, images)
-    with jax.named_scope("cost"):
-        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
-        return -jnp.mean(log_p), jnp.mean(logits.argmax(1) == labels)
+def network() -> tuple[Any, Any]:
+    """The cross entropy of a small convolutional network, and the fraction of digits that it reads right."""
+    images, labels = data("images", (None, 8, 8, 1)), data("labels", (None,), "int32")
+    h = layer.conv(images, 32, 3, act="relu", name="conv1")
+    h = layer.pool(layer.conv(h, 64, 3, act="relu", name="conv2"), 2, name="pool")
+    logits = layer.fc(h.reshape(h.shape[0], -1), 10, name="dense")
+    return layer.cross_entropy(logits, labels, name="cost"), layer.accuracy(logits, labels)
 
 
 def demo(epochs: int, out: Path) -> float:
@@ -101,17 +74,17 @@ def demo(epochs: int, out: Path) -> float:
     if not out.parent.is_dir():
         raise NotADirectoryError(f"{out.parent} is not a folder; no parameters were written to {out}")
     train, test = load_digits()
-    params = initial_parameters(jax.random.key(0))
     total = epochs * (len(train.labels) // BATCH)
 
     def learning_rate(step: jax.Array) -> jax.Array:
         return PEAK_RATE * 0.5 * (1 + jnp.cos(jnp.pi * step / total))
 
-    forward = trace(loss, params, train.images[:BATCH], train.labels[:BATCH], has_aux=True)
+    examples = {"images": train.images[:BATCH], "labels": train.labels[:BATCH]}
+    forward = trace(network, feed=examples, has_aux=True)
     program = Adam(learning_rate).minimize(forward)
     print(f"{headline(program)}\n\n{summary_by_pass(program)}\n")
     step = compile(program)
-    state = fit(step, step.init(params), train, epochs)
+    state = fit(step, step.init(), train, epochs)
     accuracy = evaluate(program, state, test)
     print(f"\nAccuracy on {len(test.labels)} held-out digits: {accuracy:.1%}")
     write(state, program, out)

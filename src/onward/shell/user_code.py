@@ -42,8 +42,8 @@ def find(target: str) -> UserName:
         ArgumentError: no such file, module or name, or the file fails while it is imported.
 
     Example:
-        >>> find("onward.shell.demo:loss").name
-        'loss'
+        >>> find("onward.shell.demo:network").name
+        'network'
     """
     path, _, name = target.rpartition(":")
     if not path:

@@ -26,10 +26,9 @@ from typing import Any, ClassVar, TypeVar
 
 from onward.core.errors import OnwardError, PeerError
 from onward.execute.peers.background import TaskThread
-from onward.execute.peers.halt import all_halt
 from onward.execute.peers.heartbeat import Heartbeat, Member, PeerWord, Status, short
 from onward.execute.peers.rendezvous import OF_THE_EXCHANGE, meet, summary
-from onward.execute.peers.verdict import GONE, HOPELESS, ON_THE_WAY, PeerView, verdict
+from onward.execute.peers.verdict import GONE, HOPELESS, ON_THE_WAY, PeerView, all_halt, verdict
 
 T = TypeVar("T")
 
