@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from onward.core.primitives.traits import Linear, Moves, Reduces
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
@@ -54,7 +56,8 @@ def losses_of(
         carried: what a turn of a loop is given by the turn before, on which it adds up losses.
     """
     place = {v: i for i, op in enumerate(ops) for v in op.outputs}
-    begins = _Begins(ops, set(differentiated))
+    outputs = [*outputs]
+    begins = _Begins(ops, set(differentiated), outputs)
     trained = begins.trained(gradients)
     if not trained:
         made = _made_of(ops, [*within], carried)
@@ -87,11 +90,25 @@ def _bits(of: Mapping[Variable, int], variables: Iterable[Variable]) -> int:
     return found
 
 
+def _is_zero(op: Op) -> bool:
+    """Whether an op only makes zeros, as what a loop adds gradients to."""
+    return not op.inputs and all(x is not None and not np.any(x) for x in op.body.numbers)
+
+
+def _hands_on(op: Op) -> bool:
+    """Whether the backward pass of an op hands on the gradient as it is: a sum, or a move."""
+    row = op.primitive
+    adds = row.linear is Linear.TOGETHER and row.is_elementwise and not row.chooses
+    return adds or row.moves in _AS_IS
+
+
 class _Begins:
     """The terms of losses at which the backward pass begins, and the gradients that come of each."""
 
-    def __init__(self, ops: Sequence[Op], differentiated: set[Variable]) -> None:
-        self.ops = ops
+    def __init__(
+        self, ops: Sequence[Op], differentiated: set[Variable], results: Collection[Variable]
+    ) -> None:
+        self.ops, self.results = ops, results
         self.differentiated = differentiated
         self.terms: list[Variable] = []
         self.behind: dict[Variable, int] = {}
@@ -100,7 +117,7 @@ class _Begins:
         for op in ops:
             reached = _bits(self.behind, op.inputs)
             if op.made_by in (Pass.BACKWARD, Pass.COLLECTIVE):
-                if not reached and op.made_by is Pass.BACKWARD and op.of is not None:
+                if not reached and op.made_by is Pass.BACKWARD and op.of is not None and not _is_zero(op):
                     reached = self._begin(makers[op.of].outputs)
                 self.behind.update(dict.fromkeys(op.outputs, reached))
             elif self.differentiated.issuperset(op.outputs):  # reads gradients, and is differentiated itself
@@ -126,9 +143,7 @@ class _Begins:
         """What these terms add up to, the sum of most of them first, with the bits of its terms."""
         sums = {v: 1 << i for i, v in enumerate(self.terms)}
         for op in self.ops:
-            row = op.primitive
-            adds = row.linear is Linear.TOGETHER and row.is_elementwise and not row.chooses
-            if op.made_by is Pass.FORWARD and (adds or row.moves in _AS_IS):
+            if op.made_by is Pass.FORWARD and _hands_on(op):
                 reached = _bits(sums, op.inputs)
                 for v in op.outputs:
                     if v in self.differentiated and _is_number(v) and reached:
@@ -137,8 +152,18 @@ class _Begins:
             best = max(sums, key=lambda v: (sums[v] & used).bit_count())
             if not (mine := sums[best] & used):
                 return
-            yield best, mine
+            yield self._last(best), mine
             used &= ~mine
+
+    def _last(self, v: Variable) -> Variable:
+        """The number that a sum is with constants added, which only the loss itself is: nothing reads it."""
+        read = {x for op in self.ops for x in op.inputs}
+        for op in self.ops:
+            if op.inputs == (v,) and _hands_on(op) and self.differentiated.issuperset(op.outputs):
+                end = self._last(op.outputs[0])
+                if v not in self.results and end not in read:
+                    return end
+        return v
 
 
 def _made_of(
