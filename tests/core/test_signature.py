@@ -11,6 +11,7 @@ import pytest
 from jax import Array, lax
 
 import onward as ow
+from onward.core.jaxprs import signature as signatures_module
 from onward.core.jaxprs.body import body_of
 from onward.core.keys import key_of
 from onward.derive import differentiate
@@ -182,6 +183,35 @@ def gradient_of_rule(rule) -> Array:
     program = ow.append_backward(ow.trace(lambda x: rule(x).sum(), X))
     step = ow.compile(program, fetch=["grad(x)"])
     return step(step.init(X))[1]["grad(x)"]
+
+
+def test_the_rules_of_jax_are_known_without_tracing_them_and_those_of_users_are_not(monkeypatch):
+    traced = []
+    real = signatures_module._gradient_of
+    monkeypatch.setattr(signatures_module, "_gradient_of", lambda eqn: traced.append(eqn) or real(eqn))
+
+    def signatures(function):
+        return [op.body.signature for op in ow.trace(lambda x: function(function(x)), X).ops]
+
+    own = (jax.nn.relu, jax.nn.softplus, jax.vmap(jax.nn.relu), lambda x: jnp.logaddexp(x, 2.0))
+    kinds = [signatures(function) for function in own]
+    assert traced == []
+    assert all(found[: len(found) // 2] == found[len(found) // 2 :] for found in kinds)
+    assert signatures(doubled)
+    assert traced
+
+
+def test_a_function_of_users_is_not_taken_for_one_of_jax_by_its_name():
+    def relu(x):
+        return jnp.maximum(x, 0)
+
+    @jax.custom_jvp
+    def mine(x):
+        return relu(x)
+
+    mine.defjvp(lambda primals, tangents: (mine(*primals), 3 * tangents[0]))
+    np.testing.assert_array_equal(gradient_of_rule(mine), np.full(3, 3.0, np.float32))
+    np.testing.assert_array_equal(gradient_of_rule(jax.nn.relu), (X > 0).astype(np.float32))
 
 
 FACTOR = 2.0

@@ -14,6 +14,7 @@ from onward.core.program import Program
 from onward.core.walk import producers
 from onward.derive.error_clip import error_clip
 from onward.develop.accumulation.accumulate import accumulate
+from onward.develop.roll import find
 from onward.develop.roll.cost import worth_rolling
 from onward.develop.roll.find import find_runs
 from onward.develop.roll.line import line_of, returned_by
@@ -76,6 +77,51 @@ def expect_equal(found, wanted, rtol=1e-5):
 def runs_in(function, *args):
     program = ow.trace(function, *args)
     return find_runs(line_of(program, returned_by(program), frozenset())).runs
+
+
+def wired_at_random(count):
+    """Sums, each of the one before and of an earlier one, which hardly ever is as far away twice in a row."""
+
+    def function(x):
+        made = [x, 2 * x, 3 * x]
+        for i in range(count):
+            made.append(made[-1] + made[-2 - (i * i * 7 + i // 3) % min(8, len(made) - 2)])
+        return made[-1]
+
+    return ow.trace(function, X)
+
+
+def followed(program, monkeypatch):
+    """How many ops the search looks at to see whether layers that look alike read alike."""
+    counted = []
+
+    def run_of(layers, between):
+        counted.append(len(between))
+        return real(layers, between)
+
+    real = find.run_of
+    monkeypatch.setattr(find, "run_of", run_of)
+    find_runs(line_of(program, returned_by(program), frozenset()))
+    monkeypatch.undo()
+    return sum(counted)
+
+
+def test_a_line_whose_layers_end_soon_is_searched_in_time_that_grows_with_its_length(monkeypatch):
+    short, long = (followed(wired_at_random(count), monkeypatch) for count in (200, 800))
+    assert short > 1000
+    assert long < 6 * short
+
+
+def test_a_search_that_takes_too_long_is_given_up_and_says_so(monkeypatch):
+    monkeypatch.setattr(find, "_FOLLOWED", 0)
+    monkeypatch.setattr(find, "_FOLLOWED_EACH", 1)
+    program = wired_at_random(100)
+    assert worth_rolling(program).reason.endswith("(search given up: too much nearly repeats)")
+    with pytest.raises(GraphError, match="The search was given up"):
+        roll(program)
+    deep = forward(count=20)
+    assert not worth_rolling(deep) or "given up" in worth_rolling(deep).reason
+    assert times(roll(deep)) == [20]
 
 
 # ------------------------------------------------------------------------------------- what it becomes

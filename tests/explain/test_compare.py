@@ -11,6 +11,7 @@ import onward as ow
 from onward.core.errors import ArgumentError
 from onward.explain.compare.compare import compare
 from onward.explain.compare.rounding import bounded
+from onward.explain.compare.twins import is_near
 from onward.explain.testing import assert_same_training
 
 _DRAW = np.random.default_rng(3)
@@ -149,3 +150,14 @@ def test_programs_without_anything_in_common_cannot_be_matched(right):
     found = compare(bare, bare, W, X, Y)
     assert not found.equal
     assert "cannot be matched" in str(found)
+
+
+def test_what_differs_by_a_rounding_of_typical_size_needs_no_run():
+    x = np.array([1.0, -3.0, 1e-6, 0.0], np.float32)
+    part = 2 * float(np.finfo(np.float32).eps)
+    assert is_near(x, x + np.array([1e-7, 2e-7, 2e-7, 2e-7], np.float32), part)
+    assert not is_near(x, x + np.array([0, 0, 2e-6, 0], np.float32), part)
+    endless = np.append(x, np.float32(np.inf))
+    assert not is_near(endless, endless + np.array([0, 0, 2e-7, 0, 0], np.float32), part)
+    assert is_near(endless, endless, part)
+    assert not is_near(x, endless, part)

@@ -2,6 +2,7 @@
 
     python -m tests.torture.compare_faults           # all: 200 faults and more, 100 equal pairs
     python -m tests.torture.compare_faults 20 10     # some of both
+    python -m tests.torture.compare_faults images    # all whose name holds the word
 
 A network is written as a list of sites. Each site has the right lines and wrong ones: another constant, axis,
 dtype, order, a dropped op, swapped inputs, a stale statistic, a missing collective. A fault is found if one
@@ -573,14 +574,20 @@ def torture(
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    counts = [int(x) for x in sys.argv[1:]] or [10**6, 10**6]
-    planted = [*faults(), *collective_faults()] if counts[0] else []
-    equal = list(equals()) if counts[1] else []
+    counts = [int(x) for x in sys.argv[1:] if x.isdigit()] or [10**6, 10**6]
+    words = [x for x in sys.argv[1:] if not x.isdigit()]
+    planted = _named([*faults(), *collective_faults()] if counts[0] else [], words)
+    equal = _named(list(equals()) if counts[1] else [], words)
     print(
         f"{len(planted)} faults: {dict(Counter(x.kind for x in planted))}; {len(equal)} equal pairs",
         flush=True,
     )
     torture(_some(planted, counts[0]), _some(equal, counts[1]))
+
+
+def _named(pairs: list[Any], words: list[str]) -> list[Any]:
+    """Those whose names hold these words."""
+    return [pair for pair in pairs if all(word in pair.name for word in words)]
 
 
 def _some(pairs: list[Any], count: int) -> list[Any]:

@@ -47,7 +47,7 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
 
 
 def _numbers(op: Op) -> list[np.ndarray] | None:
-    """Arrays of one number each, such as most of what optimizers keep, without a kernel compiled for each shape.
+    """Arrays of one number each, such as most optimizer state, without compiling a kernel for each shape.
 
     What is large a device fills sooner than the host sends it.
     """

@@ -193,7 +193,7 @@ def test_a_copy_shares_no_memory_and_compiles_nothing() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_first_values_of_one_number_compile_nothing(replicas: int) -> None:
-    """Zeros, a number for an initial accumulator, scalars; of a parameter in another order of its axes too."""
+    """Zeros, an initial accumulator, scalars; of a parameter in another order of its axes too."""
     given = np.arange(3 * 17, dtype=np.float32).reshape(17, 3).T
     program = ow.optimizer.Yogi(0.1).minimize(lambda w, x: jnp.mean(x @ w), given, np.ones((2, 3), "float32"))
     step, states = ow.compile(ow.replicate(program, replicas)), []

@@ -1,4 +1,4 @@
-"""Patterns that passes look for: rows of a table by number, the largest of each window, one number throughout."""
+"""Patterns that passes look for: rows of a table by number, the largest of each window, one number in all."""
 
 from __future__ import annotations
 

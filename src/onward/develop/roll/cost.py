@@ -23,13 +23,14 @@ residual MLP 1.2 and 1.4 times slower; a barrier before what is carried made no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 
 from onward.core.check import expect_program
 from onward.core.program import Program
-from onward.develop.roll.find import find_runs
+from onward.develop.roll.find import GIVEN_UP, find_runs
 from onward.develop.roll.forward import forward_ops
 from onward.develop.roll.line import line_of
 from onward.develop.roll.run import LayerRun
@@ -67,7 +68,12 @@ def worth_rolling(program: Program) -> Verdict:
     """
     expect_program(program, "worth_rolling")
     line = line_of(replace(program, ops=forward_ops(program)), frozenset(), frozenset())
-    runs = find_runs(line).runs
+    found = find_runs(line)
+    verdict = _verdict(found.runs)
+    return replace(verdict, reason=f"{verdict.reason} ({GIVEN_UP})") if found.is_given_up else verdict
+
+
+def _verdict(runs: Sequence[LayerRun]) -> Verdict:
     if not runs:
         return Verdict(False, "no layer repeats")
     verdicts = [verdict_on(run) for run in runs]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -30,16 +30,24 @@ _SELDOM = (2, 3, 6, 12, 24, 48)
 _NEARLY_ALL = 0.9
 _LEAST_SAVED = 8
 _LEAST_SAVED_SIDE_BY_SIDE = 32
+_FIRST = 8  # layers that are followed first
+_FOLLOWED, _FOLLOWED_EACH = 200_000, 100  # ops that are followed before a search is given up: and for each op
+
+GIVEN_UP = "search given up: too much nearly repeats"
 
 Accepts = Callable[[LayerRun], bool]
 
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """The runs of a line in its order, and what ended candidates: after how many layers, and why."""
+    """The runs of a line in its order, and what ended candidates: after how many layers, and why.
+
+    Where it ``is_given_up``, the search took too long, and there may be more.
+    """
 
     runs: tuple[LayerRun, ...] = ()
     ends: tuple[tuple[int, Break], ...] = ()
+    is_given_up: bool = False
 
     @property
     def saved(self) -> int:
@@ -54,7 +62,7 @@ def find_runs(line: OpLine, accepts: Accepts = lambda run: True) -> FoundRuns:
     among layers without being part of one.
     """
     best: FoundRuns | None = None
-    before = -1
+    before, is_given_up = -1, False
     numbers = line.numbers.tolist()
     counts = Counter(numbers)
     for least in _SELDOM:
@@ -65,8 +73,9 @@ def find_runs(line: OpLine, accepts: Accepts = lambda run: True) -> FoundRuns:
             continue
         before = len(kept)
         found = _RunSearch(line, np.array(kept, np.int64), accepts).found()
+        is_given_up |= found.is_given_up
         best = found if best is None or found.saved > best.saved else best
-    return best or FoundRuns()
+    return replace(best or FoundRuns(), is_given_up=is_given_up)
 
 
 @dataclass(order=True)
@@ -92,6 +101,7 @@ class _RunSearch:
         self.tickets = count()
         self.ends: list[tuple[int, Break]] = []
         self.crossing = crossings([line.ops[i] for i in kept])
+        self.left = _FOLLOWED + _FOLLOWED_EACH * len(kept)
 
     def found(self) -> FoundRuns:
         """The runs, in order of the ops."""
@@ -99,7 +109,7 @@ class _RunSearch:
             for begin, end in stretches(self.numbers, period):
                 self.push(begin, end, period)
         taken: list[tuple[int, LayerRun]] = []
-        while self.heap:
+        while self.heap and self.left > 0:
             candidate = heappop(self.heap)
             if self.used[candidate.begin : candidate.end].any():
                 self.push_free(candidate)
@@ -108,7 +118,16 @@ class _RunSearch:
             else:
                 self.used[candidate.begin : candidate.end] = True
                 taken.append((candidate.begin, candidate.run))
-        return FoundRuns(tuple(run for _, run in sorted(taken, key=lambda t: t[0])), tuple(self.ends))
+        taken += self.proven()
+        runs = tuple(run for _, run in sorted(taken, key=lambda t: t[0]))
+        return FoundRuns(runs, tuple(self.ends), self.left <= 0)
+
+    def proven(self) -> Iterator[tuple[int, LayerRun]]:
+        """The runs that wait, best first, as far as they are free: those of a search that was given up."""
+        for candidate in sorted(c for c in self.heap if c.run is not None):
+            if candidate.run is not None and not self.used[candidate.begin : candidate.end].any():
+                self.used[candidate.begin : candidate.end] = True
+                yield candidate.begin, candidate.run
 
     def push(self, begin: int, end: int, period: int, run: LayerRun | None = None) -> None:
         """Note that layers may lie here, or that they do."""
@@ -139,16 +158,31 @@ class _RunSearch:
         for phase in self.phases(candidate):
             begin = candidate.begin + phase
             times = (candidate.end - begin) // period
-            stop = begin + times * period
-            ops = [self.line.ops[i] for i in self.kept[begin:stop]]
-            layers = [ops[t : t + period] for t in range(0, len(ops), period)]
-            run, end = run_of(layers, self.line.ops[self.kept[begin] : self.kept[stop - 1] + 1])
+            run, end = self.follow(begin, times, period)
             if best is None or run.times > best[1].times:
                 best = begin, run, end
             if end is None:
                 break
         assert best is not None
         return best
+
+    def follow(self, begin: int, times: int, period: int) -> tuple[LayerRun, Break | None]:
+        """The run that begins here, of so many layers at most.
+
+        The first few are followed alone, then four times as many: where most end soon, to follow each to the
+        end of the line would take the square of its length.
+        """
+        tried = min(times, _FIRST)
+        while True:
+            stop = begin + tried * period
+            ops = [self.line.ops[i] for i in self.kept[begin:stop]]
+            layers = [ops[t : t + period] for t in range(0, len(ops), period)]
+            between = self.line.ops[self.kept[begin] : self.kept[stop - 1] + 1]
+            self.left -= len(between)
+            run, end = run_of(layers, between)
+            if end is not None or tried == times:
+                return run, end
+            tried = min(times, 4 * tried)
 
     def phases(self, candidate: _Candidate) -> list[int]:
         """Where in the candidate the first layer may begin: first where layers hand on fewest Variables.

@@ -13,6 +13,7 @@ _NOTHING = (
     "roll: none of the {count} ops of the forward pass of {name!r} is part of a layer that repeats. {near} "
     "Layers repeat where they compute the same of arrays of equal types: build them so, or leave roll away."
 )
+_GIVEN_UP = "The search was given up, for too much of it nearly repeats."
 _NO_KIND = "No sequence of two or more types of ops occurs twice in a row."
 _SHORT = "What repeats is too small to gain from a loop."
 
@@ -20,6 +21,7 @@ _SHORT = "What repeats is too small to gain from a loop."
 def nothing_repeats(name: str, line: OpLine, found: FoundRuns) -> GraphError:
     """The error for a Program without a run: what was searched, and what came nearest."""
     near = _by_wiring(found) or _by_types(line)
+    near = f"{near} {_GIVEN_UP}" if found.is_given_up else near
     return GraphError(_NOTHING.format(count=len(line.ops), name=name, near=near))
 
 
