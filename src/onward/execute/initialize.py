@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, StateError, UnknownNameError, nearest
+from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.patterns import filled
+from onward.core.jaxprs.signature import BodySignature
 from onward.core.placement import whole_shape
 from onward.core.program import SEED, Op, Program, Variable
 from onward.core.structure import Structure, describe
@@ -34,7 +39,7 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
     for op in program.initializers:
         if all(v in values for v in op.outputs):
             continue
-        made = _numbers(op) or op.body(*(values[v] for v in op.inputs))
+        made = _numbers(op) or _run(op.body)(*(values[v] for v in op.inputs))
         for v, value in zip(op.outputs, made, strict=True):
             values.setdefault(v, copied(_everywhere(value, v, program), v.dtype))
     del values[SEED]
@@ -47,11 +52,29 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
 
 
 def _numbers(op: Op) -> list[np.ndarray] | None:
-    """Arrays of one number each, such as most optimizer state, without compiling a kernel for each shape.
+    """Arrays of one number each, as most of what optimizers keep, without a kernel for each shape.
 
     What is large a device fills sooner than the host sends it.
     """
     return filled(op.body) if sum(v.size for v in op.outputs) <= _SENT else None
+
+
+def _run(body: Body) -> Callable[..., list[Any]]:
+    """A Body to be called; of several equations as one program, not one for each."""
+    return body if len(body.equations) < 2 else _compiled(_Initializer(body.signature, body))
+
+
+@dataclass(frozen=True)
+class _Initializer:
+    """Equal to all that compute the same."""
+
+    signature: BodySignature
+    body: Body = field(compare=False)
+
+
+@lru_cache(256)
+def _compiled(initializer: _Initializer) -> Callable[..., list[Any]]:
+    return compiled_alone(initializer.body.__call__)
 
 
 def _everywhere(value: Any, v: Variable, program: Program) -> Any:

@@ -191,11 +191,25 @@ def test_a_copy_shares_no_memory_and_compiles_nothing() -> None:
     assert [np.array_equal(copy, like) for copy, like in zip(copies, (ones, ones, ones.T), strict=True)]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "most"), [(ow.Adam(0.1, slot_dtype="bfloat16"), 1), (ow.optimizer.Shampoo(0.1), 1)], ids=str
+)
+def test_first_values_that_are_computed_are_one_program(optimizer: ow.Optimizer, most: int) -> None:
+    """Of all parameters of one shape, and of every other Program that keeps the same."""
+    params = {name: np.ones((72, 61), np.float32) for name in "abc"}
+    for _ in range(2):
+        program = optimizer.minimize(lambda p: sum(jnp.sum(p[n]) for n in "abc"), params)
+        step = ow.compile(program)
+        assert compilations(lambda step=step: step.init(params)) <= most
+        most = 0
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_first_values_of_one_number_compile_nothing(replicas: int) -> None:
     """Zeros, an initial accumulator, scalars; of a parameter in another order of its axes too."""
     given = np.arange(3 * 17, dtype=np.float32).reshape(17, 3).T
-    program = ow.optimizer.Yogi(0.1).minimize(lambda w, x: jnp.mean(x @ w), given, np.ones((2, 3), "float32"))
+    x = np.ones((2, 3), "float32")
+    program = ow.optimizer.Yogi(0.1).minimize(lambda w, x: jnp.mean(x @ w), given, x)
     step, states = ow.compile(ow.replicate(program, replicas)), []
     before = step.compilations
     found = compilations(lambda: states.append(step.init(given)))

@@ -1,4 +1,4 @@
-"""Patterns that passes look for: rows of a table by number, the largest of each window, one number in all."""
+"""Patterns that are looked for: rows of a table by number, the largest of each window, one number alone."""
 
 from __future__ import annotations
 
@@ -117,10 +117,11 @@ def filled(body: Body) -> list[np.ndarray] | None:
     """
     numbers: dict[Any, Any] = {}
     for eqn in body.equations:
-        (value, *lengths) = eqn.invars
-        if eqn.primitive.name != "broadcast_in_dim" or lengths or not isinstance(value, jex.Literal):
+        if eqn.primitive.name != "broadcast_in_dim" or not all(
+            isinstance(v, jex.Literal) for v in eqn.invars
+        ):
             return None
-        numbers[eqn.outvars[0]] = np.broadcast_to(literal_value(value), eqn.outvars[0].aval.shape)
+        numbers[eqn.outvars[0]] = np.broadcast_to(literal_value(eqn.invars[0]), eqn.outvars[0].aval.shape)
     *_, outputs = body.parts
     if not all(isinstance(v, jex.Literal) or v in numbers for v in outputs):
         return None
