@@ -236,7 +236,7 @@ def lie(**said):
     [
         (lie(onward="1.0.0"), "Update Onward"),
         (lie(format=2), "Update Onward"),
-        (lie(onward="../../1"), "no version"),
+        (lie(onward="../../1"), "is not a version"),
         (lie(onward=3), "expected str"),
         (lie(kind="training"), r"load_step\(path\)"),
         (lie(kind="poem"), "holds 'poem'"),
@@ -245,7 +245,7 @@ def lie(**said):
         (lie(variants=None), "expected list"),
         (lie(arrays={}), "fc_0"),
         (lambda header, about: about["variants"][0].update(sizes={"b": 10**30}), "length"),
-        (lambda header, about: about["variants"][0].update(sizes={}), "no length"),
+        (lambda header, about: about["variants"][0].update(sizes={}), "is not a length"),
         (lambda header, about: about["arrays"]["output/b"].update(dtype="object"), "output/b|dtype|object"),
         (lambda header, about: header["__metadata__"].pop("onward") and about.clear(), "onward"),
         (lambda header, about: header.pop("onward:executable:0"), "model file"),
