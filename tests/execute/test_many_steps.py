@@ -247,11 +247,6 @@ def test_batches_are_stacked_where_they_lie(monkeypatch, platform, where):
     assert [group.stacked for group in groups.grouped(batches, 2)] == [[where]]
 
 
-def test_the_plan_says_what_happens(many):
-    assert many.plan(1) == "one step per call"
-    assert many.plan(10) == "10 steps per call, in a loop"
-
-
 def good(number):
     return data(number)
 
