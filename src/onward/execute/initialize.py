@@ -61,11 +61,11 @@ def _numbers(op: Op) -> list[np.ndarray] | None:
 
 def _run(body: Body) -> Callable[..., list[Any]]:
     """A Body to be called; of several equations as one program, not one for each."""
-    return body if len(body.equations) < 2 else _compiled(_Initializer(body.signature, body))
+    return body if len(body.equations) < 2 else _compiled(_InitializerRun(body.signature, body))
 
 
 @dataclass(frozen=True)
-class _Initializer:
+class _InitializerRun:
     """Equal to all that compute the same."""
 
     signature: BodySignature
@@ -73,7 +73,7 @@ class _Initializer:
 
 
 @lru_cache(256)
-def _compiled(initializer: _Initializer) -> Callable[..., list[Any]]:
+def _compiled(initializer: _InitializerRun) -> Callable[..., list[Any]]:
     return compiled_alone(initializer.body.__call__)
 
 

@@ -213,7 +213,7 @@ def first_values(program, params, seed):
     given = {}
     if params is not None:
         structure = program.signature.parameters
-        arrays = map(jnp.array, structure.flatten(params, "params"))
+        arrays = map(np.array, structure.flatten(params, "params"))
         given = dict(zip(structure.variables, arrays, strict=True))
     return {v.name: x for v, x in initialized(program, given, seed).items()}
 

@@ -59,17 +59,27 @@ def test_servers_together_see_what_one_device_sees(servers, trainers, guard):
                 same(found[label], out.watched[label], label)
 
 
+PARTS = [slice(0, 1), slice(1, 6), slice(6, 9)]
+MEASURES = tuple(dict.fromkeys([*SCALARS.values(), *(s for whole in WHOLE.values() for s in whole.of)]))
+
+
+@jax.jit
+def measured(x, base):
+    """Every statistic of each part, and of the whole behind them."""
+    return [[s(x[p], base=base[p]) for p in (*PARTS, slice(None))] for s in MEASURES]
+
+
 @pytest.mark.parametrize("odd", [(0.0, 0.0), (np.inf, 1.0), (np.inf, np.nan), (1e200, 1.0)])
 def test_statistics_of_parts_make_that_of_the_whole(odd):
     """All that follow from parts, of two and more, one of which has one number."""
     x, base = RNG.normal(size=(2, 9))
     x[4], x[7] = odd
-    parts, sizes = [slice(0, 1), slice(1, 6), slice(6, 9)], np.array([1.0, 5.0, 3.0])
+    sizes = np.array([1.0, 5.0, 3.0])
     with jax.enable_x64(True), np.errstate(all="ignore"):
+        found = dict(zip(MEASURES, jax.tree.map(np.float64, measured(x, base)), strict=True))
         for statistic in SCALARS.values():
             whole = WHOLE[statistic.function]
-            columns = [[np.float64(s(x[p], base=base[p])) for p in parts] for s in whole.of]
-            expected = np.float64(statistic(x, base=base))
+            columns, expected = [found[s][:-1] for s in whole.of], found[statistic][-1]
             rtol = 1e-6 if statistic.name in ("zeros", "nonfinite") else 1e-12  # these are float32
             np.testing.assert_allclose(whole.of_parts(sizes, *columns), expected, rtol, 1e-15)
 

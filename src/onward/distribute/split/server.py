@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from onward.core.builder import Builder
 from onward.core.check import check
 from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.equations import Type
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import prune, substitute
@@ -172,7 +174,7 @@ class _ServerHead:
         dtypes = [v.dtype for v in (*self.parameters, *self.tables)]
         real = (
             np.dtype(np.float64)
-            if any(jnp.abs(jnp.zeros(0, d)).dtype.itemsize == 8 for d in dtypes)
+            if any(jax.eval_shape(jnp.abs, Type((), d)).dtype.itemsize == 8 for d in dtypes)
             else np.dtype(np.float32)
         )
         name = Names(v.name for v in (*self.parameters, *self.tables, *self.carried)).new("shares")
