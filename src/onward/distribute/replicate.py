@@ -24,6 +24,7 @@ from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.tracing import along
+from onward.core.marks import OWN_KEY
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
 from onward.core.recipe import build, laid_out, recipe_of, whole_types
@@ -248,7 +249,7 @@ def _own_key(builder: Builder, key: Variable, devices: Devices) -> Variable:
         return [each.reshape(keys.shape)]
 
     body = body_of(own, key.aval)
-    return builder.add("own_key", [key], [f"own({key.name})"], body)[0]
+    return builder.add(OWN_KEY, [key], [f"own({key.name})"], body)[0]
 
 
 def _with_merged_state(program: Program, devices: Devices) -> Program:

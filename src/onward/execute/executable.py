@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from onward.core.compiler import compiler_options
 from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
@@ -22,6 +21,7 @@ from onward.execute.host_memory import keep_for_steps
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
+from onward.execute.options import Value, all_options, refusal
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
@@ -48,6 +48,7 @@ class Executable:
         storage: Storage | None = None,
         keep_memory: bool | None = None,
         scopes: Callable[[Program], Mapping[Op, str]] = own_scopes,
+        options: Mapping[str, Value] | None = None,
     ) -> None:
         watching = watching_of(program)
         looked_at = (v for _, *pair in watching for v in pair)
@@ -73,7 +74,7 @@ class Executable:
         several = program.replicas is not None and program.replicas.count > 1
         self._waits = several and jax.default_backend() == "cpu"
         self._first = list(range(len(self._reused)))
-        self._keep_memory = keep_memory
+        self._keep_memory, self._options = keep_memory, options or {}
         self.host_memory = ""  # what becomes of temporary arrays, in words
         self._deadline = deadline
         self._peers: Peers | None = None
@@ -105,7 +106,7 @@ class Executable:
         """Whether it runs without waiting for other processes."""
         return self._peers is None
 
-    def compile(self, options: Mapping[str, str | bool] | None = None) -> None:
+    def compile(self, options: Mapping[str, Value] | None = None) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
         self._compiled = self._compiled_with(self._shardings, options)
         self.host_memory = keep_for_steps(self._compiled, self._keep_memory)
@@ -120,6 +121,21 @@ class Executable:
 
     def lowered(self, shardings: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
         """The step as XLA is given it; without shardings, as its Program is laid out."""
+        lowered: jax.stages.Lowered = self.jitted(shardings).lower(*self.arguments)
+        return lowered
+
+    @property
+    def arguments(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """The types of the buffers that the step reuses, of those that it only reads, and of the data."""
+        groups = (*self._split(self.layout.variables), self.program.inputs)
+        return tuple(tuple(map(self._type, group)) for group in groups)
+
+    def grouped(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+        """Arrays as ``arguments`` groups their types."""
+        return (*self._split(own), tuple(values))
+
+    def jitted(self, shardings: Mapping[str, Any] | None = None) -> Any:
+        """The step under ``jax.jit``, not yet lowered."""
         shardings = self._shardings if shardings is None else shardings
 
         def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
@@ -128,18 +144,18 @@ class Executable:
 
         name = self.program.name
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
-        jitted = jax.jit(split, donate_argnums=(0,), **shardings)
-        groups = (*self._split(self.layout.variables), self.program.inputs)
-        return jitted.lower(*(tuple(map(self._type, group)) for group in groups))
+        return jax.jit(split, donate_argnums=(0,), **shardings)
 
     @uninterrupted
     def _compiled_with(
-        self, shardings: Mapping[str, Any], options: Mapping[str, str | bool] | None = None
+        self, shardings: Mapping[str, Any], options: Mapping[str, Value] | None = None
     ) -> jax.stages.Compiled:
         self.compilations += 1
         try:
-            return self.lowered(shardings).compile(dict(options or compiler_options()))
+            return self.lowered(shardings).compile(dict(options or all_options(self._options)))
         except RuntimeError as error:
+            if (refused := refusal(error)) is not None:
+                raise refused from error
             if is_exhausted(error):
                 raise self._out_of_memory(error) from error
             raise
