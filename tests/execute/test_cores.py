@@ -156,7 +156,7 @@ def test_wrong_arguments() -> None:
             ow.compile(made, cores=wrong)
     with pytest.raises(ow.ArgumentError, match=r"3 cores do not divide .* 8 rows\. Trace it with 9"):
         ow.compile(made, cores=3)
-    with pytest.raises(ow.ArgumentError, match="(?s)cores=9, and JAX has begun with 8 host.*num_cpu"):
+    with pytest.raises(ow.ArgumentError, match=r"(?s)cores=9, and JAX has begun with 8 host.*num_cpu"):
         ow.compile(made, cores=9)
     with pytest.raises(ow.GraphError, match="replicated for 2 devices already"):
         ow.compile(ow.replicate(made, 2), cores=2)
@@ -180,7 +180,7 @@ def test_auto_goes_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     long = ow.SGD(0.1).minimize(large, np.eye(256, dtype="float32"), np.ones((640, 256), "float32"))
     made, note = cores(long, ())
     assert made.replicas is not None
-    assert note == "cores: 2, each with 320 of 640 rows; 256 KiB of gradients exchanged"
+    assert note == "cores: 2, each with 320 of 640 rows; 256.0 KiB of gradients exchanged"
     odd = ow.SGD(0.1).minimize(large, np.eye(256, dtype="float32"), np.ones((641, 256), "float32"))
     assert cores(odd, ())[1] == "cores: one, for 2 do not divide a batch of 641 rows"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from onward.core.errors import ArgumentError
 from onward.core.first_use import at_first_call
@@ -111,12 +112,7 @@ def compile(  # noqa: A001
         on.expect(program)
     if check_finite:
         program = checked(program)
-    found, words = (
-        _found((program, given), 1 if on is None else on.count)
-        if options == "tuned"
-        else (option_set(options), ())
-    )
-    words = words or ((f"options: {found}",) if found.words else ())
+    found, words = _chosen(options, (program, given), 1 if on is None else on.count)
     tuning = Tuning(tune, roll, found.fission is not False, on, words)
     keep_memory = found.keep_memory if keep_memory is None else keep_memory
     return Step(
@@ -134,8 +130,11 @@ def compile(  # noqa: A001
     )
 
 
-def _found(programs: Sequence[Program], cores: int) -> tuple[OptionSet, tuple[str, ...]]:
-    """The options that ``tune`` remembered of the first of these Programs that it was given, and in words."""
+def _chosen(options: Any, programs: Sequence[Program], cores: int) -> tuple[OptionSet, tuple[str, ...]]:
+    """The options that were given, or remembered of the first of these Programs that is known; in words."""
+    if options != "tuned":
+        found: OptionSet = option_set(options)
+        return found, (f"options: {found}",) if found.words else ()
     for program in programs:
         if (found := _remembered(program, cores)) is not None:
             return found, (f"options: {found}, remembered by tune",)
