@@ -45,7 +45,7 @@ class OptionSet:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What it says, each in words."""
+        """Its options and switches, each in words."""
         switches = {(self.fission, "fission"), (self.keep_memory, "memory kept")}
         told = sorted(f"{'' if value else 'no '}{word}" for value, word in switches if value is not None)
         return (*(f"{name}={value}" for name, value in self.compiler.items()), *told)
@@ -55,7 +55,7 @@ class OptionSet:
 
 
 def option_set(given: Any, what: str = "compile: options", name: str = "given") -> OptionSet:
-    """What people gave as options, checked as far as that can be done without XLA.
+    """The options that people gave, checked as far as that can be done without XLA.
 
     Raises:
         ArgumentError: neither options of XLA by name nor an OptionSet.

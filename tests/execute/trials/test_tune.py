@@ -16,7 +16,7 @@ import onward as ow
 from onward.core.compiler import AFFECTED, OPTION
 from onward.execute.trials import tune as module
 from onward.execute.trials.remembered import cache_folder, file_of, remember, remembered
-from onward.execute.trials.trial import Trial, TrialError
+from onward.execute.trials.trial import OptionsProcess, TrialError
 from onward.execute.trials.tune import Tried
 from onward.typing import OptionSet
 
@@ -115,11 +115,11 @@ def test_where_the_cache_is() -> None:
 
 def test_a_process_that_hangs_or_dies_is_named(program: ow.Program, tmp_path: Path) -> None:
     with pytest.raises(TrialError, match=r"no answer in 0\.01 seconds"):
-        Trial(tmp_path / "hangs", {"folder": "nowhere", "config": {}}, 0.01)
+        OptionsProcess(tmp_path / "hangs", {"folder": "nowhere", "config": {}}, 0.01)
     step = ow.compile(program)
     state = step.init({"w": np.eye(3, dtype="float32")}, begun())
-    job = module._Written(tmp_path, step, state, [X]).job(OptionSet(), False)
-    trial = Trial(tmp_path / "dies", job, 60)
+    job = module._StepOnDisk(tmp_path, step, state, [X]).job(OptionSet(), False)
+    trial = OptionsProcess(tmp_path / "dies", job, 60)
     try:
         assert trial.seconds(2) > 0
         os.kill(trial._process.pid, signal.SIGKILL)

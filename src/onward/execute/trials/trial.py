@@ -27,7 +27,7 @@ class TrialError(Exception):
     """The process died, or did not answer in time; in words, why."""
 
 
-class Trial:
+class OptionsProcess:
     """One set of options in a process of its own, which has run its first step.
 
     Args:

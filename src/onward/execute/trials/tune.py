@@ -16,20 +16,20 @@ import numpy as np
 from jax import export
 
 from onward.core.columns import columns
-from onward.core.compiler import AFFECTED, OPTION
+from onward.core.compiler import OPTION, compiler_options
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.core.structure import describe, is_count, is_number
 from onward.execute.cores import is_in_flags
 from onward.execute.disk.encoding import encode
 from onward.execute.host_memory import CAN_BEGIN_LATE, LARGE, can_keep_host_memory
-from onward.execute.options import OptionSet, Value, all_options, option_set
+from onward.execute.options import OptionSet, all_options, option_set
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.trials.agree import agree, rounding_of
 from onward.execute.trials.child import ARRAYS
 from onward.execute.trials.remembered import machine, remember
-from onward.execute.trials.trial import Trial, TrialError
+from onward.execute.trials.trial import OptionsProcess, TrialError
 from onward.execute.tuning import Tuning
 
 _LASTING = 0.05  # seconds of steps that one set of options takes in a round, at least
@@ -37,6 +37,19 @@ _GAINS = 0.97  # of the default's time: what is nearer to it may be noise,
 _OFTEN = 0.75  # and so may what is not faster in as many rounds
 _ROUNDINGS = 3
 _FISSION = "fission"
+
+LIBRARIES = (
+    OptionSet("no YNN", {OPTION: ""}),
+    OptionSet("YNN for single products", {OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}),
+    OptionSet(
+        "oneDNN products",
+        {
+            "xla_cpu_use_onednn": True,
+            "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
+        },
+    ),
+)
+"""Libraries to which XLA's CPU compiler gives products; by default to YNNPACK, fused with what is around."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +173,7 @@ def tune(
     )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onward-tune-")))
-        tried = _Table(_Written(folder, step, state, batch), limit, stack)
+        tried = _Contest(_StepOnDisk(folder, step, state, batch), limit, stack)
         for found in _list(tried) if chosen is None else chosen:
             tried.add(found)
         tried.measure(rounds)
@@ -170,7 +183,7 @@ def tune(
     return Trials(step.program.name, rows, best.options, rounds, file)
 
 
-class _Written:
+class _StepOnDisk:
     """A step on disk, as other processes take it: with fission and without, and its arrays."""
 
     def __init__(self, folder: Path, step: Step, state: State, batch: Sequence[Any]) -> None:
@@ -188,7 +201,7 @@ class _Written:
         self.devices = 1 if replicas is None else replicas.count
 
     def job(self, options: OptionSet, is_first: bool) -> dict[str, Any]:
-        """What a process is told."""
+        """The job of a process, as ``trials.child`` reads it."""
         config: dict[str, Any] = {"jax_enable_x64": bool(jax.config.jax_enable_x64), "jax_platforms": "cpu"}
         if self.devices > 1 and not is_in_flags():
             config["jax_num_cpu_devices"] = self.devices
@@ -223,15 +236,15 @@ class _Written:
         return self.steps[fission]
 
 
-class _Table:
+class _Contest:
     """The processes that run, with their times, and those that are out; the first is the default."""
 
-    def __init__(self, written: _Written, limit: float, stack: ExitStack) -> None:
+    def __init__(self, written: _StepOnDisk, limit: float, stack: ExitStack) -> None:
         self.written, self._limit, self._stack = written, limit, stack
         self.options = [OptionSet()]
         self.faults: dict[int, str] = {}
         self.times: dict[int, list[float]] = {}
-        self._running: dict[int, Trial] = {}
+        self._running: dict[int, OptionsProcess] = {}
         try:
             first = self._start(0)
         except TrialError as error:
@@ -264,7 +277,7 @@ class _Table:
                     self.times.setdefault(number, []).append(found)
 
     def rows(self) -> tuple[Tried, ...]:
-        """What was found, in order."""
+        """The findings, in order."""
         return tuple(map(self._row, range(len(self.options))))
 
     def _row(self, number: int) -> Tried:
@@ -276,9 +289,9 @@ class _Table:
         numbers = median(times), median(ratios), min(ratios), max(ratios)
         return Tried(self.options[number], *numbers, often=often)
 
-    def _start(self, number: int) -> Trial:
+    def _start(self, number: int) -> OptionsProcess:
         job = self.written.job(self.options[number], number == 0)
-        trial = Trial(self.written.folder / str(number), job, self._limit)
+        trial = OptionsProcess(self.written.folder / str(number), job, self._limit)
         self._stack.callback(trial.close)
         self._running[number] = trial
         return trial
@@ -299,16 +312,10 @@ class _Table:
         self._running.pop(number).close()
 
 
-def _list(tried: _Table) -> Iterator[OptionSet]:
+def _list(tried: _Contest) -> Iterator[OptionSet]:
     """The sets of options that are worth a trial on a CPU."""
-    yield OptionSet("no YNN", {OPTION: ""})
-    if not AFFECTED:
-        yield OptionSet("YNN for single products", {OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"})
-    onednn: dict[str, Value] = {
-        "xla_cpu_use_onednn": True,
-        "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
-    }
-    yield OptionSet("oneDNN products", onednn)
+    own = compiler_options()
+    yield from (found for found in LIBRARIES if found.compiler != own)
     if tried.written.has_fission:
         yield OptionSet("no fission", fission=False)
     if tried.temporary >= LARGE and can_keep_host_memory():
