@@ -43,7 +43,17 @@ def memory_kept(work: Workload, model: Model) -> Running:
 
 def on_two_cores(work: Workload, model: Model) -> Running:
     """The step as two replicas, one on each of two host devices."""
+    model = _batch_first(model) if work.kind == "lstm" else model
     return _running(_program(work, model), model, cores=min(2, jax.local_device_count()))
+
+
+def _batch_first(model: Model) -> Model:
+    """The same with the examples along the first axis of all data, which is the one that is cut."""
+    sequence, labels = model.data
+    loss = model.loss
+    return Model(
+        lambda p, x, y: loss(p, x.swapaxes(0, 1), y), model.params, (sequence.swapaxes(0, 1), labels)
+    )
 
 
 def without_ynn(work: Workload, model: Model) -> Running:

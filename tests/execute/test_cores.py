@@ -127,7 +127,7 @@ def dropped(w: Any, x: Any) -> Any:
 
 
 REFUSED = {
-    "one example": (first, "another training, so leave out cores=.*'slice'.*takes some of the examples"),
+    "one example": (first, "another training.*leave out cores=.*'slice'.*takes some of the examples"),
     "examples last": (turned, r"'transpose' \(float32\[3,8\]\) cannot be put together"),
     "twice": (tiled, r"'tile' \(float32\[16,3\]\) cannot be put together"),
     "all pairs": (paired, "makes an array of all pairs of examples"),

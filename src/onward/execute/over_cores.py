@@ -20,7 +20,10 @@ from onward.develop.watch.watch import watching_of
 from onward.distribute.merges import Bucketed
 from onward.distribute.replicate import replicate
 
-_ANOTHER = "compile: on {count} cores it would be another training, so leave out cores=. {seen}"
+_ANOTHER = (
+    "compile: on {count} cores, each with its part of the data cut along the first axis, it would be another "
+    "training. Let that axis be the one of the examples, or leave out cores=. {seen}"
+)
 
 
 def over_cores(program: Program, count: int, rows: int, fetch: Sequence[str] = ()) -> Program:
