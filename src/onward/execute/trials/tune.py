@@ -165,6 +165,13 @@ def tune(
     Raises:
         ArgumentError: no step, no State, JAX does not run on a CPU; a Program that calls Python back, or
             fails under the default options.
+
+    Example:
+        >>> import onward as ow
+        >>> def faster(program, state, *batch):
+        ...     found = ow.tune(program, state, *batch)
+        ...     print(found)
+        ...     return ow.compile(program, options=found.best)
     """
     step = _step_of(what)
     _expect(step, state, rounds, limit)
