@@ -185,6 +185,21 @@ def test_auto_goes_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores(odd, ())[1] == "cores: one, for 2 do not divide a batch of 641 rows"
 
 
+def convolved(w: Any, x: Any) -> Any:
+    return jnp.mean(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)
+
+
+@pytest.mark.parametrize("cured", [True, False])
+def test_auto_leaves_convolutions_that_take_all_cores(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AFFECTED", cured)
+    monkeypatch.setattr(module, "_OPERATIONS", 0)
+    images = np.ones((4, 2, 16, 16), "float32")
+    made = ow.SGD(0.1).minimize(convolved, np.ones((2, 2, 3, 3), "float32"), images)
+    _, note = Cores(2, is_free=True)(made, ())
+    assert ("takes all cores by itself" in note) is cured
+    assert ("each with 2 of 4 rows" in note) is not cured
+
+
 def test_random_numbers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ow.SGD(0.1).minimize(dropped, W, X, has_aux=True)
     assert "every core draws random numbers of its own" in str(ow.compile(made, cores=2).plan())
