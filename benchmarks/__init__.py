@@ -6,6 +6,7 @@
     first_step_time   how long does a person wait for the first step of a deep model?
     looking           what does it cost to look at a step: to save, compare, search, draw it?
     multi_device      what do more devices bring, and what does it cost to merge gradients over them?
+    options_time      which options of the compiler, and how many cores, make a step fast on a CPU?
     parameter_server  what do parameter servers cost beside bare Ray, and what does a step send?
     recompute_time    what does it cost to train in half the memory?
     serving           what does batching bring to a server, and does it lose or mix up an answer?

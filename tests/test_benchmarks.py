@@ -35,6 +35,7 @@ CASES = {
     "accumulate_time": ["MLP, 16 rows", "transformer, 1 text"],
     "derive_time": ["derive, 3 layers", "and lower, 3 layers", "roll and lower, 3 layers"],
     "first_step_time": ["24-layer transformer, first step"],
+    "options_time": ["MLP, Adam"],
     "recompute_time": ["100-layer MLP"],
     "step_time": ["MLP, Adam", "CNN, Momentum"],
     "update_time": [

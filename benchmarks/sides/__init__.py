@@ -29,6 +29,12 @@ REFERENCE = "jit + optax"
 CONTROL = "jit + optax, again"
 KEPT = "onward, memory kept"
 TEN_STEPS = "onward, 10 per call"
+CORES = "onward, 2 cores"
+NO_YNN = "onward, no YNN"
+YNN_PRODUCTS = "onward, YNN for products"
+YNN_CONVOLUTIONS = "onward, YNN for convolutions"
+ONEDNN = "onward, oneDNN"
+NO_FISSION = "onward, no fission"
 HALF = "onward, half memory"
 AS_MUCH = "onward, as much"
 CHECKPOINT = "jax.checkpoint"
@@ -76,6 +82,7 @@ class Entry:
 
 _MODULES = ("mlp", "transformer", "residual_mlp", "cnn", "lstm", "leaves")
 _LAYERS = ("mlp", "residual_mlp", "cnn", "lstm")
+_TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 SIDES = {
     REFERENCE: Entry("by_optax:plain", "optax"),
@@ -84,6 +91,12 @@ SIDES = {
     ONWARD: Entry("by_onward:plain", "onward"),
     KEPT: Entry("by_onward:memory_kept", "onward"),
     TEN_STEPS: Entry("by_onward:ten_steps", "onward"),
+    CORES: Entry("by_onward:on_two_cores", "onward", (), _TWO),
+    NO_YNN: Entry("by_onward:without_ynn", "onward"),
+    YNN_PRODUCTS: Entry("by_onward:ynn_for_products", "onward"),
+    YNN_CONVOLUTIONS: Entry("by_onward:ynn_for_convolutions", "onward"),
+    ONEDNN: Entry("by_onward:onednn", "onward"),
+    NO_FISSION: Entry("by_onward:without_fission", "onward"),
     HALF: Entry("by_onward:half_the_memory", "onward"),
     AS_MUCH: Entry("by_onward:memory_of_checkpoint", "optax", ("transformer", "residual_mlp")),
     "flax.nnx": Entry("by_flax:plain", "flax", _MODULES),

@@ -11,8 +11,11 @@ import onward as ow
 from benchmarks.models import Model
 from benchmarks.sides import Running, by_optax
 from benchmarks.workloads import CLIP, EPSILON, FIRST_SUM, MOMENTUM, WEIGHT_DECAY, Workload
+from onward.core.compiler import OPTION
 from onward.develop.recompute.recompute import recompute
 from onward.execute.host_memory import keep_host_memory
+from onward.execute.trials.tune import LIBRARIES
+from onward.typing import OptionSet
 
 OPTIMIZERS: dict[str, Callable[[float], ow.Optimizer]] = {
     "SGD": ow.SGD,
@@ -24,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[[float], ow.Optimizer]] = {
     ),
 }
 _STEPS = 10
+_PRODUCTS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 
 
 def plain(work: Workload, model: Model) -> Running:
@@ -35,6 +39,48 @@ def memory_kept(work: Workload, model: Model) -> Running:
     """The same in a process that keeps the memory of a step for the next one."""
     keep_host_memory()
     return plain(work, model)
+
+
+def on_two_cores(work: Workload, model: Model) -> Running:
+    """The step as two replicas, one on each of two host devices."""
+    model = _batch_first(model) if work.kind == "lstm" else model
+    return _running(_program(work, model), model, cores=min(2, jax.local_device_count()))
+
+
+def _batch_first(model: Model) -> Model:
+    """The same with the examples along the first axis of all data, which is the one that is cut."""
+    sequence, labels = model.data
+    loss = model.loss
+    return Model(
+        lambda p, x, y: loss(p, x.swapaxes(0, 1), y), model.params, (sequence.swapaxes(0, 1), labels)
+    )
+
+
+def without_ynn(work: Workload, model: Model) -> Running:
+    """Nothing is given to the library YNNPACK."""
+    return _running(_program(work, model), model, options={OPTION: ""})
+
+
+def ynn_for_products(work: Workload, model: Model) -> Running:
+    """YNNPACK is given single products."""
+    return _running(_program(work, model), model, options={OPTION: _PRODUCTS})
+
+
+def ynn_for_convolutions(work: Workload, model: Model) -> Running:
+    """YNNPACK is given single products and single convolutions."""
+    both = f"{_PRODUCTS},LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
+    return _running(_program(work, model), model, options={OPTION: both})
+
+
+def onednn(work: Workload, model: Model) -> Running:
+    """Products and what is around them are given to the library oneDNN."""
+    [chosen] = (found for found in LIBRARIES if found.name == "oneDNN products")
+    return _running(_program(work, model), model, options=chosen)
+
+
+def without_fission(work: Workload, model: Model) -> Running:
+    """Loops stay as they are."""
+    return _running(_program(work, model), model, options=OptionSet(fission=False))
 
 
 def half_the_memory(work: Workload, model: Model) -> Running:
@@ -67,8 +113,8 @@ def _program(work: Workload, model: Model) -> ow.Program:
     return OPTIMIZERS[work.optimizer](work.rate).minimize(model.loss, model.params, *model.data)
 
 
-def _running(program: ow.Program, model: Model) -> Running:
-    step = ow.compile(program)
+def _running(program: ow.Program, model: Model, **options: Any) -> Running:
+    step = ow.compile(program, **options)
     state = step.init(model.params)
 
     def advance() -> Any:

@@ -109,6 +109,7 @@ from onward.execute.loop.history import History as History
 from onward.execute.out import Out as Out
 from onward.execute.state import State as State
 from onward.execute.step import Step as Step
+from onward.execute.trials.tune import tune as tune
 from onward.explain import testing as testing
 from onward.explain.adopt.adopt import adopt as adopt
 from onward.explain.collectives.collectives import collectives as collectives

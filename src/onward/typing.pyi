@@ -16,9 +16,11 @@ from onward.execute.loop.batches import Batches as Batches
 from onward.execute.loop.events import EventKind as EventKind
 from onward.execute.loop.watch_history import WatchHistory as WatchHistory
 from onward.execute.nonfinite.finding import NonFinite as NonFinite
+from onward.execute.options import OptionSet as OptionSet
 from onward.execute.outs import Outs as Outs
 from onward.execute.restore import Restored as Restored
 from onward.execute.storage.storage import Storage as Storage
+from onward.execute.trials.tune import Trials as Trials
 from onward.execute.tuning import StepPlan as StepPlan
 from onward.explain.compare.found import Comparison as Comparison
 from onward.explain.diff.diff import Diff as Diff

@@ -4,11 +4,19 @@ import os
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import onward as ow
-from onward.execute.host_memory import CAN_BEGIN_LATE, can_keep_host_memory, keep_host_memory
+from onward.execute import host_memory
+from onward.execute.host_memory import (
+    CAN_BEGIN_LATE,
+    KeptMemory,
+    can_keep_host_memory,
+    keep_host_memory,
+)
+from onward.explain.compare.values import AllValues
 
 FAULTS = """
 import resource, sys
@@ -85,6 +93,41 @@ def test_a_small_step_asks_for_nothing(monkeypatch):
     monkeypatch.setattr("onward.execute.host_memory.keep_host_memory", lambda: pytest.fail("asked"))
     program = ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3))
     assert "host memory" not in str(ow.compile(program).plan())
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often memory was asked to be kept, where every step is large."""
+    times = []
+    monkeypatch.setattr(host_memory, "LARGE", 1)
+    monkeypatch.setattr(host_memory, "CAN_BEGIN_LATE", True)
+    monkeypatch.setattr(host_memory, "keep_host_memory", lambda: times.append(1) or KeptMemory(True, ""))
+    return times
+
+
+def loss(w, x):
+    return jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+
+
+W, X = jnp.eye(4), jnp.ones((8, 4))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="memory of a CPU")
+def test_many_steps_in_one_call_keep_it_as_one_step_does(asked):
+    program = ow.SGD(0.1).minimize(loss, W, X)
+    for keep_memory, times in ((None, 1), (False, 0)):
+        step = ow.compile(program, keep_memory=keep_memory)
+        assert len(asked) == times
+        step.run(step.init(W), [X] * 6, steps=2)
+        assert len(asked) == 2 * times
+        asked.clear()
+
+
+def test_who_only_looks_keeps_nothing(asked):
+    program = ow.SGD(0.1).minimize(loss, W, X)
+    AllValues(ow.replicate(program, 2), (X,))
+    ow.collectives(program)
+    assert asked == []
 
 
 def test_it_says_why_not_on_other_systems(monkeypatch):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import jax
@@ -70,19 +70,24 @@ def is_cured_by(environment: Mapping[str, str]) -> bool:
 def compiled_alone(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """``jax.jit`` with the options; inside a trace, where JAX takes none, without them.
 
+    Asked when it is called: to ask for the backend begins it, and until then people may say what it has.
+
     Example:
         >>> double = compiled_alone(lambda x: 2 * x)
         >>> int(double(21)), int(jax.jit(double)(21))
         (42, 42)
     """
-    within, chosen = jax.jit(function, **options), compiler_options()
-    if not chosen:
+    within = jax.jit(function, **options)
+    if not AFFECTED:
         return within
-    alone = jax.jit(function, compiler_options=chosen, **options)
+
+    @cache
+    def alone() -> Callable[..., Any]:
+        return jax.jit(function, compiler_options=compiler_options() or None, **options)
 
     @wraps(function)
     def compiled(*arguments: Any, **named: Any) -> Any:
         is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # whatever is made inside a trace is traced
-        return (within if is_traced else alone)(*arguments, **named)
+        return (within if is_traced else alone())(*arguments, **named)
 
     return compiled

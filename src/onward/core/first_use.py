@@ -24,6 +24,20 @@ class LazyNames(NamedTuple):
     public: list[str]
 
 
+def at_first_call(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is first called: for what few scripts do.
+
+    >>> parse = at_first_call("json", "loads")
+    >>> parse("[1, 2]")
+    [1, 2]
+    """
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return _imported(module, name)(*arguments, **named)
+
+    return call
+
+
 def from_stub(module: str, known_as: str) -> LazyNames:
     """The names that the stub of a module imports; each is kept in the module once it is loaded.
 

@@ -43,6 +43,7 @@ GO_ON = Mark("go_on")
 KEEP = Mark("keep")  # old values: (whether the step counts, new, old)
 LOCAL = Mark("local")  # initializer that gives every device its own of a parameter
 ONES = Mark("ones")  # the seed of a backward pass
+OWN_KEY = Mark("own_key")  # for random numbers of a device's own
 PART = Mark("part")  # of a parameter, on the device that updates it
 SCALE = Mark("scale")  # a sum over the examples of one device, to what it stands for
 SCALE_LOSS = Mark("scale_loss")

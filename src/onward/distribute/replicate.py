@@ -23,6 +23,7 @@ from onward.core.builder import Builder
 from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.tracing import along
+from onward.core.marks import OWN_KEY
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
 from onward.core.recipe import build, laid_out, recipe_of, whole_types
@@ -250,7 +251,7 @@ def _own_key(builder: Builder, key: Variable, devices: Devices) -> Variable:
         each = jax.vmap(lambda k: jax.random.fold_in(k, devices.index))(keys.ravel())
         return [each.reshape(keys.shape)]
 
-    return builder.behind(key, "own_key", own, f"own({key.name})")
+    return builder.behind(key, OWN_KEY, own, f"own({key.name})")
 
 
 def _with_merged_state(program: Program, devices: Devices) -> Program:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from onward.core.errors import ArgumentError
+from onward.core.first_use import at_first_call
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed
 from onward.develop.check_finite import check_finite as checked
+from onward.execute.cores import Cores
+from onward.execute.options import OptionSet, Value, option_set
 from onward.execute.spread import By
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
+
+_remembered = at_first_call("onward.execute.trials.remembered", "remembered")
 
 
 def compile(  # noqa: A001
@@ -25,6 +31,8 @@ def compile(  # noqa: A001
     tune: bool = True,
     check_finite: bool = False,
     keep_memory: bool | None = None,
+    options: Mapping[str, Value] | OptionSet | str | None = None,
+    cores: int | str | None = None,
 ) -> Step:
     """Compile a Program to one XLA computation, ahead of time.
 
@@ -56,11 +64,19 @@ def compile(  # noqa: A001
             for it again, on GNU/Linux, for the whole process: ``keep_host_memory``. None: on a CPU, where
             they take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0. With jaxlib below 0.12 it is too late
             for that: call ``keep_host_memory`` first.
+        options: options of XLA by name, over those that Onward gives by itself, such as
+            ``{"xla_cpu_prefer_vector_width": 512}``; an option set that ``tune`` found; or ``"tuned"``: the
+            one that ``tune`` remembered of this Program on this machine, where there is one.
+        cores: on a CPU, how many cores to run on, each with its part of the batch and the whole of the
+            parameters; ``"auto"`` for all where that gains something. State, results and names are those of
+            one device: what cannot be made so is refused. A batch of a length that they do not divide runs on
+            one. Each core is a host device, of which JAX has one unless told otherwise before it begins:
+            ``jax.config.update("jax_num_cpu_devices", 2)``, which ``cores`` sees to where it is not too late.
 
     Raises:
         UnknownNameError: a name in ``fetch`` that no Variable has.
-        ArgumentError: a Program for more devices than there are.
-        GraphError: ``roll=True`` where no layer repeats.
+        ArgumentError: a Program for more devices or cores than there are; an option that XLA does not know.
+        GraphError: ``roll=True`` where no layer repeats; ``cores`` where examples see each other.
         OutOfMemoryError: the compiler of the device says that memory is not enough.
 
     Example:
@@ -91,8 +107,40 @@ def compile(  # noqa: A001
         if not any(value is choice for choice in ((True, False, None) if may_choose else (True, False))):
             meant = ", or None for where it gains something" if may_choose else ""
             raise ArgumentError(f"compile: {word} is {value!r}; expected True or False{meant}.")
+    given, on = program, Cores.of(cores)
+    if on is not None:
+        on.expect(program)
     if check_finite:
         program = checked(program)
-    tuning = Tuning(tune, roll)
-    apart = () if tune else None
-    return Step(program, listed(fetch), donate, check_feeds, True, tuning, apart, by, deadline, keep_memory)
+    found, words = _chosen(options, (program, given), 1 if on is None else on.count)
+    tuning = Tuning(tune, roll, found.fission is not False, on, words)
+    keep_memory = found.keep_memory if keep_memory is None else keep_memory
+    return Step(
+        program,
+        listed(fetch),
+        donate,
+        check_feeds,
+        True,
+        tuning,
+        () if tune else None,
+        by,
+        deadline,
+        keep_memory,
+        found.compiler,
+    )
+
+
+def _chosen(options: Any, programs: Sequence[Program], cores: int) -> tuple[OptionSet, tuple[str, ...]]:
+    """The options that were given, or remembered of the first of these Programs that is known; in words."""
+    if options != "tuned":
+        found: OptionSet = option_set(options)
+        return found, (f"options: {found}",) if found.words else ()
+    for program in programs:
+        if (found := _remembered(program, cores)) is not None:
+            return found, (f"options: {found}, remembered by tune",)
+    return OptionSet(), (_UNKNOWN,)
+
+
+_UNKNOWN = (
+    "options: none remembered for this Program on this machine; ow.tune(program, state, *batch) finds them"
+)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from onward.core.compiler import compiler_options
 from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
@@ -23,6 +22,7 @@ from onward.execute.layout import Layout, Lending
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
+from onward.execute.options import Value, all_options, refusal
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
 from onward.execute.portions import Filling
@@ -56,6 +56,7 @@ class Executable:
         storage: Storage | None = None,
         keep_memory: bool | None = None,
         scopes: Callable[[Program], Mapping[Op, str]] = own_scopes,
+        options: Mapping[str, Value] | None = None,
     ) -> None:
         watching = watching_of(program)
         looked_at = (v for _, *pair in watching for v in pair)
@@ -79,7 +80,8 @@ class Executable:
         # Host devices share one pool of threads: a second step in flight can starve the collectives.
         several = program.replicas is not None and program.replicas.count > 1
         self._waits = several and jax.default_backend() == "cpu"
-        self._keep_memory, self._deadline = keep_memory, deadline
+        self._keep_memory, self._options = keep_memory, options or {}
+        self._deadline = deadline
         self._elsewhere: dict[Lying, tuple[Lying, jax.stages.Compiled]] = {}
 
     def function(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -104,7 +106,7 @@ class Executable:
         """Whether it runs without waiting for other processes."""
         return self._peers is None
 
-    def compile(self, options: Mapping[str, str | bool] | None = None) -> None:
+    def compile(self, options: Mapping[str, Value] | None = None) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
         self._compiled = self._compiled_with(self._shardings, options)
         self.host_memory = keep_for_steps(self._compiled, self._keep_memory)
@@ -114,11 +116,28 @@ class Executable:
 
     @property
     def _shardings(self) -> Mapping[str, Any]:
-        groups = (*self._lending.apart(self.layout.variables), self.program.inputs)
-        return {} if self._spread is None else self._spread.shardings(*groups)
+        return {} if self._spread is None else self._spread.shardings(*self._groups)
 
     def lowered(self, shardings: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
         """The step as XLA is given it; without shardings, as its Program is laid out."""
+        lowered: jax.stages.Lowered = self.jitted(shardings).lower(*self.arguments)
+        return lowered
+
+    @property
+    def arguments(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """The types of the buffers that the step reuses, of those that it only reads, and of the data."""
+        return tuple(tuple(map(self._type, group)) for group in self._groups)
+
+    @property
+    def _groups(self) -> tuple[Sequence[Variable], ...]:
+        return (*self._lending.apart(self.layout.variables), self.program.inputs)
+
+    def grouped(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+        """Arrays as ``arguments`` groups their types."""
+        return (*self._lending.apart(own), tuple(values))
+
+    def jitted(self, shardings: Mapping[str, Any] | None = None) -> Any:
+        """The step under ``jax.jit``, not yet lowered."""
         shardings = self._shardings if shardings is None else shardings
 
         def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
@@ -126,18 +145,18 @@ class Executable:
 
         name = self.program.name
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
-        jitted = jax.jit(split, donate_argnums=(0,), **shardings)
-        groups = (*self._lending.apart(self.layout.variables), self.program.inputs)
-        return jitted.lower(*(tuple(map(self._type, group)) for group in groups))
+        return jax.jit(split, donate_argnums=(0,), **shardings)
 
     @uninterrupted
     def _compiled_with(
-        self, shardings: Mapping[str, Any], options: Mapping[str, str | bool] | None = None
+        self, shardings: Mapping[str, Any], options: Mapping[str, Value] | None = None
     ) -> jax.stages.Compiled:
         self.compilations += 1
         try:
-            return self.lowered(shardings).compile(dict(options or compiler_options()))
+            return self.lowered(shardings).compile(dict(options or all_options(self._options)))
         except RuntimeError as error:
+            if (refused := refusal(error)) is not None:
+                raise refused from error
             if is_exhausted(error):
                 raise self._out_of_memory(error) from error
             raise

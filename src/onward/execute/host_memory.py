@@ -25,7 +25,7 @@ _GROWS_BY = 64 * 2**20
 _SETTINGS = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _GROWS_BY, _ARENA_MAX: 1}
 
 
-_LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library keeps by itself
+LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library keeps by itself
 _SWITCH = "ONWARD_KEEP_MEMORY"
 
 # When a step is compiled, the threads of an older jaxlib have heaps of their own, which glibc gives back.
@@ -90,6 +90,12 @@ def can_keep_host_memory() -> KeptMemory:
     return KeptMemory(True, "glibc can be told to keep what it has")
 
 
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """The bytes of temporary arrays that a run of an executable takes, as far as XLA tells."""
+    analysis = compiled.memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+
 def keep_for_steps(
     compiled: jax.stages.Compiled, wanted: bool | None, environment: Mapping[str, str] = os.environ
 ) -> str:
@@ -101,9 +107,8 @@ def keep_for_steps(
             not forbid it.
         environment: of the process; ONWARD_KEEP_MEMORY=0 forbids.
     """
-    analysis = compiled.memory_analysis()
-    taken = 0 if analysis is None else int(analysis.temp_size_in_bytes)
-    if not wanted and (taken < _LARGE or jax.default_backend() != "cpu"):
+    taken = temporary_bytes(compiled)
+    if not wanted and (taken < LARGE or jax.default_backend() != "cpu"):
         return ""
     told = f"host memory: {taken / 2**20:,.0f} MiB of temporary arrays"
     if wanted is False or (wanted is None and environment.get(_SWITCH) == "0"):

@@ -17,19 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.joining import as_one_call
 from onward.core.primitives.table import of
-from onward.core.program import Program
+from onward.core.program import Program, Replicas
 from onward.core.structure import describe, expect_count
 from onward.execute.feeds import Feeds, Key
+from onward.execute.host_memory import keep_for_steps
 from onward.execute.layout import Lending
 from onward.execute.line import follow
 from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
@@ -37,6 +37,7 @@ from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
 from onward.execute.lying import lies_elsewhere
 from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
 from onward.execute.nonfinite.checks import Arguments
+from onward.execute.options import Value, all_options, refusal
 from onward.execute.out import Out
 from onward.execute.outs import Outs, OutsPart
 from onward.execute.state import State
@@ -56,6 +57,14 @@ class Runnable(Protocol):
         """One step."""
 
 
+class LoopSettings(NamedTuple):
+    """How a Step's executables are compiled, for the loops over it: options, memory, devices."""
+
+    options: Mapping[str, Value] = {}
+    keep_memory: bool | None = None
+    replicas: Replicas | None = None
+
+
 class ManySteps:
     """Runs a Step over batches, k steps in one compiled call.
 
@@ -65,6 +74,7 @@ class ManySteps:
         checks: look on the host whether labels and ids lie in their range.
         look: raises if a step before a State was not finite, as far as that is known without waiting.
         seen: is told of each call: the State before, that after it, what it returned, for which batches.
+        settings: how a loop is compiled.
     """
 
     def __init__(
@@ -74,9 +84,12 @@ class ManySteps:
         checks: bool = True,
         look: Callable[[State], None] = lambda state: None,
         seen: Callable[[State, State, Out, Sequence[Arguments]], None] = lambda *call: None,
+        *,
+        settings: LoopSettings = LoopSettings(),  # noqa: B008 - frozen
     ) -> None:
         self.step, self._donates, self._look, self._seen = step, donates, look, seen
         self._checks = checks and bool(step.program.bounds)
+        self._settings = settings
         self._loops: dict[tuple[int, Key], list[_StepLoop]] = {}
 
     @property
@@ -92,7 +105,7 @@ class ManySteps:
         >>> step = ow.compile(ow.SGD(0.5).minimize(lambda w: w**2, jnp.float32(1.0)))
         >>> ManySteps(step).alone
         """
-        replicas = self.step.program.replicas
+        replicas = self._settings.replicas or self.step.program.replicas
         if replicas is not None and replicas.count > 1:
             return f"it runs on {replicas.count} devices, which take their parts of every batch"
         if jax.default_backend() == "cpu" and _convolves(self.step.program):
@@ -147,7 +160,7 @@ class ManySteps:
         for loop in loops:
             if loop.tree == tree:
                 return loop
-        loops.append(_StepLoop(self.step, state, group, self._donates))
+        loops.append(_StepLoop(self.step, state, group, self._donates, self._settings))
         return loops[-1]
 
 
@@ -157,7 +170,9 @@ class _StepLoop:
     ``closes``: whether a step returns its State in the buffers in which it came; if not, the next one does.
     """
 
-    def __init__(self, step: Runnable, state: State, group: BatchGroup, donates: bool) -> None:
+    def __init__(
+        self, step: Runnable, state: State, group: BatchGroup, donates: bool, settings: LoopSettings
+    ) -> None:
         self.tree: Any = jax.tree.structure(state)
         leaves = jax.tree.leaves(state)
         body = self._body(step, leaves, group.batches[0])
@@ -167,7 +182,9 @@ class _StepLoop:
         self.turn = as_one_call(body, step.program.name)
         self.steps = len(group.batches)
         self.program, self.has_run = step.program, False
-        self.call = compiled_alone(self._scan, donate_argnums=(0,) if donates else ())
+        self._settings = settings
+        self._jitted = jax.jit(self._scan, donate_argnums=(0,) if donates else ())
+        self._compiled: jax.stages.Compiled | None = None
 
     def _body(self, step: Runnable, leaves: Sequence[Any], batch: StackableBatch) -> Body:
         """A step from flat arrays to flat arrays."""
@@ -190,11 +207,22 @@ class _StepLoop:
 
         return jax.lax.scan(turn, list(changed), list(stacked), length=self.steps)
 
+    def _called(self, *arguments: Any) -> tuple[list[Any], list[Any]]:
+        """Run the loop, which is compiled first, once."""
+        if self._compiled is None:
+            try:
+                self._compiled = self._jitted.lower(*arguments).compile(all_options(self._settings.options))
+            except RuntimeError as error:
+                raise refusal(error) or error from error
+            keep_for_steps(self._compiled, self._settings.keep_memory)
+        changed, results = self._compiled(*arguments)
+        return changed, results
+
     def __call__(self, state: State, stacked: Sequence[Any]) -> tuple[State, Out]:
         leaves = jax.tree.leaves(state)
         given, kept = self.lending.apart(leaves)
         try:
-            changed, results = self.call(given, kept, stacked)
+            changed, results = self._called(given, kept, stacked)
             if not self.has_run:
                 wait_for((changed, results))
                 self.has_run = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
 from typing import Any
@@ -25,8 +26,9 @@ from onward.execute.line import follow
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
 from onward.execute.loop.reader import move
 from onward.execute.lying import laid, lies_elsewhere
-from onward.execute.many_steps import ManySteps
+from onward.execute.many_steps import LoopSettings, ManySteps
 from onward.execute.nonfinite.checks import Checks
+from onward.execute.options import Value
 from onward.execute.out import Out
 from onward.execute.outs import Outs
 from onward.execute.peers.deadline import deadline_of
@@ -61,6 +63,7 @@ class Step(NotPickled, Pointing):
         by: str = By.SHARD_MAP,
         deadline: float | None = None,
         keep_memory: bool | None = None,
+        options: Mapping[str, Value] | None = None,
     ) -> None:
         self.program = program
         self._checks = Checks.of(program)
@@ -75,10 +78,13 @@ class Step(NotPickled, Pointing):
             by=By.of(by),
             deadline=deadline_of(deadline),
             keep_memory=keep_memory,
+            options=options,
         )
+        self._loops = LoopSettings(options or {}, keep_memory)
         self._known: set[Layout] = set()
         self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
-        tuned = partial(tuning or Tuning(is_on=False), fetch=self.fetch)
+        self._tuning = tuning or Tuning(is_on=False)
+        tuned = partial(self._tuning, fetch=self.fetch)
         self._executables = Executables(program, make, tuned, apart, check_feeds)
         self.feeds, self.storage = self._executables.feeds, self._executables.storage
         self._first = self._executables.first
@@ -251,7 +257,8 @@ class Step(NotPickled, Pointing):
     def _many(self) -> ManySteps:
         donates = self._donate == {v.name for v in self.layout.changed}
         looks = () if self._checks is None else (self._checks.look, self._checks.seen)
-        return ManySteps(self, donates, self._executables.checks, *looks)
+        settings = self._loops._replace(replicas=self._first.program.replicas)
+        return ManySteps(self, donates, self._executables.checks, *looks, settings=settings)
 
     @property
     def function(self) -> Callable[..., tuple[State, Out]]:
@@ -293,6 +300,23 @@ class Step(NotPickled, Pointing):
         executable, _, _ = self._executables.find(self._accepted(state), data, feed)
         self._executables.compile(executable)
         return executable
+
+    def prepared(self, state: State, /, *data: Any) -> tuple[Executable, Sequence[Any], Sequence[Any]]:
+        """The Executable for this data, which need not be compiled, and the arrays that it takes."""
+        state = self._accepted(state)
+        executable, values, _ = self._executables.find(state, data, {})
+        return executable, self._own(state, executable), self.feeds.convert(values)
+
+    @property
+    def cores(self) -> int:
+        """How many cores of a CPU it may take, each as a device."""
+        return 1 if self._tuning.cores is None else self._tuning.cores.count
+
+    def uncompiled(self, fission: bool = True) -> Step:
+        """The same Step before it is compiled, which donates all that changes."""
+        tuning = replace(self._tuning, fission=fission)
+        apart = None if self.storage is None else ()
+        return Step(self.program, self.fetch, True, self._executables.checks, False, tuning, apart)
 
     def compiled_text(
         self, scopes: Callable[[Program], Mapping[Op, str]], state: State, /, *data: Any, **feed: Any

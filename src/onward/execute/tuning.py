@@ -22,6 +22,7 @@ from onward.develop.recompute.lean import lean
 from onward.develop.recompute.report import is_recomputed
 from onward.develop.rewrite.rewrite import rewrite, rewritten_ops
 from onward.develop.roll.roll import roll, roll_where_worth, rolls_of
+from onward.execute.cores import Cores
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.storage.storage import Storage
 
@@ -66,18 +67,25 @@ class Tuning:
     Attributes:
         is_on: whether anything may be done that is not asked for.
         roll: whether repeated layers become a loop; None: where it gains something.
+        fission: whether products leave loops that need not be computed turn by turn.
+        cores: those of a CPU that it runs on; None for one device.
+        words: what else is done, for the plan.
     """
 
     is_on: bool = True
     roll: bool | None = None
+    fission: bool = True
+    cores: Cores | None = None
+    words: tuple[str, ...] = ()
 
     @uninterrupted
     def __call__(self, program: Program, fetch: Sequence[str]) -> Tuned:
         """The Program to compile, of which these names are fetched."""
         if program.code is not None:
-            return Tuned(program, ("loaded from a file: compiled as it was saved",))
+            return Tuned(program, (*self.words, "loaded from a file: compiled as it was saved"))
+        program, cores = (program, "") if self.cores is None else self.cores(program, fetch)
         program, note = self._rolled(program, fetch)
-        notes = [note]
+        notes = [*filter(None, (cores, *self.words)), note]
         if self.is_on:
             platform = jax.default_backend()
             if platform == "cpu" and rolls_of(program) and not is_recomputed(program):
@@ -85,7 +93,7 @@ class Tuning:
                 if leaner is not program:
                     notes.append("lean: the backward pass computes again what is cheaper than to keep")
                 program = leaner
-            if (loops := fissions(program)) and not is_recomputed(program):
+            if self.fission and (loops := fissions(program)) and not is_recomputed(program):
                 program = fission(program)
                 notes.append(f"fission: {'; '.join(loops)}")
             if found := Counter(op.type for op in rewritten_ops(program, platform)):

@@ -177,7 +177,7 @@ class _ObservedStep:
         return known
 
     def _results(self, program: Program) -> list[Any]:
-        executable = Executable(program, (), ())
+        executable = Executable(program, (), (), keep_memory=False)
         executable.compile()
         own = [self.state[v.name] for v in executable.layout.variables]
         _, _, results = executable(own, executable.feed(self.data))

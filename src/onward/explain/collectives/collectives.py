@@ -136,7 +136,7 @@ def _of_program(program: Program) -> Collectives:
     marks = _Marks({})
     tuned = Tuning()(program, ()).program
     named = replace(tuned, name=fresh_name(program.name))
-    executable = Executable(named, (), {v.name for v in tuned.next_state}, scopes=marks)
+    executable = Executable(named, (), {v.name for v in tuned.next_state}, scopes=marks, keep_memory=False)
     executable.compile()
     return _read(program.name, executable.text, executable.shardings, marks.ops)
 

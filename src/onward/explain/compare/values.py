@@ -58,7 +58,9 @@ class AllValues:
         self.program = rebuilt(program, feeds.types(values)) if is_other else program
         self.wanted = tuple(v for op in self.program.ops for v in op.outputs)
         is_whole = self.program.replicas is not None or self.program.code is not None
-        self._whole = Executable(_giving(self.program, self.wanted), (), ()) if is_whole else None
+        self._whole = (
+            Executable(_giving(self.program, self.wanted), (), (), keep_memory=False) if is_whole else None
+        )
         if self._whole is None:
             self._pieces = PiecewiseRun(self.program, compiled, _to_look)
         else:

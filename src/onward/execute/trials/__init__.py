@@ -1,0 +1,1 @@
+"""Options tried in processes of their own, and remembered."""
