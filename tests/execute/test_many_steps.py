@@ -233,7 +233,7 @@ def test_several_devices_take_their_parts_of_every_batch():
     program = ow.replicate(ow.SGD(0.1).minimize(loss, parameters(), *batches[0]), devices=2)
     step = ow.compile(program)
     many = ManySteps(step)
-    assert "2 devices" in many.plan(3)
+    assert "2 devices" in (many.alone or "")
     expect_equal(many.run(step.init(parameters()), batches, steps=3), one_by_one(step, batches))
 
 
