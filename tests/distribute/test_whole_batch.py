@@ -301,6 +301,62 @@ def test_results_that_nobody_takes_are_not_warned_of():
     ow.replicate(ow.SGD(0.1).minimize(loss, W, X), DEVICES)
 
 
+# ---------------------------------------------------------------- results over examples
+
+ROWS_OF = {
+    "concatenated": (lambda r: jnp.concatenate([r, r]), "several times"),
+    "two joined": (lambda r: jnp.concatenate([r, 2 * r]), "several times"),
+    "tiled": (lambda r: jnp.tile(r, 3), "several times"),
+    "stacked, flat": (lambda r: jnp.stack([r, 2 * r]).reshape(-1), "several times"),
+    "reversed": (lambda r: r[::-1], "along the examples"),
+    "summed up": (jnp.cumsum, "along the examples"),
+}
+IN_ORDER = {
+    "as they are": lambda r: r,
+    "twice each": lambda r: jnp.repeat(r, 2),
+    "stacked behind": lambda r: jnp.stack([r, 2 * r], 1),
+    "flat": lambda r: jnp.stack([r, 2 * r], 1).reshape(-1),
+    "half of two": lambda r: jnp.concatenate([r, 2 * r])[: len(r)],
+}
+
+
+def returning(rows):
+    def loss(w, x):
+        return errors(w, x).mean(), rows(errors(w, x))
+
+    return ow.SGD(0.1).minimize(loss, W, X, has_aux=True)
+
+
+SPREAD = {"devices": lambda p: ow.replicate(p, 2), "micro-batches": lambda p: ow.accumulate(p, 2)}
+
+
+@pytest.mark.parametrize("how", SPREAD)
+@pytest.mark.parametrize("name", ROWS_OF)
+def test_results_in_another_order_are_warned_of(name, how):
+    rows, why = ROWS_OF[name]
+    with pytest.warns(UserWarning, match=why):
+        SPREAD[how](returning(rows))
+
+
+def test_results_that_hold_the_examples_along_another_axis():
+    program = returning(lambda r: jnp.stack([r, 2 * r]))
+    with pytest.warns(UserWarning, match=r"'.*' \(float32\[2,\d+\] on each of 2 devices\) .* another axis"):
+        ow.replicate(program, 2)
+    ow.replicate(program, 2, sync_batch_norm=False)
+    step = ow.compile(ow.accumulate(program, 2))
+    _, out = step(step.init(W), X)
+    np.testing.assert_allclose(out.aux, jnp.stack([errors(W, X), 2 * errors(W, X)]), 1e-5)
+
+
+@pytest.mark.parametrize("how", SPREAD)
+def test_results_in_the_order_of_the_examples(how):
+    program = returning(lambda r: {name: rows(r) for name, rows in IN_ORDER.items()})
+    step = ow.compile(SPREAD[how](program))
+    _, out = step(step.init(W), X)
+    expected = {name: rows(errors(W, X)) for name, rows in IN_ORDER.items()}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), out.aux, expected)
+
+
 # ---------------------------------------------------------------- micro-batches
 
 

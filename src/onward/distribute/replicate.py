@@ -81,7 +81,8 @@ def replicate(
             over a mesh of its own, or the optimizer's rule looks further than the strategy can see.
 
     Warns:
-        UserWarning: an op in which examples see each other, or a function that branches on their number.
+        UserWarning: an op in which examples see each other, a result that does not hold them once along its
+            first axis, or a function that branches on their number.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -43,8 +43,8 @@ def of_whole_batch(
         is_sum: whether gradients are merged as those of a loss that is a sum.
 
     Warns:
-        UserWarning: examples see each other in a way that no merging makes right, or the function is another
-            one for a part of the batch.
+        UserWarning: examples see each other in a way that no merging makes right, a result lays them out in
+            another order, or the function is another one for a part of the batch.
     """
 
     def can_have(reaches: bool) -> bool:
@@ -60,7 +60,21 @@ def of_whole_batch(
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
         warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
+    for v in _out_of_order(whole, local, following)[: replicas.syncs]:
+        warnings.warn(
+            f"{local.name}: the result {v.name!r} ({v.type} on each of {devices.size} devices) is laid end "
+            "to end along its first axis, and holds the examples several times or along another axis: their "
+            "order differs from that of one device. Return each array once, with the examples first.",
+            stacklevel=user_level(),
+        )
     return _scaled(_with_statistics(local, following, devices), following, devices, is_sum)
+
+
+def _out_of_order(whole: Program, local: Program, following: Following) -> list[Variable]:
+    """The results that are not the devices' laid end to end along their first axis."""
+    pairs = zip(whole.outputs, local.outputs, strict=True)
+    elsewhere = [mine for theirs, mine in pairs if theirs.shape[1:] != mine.shape[1:]]
+    return [*elsewhere, *following.repeating(local.outputs)]
 
 
 def _is_additive(trace: Callable[[int], Program], split: Collection[str], count: int) -> bool:

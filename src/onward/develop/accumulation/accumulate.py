@@ -68,8 +68,8 @@ def accumulate(
 
     Warns:
         UserWarning: the loss is neither (the root of a mean, a quotient of sums, a sum beside a penalty), so
-            that the mean over micro-batches is not the loss of the big batch; or examples see each other, as
-            in a graph whose nodes are the batch.
+            that the mean over micro-batches is not the loss of the big batch; examples see each other, as
+            in a graph whose nodes are the batch; or a result holds all of them several times.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).
@@ -126,15 +126,20 @@ def _looped(program: Program, recipe: Recipe, how: Accumulation) -> Program:
 def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumulation) -> Accumulation:
     """Tell from the graph whether the loss is a sum over examples, and which other results are."""
     whole = recipe.origin.trace(data)
-    if how.weight is not None or how.steps == 1 or how.rows(whole) == 1:
+    if how.steps == 1 or how.rows(whole) == 1:
         return how
     rows = -(-how.rows(whole) // how.steps)
     part = recipe.origin.trace(data_types(program, how.split, rows))
+    if rows * how.steps > how.rows(whole):  # it will be filled up
+        whole = recipe.origin.trace(data_types(program, how.split, rows * how.steps))
     following = follow(whole, part, how.steps, how.split, lambda reaches: False)
     if following is None or part.signature is None:
         return how
     if how.is_sum is None:
-        _expect_apart(part, following, how.steps)
+        _expect_apart(part, following, how.steps, how.weight is not None)
+    if how.weight is not None:
+        return how
+    if how.is_sum is None:
         how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
     results = part.signature.result.variables
     return replace(
@@ -142,14 +147,25 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     )
 
 
-def _expect_apart(part: Program, following: Following, steps: int) -> None:
-    """Warn where the loss of a micro-batch, or what it carries on, needs the examples of others."""
-    told = [] if part.loss is None else [part.loss]
-    for op, why in following.reaching(part, [*told, *part.next_state.values()]).mixing[:1]:
+def _expect_apart(part: Program, following: Following, steps: int, weighed: bool) -> None:
+    """Warn where what a micro-batch returns or carries on needs the examples of others.
+
+    ``weighed``: what the loss makes of its examples is told by their weights.
+    """
+    told = [v for v in part.outputs if not (weighed and v is part.loss)]
+    carried = () if weighed else part.next_state.values()
+    for op, why in following.reaching(part, [*told, *carried]).mixing[:1]:
         warnings.warn(
             f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} "
             "micro-batches has only its own. The result differs from that of the whole batch. Name data that "
             "every micro-batch needs whole, as whole=['nodes']; is_sum=False says that it is meant so.",
+            stacklevel=user_level(),
+        )
+    for v in following.repeating(told)[:1]:
+        warnings.warn(
+            f"{part.name}: the result {v.name!r} holds the examples several times, and each of {steps} "
+            "micro-batches lays its own beside each other: the order differs from that of the whole batch. "
+            "Return them once each, as a tuple in place of a concatenation.",
             stacklevel=user_level(),
         )
 

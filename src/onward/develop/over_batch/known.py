@@ -73,6 +73,11 @@ class Following:
     mixing: list[tuple[Op, str]] = field(default_factory=list)
     bent: list[Op] = field(default_factory=list)
 
+    def repeating(self, variables: Iterable[Variable]) -> list[Variable]:
+        """Those that hold all examples several times: laid end to end, the parts' are in another order."""
+        found = ((v, self.found[v].layout) for v in variables)
+        return [v for v, layout in found if layout is not None and layout.blocks > 1]
+
     def reaching(self, program: Program, targets: Iterable[Variable]) -> Following:
         """The same without what these Variables do not depend on."""
         needed = ancestors(program, list(targets))

@@ -221,8 +221,8 @@ class Follower(BatchWalk):
         if call.primitive == "reshape":
             return self._reshaped(op, first, source, v, axis)
         if call.primitive == "concatenate" and call.params["dimension"] == first.axis:
-            blocks = [layout.blocks for layout, _ in known]
-            return replace(first, blocks=sum(blocks)) if len(blocks) == len(given.arrays) else None
+            blocks = v.shape[axis] // (self.rows * first.each)
+            return replace(first, blocks=blocks) if len(known) == len(given.arrays) else None
         if call.primitive == "slice":
             return self._sliced(op, first, call)
         alike = [layout for layout, w in known if w.shape[layout.axis] == v.shape[axis]]
