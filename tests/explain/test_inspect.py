@@ -516,7 +516,7 @@ def test_devices_that_may_drift_apart_are_one_op():
     def step(params, x, y):
         return sgd(params, jax.grad(plain_loss)(params, x, y))
 
-    with pytest.warns(UserWarning, match=r"may drift apart.* differs from device to device.* pmean"):
+    with pytest.warns(UserWarning, match=r"may drift apart.* differs from device to device.*pmean"):
         program = inspect(step, plain_parameters(), X, Y)
     assert [(op.type, op.made_by) for op in program.ops] == [("shard_map", Pass.UPDATE)]
     assert program.replicas is None

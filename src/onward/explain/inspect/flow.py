@@ -40,7 +40,7 @@ class Provenance:
                 self._on_devices(op, op.body)
 
     def _on_devices(self, op: Op, body: OpenedBody) -> None:
-        """What ``shard_map`` makes, by what one device makes it of."""
+        """Trace the results of ``shard_map`` to what one device makes them of."""
         turn, told = body.turn, body.told
         inner = Provenance(turn.ops, turn.inputs, {v for i in body.marked for v in turn.ops[i].outputs})
         for mine, theirs in (

@@ -140,7 +140,7 @@ class _Begins:
         return {v: [p for p, bits in pairs if bits & mine] for v, mine in self._sums(used)}
 
     def _sums(self, used: int) -> Iterator[tuple[Variable, int]]:
-        """What these terms add up to, the sum of most of them first, with the bits of its terms."""
+        """Yield the sums of these terms, that of most of them first, with the bits of its terms."""
         sums = {v: 1 << i for i, v in enumerate(self.terms)}
         for op in self.ops:
             if op.made_by is Pass.FORWARD and _hands_on(op):
@@ -169,7 +169,7 @@ class _Begins:
 def _made_of(
     ops: Sequence[Op], losses: Sequence[Variable], carried: Collection[Variable]
 ) -> dict[Variable, int]:
-    """What is made of losses alone, or of them and numbers that scale them, with the bits of the losses."""
+    """Map whatever is made of losses alone, or of them and factors, to the bits of the losses."""
     found = {v: 1 << i for i, v in enumerate(losses)}
     for op in ops:
         if not is_mixed(op) and (bits := _of_losses(op, found, carried)):

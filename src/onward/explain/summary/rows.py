@@ -133,7 +133,7 @@ class Count:
 
 
 def _less(whole: Cost, part: Cost) -> Cost:
-    """What is left of a cost; a loop that writes less than its ops would one by one costs nothing beside."""
+    """The rest of a cost; a loop that writes less than its ops would one by one costs nothing beside."""
     return Cost(
         max(whole.flops - part.flops, 0),
         max(whole.read - part.read, 0),
