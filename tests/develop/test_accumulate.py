@@ -542,7 +542,8 @@ def test_programs_that_cannot_be_accumulated():
 
 def test_results_that_cannot_be_put_together():
     pairs = minimized(lambda w, x: (jnp.mean(x @ w), x @ x.T), X)
-    refused(ow.GraphError, r"float64\[16,16\] for the batch and float64\[4,4\]", accumulate, pairs, 4)
+    with pytest.warns(UserWarning, match="makes an array of all pairs of examples"):
+        refused(ow.GraphError, r"float64\[16,16\] for the batch and float64\[4,4\]", accumulate, pairs, 4)
     every = minimized(lambda w, x: (jnp.mean(x @ w), jnp.all(x @ w > 0)), X)
     refused(ow.GraphError, "nothing says how to put it together", accumulate, every, 4)
     branch = minimized(lambda w, x: (jnp.mean(x @ w), jnp.sum(x) if len(x) > 8 else jnp.float64(0)), X)

@@ -223,6 +223,8 @@ class Follower(BatchWalk):
         if call.primitive == "concatenate" and call.params["dimension"] == first.axis:
             blocks = v.shape[axis] // (self.rows * first.each)
             return replace(first, blocks=blocks) if len(known) == len(given.arrays) else None
+        if call.primitive == "tile":
+            return replace(first, blocks=first.blocks * call.params["reps"][axis])
         if call.primitive == "slice":
             return self._sliced(op, first, call)
         alike = [layout for layout, w in known if w.shape[layout.axis] == v.shape[axis]]
