@@ -230,7 +230,7 @@ def test_quick_run(
     ("arguments", "message"),
     [
         (["--optimizers", "Muon,Adom"], "no optimizer is named Adom; there are SGD, Momentum"),
-        (["--data", "nowhere"], "nowhere is no folder"),
+        (["--data", "nowhere"], "nowhere is not a folder"),
         (["--data", "{empty}"], "has 0 files .train.*bin and 0 .val.*bin; expected at least one of each"),
         (["--data", "{few}"], "tokens for 12 steps of 512 x 1024; expected those for"),
         (["--seeds", "0"], "--seeds is 0; expected at least 1"),

@@ -128,8 +128,8 @@ def dropped(w: Any, x: Any) -> Any:
 
 REFUSED = {
     "one example": (first, "another training.*leave out cores=.*'slice'.*takes some of the examples"),
-    "examples last": (turned, r"'transpose' \(float32\[3,8\]\) cannot be put together"),
-    "twice": (tiled, r"'tile' \(float32\[16,3\]\) cannot be put together"),
+    "examples last": (turned, r"another training.*'transpose' \(float32\[3,4\] on each.*another axis"),
+    "twice": (tiled, r"another training.*'tile' \(float32\[8,3\] on each.*several times"),
     "all pairs": (paired, "makes an array of all pairs of examples"),
 }
 

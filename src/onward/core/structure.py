@@ -143,7 +143,7 @@ def expect_count(
     of: str = "a whole number",
     error: type[OnwardError] = ArgumentError,
 ) -> None:
-    """Raise an error for what is no whole number, or less than this.
+    """Raise an error for what is not a whole number, or less than this.
 
     >>> expect_count(0, "split: servers", of="how many")
     Traceback (most recent call last):

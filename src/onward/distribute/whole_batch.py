@@ -60,7 +60,7 @@ def of_whole_batch(
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
         warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
-    for v in _out_of_order(whole, local, following)[: replicas.syncs]:
+    for v in _out_of_order(whole, local, following)[: bool(replicas.syncs)]:
         warnings.warn(
             f"{local.name}: the result {v.name!r} ({v.type} on each of {devices.size} devices) is laid end "
             "to end along its first axis, and holds the examples several times or along another axis: their "

@@ -8,7 +8,7 @@ from typing import Any
 from onward.core.errors import ArgumentError
 from onward.core.first_use import at_first_call
 from onward.core.program import Program, Variable
-from onward.core.structure import describe
+from onward.core.structure import describe, is_word
 from onward.core.walk import Where, listed
 from onward.develop.check_finite import check_finite as checked
 from onward.execute.cores import Cores
@@ -132,7 +132,7 @@ def compile(  # noqa: A001
 
 def _chosen(options: Any, programs: Sequence[Program], cores: int) -> tuple[OptionSet, tuple[str, ...]]:
     """The options that were given, or remembered of the first of these Programs that is known; in words."""
-    if options != "tuned":
+    if not is_word(options, ["tuned"]):
         found: OptionSet = option_set(options)
         return found, (f"options: {found}",) if found.words else ()
     for program in programs:

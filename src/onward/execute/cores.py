@@ -173,7 +173,8 @@ def is_in_flags() -> bool:
 
 def _ask_for_devices(count: int) -> None:
     """Let JAX begin with so many host devices, if it has not begun and nobody said how many."""
-    if is_in_flags() or jax.config.jax_num_cpu_devices > 0:
+    config: Any = jax.config
+    if is_in_flags() or config.jax_num_cpu_devices > 0:
         return
     with suppress(RuntimeError):  # it has begun
         jax.config.update("jax_num_cpu_devices", count)

@@ -153,7 +153,8 @@ class Executable:
     ) -> jax.stages.Compiled:
         self.compilations += 1
         try:
-            return self.lowered(shardings).compile(dict(options or all_options(self._options)))
+            chosen: dict[str, Any] = dict(options or all_options(self._options))
+            return self.lowered(shardings).compile(chosen)
         except RuntimeError as error:
             if (refused := refusal(error)) is not None:
                 raise refused from error

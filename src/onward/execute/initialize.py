@@ -39,7 +39,7 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
     for op in program.initializers:
         if all(v in values for v in op.outputs):
             continue
-        made = _numbers(op) or _run(op.body)(*(values[v] for v in op.inputs))
+        made = _numbers(op) or _run(op)(*(values[v] for v in op.inputs))
         for v, value in zip(op.outputs, made, strict=True):
             values.setdefault(v, copied(_everywhere(value, v, program), v.dtype))
     del values[SEED]
@@ -59,9 +59,13 @@ def _numbers(op: Op) -> list[np.ndarray] | None:
     return filled(op.body) if sum(v.size for v in op.outputs) <= _SENT else None
 
 
-def _run(body: Body) -> Callable[..., list[Any]]:
-    """A Body to be called; of several equations as one program, not one for each."""
-    return body if len(body.equations) < 2 else _compiled(_InitializerRun(body.signature, body))
+def _run(op: Op) -> Callable[..., list[Any]]:
+    """The function of an initializer: of several equations one program, not one for each.
+
+    What draws at random draws by a number of its own, so no two are one program; its equations are shared.
+    """
+    is_alike = len(op.body.equations) > 1 and SEED not in op.inputs
+    return _compiled(_InitializerRun(op.body.signature, op.body)) if is_alike else op.body
 
 
 @dataclass(frozen=True)

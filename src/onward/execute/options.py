@@ -78,7 +78,7 @@ def option_set(given: Any, what: str = "compile: options", name: str = "given") 
     return OptionSet(name, dict(given))
 
 
-def all_options(given: Mapping[str, Value]) -> dict[str, Value]:
+def all_options(given: Mapping[str, Value]) -> dict[str, Any]:
     """Options of XLA over those that Onward gives by itself."""
     return {**compiler_options(), **given}
 

@@ -21,7 +21,7 @@ LOOK = 0.5  # seconds between two looks at whether a hosted object has lost its 
 
 
 def is_reborn() -> bool:
-    """Whether this process hosts an object that was lost with the process before, and made anew.
+    """Whether this process hosts an object that was lost with the process before, and made again.
 
     >>> is_reborn()
     False

@@ -134,7 +134,7 @@ def _of_jax_itself(eqn: Any) -> Any | None:
 def _at_top(name: str, file: str, line: int) -> Any | None:
     """The function with a rule that a module of JAX has under this name, if it begins at this line.
 
-    None where its rule knows more than arrays: what is no array may differ from call to call.
+    None where its rule knows more than arrays: what is not an array may differ from call to call.
     """
     if not file.startswith(_JAX):
         return None

@@ -209,7 +209,8 @@ class _StepOnDisk:
 
     def job(self, options: OptionSet, is_first: bool) -> dict[str, Any]:
         """The job of a process, as ``trials.child`` reads it."""
-        config: dict[str, Any] = {"jax_enable_x64": bool(jax.config.jax_enable_x64), "jax_platforms": "cpu"}
+        here: Any = jax.config
+        config: dict[str, Any] = {"jax_enable_x64": bool(here.jax_enable_x64), "jax_platforms": "cpu"}
         if self.devices > 1 and not is_in_flags():
             config["jax_num_cpu_devices"] = self.devices
         return {

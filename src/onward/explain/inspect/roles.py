@@ -162,8 +162,8 @@ def _read_forward(ops: Sequence[Op]) -> set[Variable]:
 def likely_loss(ops: Sequence[Op], outputs: Iterable[Variable]) -> Variable | None:
     """The result that is the loss, where nothing shows at which number the backward pass begins.
 
-    A mean over devices, a number of the forward pass, or what a loop that accumulates gradients returns; None
-    if several may be it.
+    A mean over devices, a number of the forward pass, or what a loop that accumulates gradients returns;
+    None if there are several.
     """
     makers = {v: op for op in ops for v in op.outputs}
     scalars = [v for v in outputs if v in makers and not v.shape and jnp.issubdtype(v.dtype, jnp.inexact)]
