@@ -92,6 +92,7 @@ TOPICS = {
             "execute.state",
             "execute.out",
             "execute.storage",
+            "execute.options",
             "execute.trials",
             "execute.tuning",
             "execute.host_memory",
