@@ -188,7 +188,7 @@ def test_a_copy_shares_no_memory_and_compiles_nothing() -> None:
     assert compilations(lambda: copies.append(copied(host.T, np.float32))) == 0
     device.delete()
     host[:] = 0
-    assert [np.array_equal(copy, like) for copy, like in zip(copies, (ones, ones, ones.T), strict=True)]
+    assert all(np.array_equal(copy, like) for copy, like in zip(copies, (ones, ones, ones.T), strict=True))
 
 
 @pytest.mark.parametrize(
