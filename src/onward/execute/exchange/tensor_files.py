@@ -257,7 +257,7 @@ def _missing(path: str, expected: Type, table: NameTable) -> str:
 
 
 def _misfits(array: StoredArray, here: str, axes: Axes, expected: Type, cast: bool) -> Iterator[str]:
-    """What is wrong with an array for its place, in at most one sentence."""
+    """The reason why an array does not fit its place, in at most one sentence."""
     wanted = f"{expected.dtype}{list(expected.shape)}"
     if axes is not None and len(axes) != len(array.shape):
         yield f"{array.name!r} has shape {list(array.shape)}, and names transposes it by {axes}"
