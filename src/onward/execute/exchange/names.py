@@ -20,16 +20,19 @@ from onward.core.errors import ArgumentError
 from onward.core.structure import describe
 
 Axes: TypeAlias = tuple[int, ...] | None
-_FIELD = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{(\w*)\}")
 
 
 @dataclass(frozen=True)
 class NameRow:
-    """One row: a pattern there, the pattern here, and the axes there in the order that they have here."""
+    """One row: a pattern there, the pattern here, and the axes there in the order that they have here.
+
+    Without a pattern here the array is left out.
+    """
 
     there: str
-    here: str
-    axes: Axes
+    here: str | None
+    axes: Axes = None
 
 
 class NameTable:
@@ -47,22 +50,19 @@ class NameTable:
             raise ArgumentError(
                 f"names is {describe(rows)}; expected a dict from the names in the file to names here."
             )
-        self.left_out = [there for there, row in (rows or {}).items() if row is None]
-        self.rows = [_row(there, row) for there, row in (rows or {}).items() if row is not None]
+        self.rows = [_row(there, row) for there, row in (rows or {}).items()]
 
     def here(self, name: str) -> tuple[str, Axes] | None:
         """The name here of an array there, and its axes; None for one that is left out."""
-        if any(_fields(pattern, name) is not None for pattern in self.left_out):
-            return None
         for row in self.rows:
             if (found := _fields(row.there, name)) is not None:
-                return _filled(row.here, found), row.axes
+                return None if row.here is None else (_filled(row.here, found), row.axes)
         return name, None
 
     def there(self, name: str) -> tuple[str, Axes]:
         """The name there of an array here, and the axes that undo those of the row."""
         for row in self.rows:
-            if (found := _fields(row.here, name)) is not None:
+            if row.here is not None and (found := _fields(row.here, name)) is not None:
                 back = None if row.axes is None else tuple(int(axis) for axis in np.argsort(row.axes))
                 return _filled(row.there, found), back
         return name, None
@@ -71,16 +71,17 @@ class NameTable:
 def _row(there: str, row: Any) -> NameRow:
     here, axes = row if isinstance(row, tuple | list) and len(row) == 2 else (row, None)
     is_order = axes is None or (isinstance(axes, tuple | list) and sorted(axes) == list(range(len(axes))))
-    if not isinstance(there, str) or not isinstance(here, str) or not is_order:
+    if not isinstance(there, str) or not isinstance(here, str | None) or not is_order:
         raise ArgumentError(
             f"names: the row of {there!r} is {row!r}; expected a name here, 'layers/{{n}}/w', or a pair of "
             "it and the order of the axes, ('layers/{n}/w', (1, 0)), or None to leave the array out."
         )
-    fields = [_FIELD.findall(pattern) for pattern in (there, here)]
-    if sorted(fields[0]) != sorted(fields[1]) or len(set(fields[0])) != len(fields[0]):
+    fields = _FIELD.findall(there)
+    same = here is None or sorted(fields) == sorted(_FIELD.findall(here))
+    if not same or len(set(fields)) != len(fields) or not all(map(str.isidentifier, fields)):
         raise ArgumentError(
-            f"names: {there!r} and {here!r} have the fields {fields[0]} and {fields[1]}; expected the same "
-            "in both, each once."
+            f"names: {there!r} and {here!r} have other fields; expected the same words in both, each once, "
+            "as in 'h.{n}.weight': 'layers/{n}/w'."
         )
     return NameRow(there, here, None if axes is None else tuple(axes))
 

@@ -36,6 +36,7 @@ EXCHANGED: Mapping[str, str] = {
     "float8_e5m2": "F8_E5M2",
 }
 """The code of each dtype in a file that others read; a checkpoint keeps the rare ones as plain bits."""
+MOST = 40  # lines of what does not fit, in one error
 _DTYPES = {code: DTYPES[name] for name, code in EXCHANGED.items()}
 
 
@@ -67,6 +68,12 @@ class Fitting:
     chosen: dict[str, tuple[StoredArray, Axes]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
+    def told(self) -> str:
+        """The problems, a line each, as many as anybody reads."""
+        more = len(self.problems) - MOST
+        rest = [f"and {more} more"] if more > 0 else []
+        return "".join(f"\n  {line}" for line in [*self.problems[:MOST], *rest])
+
 
 def load_safetensors(
     files: FilePath | Sequence[FilePath],
@@ -79,7 +86,7 @@ def load_safetensors(
 
     Nothing is filled in silence: each array of the tree has to be in the files and each array of the files in
     the tree, with the same shape. A dtype that holds every number of the file's, as float32 those of
-    bfloat16, is taken.
+    bfloat16, is taken. Only a square matrix fits both ways: whether to transpose it, the table has to know.
 
     Args:
         files: a file, several (the shards of one model), or a folder, whose ``*.safetensors`` are read.
@@ -119,7 +126,7 @@ def load_safetensors(
     stored = [array for file in _files(files) for array in _stored(file)]
     fitting = _fitting(stored, expected, table, cast)
     if fitting.problems:
-        raise CheckpointError("The files do not fit:\n  " + "\n  ".join(fitting.problems))
+        raise CheckpointError(f"The files do not fit:{fitting.told()}")
     values = {path: _held(array, axes, expected[path]) for path, (array, axes) in fitting.chosen.items()}
     return jax.tree.unflatten(treedef, [values.get(p, x) for p, x in zip(paths, leaves, strict=True)])
 
@@ -188,7 +195,9 @@ def _places(tree: Any, what: str) -> tuple[list[str], list[Any], Any]:
 def _numbers(leaf: Any) -> Type | None:
     """The type of a leaf that is an array of numbers."""
     found = type_of(leaf, numbers=False)
-    return None if found is None or holds_keys(found.dtype) else found
+    if found is None or holds_keys(found.dtype):
+        return None
+    return Type(found.shape, jax.dtypes.canonicalize_dtype(found.dtype))  # float64 is not there without x64
 
 
 def _files(given: FilePath | Sequence[FilePath]) -> list[Path]:
@@ -294,16 +303,15 @@ def _held(array: StoredArray, axes: Axes, expected: Type) -> jax.Array:
 
 def _written(place: str, leaf: Any, axes: Axes) -> np.ndarray:
     """The numbers of a leaf as they are written."""
-    kind = _numbers(leaf)
-    if kind is None or isinstance(leaf, Type) or kind.dtype.name not in EXCHANGED:
-        found = describe(leaf) if kind is None else f"{kind.dtype}{list(kind.shape)}"
+    if _numbers(leaf) is None or isinstance(leaf, Type) or leaf.dtype.name not in EXCHANGED:
+        dtype = f" of {leaf.dtype}" if hasattr(leaf, "dtype") else ""
         raise ArgumentError(
-            f"save_safetensors: {place!r} is {found}; expected an array of numbers of a dtype that "
-            "safetensors has. Save only the part of the tree that holds arrays."
+            f"save_safetensors: {place!r} is {describe(leaf)}{dtype}; expected an array of numbers of a "
+            "dtype that safetensors has. Save only the part of the tree that holds arrays."
         )
     array = np.asarray(leaf)
     if axes is not None and len(axes) != array.ndim:
         raise ArgumentError(
             f"save_safetensors: {place!r} is {describe(leaf)}; names transposes it by {axes}."
         )
-    return np.array(turned(array, axes), order="C")
+    return np.array(turned(array, axes), array.dtype.newbyteorder("="), order="C")
