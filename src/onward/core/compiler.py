@@ -19,9 +19,9 @@ from functools import cache, wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend import core as jex
 from jaxlib import version as jaxlib
+
+from onward.core.jaxprs.tracing import records
 
 __all__ = [
     "AFFECTED",
@@ -88,20 +88,6 @@ def compiled_alone(function: Callable[..., Any], **options: Any) -> Callable[...
 
     @wraps(function)
     def compiled(*arguments: Any, **named: Any) -> Any:
-        return (within if _is_traced() else alone())(*arguments, **named)
+        return (within if records() else alone())(*arguments, **named)
 
     return compiled
-
-
-def _is_traced() -> bool:
-    """Whether what is computed now becomes part of a trace."""
-    if jex.find_top_trace(()) is _eager():  # no array is made to ask: that costs as much as a small step
-        return False
-    return isinstance(jnp.zeros(()), jax.core.Tracer)  # within jax.vmap or jax.grad alone nothing is recorded
-
-
-@cache
-def _eager() -> Any:
-    """Where JAX computes at once what it is given."""
-    with jax.ensure_compile_time_eval():
-        return jex.find_top_trace(())

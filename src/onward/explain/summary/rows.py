@@ -9,6 +9,7 @@ from functools import cached_property
 from onward.core.cost import Cost, cost, size
 from onward.core.homes import scopes
 from onward.core.liveness import lifetimes
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.show import short_type, turns_within
 from onward.core.words import Kind, Pass
@@ -92,7 +93,7 @@ class Count:
 
     def _counted(self, place: int, op: Op) -> Iterator[CountedOp]:
         left, times, live = cost(op), _turns(op), self._live.get(place, 0)
-        for turn in turns_within(op):
+        for turn in _that_run(op):
             inner = Count(turn, self.seen)
             most = max(inner._live.values(), default=0)
             for one in inner.ops:
@@ -142,6 +143,13 @@ def _less(whole: Cost, part: Cost) -> Cost:
         max(whole.transcendentals - part.transcendentals, 0),
         whole.endless,
     )
+
+
+def _that_run(op: Op) -> list[Program]:
+    """The turns within an op; of branches, of which one runs, that which takes the most, as in ``cost``."""
+    turns = turns_within(op)
+    is_one = op.primitive.runs is Runs.BRANCH and len(turns) > 1
+    return [max(turns, key=lambda turn: cost(turn).flops)] if is_one else turns
 
 
 def _turns(op: Op) -> int:
