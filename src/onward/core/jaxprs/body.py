@@ -381,20 +381,6 @@ def _has_type(value: Any) -> bool:
     return isinstance(value, jax.Array | Type)
 
 
-def body_over(function: Callable[..., Any], collection: Sequence[Type], *others: Type) -> Body:
-    """The Body of ``function(arrays, *others)``, which does not ask how numbers are laid out in arrays.
-
-    >>> row, number = Type((3,), np.float32), Type((), np.float32)
-    >>> body = body_over(lambda xs, y: [x * y for x in xs], [row, row], number)
-    >>> [t.shape for t in body.collected.remade([Type((2, 3), np.float32)]).out_types]
-    [(2, 3)]
-    """
-    count = len(collection)
-    body = body_of(lambda *xs: function(xs[:count], *xs[count:]), *collection, *others)
-    body.collected = Collected(count, lambda types: body_over(function, types, *others))
-    return body
-
-
 def _plain(value: Any) -> Any:
     """A parameter without NumPy's way of writing integers."""
     if isinstance(value, tuple | list):

@@ -56,7 +56,8 @@ def save(
         path: the file, such as ``"trained.model"``.
         state: the State of a step or a Program; a Model has its own.
         batch: the lengths of batches that it should take. None: any; a network that cannot be traced without
-            knowing the length takes the one it was traced with, and 1, and a warning says so.
+            knowing the length takes the one it was traced with, and 1 where it answers and does not train,
+            and a warning says so.
         shapes: for data with more free lengths than that of the batch, by name, its shape with names for what
             is free: ``{"tokens": ("b", "t")}``.
         trainable: write what ``minimize`` needs as well: the derivative, and the network as it is trained
