@@ -110,6 +110,7 @@ TOPICS = {
             "fit.gradient_machine",
             "fit.trainer",
             "execute.checkpoint",
+            "execute.exchange",
             "execute.restore",
             "execute.nonfinite",
         ),

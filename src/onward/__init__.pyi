@@ -101,6 +101,8 @@ from onward.distribute.sharded import Sharded as Sharded
 from onward.distribute.split.split import split as split
 from onward.execute.checkpoint.checkpoints import Checkpoints as Checkpoints
 from onward.execute.compile import compile as compile
+from onward.execute.exchange.tensor_files import load_safetensors as load_safetensors
+from onward.execute.exchange.tensor_files import save_safetensors as save_safetensors
 from onward.execute.host_memory import keep_host_memory as keep_host_memory
 from onward.execute.loop.batches import batches as batches
 from onward.execute.loop.events import EarlyStop as EarlyStop

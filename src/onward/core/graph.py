@@ -21,6 +21,7 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Primitive, Runs
 from onward.core.source import Source
 from onward.core.structure import Signature
+from onward.core.treescope_view import foldable_text
 from onward.core.variable import Partition, Replicas, Variable
 from onward.core.whereabouts import Pointing
 from onward.core.words import Kind, Pass, UpdateType
@@ -294,6 +295,9 @@ class Program(Pointing):
 
     def __str__(self) -> str:
         return shown(self)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        return foldable_text(shown(self), path)
 
 
 @singledispatch
