@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from onward.core.errors import UnknownNameError, nearest
+from onward.core.pointing import Pointing
 from onward.core.program import Variable
 from onward.core.structure import Signature
-from onward.core.whereabouts import Pointing
 from onward.develop.watch.reading import Watched, Watching
 
 

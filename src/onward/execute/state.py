@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownNameError, nearest
+from onward.core.pointing import Pointing
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.variable import holds_keys
-from onward.core.whereabouts import Pointing
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
 from onward.execute.layout import Layout
