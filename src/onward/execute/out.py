@@ -69,7 +69,7 @@ class Out(Pointing):
     def __init__(self, results: Results, values: Sequence[Any]) -> None:
         self.results, self.values = results, tuple(values)
 
-    def __getitem__(self, name: str | Variable) -> Any:
+    def __getitem__(self, name: str | Variable) -> jax.Array:
         """The value of an output or a fetched Variable."""
         name = name.name if isinstance(name, Variable) else name
         if name == "loss" and name not in self.results.position:
@@ -83,7 +83,7 @@ class Out(Pointing):
             ) from None
 
     @property
-    def loss(self) -> Any:
+    def loss(self) -> jax.Array:
         """The loss, a scalar."""
         if self.results.loss is None:
             raise UnknownNameError("The traced function returns several arrays, none of them named the loss.")
