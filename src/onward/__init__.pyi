@@ -119,6 +119,7 @@ from onward.explain.compare.compare import compare as compare
 from onward.explain.compiling.compile_times import compile_times as compile_times
 from onward.explain.diff.diff import diff as diff
 from onward.explain.draw.draw import draw as draw
+from onward.explain.files import save_picture as save_picture
 from onward.explain.find_nonfinite import find_nonfinite as find_nonfinite
 from onward.explain.inspect.inspect import inspect as inspect
 from onward.explain.memory.memory import memory as memory

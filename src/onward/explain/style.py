@@ -57,7 +57,7 @@ DARK: Mapping[str, str] = {
     "faint-mid": "#505660",
     "forward-mid": "#38496c",
 }
-FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 

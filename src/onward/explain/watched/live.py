@@ -23,7 +23,7 @@ import numpy as np
 from onward.core.errors import StateError
 from onward.core.show import human_bytes
 from onward.execute.loop.events import Event, EventKind
-from onward.explain.files import write_picture
+from onward.explain.files import save_picture
 from onward.explain.watched.live_chart import Curve, LiveChart
 
 RATE, GRADIENTS = "learning_rate", "gradient norm"
@@ -77,13 +77,13 @@ class Live:
             self._look(event)
 
     def save(self, path: str | PathLike[str], dark: bool = False) -> Path:
-        """Write the curves as they were last shown: ``.svg``, ``.html`` or, with cairosvg, ``.png``.
+        """Write the curves as they were last shown: ``.svg``, ``.html`` or ``.png``.
 
         Raises:
             ArgumentError: the name ends otherwise.
-            MissingExtraError: a PNG without cairosvg.
+            MissingExtraError: a PNG, and resvg_py is not installed.
         """
-        return write_picture(path, LiveChart(self.curves, self._facts).svg, "Training", dark)
+        return save_picture(LiveChart(self.curves, self._facts), path, dark)
 
     def _begin(self, step: int) -> None:
         self._due = self._began = self._looked = monotonic()
