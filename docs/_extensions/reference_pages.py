@@ -118,7 +118,14 @@ TOPICS = {
     "execute-session": Topic("Sessions", ("fit.session", "fit.scope")),
     "explain-pictures": Topic(
         "Draw, diff, inspect, adopt",
-        ("explain.draw", "explain.diff", "explain.inspect", "explain.adopt", "explain.compare"),
+        (
+            "explain.draw",
+            "explain.diff",
+            "explain.inspect",
+            "explain.adopt",
+            "explain.compare",
+            "explain.files",
+        ),
     ),
     "explain-cost": Topic(
         "Cost, memory, time",

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.jaxprs.body import Body
+from onward.core.pointing import Pointing
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Primitive, Runs
 from onward.core.source import Source
 from onward.core.structure import Signature
 from onward.core.treescope_view import foldable_text
 from onward.core.variable import Partition, Replicas, Variable
-from onward.core.whereabouts import Pointing
 from onward.core.words import Kind, Pass, UpdateType
 
 

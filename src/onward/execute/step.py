@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from onward.core.errors import ArgumentError, NotPickled, StateError
+from onward.core.pointing import Pointing
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, find, select
-from onward.core.whereabouts import Pointing
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import POSITION
 from onward.execute.checkpoint.loaded import Checkpoint
