@@ -94,6 +94,7 @@ from onward.distribute import merges as _merges
 from onward.distribute.merge import Average as Average
 from onward.distribute.merge import Merge as Merge
 from onward.distribute.merge import Sum as Sum
+from onward.distribute.partition import partition as partition
 from onward.distribute.plan import plan as plan
 from onward.distribute.replicate import replicate as replicate
 from onward.distribute.sharded import Sharded as Sharded
@@ -108,6 +109,8 @@ from onward.execute.loop.events import EarlyStop as EarlyStop
 from onward.execute.loop.events import Event as Event
 from onward.execute.loop.events import StopTraining as StopTraining
 from onward.execute.loop.history import History as History
+from onward.execute.loop.log_metrics import log_metrics as log_metrics
+from onward.execute.loop.own_loop import Loop as Loop
 from onward.execute.out import Out as Out
 from onward.execute.state import State as State
 from onward.execute.step import Step as Step
@@ -119,12 +122,14 @@ from onward.explain.compare.compare import compare as compare
 from onward.explain.compiling.compile_times import compile_times as compile_times
 from onward.explain.diff.diff import diff as diff
 from onward.explain.draw.draw import draw as draw
+from onward.explain.files import save_picture as save_picture
 from onward.explain.find_nonfinite import find_nonfinite as find_nonfinite
 from onward.explain.inspect.inspect import inspect as inspect
 from onward.explain.memory.memory import memory as memory
 from onward.explain.profile.profile import profile as profile
 from onward.explain.summary.summary import summary as summary
 from onward.explain.summary.summary import summary_by_pass as summary_by_pass
+from onward.explain.watched.live import Live as Live
 from onward.explain.watched.plot import plot_watched as plot_watched
 from onward.explain.watched.tensorboard import TensorBoard as TensorBoard
 from onward.explain.watched.tensorboard import to_tensorboard as to_tensorboard

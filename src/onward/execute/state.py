@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownNameError, nearest
+from onward.core.pointing import Pointing
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.treescope_view import foldable_text, named_values
 from onward.core.variable import holds_keys
-from onward.core.whereabouts import Pointing
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
 from onward.execute.layout import Layout
@@ -63,7 +64,7 @@ class State(Pointing):
         """The number of the buffer that holds the Variable at this place of the layout."""
         return i if self.storage is None else self.storage.place[self.layout.variables[i].name][0]
 
-    def __getitem__(self, name: str | Variable) -> Any:
+    def __getitem__(self, name: str | Variable) -> jax.Array:
         """The value of a state Variable.
 
         Raises:
@@ -110,7 +111,7 @@ class State(Pointing):
         return signature.model_state.unflatten(self[v] for v in signature.model_state.variables)
 
     @property
-    def hyperparameters(self) -> Mapping[str, Any]:
+    def hyperparameters(self) -> Mapping[str, jax.Array]:
         """The hyperparameters that are Variables, by name; change one with ``replace``."""
         self.expect_whole()
         return {v.name: self[v] for v in self.layout.hyperparameters}
@@ -186,7 +187,7 @@ class State(Pointing):
             return changed
         return State(self.layout, [changes.get(i, x) for i, x in enumerate(self.values)])
 
-    def sweep(self, choices: Mapping[str, Sequence[Any]]) -> State:
+    def sweep(self, choices: Mapping[str, Sequence[Any] | NDArray[Any] | jax.Array]) -> State:
         """As many States in one as there are choices: every array has one more axis, the first.
 
         ``jax.vmap`` runs a step over them in one compilation: a search for a learning rate costs one batched
