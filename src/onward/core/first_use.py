@@ -75,6 +75,9 @@ def from_stub(module: str, known_as: str) -> LazyNames:
     """
     own = sys.modules[module]
     sources = sources_in(Path(str(own.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
+    lacks = f"module {module!r} has no attribute"
+    if "." in module:
+        own.__class__, lacks = _Package, f"{known_as} has no"
 
     def get(name: str) -> Any:
         if name in sources:
@@ -83,9 +86,24 @@ def from_stub(module: str, known_as: str) -> LazyNames:
             return vars(own)[name]
         # Tools ask for many _names.
         told = "" if name.startswith("_") else f" {_whereabouts(name, own, known_as)}"
-        raise AttributeError(f"module {module!r} has no attribute {name!r}.{told}", name=name)
+        raise AttributeError(f"{lacks} {name!r}.{told}", name=name)
 
     return LazyNames(get, lambda: sorted({*vars(own), *sources}), sorted(sources))
+
+
+class _Package(ModuleType):
+    """A package of which its own files are no names, loaded or not: ``import`` finds them as before.
+
+    Without that ``ow.optimizer.adam`` is a module, and calling it says no more than that.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"):
+            super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by name, as tools do with modules of the plain type."""
+        return import_module, (self.__name__,)
 
 
 def sources_in(stub: str) -> Mapping[str, tuple[str, str]]:

@@ -24,6 +24,8 @@ from onward.execute.feeds import Feeds
 from onward.execute.out import Out
 from onward.execute.state import State, is_deleted
 
+_find = at_first_call("onward.execute.nonfinite.find", "find")
+
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The data of a step, by place and by name."""
 
