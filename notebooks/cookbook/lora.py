@@ -9,6 +9,8 @@ Source:   Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
 Time:     10 CPU seconds.
 """
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,26 +30,27 @@ def initial(key):
 
 def adapters(key):
     """Beside each weight a random ``a`` and a ``b`` of zeros, so that nothing is changed at first."""
-    keys, pairs = jax.random.split(key, 3), zip(SIZES, SIZES[1:], strict=False)
+    keys, pairs = jax.random.split(key, 3), pairwise(SIZES)
     return [
         {"a": jax.random.normal(k, (n, RANK)) / np.sqrt(n), "b": jnp.zeros((RANK, m))}
         for k, (n, m) in zip(keys, pairs, strict=True)
     ]
 
 
-def logits(layers, images):
-    """The network; an adapted layer has its low-rank part beside the weight."""
-    for i, layer in enumerate(layers):
+def logits(params, images):
+    """The network; beside each weight stands its low-rank part, where there is one."""
+    adapted = params.get("lora", [None] * len(params["base"]))
+    for i, (layer, pair) in enumerate(zip(params["base"], adapted, strict=True)):
         out = images @ layer["w"] + layer["b"]
-        if "lora" in layer:
-            out = out + SCALE * (images @ layer["lora"]["a"] @ layer["lora"]["b"])
-        images = jax.nn.relu(out) if i + 1 < len(layers) else out
+        if pair:
+            out = out + SCALE * (images @ pair["a"] @ pair["b"])
+        images = jax.nn.relu(out) if i + 1 < len(params["base"]) else out
     return images
 
 
-def loss(layers, images, labels):
+def loss(params, images, labels):
     """Cross entropy, for either of the two trainings."""
-    return ow.layer.cross_entropy(logits(layers, images), labels)
+    return ow.layer.cross_entropy(logits(params, images), labels)
 
 
 def trained(optimizer, params, reader, epochs):
@@ -62,44 +65,47 @@ def trained(optimizer, params, reader, epochs):
     return state.parameters, np.array(losses)
 
 
-def accuracy(layers, images, labels):
+def accuracy(params, images, labels):
     """The fraction that is read right."""
-    return float(jnp.mean(logits(layers, images).argmax(1) == labels))
+    return float(jnp.mean(logits(params, images).argmax(1) == labels))
 
 
-def merged(layers):
-    """The adapters multiplied out and added to the weights: a network as before, no slower."""
-    return [
-        {"w": one["w"] + SCALE * one["lora"]["a"] @ one["lora"]["b"], "b": one["b"]} for one in layers
-    ]
+def merged(params):
+    """The adapters multiplied out and added to the weights: a network as before, and as fast."""
+    pairs = zip(params["base"], params["lora"], strict=True)
+    return {"base": [{**one, "w": one["w"] + SCALE * pair["a"] @ pair["b"]} for one, pair in pairs]}
+
+
+def read_data():
+    """Images as rows, upright and turned by 90 degrees, their labels, and which are to train and test."""
+    digits = load_digits()
+    images, labels = (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
+    turned = np.rot90(images, axes=(1, 2))
+    test, train = np.split(np.random.default_rng(0).permutation(len(labels)), [len(labels) // 5])
+    return images.reshape(-1, 64), turned.reshape(-1, 64), labels, train, test
 
 
 def main(epochs=20, adapted_epochs=30):
     """Train on upright digits, adapt to turned ones."""
-    digits = load_digits()
-    images, labels = (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
-    turned = np.rot90(images, axes=(1, 2)).reshape(-1, 64)
-    images = images.reshape(-1, 64)
-    test, train = np.split(np.random.default_rng(0).permutation(len(labels)), [len(labels) // 5])
+    upright, turned, labels, train, test = read_data()
 
     def reader(images):
         return ow.batches((images[train], labels[train]), 64, shuffle=True, drop_last=True)
 
-    base, losses = trained(ow.Adam(1e-3), initial(jax.random.key(0)), reader(images), epochs)
-    before = [accuracy(base, x[test], labels[test]) for x in (images, turned)]
-    both = [
-        {**layer, "lora": pair} for layer, pair in zip(base, adapters(jax.random.key(1)), strict=True)
-    ]
-    frozen = ow.Adam(5e-3, groups=[ow.Group(["*/w", "?/b"], frozen=True)])
-    both, adapted_losses = trained(frozen, both, reader(turned), adapted_epochs)
+    params = {"base": initial(jax.random.key(0))}
+    params, losses = trained(ow.Adam(1e-3), params, reader(upright), epochs)
+    before = [accuracy(params, x[test], labels[test]) for x in (upright, turned)]
 
+    both = {**params, "lora": adapters(jax.random.key(1))}
+    adapting = ow.Adam(5e-3, groups=[ow.Group("base/*", frozen=True)])
+    both, adapted = trained(adapting, both, reader(turned), adapted_epochs)
     after = accuracy(merged(both), turned[test], labels[test])
-    count = sum(leaf.size for layer in both for leaf in jax.tree.leaves(layer["lora"]))
-    share = count / sum(leaf.size for leaf in jax.tree.leaves(base))
-    print(f"upright digits {before[0]:.1%}, turned ones {before[1]:.1%}")
-    print(f"turned ones with adapters {after:.1%}, which have {share:.1%} as many numbers")
-    changed = max(float(jnp.abs(new["w"] - old["w"]).max()) for new, old in zip(both, base, strict=True))
-    return {"losses": losses, "adapted": adapted_losses, "before": before, "after": after, "changed": changed}
+
+    numbers = {part: sum(leaf.size for leaf in jax.tree.leaves(both[part])) for part in both}
+    print(f"before: upright digits {before[0]:.1%}, turned ones {before[1]:.1%}")
+    print(f"after:  turned ones {after:.1%}, with {numbers['lora']:,} numbers beside {numbers['base']:,}")
+    same = jax.tree.map(np.array_equal, params["base"], both["base"])
+    return {"losses": losses, "adapted": adapted, "before": before, "after": after, "frozen": same}
 
 
 if __name__ == "__main__":
