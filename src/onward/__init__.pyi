@@ -98,6 +98,7 @@ from onward.distribute.plan import plan as plan
 from onward.distribute.replicate import replicate as replicate
 from onward.distribute.sharded import Sharded as Sharded
 from onward.distribute.split.split import split as split
+from onward.execute.averaged import averaged as averaged
 from onward.execute.checkpoint.checkpoints import Checkpoints as Checkpoints
 from onward.execute.compile import compile as compile
 from onward.execute.host_memory import keep_host_memory as keep_host_memory
