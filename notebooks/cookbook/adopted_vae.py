@@ -100,12 +100,13 @@ def main(epochs=60, compared=2):
     """Train, compare with the step as it was, decode codes that were drawn."""
     train, held_out = read_data()
     noise = np.random.default_rng(2).normal(size=(len(held_out), LATENT)).astype(np.float32)
-    before = float(bound(first_params, held_out, noise))
+    tested = jax.jit(bound)
+    before = float(tested(first_params, held_out, noise))
     example = next(batches_of(train, 1))
     params, losses = adopted(first_params, batches_of(train, epochs), example)
     theirs = by_hand(first_params, batches_of(train, compared))
     difference = float(np.abs(np.subtract(losses[: len(theirs)], theirs)).max())
-    after = float(bound(params, held_out, noise))
+    after = float(tested(params, held_out, noise))
     print(f"{len(theirs)} losses of both steps, largest difference {difference:.1e}")
     print(f"bound on {len(held_out)} held-out digits: {before:.2f} -> {after:.2f} nats\n")
 

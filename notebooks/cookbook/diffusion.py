@@ -18,21 +18,25 @@ from sklearn.datasets import load_digits
 import onward as ow
 
 TIMES, WIDTH = 100, 256
-LEFT = (
-    np.cos(np.linspace(0.008, 1, TIMES + 1) * np.pi / 2) ** 2
-)  # how much of the digit is left, at each time
+# How much of the digit is left, at each time.
+LEFT = np.cos(np.linspace(0.008, 1, TIMES + 1) * np.pi / 2) ** 2
 LEFT = np.maximum(LEFT / LEFT[0], 1e-4).astype(np.float32)
 
 
-def initial(key):
+def initial(rng):
     """Three dense layers, each of which is told the time, with a way around the second and third."""
-    he, keys = jax.nn.initializers.he_normal(), jax.random.split(key, 8)
-    sizes = [(64, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)]
+
+    def weight(rows):
+        return rng.normal(0, np.sqrt(2 / rows), (rows, WIDTH)).astype(np.float32)
+
     hidden = [
-        {"w": he(k, size), "time": he(t, (32, size[1])), "b": jnp.zeros(size[1])}
-        for k, t, size in zip(keys, keys[3:], sizes, strict=False)
+        {"w": weight(rows), "time": weight(32), "b": np.zeros(WIDTH, np.float32)}
+        for rows in (64, WIDTH, WIDTH)
     ]
-    return {"hidden": hidden, "out": {"w": jnp.zeros((WIDTH, 64)), "b": jnp.zeros(64)}}
+    return {
+        "hidden": hidden,
+        "out": {"w": np.zeros((WIDTH, 64), np.float32), "b": np.zeros(64, np.float32)},
+    }
 
 
 def noise_in(params, images, times):
@@ -86,7 +90,7 @@ def main(epochs=300):
     held_out, train = np.split(np.random.default_rng(0).permutation(images), [len(images) // 5])
     reader = ow.batches([train], 128, shuffle=True, drop_last=True)
     rate = ow.schedule.cosine(2e-3, steps=epochs * len(reader), warmup=20)
-    params = initial(jax.random.key(0))
+    params = initial(np.random.default_rng(0))
     program = ow.Adam(rate, rules=[ow.EMA(0.995)]).minimize(loss, params, train[:128])
     step = ow.compile(program)
     state, losses = step.init(params, seed=0), []

@@ -2,7 +2,7 @@
 
 Trained:  two convolutions, pooling, dropout and a dense layer, described by layers and trained by a Trainer.
 Data:     1,797 digits of 8 x 8 pixels, inside scikit-learn; a fifth is held out.
-You see:  the held-out accuracy, 99 %, and the digits that it confuses.
+You see:  the held-out accuracy, 98 %, and the digits that it confuses.
 Source:   LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition, 1998.
 Time:     10 seconds on two cores.
 """
@@ -43,16 +43,15 @@ def main(epochs=20):
     trainer = ow.Trainer(model, ow.AdamW(rate, weight_decay=0.01))
     history = trainer.train(reader, epochs=epochs, progress=False)
 
-    tested = trainer.test(ow.batches(test, 100))
-    print(f"loss {history['loss'][0]:.2f} -> {history['loss'][-1]:.3f} in {len(history['loss'])} steps")
-    print(f"accuracy on {len(test['labels'])} held-out digits: {tested['accuracy']:.1%}")
-
     evaluator = ow.Evaluator(model)
     evaluator.forward(images=test["images"])
     read = np.asarray(evaluator.activation("digit")).argmax(1)
+    accuracy = float(np.mean(read == test["labels"]))
+    print(f"loss {history['loss'][0]:.2f} -> {history['loss'][-1]:.3f} in {len(history['loss'])} steps")
+    print(f"accuracy on {len(test['labels'])} held-out digits: {accuracy:.1%}")
     for row in np.flatnonzero(read != test["labels"]):
         print(f"digit {row}: a {test['labels'][row]} that was read as {read[row]}")
-    return {"losses": history["loss"], "accuracy": tested["accuracy"]}
+    return {"losses": history["loss"], "accuracy": accuracy}
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Trained:  first a whole network, on upright digits. Then only two thin matrices beside each of its weights, on digits
           that lie on their side; the weights themselves are frozen, and no gradient of them is computed.
 Data:     1,797 digits of 8 x 8 pixels, inside scikit-learn; a fifth is held out.
-You see:  the accuracy on turned digits before (20 %) and after (95 %), with 4 % of the numbers trained; that on
-          upright ones is as before, once the adapters are taken off.
+You see:  the accuracy on turned digits before (10 %) and after (96 %), for which 5 % as many numbers are trained as
+          the network has.
 Source:   Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
 Time:     10 CPU seconds.
 """
@@ -12,7 +12,6 @@ Time:     10 CPU seconds.
 from itertools import pairwise
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from sklearn.datasets import load_digits
 
@@ -21,19 +20,20 @@ import onward as ow
 SIZES, RANK, SCALE = (64, 256, 256, 10), 4, 2.0
 
 
-def initial(key):
+def normal(rng, rows, columns, variance):
+    """A random matrix."""
+    return rng.normal(0, np.sqrt(variance), (rows, columns)).astype(np.float32)
+
+
+def initial(rng):
     """The network: a weight and a bias for each layer."""
-    he, keys = jax.nn.initializers.he_normal(), jax.random.split(key, 3)
-    pairs = zip(keys, SIZES, SIZES[1:], strict=False)
-    return [{"w": he(k, (n, m)), "b": jnp.zeros(m)} for k, n, m in pairs]
+    return [{"w": normal(rng, n, m, 2 / n), "b": np.zeros(m, np.float32)} for n, m in pairwise(SIZES)]
 
 
-def adapters(key):
+def adapters(rng):
     """Beside each weight a random ``a`` and a ``b`` of zeros, so that nothing is changed at first."""
-    keys, pairs = jax.random.split(key, 3), pairwise(SIZES)
     return [
-        {"a": jax.random.normal(k, (n, RANK)) / np.sqrt(n), "b": jnp.zeros((RANK, m))}
-        for k, (n, m) in zip(keys, pairs, strict=True)
+        {"a": normal(rng, n, RANK, 1 / n), "b": np.zeros((RANK, m), np.float32)} for n, m in pairwise(SIZES)
     ]
 
 
@@ -67,7 +67,7 @@ def trained(optimizer, params, reader, epochs):
 
 def accuracy(params, images, labels):
     """The fraction that is read right."""
-    return float(jnp.mean(logits(params, images).argmax(1) == labels))
+    return float(np.mean(np.asarray(jax.jit(logits)(params, images)).argmax(1) == labels))
 
 
 def merged(params):
@@ -89,14 +89,16 @@ def main(epochs=20, adapted_epochs=30):
     """Train on upright digits, adapt to turned ones."""
     upright, turned, labels, train, test = read_data()
 
+    rng = np.random.default_rng(1)
+
     def reader(images):
         return ow.batches((images[train], labels[train]), 64, shuffle=True, drop_last=True)
 
-    params = {"base": initial(jax.random.key(0))}
+    params = {"base": initial(rng)}
     params, losses = trained(ow.Adam(1e-3), params, reader(upright), epochs)
     before = [accuracy(params, x[test], labels[test]) for x in (upright, turned)]
 
-    both = {**params, "lora": adapters(jax.random.key(1))}
+    both = {**params, "lora": adapters(rng)}
     adapting = ow.Adam(5e-3, groups=[ow.Group("base/*", frozen=True)])
     both, adapted = trained(adapting, both, reader(turned), adapted_epochs)
     after = accuracy(merged(both), turned[test], labels[test])

@@ -9,8 +9,11 @@ Source:   Schulman et al., Proximal Policy Optimization Algorithms, 2017; Schulm
 Time:     20 CPU seconds.
 """
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import onward as ow
 
@@ -34,18 +37,16 @@ def advance(cart, action, key):
     return jnp.where(over, jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05), cart), over
 
 
-def initial(key):
-    """A policy and a value function of the same form; the last layer of the policy is small."""
-    orthogonal, keys = jax.nn.initializers.orthogonal(), jax.random.split(key)
+def initial(rng):
+    """A policy and a value function of the same form."""
 
-    def dense(key, outputs, scale):
-        sizes, keys = [(4, 64, 1.0), (64, 64, 1.0), (64, outputs, scale)], jax.random.split(key, 3)
-        return [
-            {"w": s * orthogonal(k, (n, m)), "b": jnp.zeros(m)}
-            for k, (n, m, s) in zip(keys, sizes, strict=True)
-        ]
+    def weight(n, m):
+        return rng.normal(0, np.sqrt(2 / (n + m)), (n, m)).astype(np.float32)
 
-    return {"policy": dense(keys[0], 2, 0.01), "value": dense(keys[1], 1, 1.0)}
+    def dense(*sizes):
+        return [{"w": weight(n, m), "b": np.zeros(m, np.float32)} for n, m in pairwise(sizes)]
+
+    return {"policy": dense(4, 64, 64, 2), "value": dense(4, 64, 64, 1)}
 
 
 def network(layers, x):
@@ -114,10 +115,10 @@ def loss(params, carts, actions, log_p, gains, returns):
     return policy + value - 0.01 * entropy
 
 
-def main(rounds=40):
+def main(rounds=25):
     """Act and learn in turn."""
     key, test = jax.random.key(0), jax.random.key(2)
-    params = initial(jax.random.key(1))
+    params = initial(np.random.default_rng(0))
     carts, data = act(params, jnp.zeros((CARTS, 4)), key)
     rate = ow.schedule.linear(2e-3, 1e-4, steps=32 * rounds)
     optimizer = ow.Adam(rate, rules=[ow.ClipByGlobalNorm(0.5)])

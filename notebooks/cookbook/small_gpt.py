@@ -3,11 +3,11 @@
 Trained:  four layers of causal attention and two dense layers each, to guess the next letter. They are one loop when
           they are compiled, which nobody wrote.
 Data:     the language reference of Python, inside Python (``pydoc_data.topics``); the end is held out.
-You see:  the loss on the held-out part, in bits for each letter, beside that of the frequencies of letters (4.6) and
-          of pairs of them (3.5); and a text that it writes.
+You see:  the loss on the held-out part: 2.2 bits for each letter, where the frequencies of pairs of letters give
+          3.6; and a text that it writes, with words and an outline that are nearly those of the reference.
 Source:   Radford, Wu, Child, Luan, Amodei and Sutskever, Language Models are Unsupervised Multitask Learners, 2019;
           Vaswani et al., Attention Is All You Need, 2017.
-Time:     100 CPU seconds.
+Time:     110 CPU seconds.
 """
 
 from pydoc_data.topics import topics
@@ -35,12 +35,12 @@ def windows(ids, stride):
     return {"tokens": cut[:, :-1], "targets": cut[:, 1:]}
 
 
-def initial(key, letters, width, layers):
+def initial(letters, width, layers, seed=0):
     """Weights of GPT-2: normal, those that end a residual branch smaller by the number of branches."""
-    keys = iter(jax.random.split(key, 4 * layers + 2))
+    rng = np.random.default_rng(seed)
 
     def weight(*shape, scale=0.02):
-        return scale * jax.random.normal(next(keys), shape)
+        return rng.normal(0, scale, shape).astype(np.float32)
 
     last = 0.02 / np.sqrt(2 * layers)
     blocks = [
@@ -49,27 +49,26 @@ def initial(key, letters, width, layers):
             "mix": weight(width, width, scale=last),
             "up": weight(width, 4 * width),
             "down": weight(4 * width, width, scale=last),
-            "norms": jnp.ones((2, width)),
         }
         for _ in range(layers)
     ]
     return {"embed": weight(letters, width), "place": weight(CONTEXT, width), "blocks": blocks}
 
 
-def norm(x, scale):
-    """Numbers of mean square 1, times a scale."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+def norm(x):
+    """The numbers of each letter, with a mean square of 1."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
 def block(params, x):
     """One layer: letters look at those before them, then each is worked on by itself."""
     batch, length, width = x.shape
     with jax.named_scope("attention"):
-        heads = (norm(x, params["norms"][0]) @ params["attend"]).reshape(batch, length, 3, HEADS, -1)
+        heads = (norm(x) @ params["attend"]).reshape(batch, length, 3, HEADS, -1)
         looked = jax.nn.dot_product_attention(*jnp.moveaxis(heads, 2, 0), is_causal=True)
         x = x + looked.reshape(batch, length, width) @ params["mix"]
     with jax.named_scope("dense"):
-        return x + jax.nn.gelu(norm(x, params["norms"][1]) @ params["up"]) @ params["down"]
+        return x + jax.nn.gelu(norm(x) @ params["up"]) @ params["down"]
 
 
 def logits(params, tokens):
@@ -77,7 +76,7 @@ def logits(params, tokens):
     x = params["embed"][tokens] + params["place"][: tokens.shape[-1]]
     for layer in params["blocks"]:
         x = block(layer, x)
-    return norm(x, 1.0) @ params["embed"].T
+    return norm(x) @ params["embed"].T
 
 
 def loss(params, tokens, targets):
@@ -97,18 +96,14 @@ def write(params, tokens, count, key):
     return jax.lax.scan(one, tokens, jax.random.split(key, count))[1]
 
 
-def main(width=96, layers=4, steps=600, size=32, count=400):
+def main(width=64, layers=4, steps=700, size=32, count=400):
     """Train, test, write."""
     letters, ids = read_text()
     train, test = windows(ids[:-30_000], 7), windows(ids[-30_000:], CONTEXT)
     reader = ow.batches(train, size, shuffle=True, drop_last=True)
-    params = initial(jax.random.key(0), len(letters), width, layers)
-    optimizer = ow.AdamW(
-        ow.schedule.cosine(4e-3, steps=steps, warmup=steps // 20),
-        weight_decay=0.1,
-        rules=[ow.ClipByGlobalNorm(1.0)],
-        groups=[ow.Group("*norms", weight_decay=0.0)],
-    )
+    params = initial(len(letters), width, layers)
+    rate = ow.schedule.cosine(6e-3, steps=steps, warmup=steps // 20)
+    optimizer = ow.AdamW(rate, weight_decay=0.1, rules=[ow.ClipByGlobalNorm(1.0)])
     program = optimizer.minimize(loss, params, *next(iter(reader)).values())
     step, losses = ow.compile(program), []
     state = step.init(params)
@@ -121,9 +116,8 @@ def main(width=96, layers=4, steps=600, size=32, count=400):
     evaluated = ow.compile(ow.for_test(program), donate=False)
     tested = np.mean([evaluated(state, **batch)[1].loss for batch in ow.batches(test, 64)]) / np.log(2)
     print(f"held out: {tested:.2f} bits for each letter\n")
-    begun = ids[-30_000:][:CONTEXT]
-    made = write(state.parameters, begun, count, jax.random.key(1))
-    print("".join(letters[i] for i in (*begun, *np.asarray(made))))
+    made = write(state.parameters, ids[:CONTEXT], count, jax.random.key(1))
+    print("".join(letters[i] for i in (*ids[:CONTEXT], *np.asarray(made))))
     return {"losses": np.array(losses), "tested": tested, "text": made}
 
 
