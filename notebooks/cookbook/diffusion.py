@@ -84,14 +84,14 @@ def distance(a, b):
     return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(first + second) - 2 * shared)
 
 
-def main(epochs=300):
+def main(epochs=300, decay=0.995):
     """Train, draw, compare with digits that were held out."""
     images = (load_digits().data / 8 - 1).astype(np.float32)
     held_out, train = np.split(np.random.default_rng(0).permutation(images), [len(images) // 5])
     reader = ow.batches([train], 128, shuffle=True, drop_last=True)
     rate = ow.schedule.cosine(2e-3, steps=epochs * len(reader), warmup=20)
     params = initial(np.random.default_rng(0))
-    program = ow.Adam(rate, rules=[ow.EMA(0.995)]).minimize(loss, params, train[:128])
+    program = ow.Adam(rate, rules=[ow.EMA(decay)]).minimize(loss, params, train[:128])
     step = ow.compile(program)
     state, losses = step.init(params, seed=0), []
     for _ in range(epochs):
