@@ -43,7 +43,7 @@ SMALL = {
     ),
     "diffusion": (
         {"epochs": 12, "decay": 0.9},
-        lambda r: fell(r["losses"], 0.6, 10) and r["drawings"] < 0.3 * r["noise"],
+        lambda r: fell(r["losses"], 0.6, 10) and r["drawings"] < 0.6 * r["noise"],
     ),
     "digits": ({"epochs": 2}, lambda r: r["accuracy"] > 0.8),
     "factorisation": (
@@ -60,8 +60,8 @@ SMALL = {
         ),
     ),
     "lstm": (
-        {"epochs": 3, "names": ("tokenize",), "stride": 16},
-        lambda r: fell(r["losses"], 0.6, 10) and r["accuracy"] > 0.6,
+        {"epochs": 2, "names": ("tokenize",), "stride": 32},
+        lambda r: fell(r["losses"], 0.75, 5) and r["accuracy"] > 0.5,
     ),
     "pinn": ({"adam_steps": 150, "lbfgs_steps": 40, "hidden": (16,)}, lambda r: r["error"] < 0.05),
     "ppo": ({"rounds": 5}, lambda r: r["upright"][-1] > 2 * r["upright"][0]),
@@ -143,12 +143,13 @@ def letters():
     return module.loss, module.initial(len(known), 32, 2), optimizer, batches
 
 
-@pytest.mark.parametrize(
-    ("name", "made"), [("gnn", graph_network), ("pinn", physics), ("small_gpt", letters)]
-)
-def test_losses_are_those_of_plain_jax(name, made, results):
+IN_JAX = {"gnn": graph_network, "pinn": physics, "small_gpt": letters}
+
+
+@pytest.mark.parametrize("name", IN_JAX)
+def test_losses_are_those_of_plain_jax(name, results):
     """Of the program as it ran above; it runs here if it did not."""
     if name not in results:
         results[name] = program(name).main(**SMALL[name][0])
-    theirs = by_hand(*made())
-    np.testing.assert_allclose(results[name]["losses"][: len(theirs)], theirs, rtol=2e-2)
+    theirs = by_hand(*IN_JAX[name]())
+    np.testing.assert_allclose(results[name]["losses"][: len(theirs)], theirs, rtol=1e-2)

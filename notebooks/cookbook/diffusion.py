@@ -3,11 +3,11 @@
 Trained:  a network that is given a digit with noise on it, and how much, and says what the noise is. Drawing begins
           with nothing but noise and takes a little of it away, 100 times. Averages of the parameters draw.
 Data:     1,797 digits of 8 x 8 pixels, inside scikit-learn; a fifth is held out.
-You see:  the loss, the Frechet distance to the held-out digits (of noise, of the drawings, of the digits trained on),
+You see:  the loss, the Frechet distance to the held-out digits (noise 63, drawings 1.1, the digits trained on 0.4),
           and drawings.
 Source:   Ho, Jain and Abbeel, Denoising Diffusion Probabilistic Models, 2020; the schedule: Nichol and Dhariwal,
           2021; the distance: Heusel et al., 2017, here of pixels.
-Time:     30 CPU seconds.
+Time:     20 CPU seconds.
 """
 
 import jax
@@ -64,12 +64,14 @@ def draw(params, count, key):
     """From noise to digits, a step of time after the other."""
     left = jnp.asarray(LEFT)
 
-    def back(images, now):
-        time, key = now
-        kept, before = left[time] / left[time - 1], left[time - 1]
+    def back(images, moment):
+        time, key = moment
+        now, before = left[time], left[time - 1]
         seen = noise_in(params, images, jnp.full(count, time))
-        mean = (images - (1 - kept) / jnp.sqrt(1 - left[time]) * seen) / jnp.sqrt(kept)
-        spread = jnp.sqrt((1 - kept) * (1 - before) / (1 - left[time]))
+        clean = jnp.clip((images - jnp.sqrt(1 - now) * seen) / jnp.sqrt(now), -1.5, 1.5)
+        fresh = 1 - now / before  # the share of noise that this step of time had added
+        mean = (jnp.sqrt(before) * fresh * clean + jnp.sqrt(1 - fresh) * (1 - before) * images) / (1 - now)
+        spread = jnp.sqrt(fresh * (1 - before) / (1 - now))
         return mean + spread * jax.random.normal(key, images.shape), None
 
     key, first = jax.random.split(key)

@@ -4,7 +4,7 @@ Trained:  two convolutions, pooling, dropout and a dense layer, described by lay
 Data:     1,797 digits of 8 x 8 pixels, inside scikit-learn; a fifth is held out.
 You see:  the held-out accuracy, 98 %, and the digits that it confuses.
 Source:   LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition, 1998.
-Time:     10 seconds on two cores.
+Time:     10 CPU seconds.
 """
 
 import numpy as np

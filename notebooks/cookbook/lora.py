@@ -6,7 +6,7 @@ Data:     1,797 digits of 8 x 8 pixels, inside scikit-learn; a fifth is held out
 You see:  the accuracy on turned digits before (10 %) and after (96 %), for which 5 % as many numbers are trained as
           the network has.
 Source:   Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
-Time:     10 CPU seconds.
+Time:     15 CPU seconds.
 """
 
 from itertools import pairwise

@@ -5,7 +5,7 @@ Data:     none but the equation, with the values at t = 0 and at both ends. The 
           that moves to the right at speed c: u = c - a tanh(a (x - c t) / (2 nu)).
 You see:  the loss after each of the two optimizers, the error against the solution (below 0.1 %), and the front.
 Source:   Raissi, Perdikaris and Karniadakis, Physics-Informed Neural Networks, 2019, section 3.
-Time:     20 seconds on two cores.
+Time:     26 CPU seconds.
 """
 
 from itertools import pairwise
