@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "benchmark_pages",
+    "cookbook_pages",
     "notebook_pages",
     "public_links",
     "reference_pages",

@@ -153,7 +153,10 @@ def check_pip(words, capfd):
 
 
 def check_module(words, capfd):
-    """``python -m``: what is named exists, and so do options of the benchmarks and of single files."""
+    """What is named exists, and so do options of the benchmarks and of single files."""
+    if words[0].endswith(".py"):
+        check_files(words, capfd)
+        return
     assert words[0] == "-m"
     if words[1].startswith(("tests.", "benchmarks.")) and words[1] != "benchmarks.device":
         text = (ROOT / words[1].replace(".", "/")).with_suffix(".py").read_text()

@@ -165,7 +165,7 @@ UNUSED_WORDS = {
 TEXTS = [
     *(p for p in (ROOT / "src").rglob("*.py*") if p.suffix in (".py", ".pyi")),
     *(p for folder in ("", "how-to", "coming-from") for p in (ROOT / "docs" / folder).glob("*.md")),
-    *(ROOT / "notebooks").glob("*.py"),
+    *(ROOT / "notebooks").rglob("*.py"),
     ROOT / "README.md",
 ]
 

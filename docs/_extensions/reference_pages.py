@@ -89,6 +89,7 @@ TOPICS = {
     "execute-compile": Topic(
         "Compile and step",
         (
+            "execute.averaged",
             "execute.compile",
             "execute.step",
             "execute.state",

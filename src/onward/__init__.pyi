@@ -99,6 +99,7 @@ from onward.distribute.plan import plan as plan
 from onward.distribute.replicate import replicate as replicate
 from onward.distribute.sharded import Sharded as Sharded
 from onward.distribute.split.split import split as split
+from onward.execute.averaged import averaged as averaged
 from onward.execute.checkpoint.checkpoints import Checkpoints as Checkpoints
 from onward.execute.compile import compile as compile
 from onward.execute.exchange.tensor_files import load_safetensors as load_safetensors
