@@ -42,7 +42,7 @@ def at_first_call(module: str, name: str) -> Callable[..., Any]:
 _whereabouts = at_first_call("onward.core.whereabouts", "whereabouts")
 
 
-class Room(ModuleType):
+class LibraryFolder(ModuleType):
     """A folder of the library: once loaded, it is met by those who take its name for a function."""
 
     def __call__(self, *arguments: Any, **named: Any) -> NoReturn:
@@ -63,7 +63,7 @@ def _mark_rooms(package: ModuleType, public: Container[str]) -> None:
             and value.__name__ == f"{package.__name__}.{name}"
             and name not in public
         ):
-            value.__class__ = Room
+            value.__class__ = LibraryFolder
 
 
 def from_stub(module: str, known_as: str) -> LazyNames:
