@@ -41,6 +41,7 @@ def network():
 program = ow.Adam(0.1).minimize(network, batch_size=2)
 step = ow.compile(program)
 tell("compile")
+told["others"] = sorted({"flax", "grain", "jaxtyping", "optax", "orbax", "treescope"} & set(sys.modules))
 def inside(x):
     for path in ow.__all__:
         getattr(ow, path)
@@ -76,6 +77,10 @@ def test_a_script_loads_the_rooms_that_it_enters(first_use):
     assert len(loaded) <= 265
     assert in_rooms(loaded, "explain", "serve", "shell") == []
     assert [name for name in loaded if name.startswith("onward.fleet")] == []
+
+
+def test_a_script_loads_no_library_that_it_does_not_use(first_use):
+    assert first_use["others"] == []
 
 
 def test_names_may_be_loaded_first_inside_of_a_trace(first_use):

@@ -72,7 +72,9 @@ TOPICS = {
     "derive-rules": Topic("Rules and groups", ("derive.rules", "derive.rule.", "derive.update")),
     "derive-schedules": Topic("Schedules", ("derive.schedules",)),
     "develop-transforms": Topic("Transforms", ("derive.for_", "develop.")),
-    "distribute-replicate": Topic("Many devices", ("distribute.replicate", "distribute.plan")),
+    "distribute-replicate": Topic(
+        "Many devices", ("distribute.replicate", "distribute.partition", "distribute.plan")
+    ),
     "distribute-merge": Topic(
         "Merge strategies",
         (
@@ -108,6 +110,7 @@ TOPICS = {
             "fit.gradient_machine",
             "fit.trainer",
             "execute.checkpoint",
+            "execute.exchange",
             "execute.restore",
             "execute.nonfinite",
         ),

@@ -94,12 +94,15 @@ from onward.distribute import merges as _merges
 from onward.distribute.merge import Average as Average
 from onward.distribute.merge import Merge as Merge
 from onward.distribute.merge import Sum as Sum
+from onward.distribute.partition import partition as partition
 from onward.distribute.plan import plan as plan
 from onward.distribute.replicate import replicate as replicate
 from onward.distribute.sharded import Sharded as Sharded
 from onward.distribute.split.split import split as split
 from onward.execute.checkpoint.checkpoints import Checkpoints as Checkpoints
 from onward.execute.compile import compile as compile
+from onward.execute.exchange.tensor_files import load_safetensors as load_safetensors
+from onward.execute.exchange.tensor_files import save_safetensors as save_safetensors
 from onward.execute.host_memory import keep_host_memory as keep_host_memory
 from onward.execute.loop.batches import batches as batches
 from onward.execute.loop.events import EarlyStop as EarlyStop

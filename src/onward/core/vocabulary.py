@@ -46,7 +46,7 @@ _PATHS = {
     "ClipByValue": "clipgradvalue",
     "WeightDecay": "adddecayedweights",
     "EMA": "averagedmodel exponentialmovingaverage",
-    "Group": "multitransform partition paramgroups freeze",
+    "Group": "multitransform paramgroups freeze",
     "accumulate": "multisteps gradientaccumulation microbatches",
     "guard": "applyiffinite",
     "mixed_precision": "autocast gradscaler amp jmp dynamicscale",

@@ -14,6 +14,7 @@ from onward.core.errors import ArgumentError, HyperparameterError, StateError, U
 from onward.core.pointing import Pointing
 from onward.core.program import Variable
 from onward.core.structure import describe
+from onward.core.treescope_view import foldable_text, named_values
 from onward.core.variable import holds_keys
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
@@ -78,6 +79,16 @@ class State(Pointing):
     def __iter__(self) -> Iterator[str]:
         """The names of everything it holds."""
         return iter(self.layout.position)
+
+    def keys(self) -> Iterator[str]:
+        """The names, so that ``dict(state)`` is every value by its name, as other libraries store it.
+
+        >>> import jax.numpy as jnp, onward as ow
+        >>> step = ow.compile(ow.SGD(0.5).minimize(lambda w: w**2, jnp.float32(1.0)))
+        >>> sorted(dict(step.init(jnp.float32(1.0))))
+        ['learning_rate', 'step', 'w']
+        """
+        return iter(self)
 
     @property
     def parameters(self) -> Any:
@@ -250,6 +261,11 @@ class State(Pointing):
         names = ", ".join(v.name for v in self.layout.variables[:4])
         count = len(self.layout.variables)
         return f"State({count} Variables: {names}{', ...' if count > 4 else ''})"
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        if self.is_spent:
+            return foldable_text(repr(self), path)
+        return named_values(State, dict(self), path, subtree_renderer)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Layout, Storage | None]]:
         """The buffers with their names, for ``jax.tree``."""
