@@ -90,7 +90,7 @@ assert_type(ow.cost(program).flops, int)
 
 def network() -> jax.Array:
     images = ow.data("x", (None, 8, 8, 1))
-    hidden = ow.layer.pool(ow.layer.conv(images, 4, 3, act="relu"), 2)
+    hidden = ow.layer.conv(images, 4, 3, act="relu")
     assert_type(hidden, jax.Array)
     hidden = ow.layer.relu(ow.layer.batch_norm(hidden)).reshape(len(hidden), -1)
     outputs, last = ow.layer.gru(hidden[:, None], 3)

@@ -21,7 +21,6 @@ def shown():
         "memories": ow.memory(PROGRAM).beside(PROGRAM),
         "plot": ow.memory(PROGRAM).plot(),
         "diff": ow.diff(PROGRAM, ow.guard(PROGRAM)),
-        "plan": ow.plan(ow.replicate(PROGRAM, devices=1)),
         "program": PROGRAM,
     }
 

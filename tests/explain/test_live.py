@@ -94,6 +94,10 @@ def test_a_closed_terminal_does_not_end_the_training(monkeypatch):
         file.close()
         loop.step(loss=2.0)
     assert live.curves[0].values.tolist() == [1.0, 2.0]
+    plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with ow.Loop([ow.Live(every=0, file=plain)]) as loop:
+        loop.step(loss=1.0)
+    assert plain.buffer.getvalue().startswith(b"step 1  loss 1 ?")
     monkeypatch.setattr("sys.stdout", None)  # a process without a console
     with ow.Loop([ow.Live(every=0)]) as loop:
         loop.step(loss=1.0)

@@ -49,7 +49,7 @@ def _near(name: str, module: ModuleType, known_as: str) -> str:
 
 
 def advice(owner: type, name: str) -> str:
-    """Say what to write in place of an attribute that objects of this type do not have."""
+    """The words to write in place of an attribute that objects of this type do not have."""
     for kind in owner.__mro__:
         if plain(name) in METHODS.get(kind.__name__, ()):
             return METHODS[kind.__name__][plain(name)]

@@ -28,7 +28,7 @@ from onward.execute.state import State
 
 
 class Loop:
-    """A History and events for callbacks around the steps of your own loop, as a Trainer has them.
+    """A History and callbacks around the steps of a loop that you write, as a Trainer has around its own.
 
     Callbacks are functions of an ``Event``, the same ones as a Trainer's; the ``trainer`` of their events is
     this Loop. One ends the loop by raising ``StopTraining``, which ends the ``with`` block without an error.

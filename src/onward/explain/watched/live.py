@@ -150,6 +150,8 @@ class Live:
         line = "  ".join(
             [step, *map(_worded, self.curves[:1]), speed, *map(_worded, self.curves[1:]), memory]
         )
+        encoding = getattr(file, "encoding", None) or "utf-8"
+        line = line.encode(encoding, "replace").decode(encoding)  # bars in a terminal that has none
         if self._logs():
             file.write(f"{line}\n")
         else:
@@ -163,7 +165,10 @@ class Live:
         if self.file is None and _in_notebook():
             return False
         file = self.file or sys.stdout
-        return file is None or file.closed or not file.isatty()
+        try:
+            return file is None or not file.isatty()
+        except (AttributeError, ValueError):  # not quite a file, or a closed one
+            return True
 
 
 def _memory() -> str:
