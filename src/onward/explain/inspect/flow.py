@@ -13,7 +13,7 @@ from onward.core.jaxprs.loops import carries_of
 from onward.core.primitives.traits import Linear, Primitive, Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
-from onward.explain.inspect.loops import OpenedBody, OpenedTurn
+from onward.explain.inspect.opened import OpenedBody, OpenedTurn
 from onward.explain.inspect.parts import TreePart
 
 

@@ -39,7 +39,7 @@ from onward.core.walk import listed
 from onward.core.words import Pass
 from onward.explain.inspect.assembly import SpreadStep, assemble
 from onward.explain.inspect.call import CalledStep, call_of, placed
-from onward.explain.inspect.loops import OpenedBody
+from onward.explain.inspect.opened import OpenedBody
 from onward.explain.inspect.tracing import TracedStep, traced_call
 
 _STATELESS = (

@@ -24,69 +24,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.loops import LoopTurn, turns_of
-from onward.core.jaxprs.reading import Reading, programs_in, read_jaxpr
+from onward.core.jaxprs.reading import Reading, read_jaxpr
 from onward.core.names import Names
 from onward.core.primitives.traits import Reduces
-from onward.core.program import Op, Program, Variable, programs_within
+from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
 from onward.explain.inspect.losses import StepLosses, losses_of, made_of
 from onward.explain.inspect.naming import named
+from onward.explain.inspect.opened import OpenedBody, OpenedTurn
 from onward.explain.inspect.passes import is_mixed, with_passes
 from onward.explain.inspect.roles import Pair, facing, gradients_of, likely_loss, parameters_among
 
 _UNDER = frozenset({"jvp", "transpose"})
-
-
-@dataclass(frozen=True, eq=False)
-class OpenedTurn:
-    """One turn of a loop, a device or a branch, by its roles.
-
-    Attributes:
-        told: where what it is given and gives stands outside.
-        turn: its Program; its inputs are in the order in which it is given them.
-        handed: the positions (input, output) of what is carried on.
-        losses: the outputs that are made of its losses.
-        marked: its ops, by number, that are computed under ``jax.grad``.
-    """
-
-    told: LoopTurn
-    turn: Program
-    handed: tuple[tuple[int, int], ...]
-    losses: frozenset[int]
-    marked: frozenset[int]
-
-    @property
-    def trains(self) -> bool:
-        """Whether it carries parameters."""
-        return any(self.turn.inputs[i].kind is Kind.PARAMETER for i, _ in self.handed)
-
-
-class OpenedBody(Body):
-    """The body of a loop, a ``shard_map`` or a condition that computes gradients, open to be looked into.
-
-    Attributes:
-        turns: the turn of a loop, what each device does, or every branch that computes gradients.
-        first: the first of them, by which it is told what becomes of what outside.
-        losses: the outputs that are made of the losses of all of them.
-    """
-
-    def __init__(self, body: Body, turns: Sequence[OpenedTurn]) -> None:
-        super().__init__(body.closed)
-        self.turns, self.first = tuple(turns), turns[0]
-        self.losses = frozenset.intersection(*(opened.losses for opened in turns))
-        self.programs = {**programs_in(body), **{opened.told.part: opened.turn for opened in turns}}
-
-    @property
-    def trains(self) -> bool:
-        """Whether it carries parameters."""
-        return any(opened.trains for opened in self.turns)
-
-
-@programs_within.register
-def _programs_within(body: OpenedBody) -> Mapping[str, Program]:
-    return body.programs
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,7 +167,7 @@ class _Begins:
 
 
 def made_of(
-    ops: Sequence[Op], losses: Sequence[Variable], carried: Collection[Variable]
+    ops: Sequence[Op], losses: Collection[Variable], carried: Collection[Variable]
 ) -> dict[Variable, int]:
     """Map whatever is made of losses alone, or of them and factors, to the bits of the losses."""
     found = {v: 1 << i for i, v in enumerate(losses)}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
 
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
+from onward.explain.inspect.opened import OpenedBody
 from onward.explain.inspect.passes import is_mixed
 
 Pair = tuple[Variable, Variable]
@@ -125,12 +127,22 @@ def _differentiated(
         if maker is None:
             continue
         if maker.made_by in (Pass.BACKWARD, Pass.COLLECTIVE):
-            found += [v] if jnp.issubdtype(v.dtype, jnp.inexact) else []
+            found += [v] if jnp.issubdtype(v.dtype, jnp.inexact) and _may_be_gradient(v, maker) else []
         elif maker.made_by is Pass.UPDATE:
             near = [x for x in maker.inputs if x.shape == old.shape and x not in seen]
             seen.update(near)
             waiting.extend(near)
     return found
+
+
+def _may_be_gradient(v: Variable, maker: Op) -> bool:
+    """Whether no branch makes something else of gradients, as a line search does, and gives that."""
+    if not isinstance(maker.body, OpenedBody) or maker.primitive.runs is not Runs.BRANCH:
+        return True
+    turns, place = maker.body.turns, maker.outputs.index(v)
+    made = {(i, x): op.made_by for i, t in enumerate(turns) for op in t.turn.ops for x in op.outputs}
+    found = [made.get((i, t.turn.outputs[t.told.results[place]])) for i, t in enumerate(turns)]
+    return any(made_by in (Pass.BACKWARD, Pass.COLLECTIVE) for made_by in found)
 
 
 def parameters_among(
@@ -155,8 +167,16 @@ def _read_forward(ops: Sequence[Op]) -> set[Variable]:
     for op in reversed(ops):
         marked = op.made_by in (Pass.FORWARD, Pass.BACKWARD)
         if marked and (op.made_by is Pass.FORWARD or is_mixed(op) or not needed.isdisjoint(op.outputs)):
-            needed.update(op.inputs)
+            needed.update(_read_within(op, op.body) if isinstance(op.body, OpenedBody) else op.inputs)
     return needed
+
+
+def _read_within(op: Op, body: OpenedBody) -> Iterator[Variable]:
+    """What an opened op is given and reads in a forward pass within."""
+    for opened in body.turns:
+        read = _read_forward(opened.turn.ops)
+        given = zip(opened.turn.inputs, opened.told.given, strict=True)
+        yield from (op.inputs[at] for v, at in given if at is not None and v in read)
 
 
 def likely_loss(ops: Sequence[Op], outputs: Iterable[Variable]) -> Variable | None:

@@ -86,7 +86,7 @@ class Count:
     def __init__(self, program: Program, around: Count | None = None) -> None:
         self.program = program
         self.seen: dict[str, str] = {} if around is None else around.seen
-        self.containers = containers_of(program) if around is None else around.containers
+        self.containers: Mapping[str, str] = containers_of(program) if around is None else around.containers
         self.scopes: Mapping[Op, str] = scopes(program)
         self.before = {new: old for old, new in program.next_state.items()}
 
