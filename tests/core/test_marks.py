@@ -148,7 +148,7 @@ def test_stacks_of_ones_own_train_as_by_jax(name):
 
     step = ow.compile(ow.SGD(0.1).minimize(whole, parameters, X))
     state, _ = step(step.init(parameters), X)
-    for key, gradient in jax.grad(whole)(parameters, X).items():
+    for key, gradient in jax.jit(jax.grad(whole))(parameters, X).items():
         np.testing.assert_allclose(state[key], parameters[key] - 0.1 * gradient, rtol=1e-5, err_msg=key)
 
 
