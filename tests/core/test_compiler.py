@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from onward.core.compiler import CURE, compiled_alone, compiler_options, is_cured_by
@@ -58,3 +59,24 @@ def test_a_flag_of_the_user_is_left_alone(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", CURE.replace("INDIVIDUAL_", ""))
     assert is_cured_by(os.environ)
     assert compiler_options() == {}
+
+
+def test_a_call_makes_no_array_to_ask_where_it_is(monkeypatch):
+    """Such an array costs as much as a small step, and steps that people adopt are called this way."""
+    monkeypatch.setattr("onward.core.compiler.AFFECTED", True)
+    monkeypatch.setattr("onward.core.compiler.compiler_options", dict)
+    double = compiled_alone(lambda x: 2 * x)
+    with monkeypatch.context() as patched:
+        patched.setattr("onward.core.jaxprs.tracing.jnp", None)
+        assert double(21) == 42
+
+
+def test_an_option_is_not_given_within_a_trace(monkeypatch):
+    """JAX takes none there: under a transformation alone, which traces nothing, it does."""
+    monkeypatch.setattr("onward.core.compiler.AFFECTED", True)
+    asked = []
+    monkeypatch.setattr("onward.core.compiler.compiler_options", lambda: asked.append(1) or {})
+    for within, outside in ((jax.jit, 0), (jax.vmap, 1), (lambda f: jax.jit(jax.vmap(f)), 0)):
+        asked.clear()
+        within(compiled_alone(lambda x: 2 * x))(jax.numpy.ones(3))
+        assert len(asked) == outside

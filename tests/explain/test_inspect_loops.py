@@ -456,3 +456,82 @@ def test_gradients_of_devices_within_a_step():
     assert sorted(p.name for p in device.parameters) == [f"params/{n}" for n in NAMES]
     assert {op.made_by for op in device.ops} > {Pass.FORWARD, Pass.BACKWARD, Pass.COLLECTIVE}
     assert program.loss is program.outputs[0]
+
+
+# Conditions.
+
+
+def sgd(params, x, y):
+    loss, gradients = jax.value_and_grad(mse)(params, x, y)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def skipped(params, skip, x, y):
+    return jax.lax.cond(skip, lambda p: (p, jnp.float32(0)), lambda p: sgd(p, x, y), params)
+
+
+def chosen(params, is_hard, x, y):
+    return jax.lax.cond(is_hard, lambda p: sgd(p, 2 * x, y), lambda p: sgd(p, x, y), params)
+
+
+def gradients_alone(params, skip, x, y):
+    def nothing(p):
+        return jnp.float32(0), jax.tree.map(jnp.zeros_like, p)
+
+    loss, gradients = jax.lax.cond(skip, nothing, lambda p: jax.value_and_grad(mse)(p, x, y), params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+@pytest.mark.parametrize(
+    ("step", "parts", "trains"),
+    [
+        (skipped, ["branch", "branches[1]"], Pass.UPDATE),
+        (chosen, ["branch", "branch"], Pass.UPDATE),
+        (gradients_alone, ["branch", "branches[1]"], Pass.BACKWARD),
+    ],
+)
+def test_branches_that_train_are_opened(step, parts, trains):
+    params = layers(4, 8, 1)
+    program = ow.inspect(step, params, jnp.asarray(False), X, Y)
+    (op,) = (op for op in program.ops if op.subprograms)
+    assert sorted(part.name for part in op.subprograms.values()) == parts
+    assert op.made_by is trains
+    assert [v.name for v in program.parameters] == [f"params/{name}" for name in NAMES]
+    for turn in (part for part in op.subprograms.values() if part.name == "branch"):
+        assert [p.name for p, _ in turn.gradients] == [f"params/{name}" for name in NAMES]
+        assert turn.loss is not None
+    assert program.loss in op.outputs
+    assert ow.summary(program).total.flops == ow.cost(program).flops
+
+
+def test_a_branch_runs_as_it_did():
+    params = layers(4, 8, 1)
+    step = ow.compile(ow.inspect(skipped, params, jnp.asarray(False), X, Y))
+    for skip in (False, True):
+        expected, loss = skipped(params, skip, X, Y)
+        state, out = step(step.init(params), jnp.asarray(skip), X, Y)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), state.parameters, expected)
+        assert abs(float(out.loss - loss)) < 1e-6
+
+
+def test_what_tells_of_the_losses_of_a_loop_updates_nothing():
+    def told(params, opt_state, x, y):
+        params, opt_state, loss = over_steps(params, opt_state, x, y)
+        return params, opt_state, 2 * loss, jnp.sqrt(jnp.sum(params[0]["w"] ** 2))
+
+    program = ow.inspect(told, *start(), X, Y)
+    makers = {v: op for op in program.ops for v in op.outputs}
+    loss, norm = program.outputs
+    assert program.loss is loss
+    assert makers[loss].made_by is makers[makers[loss].inputs[0]].made_by is Pass.FORWARD
+    assert makers[norm].made_by is Pass.UPDATE
+
+
+def test_losses_that_are_returned_in_a_stack_stay_those_of_the_turn():
+    def stacked(params, opt_state, x, y):
+        return jax.lax.scan(once, (params, opt_state), batches(x, y))
+
+    program = ow.inspect(stacked, *start(), X, Y)
+    (turn,) = (turn for op in program.ops for turn in op.subprograms.values())
+    assert program.loss is None
+    assert not turn.loss.shape

@@ -14,6 +14,7 @@ from onward.explain.summary.fold import folded
 from onward.explain.summary.rows import SummaryRow
 
 DEPTH, WIDTH, BATCH = 4, 6, 5
+TRAINS = {ow.Pass.FORWARD, ow.Pass.BACKWARD, ow.Pass.UPDATE}
 
 
 def layers(params, x):
@@ -171,3 +172,34 @@ def test_the_longest_repetition_is_folded():
     row = SummaryRow("", None, 1, 0, "f32[]", 9, 8, 4, 0, 4, 0)
     rows = [replace(row, scope=scope, flops=10 if scope in "dh" else 9) for scope in "abcdefgh"]
     assert [r.scope for r in folded(rows)] == ["a ... e", "b ... f", "c ... g", "d ... h"]
+
+
+def test_without_scopes_and_functions_it_goes_by_where_the_parameters_lie():
+    block = {"attn": {"wq": jnp.eye(3), "wk": jnp.eye(3)}, "mlp": {"w": jnp.eye(3), "b": jnp.ones(3)}}
+    params = {"block_0": block, "block_1": block, "head": jnp.ones(3)}
+
+    def loss(params, x):
+        for name in ("block_0", "block_1"):
+            attn, mlp = params[name]["attn"], params[name]["mlp"]
+            x = x + jax.nn.softmax((x @ attn["wq"]) @ (x @ attn["wk"]).T) @ x
+            x = x + jnp.tanh(x @ mlp["w"] + mlp["b"])
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    def steps(params, xs):
+        return jax.lax.scan(step, params, xs)
+
+    x = jnp.ones((4, 3))
+    opened = [ow.inspect(step, params, x), ow.adopt(step, params, x)]
+    for program in (*opened, ow.inspect(steps, params, x[None]), ow.SGD(0.1).minimize(loss, params, x)):
+        found = ow.summary(program, depth=2)
+        numbers = {(row.scope, row.made_by): row.parameters * row.times for row in found.rows}
+        blocks = {f"block_{i}/{part}" for i in (0, 1) for part in ("attn", "mlp")}
+        shown = {name for scope, _ in numbers for name in scope.split(" ... ")}
+        assert shown <= {*blocks, "no scope", "", "(no scope)"}
+        assert {made_by for scope, made_by in numbers if scope.startswith("block_0/attn")} == TRAINS
+        assert sum(numbers.values()) == 2 * (9 + 9 + 9 + 3) + 3
+        assert sum(n for (scope, _), n in numbers.items() if scope.startswith("block")) == 60

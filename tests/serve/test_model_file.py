@@ -256,6 +256,18 @@ def test_a_network_that_needs_the_length_takes_those_that_are_saved(tmp_path):
     assert ow.Evaluator(several).forward(x[:3]).value.tolist() == [6]
 
 
+def test_a_step_that_needs_the_length_takes_the_one_it_was_trained_with(tmp_path):
+    x = np.arange(4, dtype="float32")
+    loss = ow.SGD(0.5).minimize(lambda w, x: needs_the_length(w, x).mean(), jnp.float32(2), x)
+    step = ow.compile(loss)
+    with pytest.warns(UserWarning, match=r"takes batches of 4\. "):
+        loaded, state = ow.load_step(ow.save(step, tmp_path / "s", step.init(jnp.float32(2))))
+    with pytest.raises(ow.ArgumentError, match=r"takes x\[4\]$"):
+        loaded(state, x[:1])
+    state, out = loaded(state, x)
+    assert (float(out.loss), float(state.parameters)) == (6, 0.5)
+
+
 # A training step.
 
 

@@ -19,8 +19,9 @@ from functools import cache, wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxlib import version as jaxlib
+
+from onward.core.jaxprs.tracing import records
 
 __all__ = [
     "AFFECTED",
@@ -87,7 +88,6 @@ def compiled_alone(function: Callable[..., Any], **options: Any) -> Callable[...
 
     @wraps(function)
     def compiled(*arguments: Any, **named: Any) -> Any:
-        is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # whatever is made inside a trace is traced
-        return (within if is_traced else alone())(*arguments, **named)
+        return (within if records() else alone())(*arguments, **named)
 
     return compiled

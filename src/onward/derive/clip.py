@@ -12,7 +12,8 @@ import numpy as np
 
 from onward.core.builder import Builder
 from onward.core.errors import GraphError, HyperparameterError
-from onward.core.jaxprs.body import Body, body_of, body_over
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.collected import body_over
 from onward.core.placement import expect_one_device
 from onward.core.program import Phase, Program, Variable
 from onward.core.transform import transform

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.jaxprs.body import Body, body_over
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.collected import body_over
 from onward.core.jaxprs.reading import program_of
 from onward.core.jaxprs.signature import BodySignature
 from onward.core.marks import CHECK, GO_ON, Mark

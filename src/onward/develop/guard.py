@@ -16,7 +16,8 @@ from jax import lax
 
 from onward.core.builder import Builder
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.jaxprs.body import Body, body_of, body_over
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.collected import body_over
 from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import CHECK, COUNT, FINITE, KEEP, SCHEDULE, STOP, UNSCALE, Mark

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from onward.core.program import Op, Program, Variable
 from onward.develop.roll.find import periods, stretches
 
 _SHORTEST, _LONGEST = 8, 32  # ops in a piece: short ones take longer to start, long ones to compile apart
+_AROUND = 10  # how many ops to either side decide whether a long row is cut at one
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +128,8 @@ def pieces_of(program: Program) -> list[ProgramPiece]:
     """
     known: dict[Any, int] = {}
     numbers = [known.setdefault(op.body.signature, len(known)) for op in program.ops]
-    parts = [program.ops[begin:end] for begin, end in pairwise(_cuts(np.array(numbers, np.int64)))]
+    cuts = _with_none_too_long(_cuts(np.array(numbers, np.int64)), _marks(program.ops))
+    parts = [program.ops[begin:end] for begin, end in pairwise(cuts)]
     last = {v: i for i, ops in enumerate(parts) for op in ops for v in op.inputs}
     return [_piece(ops, i, last) for i, ops in enumerate(parts)]
 
@@ -149,13 +152,32 @@ def _cuts(numbers: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
         if end - begin >= 2 * unit:
             is_free[begin:end] = False
             cuts |= {*range(begin, end + 1, unit)}
-    return _with_none_too_long(sorted(cuts))
+    return sorted(cuts)
 
 
-def _with_none_too_long(cuts: Sequence[int]) -> list[int]:
-    """The same cuts and more, which lie evenly between two that are far apart."""
+def _with_none_too_long(cuts: Sequence[int], marks: Sequence[int]) -> list[int]:
+    """The same cuts and more between two that are far apart.
+
+    The ops around decide where, not how many stand before: a Program that has one op more is cut alike but
+    for that place, and what is compiled for the one serves for the other.
+    """
+    tops = [i for i, mark in enumerate(marks) if _is_top(marks, i, mark)]
     among = [0]
     for begin, end in pairwise(cuts):
-        count = -(-(end - begin) // _LONGEST)
-        among += [begin + (end - begin) * k // count for k in range(1, count + 1)]
+        own = [i for i in tops if begin + _SHORTEST <= i <= end - _SHORTEST] if end - begin > _LONGEST else []
+        for left, right in pairwise((begin, *own, end)):
+            count = -(-(right - left) // _LONGEST)
+            among += [left + (right - left) * k // count for k in range(1, count + 1)]
     return among
+
+
+def _is_top(marks: Sequence[int], i: int, mark: int) -> bool:
+    """Whether no mark near this one is larger, nor as large before it."""
+    before, behind = marks[max(i - _AROUND, 0) : i], marks[i + 1 : i + _AROUND + 1]
+    return mark > max(before, default=-1) and mark >= max(behind, default=-1)
+
+
+def _marks(ops: Sequence[Op]) -> list[int]:
+    """For each op a number that is the same wherever it stands, by what it is and what stands before it."""
+    words = [f"{op.type} {[v.aval for v in (*op.inputs, *op.outputs)]}".encode() for op in ops]
+    return [crc32(b + a) for a, b in zip(words, [b"", *words], strict=False)]

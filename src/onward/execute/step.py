@@ -12,15 +12,15 @@ from typing import Any
 import jax
 
 from onward.core.errors import ArgumentError, NotPickled, StateError
+from onward.core.pointing import Pointing
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, find, select
-from onward.core.whereabouts import Pointing
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import POSITION
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.executable import Executable
 from onward.execute.executables import Executables
-from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.initialize import by_name, by_structure, initialized, is_declared, where_it_is
 from onward.execute.layout import Layout
 from onward.execute.line import follow
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
@@ -112,10 +112,11 @@ class Step(NotPickled, Pointing):
         signature = self.program.signature
         if signature is None:
             raise ArgumentError(f"Program {self.program.name!r} was not traced, so it has no init.")
+        place = where_it_is if self.program.partition is None else self._first.place
         if is_declared(self.program):
-            given = by_name(self.program, parameters)
+            given = by_name(self.program, parameters, place)
         else:
-            given = by_structure(signature.parameters, parameters, signature.names[0])
+            given = by_structure(signature.parameters, parameters, signature.names[0], place)
         if (signature.model_state is None) != (state is None):
             if state is None:
                 advice = f"carries model state: step.init({', '.join(signature.names[:2])})"
@@ -125,16 +126,17 @@ class Step(NotPickled, Pointing):
                 )
             raise ArgumentError(f"{self.program.name} {advice}.")
         if signature.model_state is not None:
-            given |= by_structure(signature.model_state, state, signature.names[1])
-        values = initialized(self.program, given, seed)
+            given |= by_structure(signature.model_state, state, signature.names[1], place)
+        values = initialized(self.program, given, seed, place)
         return self._stored([values[v] for v in self.layout.variables])
 
     @uninterrupted
     def _stored(self, values: Sequence[Any]) -> State:
         """The State of these values as this Step stores it."""
-        if self.program.replicas is None:
+        is_placed = self.program.replicas is not None or self.program.partition is not None
+        if not is_placed:
             values = laid(self.program, self.layout.variables, values)
-        if self.storage is None or lies_elsewhere(values):
+        if self.storage is None or (self.program.partition is None and lies_elsewhere(values)):
             placed = zip(self.layout.variables, values, strict=True)
             return State(self.layout, [self._first.place(v, x) for v, x in placed])
         named = {v.name: x for v, x in zip(self.layout.variables, values, strict=True)}

@@ -10,6 +10,7 @@
 
 The rest of the house sees Bodies, types (``ShapeDtypeStruct``) and positions only. What it asks of them:
 
+    collected   one computation of many arrays, however the numbers lie in them
     drawing     which random numbers are drawn, and what decides them
     joining     many ops as one Body, and a Body as one call
     loops       what a loop hands from one turn to the next

@@ -294,6 +294,7 @@ class Body(NotPickled):
         shown = {}
         for key, value in self.equations[0].params.items():
             if not callable(value) and not jaxprs_in(value) and value is not None:
+                key, value = ("spec", value.spec) if hasattr(value, "spec") else (key, value)
                 text = str(_plain(value))
                 shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."
         return shown
@@ -378,20 +379,6 @@ def _has_type(value: Any) -> bool:
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind not in "OSUVmM"
     return isinstance(value, jax.Array | Type)
-
-
-def body_over(function: Callable[..., Any], collection: Sequence[Type], *others: Type) -> Body:
-    """The Body of ``function(arrays, *others)``, which does not ask how numbers are laid out in arrays.
-
-    >>> row, number = Type((3,), np.float32), Type((), np.float32)
-    >>> body = body_over(lambda xs, y: [x * y for x in xs], [row, row], number)
-    >>> [t.shape for t in body.collected.remade([Type((2, 3), np.float32)]).out_types]
-    [(2, 3)]
-    """
-    count = len(collection)
-    body = body_of(lambda *xs: function(xs[:count], *xs[count:]), *collection, *others)
-    body.collected = Collected(count, lambda types: body_over(function, types, *others))
-    return body
 
 
 def _plain(value: Any) -> Any:

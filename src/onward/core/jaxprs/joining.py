@@ -84,20 +84,36 @@ def as_one_call(body: Body, name: str) -> Callable[..., list[Any]]:
     Tracing a Program op by op costs JAX about as much as tracing the function behind it; one call costs
     nothing, and compiles to the same.
     """
-    count = len(body.out_avals)
-    pattern = jax.make_jaxpr(jax.jit(lambda *_: [np.float32(i) for i in range(count)]))(
-        *[np.float32(0)] * len(body.in_avals)
-    )
-    (eqn,) = pattern.jaxpr.eqns
-    jaxpr = body.closed.jaxpr
+    eqn, jaxpr = _some_call(), body.closed.jaxpr
     invars, outvars = ([jex.Var(v.aval) for v in group] for group in (jaxpr.invars, jaxpr.outvars))
     call = eqn.replace(
         invars=[*invars],
         outvars=outvars,
-        params={**eqn.params, "jaxpr": body.closed, "name": name},
+        params={**_stretched(eqn.params, len(invars), len(outvars)), "jaxpr": body.closed, "name": name},
         effects=jaxpr.effects,
         source_info=nowhere(),
     )
     whole = jex.Jaxpr([], invars, outvars, [call], call.effects, nothing().jaxpr.debug_info)
     function: Callable[..., list[Any]] = jex.jaxpr_as_fun(close(whole, []))
     return function
+
+
+_TAKES, _GIVES = 5, 7  # of the pattern; what JAX notes of each argument and each result is as long
+
+
+def _some_call() -> Any:
+    """An equation that calls what ``jax.jit`` made, of a few arguments: thousands would have to be traced."""
+    pattern = jax.make_jaxpr(jax.jit(lambda *_: [np.float32(0)] * _GIVES))(*[np.float32(0)] * _TAKES)
+    (eqn,) = pattern.jaxpr.eqns
+    return eqn
+
+
+def _stretched(params: Mapping[str, Any], takes: int, gives: int) -> dict[str, Any]:
+    """The parameters of the pattern for as many arguments and results."""
+    counts = {_TAKES: takes, _GIVES: gives}
+
+    def stretched(value: Any) -> Any:
+        is_for_each = isinstance(value, tuple) and len(value) in counts
+        return value[:1] * counts[len(value)] if is_for_each else value
+
+    return {name: stretched(value) for name, value in params.items()}

@@ -1,4 +1,4 @@
-"""Loops: one turn, the values carried from it to the next, and the transforms inside."""
+"""Loops: one turn, the values carried from it to the next, and the transforms inside; branches alike."""
 
 from __future__ import annotations
 
@@ -62,11 +62,13 @@ def result_of(body: Body, output: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LoopTurn:
-    """One turn of a loop, or what each device does, and where what it is given and gives stands outside.
+    """One turn of a loop, what each device does, or a branch of a condition that trains.
+
+    It is told where what it is given and gives stands outside.
 
     Attributes:
         part: the parameter of the loop that holds it.
-        function: the name of the user's function that it is; empty if unknown.
+        function: the name of the user's function that it is; a word for it if that is unknown.
         body: its computation.
         given: for each of its inputs the position among the inputs of the loop; None for a number.
         carried: the positions (input, output) of what it hands to the next one.
@@ -81,37 +83,49 @@ class LoopTurn:
     results: tuple[int, ...]
 
 
-def turn_of(body: Body) -> LoopTurn | None:
-    """One turn of a loop, or what ``shard_map`` runs on each device; None for what is neither.
+def turns_of(body: Body) -> list[LoopTurn]:
+    """One turn of a loop, what ``shard_map`` runs on each device, or the branches that compute gradients.
 
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> def loop(a, x):
     ...     return jax.lax.fori_loop(0, 3, lambda i, x: a * x, x)
-    >>> turn = turn_of(ow.graph.body_of(lambda a, x: [loop(a, x)], jnp.float32(1.0), jnp.float32(2.0)))
+    >>> (turn,) = turns_of(ow.graph.body_of(lambda a, x: [loop(a, x)], jnp.float32(1.0), jnp.float32(2.0)))
     >>> turn.given, turn.carried
     ((0, None, 1), ((1, 0), (2, 1)))
     """
-    runs = of(body.equations[0].primitive.name).runs if len(body.equations) == 1 else None
-    if runs not in (Runs.SCAN, Runs.WHILE, Runs.DEVICES):
-        return None
+    if len(body.equations) != 1:
+        return []
     (eqn,) = body.equations
+    params, runs = eqn.params, of(eqn.primitive.name).runs
+    if runs is Runs.SCAN:
+        return [_turn(body, "jaxpr", params["jaxpr"], "turn", 0, *carry_of_scan(eqn))]
+    if runs is Runs.WHILE:
+        begin, count = params["body_nconsts"], len(eqn.outvars)
+        return [_turn(body, "body_jaxpr", params["body_jaxpr"], "turn", params["cond_nconsts"], begin, count)]
     if runs is Runs.DEVICES:
-        part, asked, begin, count = "jaxpr", 0, 0, 0
-    elif runs is Runs.WHILE:
-        part, asked = "body_jaxpr", eqn.params["cond_nconsts"]
-        begin, count = eqn.params["body_nconsts"], len(eqn.outvars)
-    else:
-        part, asked = "jaxpr", 0
-        begin, count = carry_of_scan(eqn)
-    (inner,) = jaxprs_in(eqn.params[part])
+        return [_turn(body, "jaxpr", params["jaxpr"], "each device", 0)]
+    branches = enumerate(params["branches"] if runs is Runs.BRANCH else ())
+    return [_turn(body, f"branches[{i}]", x, "branch", 1) for i, x in branches if _trains(x)]
+
+
+def _turn(
+    body: Body, part: str, jaxpr: Any, word: str, asked: int, begin: int = 0, count: int = 0
+) -> LoopTurn:
+    """A turn that is given the operands behind those that are ``asked`` whether to go on, or where."""
     return LoopTurn(
         part,
-        function_run_by(eqn),
-        Body(inner),
+        function_run_by(body.equations[0]) or word,
+        Body(*jaxprs_in(jaxpr)),
         tuple(x if isinstance(x, int) else None for x in body.operands[asked:]),
         tuple((begin + i, i) for i in range(count)),
         tuple(result_of(body, j) for j in range(len(body.out_avals))),
     )
+
+
+def _trains(jaxpr: Any) -> bool:
+    """Whether gradients are computed in a branch."""
+    eqns = (eqn for closed in jaxprs_in(jaxpr) for eqn in closed.jaxpr.eqns)
+    return any("transpose" in _transforms_in(eqn) for eqn in eqns)
 
 
 def transforms_within(body: Body) -> frozenset[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from itertools import count
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
 
 from onward.core.variable import Replicas
 
@@ -60,6 +64,26 @@ def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None) ->
         if mark is not None:
             axes.append((mark, 1))  # nobody exchanges along it; JAX takes what it knows only under equal axes
     return jax.make_jaxpr(function, axis_env=axes or None)(*types)
+
+
+def records() -> bool:
+    """Whether what is computed now becomes part of a trace.
+
+    >>> seen = []
+    >>> _ = jax.jit(lambda x: seen.append(records()))(1.0)
+    >>> seen, records()
+    ([True], False)
+    """
+    if jex.find_top_trace(()) is _eager():  # no array is made to ask: that costs as much as a small step
+        return False
+    return isinstance(jnp.zeros(()), jax.core.Tracer)  # within jax.vmap or jax.grad alone nothing is recorded
+
+
+@cache
+def _eager() -> Any:
+    """The trace in which JAX computes at once; a thread begins with it."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(jex.find_top_trace, ()).result()
 
 
 def settings_now() -> Hashable:

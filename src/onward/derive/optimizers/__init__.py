@@ -18,7 +18,7 @@
 ``arithmetic``, ``norms``, ``matrices``, ``checks`` and ``line_search`` hold what several compute alike.
 """
 
-from onward.core.whereabouts import pointing
+from onward.core.pointing import pointing
 from onward.derive.optimizers.adam import Adam, Adamax, AdamW, AMSGrad, LazyAdam
 from onward.derive.optimizers.adam_extensions import MARS, Adan, AdEMAMix
 from onward.derive.optimizers.adam_variants import ADOPT, AdaBelief, NAdam, RAdam, Yogi

@@ -1,6 +1,6 @@
 """Rules around the optimizer: what is done to gradients before it, and to parameters after it."""
 
-from onward.core.whereabouts import pointing
+from onward.core.pointing import pointing
 from onward.derive.rules.averages import EMA, SWA, PolyakAverage
 from onward.derive.rules.clip import AdaptiveClip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from onward.derive.rules.decay import L1, L2, WeightDecay

@@ -25,7 +25,7 @@ What is made here is frozen, compares by value, computes on whole arrays of step
 0.0020000000949949026
 """
 
-from onward.core.whereabouts import pointing
+from onward.core.pointing import pointing
 from onward.derive.schedules.base import Schedule
 from onward.derive.schedules.compose import constant, join, piecewise, warmup
 from onward.derive.schedules.cycles import cyclic, one_cycle, restarts

@@ -68,22 +68,17 @@ def assemble(
     outputs = tuple(dict.fromkeys(result.variables))
     places = {argument.place for _, argument in pairs}
     roles = roles_of(ops, reading, following, outputs)
-    program = Program(
+    program = roles.program(
         name=call.title,
         inputs=given.data(places),
         state=given.state(places),
         constants=reading.constants,
-        ops=roles.ops,
         outputs=outputs,
         next_state=following,
-        gradients=roles.gradients,
-        loss=roles.losses.loss,
-        losses=roles.losses.several,
         signature=signature_of(call, given, places, result),
         replicas=None if spread is None else spread.replicas,
     )
-    kinds = {v: Kind.PARAMETER if v in roles.trained else Kind.STATE for v in program.state}
-    return named(program, names, kinds, _COPIES if devices is SpreadStep.COPIES else {})
+    return named(program, names, roles.kinds(program.state), _COPIES if devices is SpreadStep.COPIES else {})
 
 
 def _provenance(ops: Sequence[Op], reading: Reading, given: Given) -> Provenance:

@@ -13,7 +13,7 @@ from onward.core.jaxprs.loops import carries_of
 from onward.core.primitives.traits import Linear, Primitive, Runs
 from onward.core.program import Op, Variable
 from onward.core.words import Pass
-from onward.explain.inspect.loops import OpenedBody
+from onward.explain.inspect.loops import OpenedBody, OpenedTurn
 from onward.explain.inspect.parts import TreePart
 
 
@@ -36,13 +36,13 @@ class Provenance:
         self.looked_at = _looked_at(ops) if self.trains else set(given)
         for op in ops:
             self._through(op)
-            if isinstance(op.body, OpenedBody) and not op.body.told.carried:
-                self._on_devices(op, op.body)
+            if isinstance(op.body, OpenedBody) and not op.body.first.told.carried:
+                self._within(op, op.body.first)
 
-    def _on_devices(self, op: Op, body: OpenedBody) -> None:
-        """Trace the results of ``shard_map`` to what one device makes them of."""
-        turn, told = body.turn, body.told
-        inner = Provenance(turn.ops, turn.inputs, {v for i in body.marked for v in turn.ops[i].outputs})
+    def _within(self, op: Op, opened: OpenedTurn) -> None:
+        """Trace the results of ``shard_map`` or a condition to what a device, or a branch, makes them of."""
+        turn, told = opened.turn, opened.told
+        inner = Provenance(turn.ops, turn.inputs, {v for i in opened.marked for v in turn.ops[i].outputs})
         for mine, theirs in (
             (self.updated, inner.updated),
             (self.forward, inner.forward),

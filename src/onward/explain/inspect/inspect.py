@@ -74,10 +74,11 @@ def inspect(
 
     A loop over steps, epochs or micro-batches is one op, and is opened: one turn of it is a Program of its
     own in ``subprograms``, with parameters, gradients, loss and passes, which the listing shows below it and
-    ``summary`` counts. What ``shard_map`` or ``pmap`` spreads over devices is shown as what one of them does;
-    over several axes, or in a part of the step, it is one op that is opened alike. The loss is known though
-    it is not returned; of several losses, as a GAN has them, ``program.losses`` holds each with the
-    parameters that it trains, and there is no ``program.loss``.
+    ``summary`` counts. The branches of a ``cond`` that compute gradients are opened alike. What ``shard_map``
+    or ``pmap`` spreads over devices is shown as what one of them does; over several axes, or in a part of the
+    step, it is one op that is opened alike. The loss is known though it is not returned; of several losses,
+    as a GAN has them, ``program.losses`` holds each with the parameters that it trains, and there is no
+    ``program.loss``.
 
     ``onward.compile`` runs the Program: ``step.init`` takes the arguments
     that are state, a tuple of them if they are several, and for modules of flax.nnx the
@@ -125,7 +126,7 @@ def _stateless(program: Program) -> str:
     """The advice for a step that carries nothing on."""
     for place, op in enumerate(program.ops):
         if isinstance(op.body, OpenedBody) and op.body.trains:
-            trained = op.body.turn.parameters
+            trained = op.body.first.turn.parameters
             first, count = trained[0].name, len(trained)
             return _WITHIN.format(name=program.name, op=op.type, count=count, first=first, place=place)
     return _STATELESS.format(name=program.name)

@@ -2,7 +2,8 @@
 
 What a turn hands to the next one is its state, and nothing has to be guessed. A loop that trains carries
 parameters; one that accumulates gradients is given them, and adds up their gradients. What ``shard_map`` runs
-on each device is opened alike; what it carries on is what the step does.
+on each device is opened alike, and so are the branches of a condition that train; what these carry on is
+what the step does.
 
 >>> import jax, jax.numpy as jnp, onward as ow
 >>> def epoch(w, xs):
@@ -19,17 +20,18 @@ on each device is opened alike; what it carries on is what the step does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.loops import LoopTurn, turn_of
+from onward.core.jaxprs.loops import LoopTurn, turns_of
 from onward.core.jaxprs.reading import Reading, programs_in, read_jaxpr
 from onward.core.names import Names
 from onward.core.primitives.traits import Reduces
 from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.words import Kind, Pass
-from onward.explain.inspect.losses import StepLosses, losses_of
+from onward.explain.inspect.losses import StepLosses, losses_of, made_of
 from onward.explain.inspect.naming import named
 from onward.explain.inspect.passes import is_mixed, with_passes
 from onward.explain.inspect.roles import Pair, facing, gradients_of, likely_loss, parameters_among
@@ -37,35 +39,49 @@ from onward.explain.inspect.roles import Pair, facing, gradients_of, likely_loss
 _UNDER = frozenset({"jvp", "transpose"})
 
 
-class OpenedBody(Body):
-    """The body of a loop, or of a ``shard_map``, that computes gradients, which lets it be looked into.
+@dataclass(frozen=True, eq=False)
+class OpenedTurn:
+    """One turn of a loop, a device or a branch, by its roles.
 
     Attributes:
-        turn: the Program of one turn, or device; its inputs are in the order in which it is given them.
-        told: where they and its results stand outside.
+        told: where what it is given and gives stands outside.
+        turn: its Program; its inputs are in the order in which it is given them.
         handed: the positions (input, output) of what is carried on.
-        losses: the outputs of the turn that are made of its losses.
-        marked: the ops of the turn, by number, that are computed under ``jax.grad``.
+        losses: the outputs that are made of its losses.
+        marked: its ops, by number, that are computed under ``jax.grad``.
     """
 
-    def __init__(
-        self,
-        body: Body,
-        told: LoopTurn,
-        turn: Program,
-        handed: Collection[tuple[int, int]],
-        losses: Collection[int],
-        marked: Collection[int],
-    ) -> None:
-        super().__init__(body.closed)
-        self.told, self.turn, self.handed = told, turn, tuple(handed)
-        self.losses, self.marked = frozenset(losses), frozenset(marked)
-        self.programs = {**programs_in(body), told.part: turn}
+    told: LoopTurn
+    turn: Program
+    handed: tuple[tuple[int, int], ...]
+    losses: frozenset[int]
+    marked: frozenset[int]
 
     @property
     def trains(self) -> bool:
         """Whether it carries parameters."""
         return any(self.turn.inputs[i].kind is Kind.PARAMETER for i, _ in self.handed)
+
+
+class OpenedBody(Body):
+    """The body of a loop, a ``shard_map`` or a condition that computes gradients, open to be looked into.
+
+    Attributes:
+        turns: the turn of a loop, what each device does, or every branch that computes gradients.
+        first: the first of them, by which it is told what becomes of what outside.
+        losses: the outputs that are made of the losses of all of them.
+    """
+
+    def __init__(self, body: Body, turns: Sequence[OpenedTurn]) -> None:
+        super().__init__(body.closed)
+        self.turns, self.first = tuple(turns), turns[0]
+        self.losses = frozenset.intersection(*(opened.losses for opened in turns))
+        self.programs = {**programs_in(body), **{opened.told.part: opened.turn for opened in turns}}
+
+    @property
+    def trains(self) -> bool:
+        """Whether it carries parameters."""
+        return any(opened.trains for opened in self.turns)
 
 
 @programs_within.register
@@ -88,6 +104,20 @@ class StepRoles:
     trained: frozenset[Variable]
     gradients: tuple[Pair, ...]
     losses: StepLosses
+
+    def program(self, **fields: Any) -> Program:
+        """The Program with these roles, and its other fields."""
+        return Program(
+            ops=self.ops,
+            gradients=self.gradients,
+            loss=self.losses.loss,
+            losses=self.losses.several,
+            **fields,
+        )
+
+    def kinds(self, among: Iterable[Variable]) -> dict[Variable, Kind]:
+        """Parameters told from other state."""
+        return {v: Kind.PARAMETER if v in self.trained else Kind.STATE for v in among}
 
 
 def ops_of(reading: Reading) -> tuple[Op, ...]:
@@ -129,8 +159,23 @@ def roles_of(
     losses = losses_of(ops, differentiated(reading), outputs, mine or pairs, within, carried)
     if losses.loss is None and not losses.several and not within:
         losses = replace(losses, loss=likely_loss(ops, outputs))
-    finished = tuple(_updating(_finished(op, _before_sums(ops, mine), following)) for op in ops)
-    return StepRoles(finished, frozenset(trained), mine, losses)
+    finished = [_updating(_finished(op, _before_sums(ops, mine), following)) for op in ops]
+    told = made_of(finished, within, carried).keys() - following.values()
+    return StepRoles(_telling(finished, told), frozenset(trained), mine, losses)
+
+
+def _telling(ops: Sequence[Op], told: Collection[Variable]) -> tuple[Op, ...]:
+    """The ops, of which those that only tell of the losses of a loop, as their mean does, update nothing."""
+    needed: set[Variable] = set()
+    found = []
+    for op in reversed(ops):
+        updates = op.made_by is Pass.UPDATE
+        if updates and not isinstance(op.body, OpenedBody) and needed.isdisjoint(op.outputs):
+            updates = not all(v in told for v in op.outputs)
+            op = op if updates else replace(op, made_by=Pass.FORWARD)
+        needed.update(op.inputs if updates else ())
+        found.append(op)
+    return tuple(found[::-1])
 
 
 def _trained_within(ops: Sequence[Op], following: Mapping[Variable, Variable]) -> set[Variable]:
@@ -142,11 +187,11 @@ def _carried_parameters(op: Op) -> list[Pair]:
     """The parameters that a loop is given and trains, as they stand outside, before and after it."""
     if not isinstance(op.body, OpenedBody):
         return []
-    told, turn = op.body.told, op.body.turn
+    told, turn = op.body.first.told, op.body.first.turn
     outside = dict(zip(told.results, op.outputs, strict=True))
     return [
         (op.inputs[at], outside[j])
-        for i, j in op.body.handed
+        for i, j in op.body.first.handed
         if (at := told.given[i]) is not None and j in outside and turn.inputs[i].kind is Kind.PARAMETER
     ]
 
@@ -155,7 +200,7 @@ def _losses_within(op: Op) -> list[Variable]:
     """The results of a loop that are made of the losses of its turns."""
     if not isinstance(op.body, OpenedBody):
         return []
-    pairs = zip(op.body.told.results, op.outputs, strict=True)
+    pairs = zip(op.body.first.told.results, op.outputs, strict=True)
     return [v for j, v in pairs if j in op.body.losses]
 
 
@@ -169,7 +214,7 @@ def _finished(op: Op, gradients: Sequence[Pair], following: Mapping[Variable, Va
     """An opened op, opened again now that it is known what it gives the gradients and next values of."""
     if not isinstance(op.body, OpenedBody):
         return op
-    given, made, told = set(op.inputs), list(op.outputs), op.body.told
+    given, made, told = set(op.inputs), list(op.outputs), op.body.first.told
     mine = [(p, g) for p, g in gradients if p in given and g in made]
     pairs = [
         (i, told.results[made.index(following[op.inputs[at]])])
@@ -188,16 +233,20 @@ def _updating(op: Op) -> Op:
 
 
 def _opened(op: Op, gradients: Sequence[Pair] = (), pairs: Sequence[tuple[int, int]] = ()) -> Op:
-    """A loop with its turn as a Program, or a ``shard_map`` with what a device does.
+    """A loop with its turn as a Program, a ``shard_map`` with what a device does, a condition's branches.
 
     Args:
         op: the loop.
         gradients: the pairs (parameter, gradient) outside that it gives.
-        pairs: what a ``shard_map`` carries on from step to step: positions (input, output) on a device.
+        pairs: what is carried on from step to step where no turn hands it on: positions (input, output).
     """
-    told = turn_of(op.body)
-    if told is None:
-        return op
+    turns = [_opened_turn(op, told, gradients, pairs) for told in turns_of(op.body)]
+    return replace(op, body=OpenedBody(op.body, turns)) if turns else op
+
+
+def _opened_turn(
+    op: Op, told: LoopTurn, gradients: Sequence[Pair], pairs: Sequence[tuple[int, int]]
+) -> OpenedTurn:
     names = Names()
     inputs = tuple(
         Variable(names.new(_name_within(op, told, i)), tuple(t.shape), t.dtype, Kind.DATA)
@@ -215,21 +264,17 @@ def _opened(op: Op, gradients: Sequence[Pair] = (), pairs: Sequence[tuple[int, i
     roles = roles_of(
         ops, reading, following if shows else {}, outputs, carried if told.carried else (), summed
     )
-    turn = Program(
-        name=told.function or ("turn" if told.carried else "each device"),
+    turn = roles.program(
+        name=told.function,
         inputs=inputs,
         constants=reading.constants,
-        ops=roles.ops,
         outputs=outputs,
         next_state=following,
-        gradients=roles.gradients,
-        loss=roles.losses.loss,
-        losses=roles.losses.several,
     )
-    kinds = {v: Kind.PARAMETER if v in roles.trained else Kind.STATE for v in (*carried, *roles.trained)}
-    made = [j for j, v in enumerate(outputs) if v in roles.losses.made]
-    marked = [i for i, marks in enumerate(reading.under) if "jvp" in marks]
-    return replace(op, body=OpenedBody(op.body, told, named(turn, names, kinds), handed, made, marked))
+    kinds = roles.kinds((*carried, *roles.trained))
+    made = frozenset(j for j, v in enumerate(outputs) if v in roles.losses.made)
+    marked = frozenset(i for i, marks in enumerate(reading.under) if "jvp" in marks)
+    return OpenedTurn(told, named(turn, names, kinds), tuple(handed), made, marked)
 
 
 def _name_within(op: Op, told: LoopTurn, i: int) -> str:

@@ -60,10 +60,10 @@ def losses_of(
     begins = _Begins(ops, set(differentiated), outputs)
     trained = begins.trained(gradients)
     if not trained:
-        made = _made_of(ops, [*within], carried)
+        made = made_of(ops, [*within], carried)
         loss = _first([v for v in outputs if v in made and _is_number(v)], place)
         return StepLosses(loss, made=frozenset(made))
-    made = _made_of(ops, [*trained, *within], carried)
+    made = made_of(ops, [*trained, *within], carried)
     every = (1 << len(trained)) - 1
     whole = [v for v in outputs if _is_number(v) and made.get(v, 0) & every == every]
     if len(trained) > 1 and len({frozenset(parameters) for parameters in trained.values()}) > 1:
@@ -166,7 +166,7 @@ class _Begins:
         return v
 
 
-def _made_of(
+def made_of(
     ops: Sequence[Op], losses: Sequence[Variable], carried: Collection[Variable]
 ) -> dict[Variable, int]:
     """Map whatever is made of losses alone, or of them and factors, to the bits of the losses."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
+
+import jax
 
 from onward.core.cost import Cost, cost, size
-from onward.core.homes import scopes
+from onward.core.homes import Homes, homes, scopes
 from onward.core.liveness import lifetimes
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.show import short_type, turns_within
+from onward.core.structure import path_keys
 from onward.core.words import Kind, Pass
 
 
@@ -71,12 +76,17 @@ class CountedOp:
 class Count:
     """Counts the ops of a Program, those in loops over steps or micro-batches as often as they run.
 
-    ``seen``: the parameters that are read already, by name, with the scope that they are read in first.
+    ``around``: the count of the Program in which this one is a turn.
+
+    Attributes:
+        seen: the parameters that are read already, by name, with the scope that they are read in first.
+        containers: where parameters stand among those that the step is given, by name.
     """
 
-    def __init__(self, program: Program, seen: dict[str, str] | None = None) -> None:
+    def __init__(self, program: Program, around: Count | None = None) -> None:
         self.program = program
-        self.seen = {} if seen is None else seen
+        self.seen: dict[str, str] = {} if around is None else around.seen
+        self.containers = containers_of(program) if around is None else around.containers
         self.scopes: Mapping[Op, str] = scopes(program)
         self.before = {new: old for old, new in program.next_state.items()}
 
@@ -92,8 +102,8 @@ class Count:
 
     def _counted(self, place: int, op: Op) -> Iterator[CountedOp]:
         left, times, live = cost(op), _turns(op), self._live.get(place, 0)
-        for turn in turns_within(op):
-            inner = Count(turn, self.seen)
+        for turn in _that_run(op):
+            inner = Count(turn, self)
             most = max(inner._live.values(), default=0)
             for one in inner.ops:
                 left = _less(left, one.spent * times)
@@ -104,9 +114,23 @@ class Count:
             yield CountedOp(op, scope, left, self._first_read(op, scope), saved, live)
 
     def _scope(self, op: Op) -> str:
-        """The scope of an op; of an update that stands nowhere that which first reads its parameter."""
+        """The scope of an op; of an update that stands nowhere that which first reads its parameter.
+
+        Where nobody named one and no function was called, it is where the parameters lie that the op reads.
+        """
         updated = (self.seen.get(self.before[v].name) for v in op.outputs if v in self.before)
-        return self.scopes[op] or next(filter(None, updated), "")
+        return self.scopes[op] or next(filter(None, updated), "") or self._containers(op)
+
+    def _containers(self, op: Op) -> str:
+        """The containers of all parameters that an op, or the forward op it belongs to, reads."""
+        home = self.homes.get(op) or op
+        found = {self.containers.get(v.name, "") for v in home.inputs if v.kind is Kind.PARAMETER}
+        return found.pop() if len(found) == 1 else ""
+
+    @cached_property
+    def homes(self) -> Homes:
+        """For each op the forward op it belongs to; not asked for where parameters lie in no containers."""
+        return homes(self.program) if any(self.containers.values()) else {}
 
     def _first_read(self, op: Op, scope: str) -> int:
         """How many numbers of parameters an op is the first to read."""
@@ -132,6 +156,28 @@ class Count:
         return most
 
 
+def containers_of(program: Program) -> Mapping[str, str]:
+    """For each parameter, by name, the containers in which it lies, below those that hold all of them.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> params = {"block_0": {"attn": {"wq": jnp.ones(3)}}, "out": jnp.ones(3)}
+    >>> def loss(p, x):
+    ...     return jnp.sum(p["block_0"]["attn"]["wq"] * x @ p["out"])
+    >>> program = ow.trace(loss, params, jnp.ones(3))
+    >>> containers_of(program)
+    {'block_0/attn/wq': 'block_0/attn', 'out': ''}
+    """
+    if program.signature is None:
+        return {}
+    structure = program.signature.parameters
+    places, _ = jax.tree_util.tree_flatten_with_path(structure.unflatten(structure.variables))
+    variables = ((path, v) for path, v in places if isinstance(v, Variable))
+    paths = {v.name: path_keys(path)[:-1] for path, v in variables if v.kind is Kind.PARAMETER}
+    side_by_side = zip(*paths.values(), strict=False)
+    shared = sum(1 for _ in takewhile(lambda keys: len(set(keys)) == 1, side_by_side))
+    return {name: "/".join(keys[shared:]) for name, keys in paths.items()}
+
+
 def _less(whole: Cost, part: Cost) -> Cost:
     """The rest of a cost; a loop that writes less than its ops would one by one costs nothing beside."""
     return Cost(
@@ -142,6 +188,13 @@ def _less(whole: Cost, part: Cost) -> Cost:
         max(whole.transcendentals - part.transcendentals, 0),
         whole.endless,
     )
+
+
+def _that_run(op: Op) -> list[Program]:
+    """The turns within an op; of branches, of which one runs, that which takes the most, as in ``cost``."""
+    turns = turns_within(op)
+    is_one = op.primitive.runs is Runs.BRANCH and len(turns) > 1
+    return [max(turns, key=lambda turn: cost(turn).flops)] if is_one else turns
 
 
 def _turns(op: Op) -> int:

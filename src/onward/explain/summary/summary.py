@@ -85,9 +85,11 @@ def summary(program: Program, depth: int | None = 1, sort: str | None = None) ->
 
     Each op counts in the scope in which people look for it: a gradient op in that of its forward op, an
     update in that of the first op which reads its parameter. Where nobody named a scope, the calls of the
-    user's functions are it. Layers that take the same are shown once. A loop over steps or micro-batches is
-    looked into: what its turns do counts as often as they run, with what is kept in one turn at a time.
-    Operations and bytes are those of ``cost``; what is live is estimated as in ``memory``.
+    user's functions are it; where none was called, the containers in which the parameters lie that an op
+    reads (``block_0/attn`` of ``params["block_0"]["attn"]["wq"]``). Layers that take the same are shown once.
+    A loop over steps or micro-batches is looked into: what its turns do counts as often as they run, with
+    what is kept in one turn at a time. Operations and bytes are those of ``cost``; what is live is estimated
+    as in ``memory``.
 
     Args:
         program: at any stage.
@@ -142,6 +144,8 @@ def summary_by_pass(program: Program) -> str:
 
 def _notes(program: Program) -> tuple[str, ...]:
     notes = []
+    if program.partition is not None:
+        notes.append(f"Numbers are those of all devices together ({program.partition}).")
     if program.replicas is not None:
         notes.append(f"Numbers are those of each of {program.replicas.count} devices.")
     read = {v for op in program.ops for v in op.inputs}

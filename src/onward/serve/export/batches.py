@@ -45,7 +45,7 @@ def writings(
             raise ArgumentError(f"{program.name!r} cannot be saved with these shapes: {error}") from error
         length = _batch_length(program)
         found = [_fixed(program, None, trainable)]
-        if length not in (None, 1):
+        if length not in (None, 1) and not program.updates:  # one example asks; it does not train
             found += _attempted(program, 1, trainable)
         if length is not None:
             _warn(program, [length, 1][: len(found)], error)
