@@ -97,10 +97,21 @@ def check_equal(found, expected, rtol=1e-12):
     jax.tree.map(lambda a, b: equal(a, b, rtol, 0.1 * rtol), found[1], expected[1])
 
 
+@cache
+def big_batch(model, dtype):
+    """The Program, its parameters and data, and what some steps of it give."""
+    loss, params, x = MODELS[model]
+    params, data = cast(params, dtype), (cast(x, dtype), LABELS)
+    program = OPTIMIZER.minimize(loss, params, *data, has_aux=True)
+    return program, params, data, trained(program, params, data)
+
+
 CASES = [
     ("mlp", 2, "float64"),
+    ("mlp", 8, "float64"),
     ("mlp", 4, "float32"),
     ("cnn", 4, "float64"),
+    ("cnn", 2, "float32"),
     ("words", 8, "float64"),
     ("words", 2, "float32"),
 ]
@@ -108,11 +119,9 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "steps", "dtype"), CASES)
 def test_equal_to_the_big_batch(model, steps, dtype):
-    loss, params, x = MODELS[model]
-    params, data = cast(params, dtype), (cast(x, dtype), LABELS)
-    program = OPTIMIZER.minimize(loss, params, *data, has_aux=True)
+    program, params, data, expected = big_batch(model, dtype)
     found = trained(accumulate(program, steps), params, data)
-    check_equal(found, trained(program, params, data), 1e-11 if dtype == "float64" else 1e-4)
+    check_equal(found, expected, 1e-11 if dtype == "float64" else 1e-4)
     right, losses, columns = (found[1][1][name] for name in ("right", "losses", "columns"))
     assert (right.shape, losses.shape, columns.shape) == ((), (ROWS,), (3, ROWS))
     assert right.dtype == np.int64

@@ -307,10 +307,10 @@ def arrays(tree):
 def by_hand(case):
     """The losses and parameters of gradient descent: slopes by plain JAX, steps by NumPy."""
     moving, fixed = eqx.partition(case.params, eqx.is_inexact_array)
-    slopes = jax.jit(jax.value_and_grad(lambda p: case.loss(eqx.combine(p, fixed), *case.data)))
+    slopes = jax.jit(jax.value_and_grad(lambda p, *data: case.loss(eqx.combine(p, fixed), *data)))
     losses = []
     for _ in range(STEPS):
-        value, slope = slopes(moving)
+        value, slope = slopes(moving, *case.data)
         moving = jax.tree.map(
             lambda p, g: jnp.asarray(np.asarray(p) - np.float32(RATE) * np.asarray(g)), moving, slope
         )

@@ -94,8 +94,12 @@ def test_no_optimizer_changes_what_makes_the_gradients(optimizer):
 
 @pytest.mark.parametrize(
     ("optimizer", "make"),
-    [(OF_EACH, "each"), (ow.Adam(0.1), "arguments"), (ow.SGD(0.1), "declarations")]
-    + [(ow.AdamW(0.1, weight_decay=0.1), "declarations")],
+    [
+        (OF_EACH, "each"),
+        (ow.Adam(0.1), "arguments"),
+        (ow.SGD(0.1), "declarations"),
+        (ow.AdamW(0.1, weight_decay=0.1), "declarations"),
+    ],
     ids=["each", "Adam", "SGD, declared", "AdamW, declared"],
 )
 def test_gradients_and_then_updates_are_the_fused_step_to_the_bit(optimizer, make):
