@@ -87,9 +87,7 @@ def counted():
 
 
 # What XLA's CPU compiler makes no part of a kernel of; the names are those of StableHLO.
-APART = re.compile(
-    r"\b(dot_general|convolution|sort|custom_call|fft|cholesky|all_\w+|reduce_scatter|while)\b"
-)
+APART = re.compile(r"\b(dot_general|convolution|sort|custom_call|fft|cholesky|all_\w+|\w+_scatter|while)\b")
 
 
 def in_one_kernel(function, *arguments):
