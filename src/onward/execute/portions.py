@@ -54,7 +54,9 @@ class Filling:
         """The rows of arrays over all places, without those that fill up, in their original order."""
         if not values:
             return []
-        return _kept(list(values), np.flatnonzero(self.counts).astype(np.int32), len(self.rows))
+        places = np.flatnonzero(self.counts).astype(np.int32)
+        kept: list[Any] = _kept(list(values), places, len(self.rows))
+        return kept
 
 
 # A computation each: indexing by itself compiles half a dozen kernels for each new number of rows.
