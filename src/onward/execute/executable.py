@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import jax
@@ -220,8 +221,9 @@ class Executable:
         """The results without the rows that only filled up the batch."""
         if filling is None or self._spread is None:
             return list(results)
-        placed = zip(results, self._spread.results, strict=True)
-        return [filling.emptied(x) if p is Placement.SHARDED else x for x, p in placed]
+        is_sharded = [placement is Placement.SHARDED for placement in self._spread.results]
+        kept = iter(filling.emptied(list(compress(results, is_sharded))))
+        return [next(kept) if sharded else x for x, sharded in zip(results, is_sharded, strict=True)]
 
     def __call__(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
         """Run on arrays; returns the state as it lay for that, what changed of it, and the results.
