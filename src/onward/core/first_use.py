@@ -92,7 +92,7 @@ def from_stub(module: str, known_as: str) -> LazyNames:
 
 
 class _Package(ModuleType):
-    """A package of which its own files are no names, loaded or not: ``import`` finds them as before.
+    """A package whose own files are not names of it, loaded or not: ``import`` finds them as before.
 
     Without that ``ow.optimizer.adam`` is a module, and calling it says no more than that.
     """
