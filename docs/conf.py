@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "benchmark_pages",
+    "cookbook_pages",
     "notebook_pages",
     "public_links",
     "reference_pages",
@@ -49,7 +50,7 @@ nb_merge_streams = True
 nb_output_stderr = "remove"  # warnings of the machine that ran them
 
 html_theme = "furo"
-html_title = "Onward"
+html_title = f"Onward {release}"
 html_static_path = ["_static"]
 html_css_files = ["onward.css"]
 html_copy_source = False

@@ -24,6 +24,7 @@ import os
 import signal
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def batches_of(size):
 
 stack = ExitStack()
 stack.enter_context(ow.cluster.Engine())
-settings = {"parameters": params, "trainers": 2, "servers": 2, "epochs": 3, "progress": False}
+settings: dict[str, Any] = {"parameters": params, "trainers": 2, "servers": 2, "epochs": 3, "progress": False}
 sync = ow.cluster.train(program, batches_of(32), **settings)
 
 step = ow.compile(program)

@@ -153,7 +153,10 @@ def check_pip(words, capfd):
 
 
 def check_module(words, capfd):
-    """``python -m``: what is named exists, and so do options of the benchmarks and of single files."""
+    """What is named exists, and so do options of the benchmarks and of single files."""
+    if words[0].endswith(".py"):
+        check_files(words, capfd)
+        return
     assert words[0] == "-m"
     if words[1].startswith(("tests.", "benchmarks.")) and words[1] != "benchmarks.device":
         text = (ROOT / words[1].replace(".", "/")).with_suffix(".py").read_text()
@@ -252,6 +255,9 @@ def test_the_site_builds_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr
+    first = (tmp_path / "site" / "index.html").read_text()
+    assert f"Onward {ow.__version__}" in first
+    assert 'action="search.html"' in first
     lines = decompress((tmp_path / "site/objects.inv").read_bytes().split(b"\n", 4)[4]).decode().split("\n")
     placed = [line.split()[0] for line in lines if line]
     assert [path for path in public_paths(ow) if placed.count(f"onward.{path}") != 1] == []

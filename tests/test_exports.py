@@ -15,6 +15,7 @@ from tests.test_layers import FOLDERS
 
 import onward as ow
 from onward.core import vocabulary
+from onward.core.pointing import Pointing
 from onward.core.whereabouts import public_paths
 
 VALUES = {path: attrgetter(path)(ow) for path in public_paths(ow)}
@@ -40,6 +41,7 @@ def network():
 program = ow.Adam(0.1).minimize(network, batch_size=2)
 step = ow.compile(program)
 tell("compile")
+told["others"] = sorted({"flax", "grain", "jaxtyping", "optax", "orbax", "treescope"} & set(sys.modules))
 def inside(x):
     for path in ow.__all__:
         getattr(ow, path)
@@ -72,9 +74,13 @@ def test_an_import_loads_nothing_of_the_house(first_use):
 
 def test_a_script_loads_the_rooms_that_it_enters(first_use):
     loaded = first_use["compile"]
-    assert len(loaded) <= 270
+    assert len(loaded) <= 190
     assert in_rooms(loaded, "explain", "serve", "shell") == []
     assert [name for name in loaded if name.startswith("onward.fleet")] == []
+
+
+def test_a_script_loads_no_library_that_it_does_not_use(first_use):
+    assert first_use["others"] == []
 
 
 def test_names_may_be_loaded_first_inside_of_a_trace(first_use):
@@ -158,6 +164,21 @@ def test_an_attribute_of_another_library_says_what_to_write():
         assert [word for word in vocabulary.METHODS[owner.__name__] if word in there] == [], owner
 
 
+ROOMS = {
+    "fit": "It is ow.train.",
+    "serve": "It is ow.Endpoint.",
+    "explain": "It is ow.summary.",
+}
+
+
+@pytest.mark.parametrize(("name", "pointer"), ROOMS.items())
+def test_a_folder_that_is_called_says_where_the_function_is(name, pointer):
+    assert pickle.loads(pickle.dumps(getattr(ow, name))) is getattr(ow, name)
+    with pytest.raises(ow.ArgumentError) as raised:
+        getattr(ow, name)(1, epochs=2)
+    assert str(raised.value) == f"ow.{name} is a folder of the library, not a function. {pointer}"
+
+
 def test_a_path_is_not_what_a_trainer_saves_to():
     network = lambda: ow.layer.mse(ow.layer.fc(ow.data("x", (None, 2)), 1), ow.data("y", (None, 1)))  # noqa: E731
     trainer = ow.Trainer(ow.Model(network), ow.SGD(0.1))
@@ -174,6 +195,23 @@ def test_an_attribute_that_is_not_there_names_the_nearest():
     with pytest.raises(AttributeError, match=r"no attribute '_hidden'.$"):
         program._hidden  # noqa: B018
     assert not hasattr(program, "__array__")
+
+
+def test_an_attribute_that_failed_says_why():
+    class Held(Pointing):
+        __slots__ = ("empty",)
+
+        @property
+        def own(self):
+            return {}.missing
+
+    with pytest.raises(AttributeError, match=r"'dict' object has no attribute 'missing'"):
+        Held().own  # noqa: B018
+    with pytest.raises(AttributeError, match=r"empty") as raised:
+        Held().empty  # noqa: B018
+    assert "nearest" not in str(raised.value)
+    with pytest.raises(AttributeError, match=r"no attribute 'owm'. The nearest names are 'own'"):
+        Held().owm  # noqa: B018
 
 
 def test_a_name_of_a_module_is_the_one_at_the_top():

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -115,6 +116,18 @@ def test_the_links_of_the_readme_lead_to_files():
     assert [path for path in targets if not (ROOT / path).exists()] == []
 
 
+def test_an_index_of_packages_shows_the_readme_without_links_that_lead_nowhere():
+    """Code is as it was; ``.ci/package`` looks at what is built."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
+    shown = README
+    for rule in settings["fancy-pypi-readme"]["substitutions"]:
+        shown = re.sub(rule["pattern"], rule["replacement"], shown)
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", shown) == []
+    assert "in the folder `docs`.\n\nApache" in shown
+    assert "The whole table: coming from another library." in shown
+    assert re.findall(r"```(\w*)\n(.*?)```", shown, re.DOTALL) == BLOCKS
+
+
 def test_the_page_of_commands_lists_all_of_them(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -152,7 +165,7 @@ UNUSED_WORDS = {
 TEXTS = [
     *(p for p in (ROOT / "src").rglob("*.py*") if p.suffix in (".py", ".pyi")),
     *(p for folder in ("", "how-to", "coming-from") for p in (ROOT / "docs" / folder).glob("*.md")),
-    *(ROOT / "notebooks").glob("*.py"),
+    *(ROOT / "notebooks").rglob("*.py"),
     ROOT / "README.md",
 ]
 

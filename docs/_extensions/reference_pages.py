@@ -72,7 +72,9 @@ TOPICS = {
     "derive-rules": Topic("Rules and groups", ("derive.rules", "derive.rule.", "derive.update")),
     "derive-schedules": Topic("Schedules", ("derive.schedules",)),
     "develop-transforms": Topic("Transforms", ("derive.for_", "develop.")),
-    "distribute-replicate": Topic("Many devices", ("distribute.replicate", "distribute.plan")),
+    "distribute-replicate": Topic(
+        "Many devices", ("distribute.replicate", "distribute.partition", "distribute.plan")
+    ),
     "distribute-merge": Topic(
         "Merge strategies",
         (
@@ -87,6 +89,7 @@ TOPICS = {
     "execute-compile": Topic(
         "Compile and step",
         (
+            "execute.averaged",
             "execute.compile",
             "execute.step",
             "execute.state",
@@ -108,6 +111,7 @@ TOPICS = {
             "fit.gradient_machine",
             "fit.trainer",
             "execute.checkpoint",
+            "execute.exchange",
             "execute.restore",
             "execute.nonfinite",
         ),
@@ -115,7 +119,14 @@ TOPICS = {
     "execute-session": Topic("Sessions", ("fit.session", "fit.scope")),
     "explain-pictures": Topic(
         "Draw, diff, inspect, adopt",
-        ("explain.draw", "explain.diff", "explain.inspect", "explain.adopt", "explain.compare"),
+        (
+            "explain.draw",
+            "explain.diff",
+            "explain.inspect",
+            "explain.adopt",
+            "explain.compare",
+            "explain.files",
+        ),
     ),
     "explain-cost": Topic(
         "Cost, memory, time",

@@ -13,7 +13,7 @@ import pytest
 import onward as ow
 from onward.core.recipe import rebuilt
 
-PARAMS = [jnp.eye(2)] * 6
+PARAMS = [jnp.eye(2)] * 4
 X = jnp.ones((16, 2))
 
 TRANSFORMS: dict[str, Callable[[ow.Program], ow.Program]] = {

@@ -93,6 +93,32 @@ def test_a_batch_of_another_length(averaged, rows):
     assert step.traces == 1
 
 
+def test_in_the_containers_of_the_parameters(averaged):
+    """As ``for_evaluation`` reads them; what is not averaged is a copy, which no step spends."""
+    program, state = averaged
+    found = ow.averaged(program, state)
+    assert jax.tree.structure(found) == jax.tree.structure(PARAMS)
+    _, out = ow.compile(ow.for_evaluation(program))(state, X)
+    np.testing.assert_allclose(loss(found, X), out.loss, rtol=1e-6)
+
+    plain = ow.SGD(0.1, rules=[ow.EMA(0.75, where="w")]).minimize(loss, PARAMS, X)
+    step = ow.compile(plain)
+    first, _ = step(step.init(PARAMS), X)
+    found, trained = ow.averaged(plain, first), np.asarray(first["b"])
+    step(first, X)
+    np.testing.assert_array_equal(found["b"], trained)
+    with pytest.raises(ow.StateError):
+        ow.averaged(plain, first)
+
+
+def test_averages_are_those_of_a_program_and_its_state(averaged):
+    program, state = averaged
+    with pytest.raises(ow.ArgumentError, match="second argument is a State"):
+        ow.averaged(program, state.parameters)
+    with pytest.raises(ow.ArgumentError, match="expected a Program"):
+        ow.averaged(state, program)
+
+
 def test_its_own_beginning_are_the_parameters(averaged):
     step = ow.compile(ow.for_evaluation(averaged[0]))
     state = step.init(PARAMS)

@@ -18,7 +18,13 @@ X, Y = RNG.normal(size=(2 * ROWS, 3)), RNG.normal(size=2 * ROWS)
 WEIGHT = RNG.uniform(0.5, 2.0, 2 * ROWS)
 W = RNG.normal(size=3)
 RATE = 0.5
-OPTIMIZERS = {"sgd": ow.SGD(0.05), "momentum": ow.Momentum(0.02), "adam": ow.Adam(0.01)}
+OPTIMIZER = ow.SGD(
+    0.05,
+    groups=[
+        ow.Group(lambda v: v.name in ("first/b", "table", "conv"), ow.Adam(0.01), name="adam"),
+        ow.Group("last", ow.Momentum(0.02)),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +47,23 @@ def mlp(p, x, y):
 
 def cnn(p, x, y):
     h = jax.lax.conv_general_dilated(x, p["conv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return cost(jax.nn.relu(h).mean((1, 2)) @ p["last"], y)
+    return squared(jax.nn.relu(h).mean((1, 2)) @ p["last"], y)
 
 
 def words(p, x, y):
-    return cost(jnp.tanh(p["table"][x]).mean(1) @ p["last"], y)
+    return squared(jnp.tanh(p["table"][x]).mean(1) @ p["last"], y)
 
 
 def cost(logits, y):
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)[:, 0]
     right = jnp.sum(jnp.argmax(logits, 1) == y)
     return losses.mean(), {"right": right, "losses": losses, "columns": logits.T}
+
+
+def squared(out, y):
+    """The same kinds of results in fewer kernels than cross-entropy takes."""
+    losses = jnp.sum((out - y[:, None]) ** 2, 1)
+    return losses.mean(), {"right": jnp.sum(losses < 1), "losses": losses, "columns": out.T}
 
 
 def draw(*shape):
@@ -85,25 +97,31 @@ def check_equal(found, expected, rtol=1e-12):
     jax.tree.map(lambda a, b: equal(a, b, rtol, 0.1 * rtol), found[1], expected[1])
 
 
+@cache
+def big_batch(model, dtype):
+    """The Program, its parameters and data, and what some steps of it give."""
+    loss, params, x = MODELS[model]
+    params, data = cast(params, dtype), (cast(x, dtype), LABELS)
+    program = OPTIMIZER.minimize(loss, params, *data, has_aux=True)
+    return program, params, data, trained(program, params, data)
+
+
 CASES = [
-    ("mlp", "sgd", 2, "float64"),
-    ("mlp", "momentum", 4, "float64"),
-    ("mlp", "adam", 8, "float64"),
-    ("mlp", "sgd", 4, "float32"),
-    ("cnn", "adam", 4, "float64"),
-    ("cnn", "momentum", 2, "float32"),
-    ("words", "momentum", 8, "float64"),
-    ("words", "sgd", 2, "float32"),
+    ("mlp", 2, "float64"),
+    ("mlp", 8, "float64"),
+    ("mlp", 4, "float32"),
+    ("cnn", 4, "float64"),
+    ("cnn", 2, "float32"),
+    ("words", 8, "float64"),
+    ("words", 2, "float32"),
 ]
 
 
-@pytest.mark.parametrize(("model", "optimizer", "steps", "dtype"), CASES)
-def test_equal_to_the_big_batch(model, optimizer, steps, dtype):
-    loss, params, x = MODELS[model]
-    params, data = cast(params, dtype), (cast(x, dtype), LABELS)
-    program = OPTIMIZERS[optimizer].minimize(loss, params, *data, has_aux=True)
+@pytest.mark.parametrize(("model", "steps", "dtype"), CASES)
+def test_equal_to_the_big_batch(model, steps, dtype):
+    program, params, data, expected = big_batch(model, dtype)
     found = trained(accumulate(program, steps), params, data)
-    check_equal(found, trained(program, params, data), 1e-11 if dtype == "float64" else 1e-4)
+    check_equal(found, expected, 1e-11 if dtype == "float64" else 1e-4)
     right, losses, columns = (found[1][1][name] for name in ("right", "losses", "columns"))
     assert (right.shape, losses.shape, columns.shape) == ((), (ROWS,), (3, ROWS))
     assert right.dtype == np.int64
@@ -116,7 +134,7 @@ def square(w, x, y):
 
 @cache
 def line(optimizer="plain"):
-    rule = ow.SGD(RATE) if optimizer == "plain" else OPTIMIZERS[optimizer]
+    rule = ow.SGD(RATE) if optimizer == "plain" else ow.Adam(0.01)
     return rule.minimize(square, W, X[:ROWS], Y[:ROWS], has_aux=True)
 
 

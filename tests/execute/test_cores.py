@@ -122,6 +122,10 @@ def paired(w: Any, x: Any) -> Any:
     return jnp.mean(jax.nn.softmax((x @ w) @ (x @ w).T)), ()
 
 
+def features_first(w: Any, x: Any) -> Any:
+    return jnp.mean(x.T @ jnp.tile(w, (3, 1))[:ROWS]), ()
+
+
 def dropped(w: Any, x: Any) -> Any:
     return jnp.mean(ow.layer.dropout(x @ w, 0.5)), ()
 
@@ -130,6 +134,10 @@ REFUSED = {
     "one example": (first, "another training.*leave out cores=.*'slice'.*takes some of the examples"),
     "examples last": (turned, r"another training.*'transpose' \(float32\[3,4\] on each.*another axis"),
     "twice": (tiled, r"another training.*'tile' \(float32\[8,3\] on each.*several times"),
+    "features first": (
+        features_first,
+        r"each takes 4 of the 8 rows of 'x', cut along the first axis, .*Let the first axis of all data be",
+    ),
     "all pairs": (paired, "makes an array of all pairs of examples"),
 }
 

@@ -99,7 +99,7 @@ def test_every_op_is_told_once_and_the_other_way_round_it_is_the_mirror(model, n
     lines = str(there).splitlines()
     assert lines[0] == there.headline
     assert len(lines) < 70
-    assert max(map(len, lines)) < 240
+    assert max(map(len, lines)) < 230
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -188,8 +188,8 @@ def test_files_hold_what_the_drawing_says(ending, tmp_path):
 
 
 def test_a_file_of_another_kind(tmp_path):
-    with pytest.raises(ow.ArgumentError, match=r"'mlp\.png'.*'\.png'.*\.svg, \.html, \.dot"):
-        drawing("mlp").save(tmp_path / "mlp.png")
+    with pytest.raises(ow.ArgumentError, match=r"'mlp\.gif'.*'\.gif'.*\.svg, \.html, \.png, \.dot"):
+        drawing("mlp").save(tmp_path / "mlp.gif")
 
 
 def test_without_the_layout_library(monkeypatch):

@@ -801,7 +801,7 @@ def test_sys_exit_saves_too(tmp_path):
 
 @pytest.fixture
 def without_cache(monkeypatch):
-    """Processes that are killed would leave half a compiled program, which others would read."""
+    """Processes that are interrupted would leave half a compiled program, which others would read."""
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 
@@ -814,9 +814,9 @@ def test_random_interrupts_of_a_process():
         assert found.split()[:2] == ["kept", "saved"]
 
 
-@pytest.mark.usefixtures("without_cache")
-def test_kills_of_a_process():
+def test_kills_of_a_process(tmp_path, monkeypatch):
     """SIGKILL, then SIGTERM, which has to save the step that was made last."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     steps, differ, values = training_kills.compare(count=2, epochs=24, signals="KILL TERM")
     assert differ == []
     assert len(steps) == 3

@@ -28,3 +28,12 @@ def test_the_first_folder_that_is_a_checkout(tmp_path):
 def test_without_a_checkout_it_says_where_to_get_one(tmp_path):
     with pytest.raises(MissingExtraError, match="not part of the installed package"):
         checkout((tmp_path / "site", tmp_path / "here"))
+
+
+def test_without_a_checkout_help_says_what_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("onward.shell.bench.__file__", str(tmp_path / "a" / "b" / "c" / "bench.py"))
+    assert main(["bench", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: onward bench")
+    assert main(["bench"]) == 1
+    assert "not part of the installed package" in capsys.readouterr().err

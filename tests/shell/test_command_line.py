@@ -1,10 +1,13 @@
 """The command line as a whole: its help, what it says to what it does not know, and how it ends."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
 
+import jax
+import jaxlib
 import pytest
 
 import onward as ow
@@ -46,7 +49,19 @@ def test_every_command_has_help_that_fits_a_terminal(ended, name):
 
 
 def test_version(ended):
-    assert ended("--version")[:2] == (0, f"onward {ow.__version__}\n")
+    status, told, _ = ended("--version")
+    names = [f"onward {ow.__version__}", f"jax {jax.__version__}"]
+    python = f"Python {platform.python_version()}"
+    assert status == 0
+    assert told == ", ".join([*names, f"jaxlib {jaxlib.__version__}", python, "8 x cpu"]) + "\n"
+
+
+def test_the_version_is_told_where_no_device_can_be_used(ended, monkeypatch):
+    def none():
+        raise RuntimeError("Unable to initialize backend 'cuda': no device\nand more")
+
+    monkeypatch.setattr(jax, "devices", none)
+    assert ended("--version")[1].endswith("no device (Unable to initialize backend 'cuda': no device)\n")
 
 
 @pytest.mark.parametrize(

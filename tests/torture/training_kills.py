@@ -16,6 +16,7 @@ saves is compared with those of a child that nobody disturbed. It prints:
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import signal
@@ -36,6 +37,8 @@ import onward as ow
 ROOT = Path(__file__).parents[2]
 EVERY = 4  # steps from checkpoint to checkpoint
 LONGEST = 0.5  # seconds of training before a kill
+# One that is killed would leave half a compiled program, which others would read.
+ONLY_READ = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
 PAUSE = 0.002  # seconds between two batches, so that a training is long enough to be killed
 
 
@@ -97,11 +100,18 @@ def child(folder: str, epochs: int, pause: float) -> None:
     )
 
 
-def start(folder: Path, epochs: int, pause: float) -> subprocess.Popen[str]:
+def start(folder: Path, epochs: int, pause: float, **environment: str) -> subprocess.Popen[str]:
     """A child, which says at which step it begins, and when it has made its first one."""
     command = [sys.executable, "-W", "error", "-m", "tests.torture.training_kills"]
     command += ["--child", str(folder), str(epochs), str(pause)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> int:
@@ -116,7 +126,7 @@ def torture(folder: Path, count: int, epochs: int, signals: str = "KILL", seed: 
     delays = random.Random(seed)
     begun, expected = [], None
     for number in range(count):
-        with start(folder, epochs, PAUSE) as process:
+        with start(folder, epochs, PAUSE, **ONLY_READ) as process:
             assert process.stdout is not None
             begun.append(int(process.stdout.readline()))
             assert expected in (None, begun[-1]), f"step {expected} was saved, and {begun[-1]} resumed"
@@ -127,7 +137,7 @@ def torture(folder: Path, count: int, epochs: int, signals: str = "KILL", seed: 
             sent = signal.Signals[f"SIG{signals.split()[number % len(signals.split())]}"]
             process.send_signal(sent)
             expected = saved_by(process) if sent is signal.SIGTERM else None
-    return [*begun, finish(start(folder, epochs, PAUSE))]
+    return [*begun, finish(start(folder, epochs, PAUSE, **ONLY_READ))]
 
 
 def saved_by(process: subprocess.Popen[str]) -> int:
@@ -148,12 +158,11 @@ def differing(one: Path, other: Path) -> tuple[list[str], int]:
 
 
 def compare(count: int, epochs: int, signals: str = "KILL") -> tuple[list[int], list[str], int]:
-    """Torture one training and leave another alone."""
+    """Torture one training and leave another alone, which fills the compilation cache, if there is one."""
     with tempfile.TemporaryDirectory() as folder:
         killed, whole = Path(folder, "killed"), Path(folder, "whole")
-        alone = start(whole, epochs, 0.0)
+        assert finish(start(whole, epochs, 0.0)) == 0
         begun = torture(killed, count, epochs, signals)
-        assert finish(alone) == 0
         return begun, *differing(killed, whole)
 
 

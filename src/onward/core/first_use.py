@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
-from onward.core.whereabouts import whereabouts
+from onward.core.errors import ArgumentError
 
 
 class LazyNames(NamedTuple):
@@ -38,6 +39,33 @@ def at_first_call(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
+_whereabouts = at_first_call("onward.core.whereabouts", "whereabouts")
+
+
+class LibraryFolder(ModuleType):
+    """A folder of the library: once loaded, it is met by those who take its name for a function."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> NoReturn:
+        """Refuse a call, and say where the function is."""
+        package, _, name = self.__name__.rpartition(".")
+        told = _whereabouts(name, sys.modules[package], "ow")
+        raise ArgumentError(f"ow.{name} is a folder of the library, not a function. {told}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by name, as tools do with modules of the plain type."""
+        return import_module, (self.__name__,)
+
+
+def _mark_rooms(package: ModuleType, public: Container[str]) -> None:
+    for name, value in list(vars(package).items()):
+        if (
+            type(value) is ModuleType
+            and value.__name__ == f"{package.__name__}.{name}"
+            and name not in public
+        ):
+            value.__class__ = LibraryFolder
+
+
 def from_stub(module: str, known_as: str) -> LazyNames:
     """The names that the stub of a module imports; each is kept in the module once it is loaded.
 
@@ -47,17 +75,35 @@ def from_stub(module: str, known_as: str) -> LazyNames:
     """
     own = sys.modules[module]
     sources = sources_in(Path(str(own.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
+    lacks = f"module {module!r} has no attribute"
+    if "." in module:
+        own.__class__, lacks = _Package, f"{known_as} has no"
 
     def get(name: str) -> Any:
         if name in sources:
             vars(own)[name] = _imported(*sources[name])
+            _mark_rooms(own, sources)
             return vars(own)[name]
-        told = (
-            "" if name.startswith("_") else f" {whereabouts(name, own, known_as)}"
-        )  # tools ask for many _names
-        raise AttributeError(f"module {module!r} has no attribute {name!r}.{told}", name=name)
+        # Tools ask for many _names.
+        told = "" if name.startswith("_") else f" {_whereabouts(name, own, known_as)}"
+        raise AttributeError(f"{lacks} {name!r}.{told}", name=name)
 
     return LazyNames(get, lambda: sorted({*vars(own), *sources}), sorted(sources))
+
+
+class _Package(ModuleType):
+    """A package of which its own files are no names, loaded or not: ``import`` finds them as before.
+
+    Without that ``ow.optimizer.adam`` is a module, and calling it says no more than that.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"):
+            super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by name, as tools do with modules of the plain type."""
+        return import_module, (self.__name__,)
 
 
 def sources_in(stub: str) -> Mapping[str, tuple[str, str]]:

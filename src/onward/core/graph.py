@@ -17,12 +17,13 @@ import jax.numpy as jnp
 
 from onward.core.errors import UnknownNameError, nearest
 from onward.core.jaxprs.body import Body
+from onward.core.pointing import Pointing
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Primitive, Runs
 from onward.core.source import Source
 from onward.core.structure import Signature
-from onward.core.variable import Replicas, Variable
-from onward.core.whereabouts import Pointing
+from onward.core.treescope_view import foldable_text
+from onward.core.variable import Partition, Replicas, Variable
 from onward.core.words import Kind, Pass, UpdateType
 
 
@@ -218,7 +219,8 @@ class Program(Pointing):
     which they must lie, and what they are for. A step of someone else with several losses, as a GAN has them,
     has no ``loss``: ``losses`` holds each with the parameters that it trains. With ``replicas`` the types are
     those on one device; what is placed ``sharded`` is one device's part, laid end to end along the first
-    axis. ``code`` is what computes a Program that was loaded from a file.
+    axis. With ``partition`` they are those of whole arrays, which JAX splits over a mesh. ``code`` is what
+    computes a Program that was loaded from a file.
     """
 
     name: str
@@ -238,6 +240,7 @@ class Program(Pointing):
     signature: Signature | None = None
     recipe: Recipe | None = None
     replicas: Replicas | None = None
+    partition: Partition | None = None
     code: Code | None = None
 
     @property
@@ -292,6 +295,9 @@ class Program(Pointing):
 
     def __str__(self) -> str:
         return shown(self)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        return foldable_text(shown(self), path)
 
 
 @singledispatch

@@ -30,7 +30,7 @@ from onward.core.graph import (
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.reading import programs_in
 from onward.core.show import listing, sentence
-from onward.core.variable import SEED, Replicas, Variable
+from onward.core.variable import SEED, Partition, Replicas, Variable
 
 __all__ = [
     "SEED",
@@ -38,6 +38,7 @@ __all__ = [
     "Code",
     "Op",
     "Origin",
+    "Partition",
     "Phase",
     "Program",
     "Recipe",

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from onward.core.graph import Op, Program
+from onward.core.meshes import specs_of
 from onward.core.variable import Variable
 from onward.core.words import Kind, Pass, Placement
 
@@ -30,6 +31,7 @@ _LARGE = 200
 _MANY = 16
 _QUIET = {
     "accuracy",
+    "context_mesh",
     "dtype",
     "index_dtype",
     "new_sizes",
@@ -39,6 +41,7 @@ _QUIET = {
     "preferred_element_type",
     "shape",
     "sharding",
+    "unconstrained_dims",
     "weak_type",
 }
 _ONE_IS_PLAIN = {
@@ -129,6 +132,8 @@ def headline(program: Program) -> str:
         parts.append(_count(others, "other state Variable"))
     parts.append(_count(len(program.ops), "op"))
     devices = f" on {_count(program.replicas.count, 'device')}" if program.replicas is not None else ""
+    if program.partition is not None:
+        devices = f" over a mesh of {program.partition}"
     return f"Program {program.name}{devices}: {', '.join(parts)}"
 
 
@@ -140,17 +145,25 @@ def short_type(v: Variable) -> str:
 
 
 def _given(program: Program) -> Iterator[_ListingLine]:
+    places = _places(program)
     for margin, variables in _groups(program):
-        yield from (_ListingLine(margin, short_type(v), f"{v.name}{_PLACES[v.placement]}") for v in variables)
+        yield from (_ListingLine(margin, short_type(v), f"{v.name}{places[v.name]}") for v in variables)
+
+
+def _places(program: Program) -> dict[str, str]:
+    """Where what is given lies on many devices, in words."""
+    found = {v.name: _PLACES[v.placement] for _, variables in _groups(program) for v in variables}
+    return found | {name: f"  {spec}" for name, spec in specs_of(program).items()}
 
 
 def _given_folded(program: Program, depth: int) -> Iterator[_ListingLine]:
+    places = _places(program)
     for margin, variables in _groups(program):
         for name, group in groupby(variables, lambda v: "/".join(v.name.split("/")[: max(depth, 1)])):
             members = list(group)
             if len(members) == 1:
                 only = members[0]
-                yield _ListingLine(margin, short_type(only), f"{only.name}{_PLACES[only.placement]}")
+                yield _ListingLine(margin, short_type(only), f"{only.name}{places[only.name]}")
             else:
                 yield _ListingLine(
                     margin, f"{len(members)} arrays", f"{name}/... ({_numbers(members):,} numbers)"
@@ -247,7 +260,7 @@ def _call(op: Op) -> str:
 
 def _is_telling(key: str, value: str) -> bool:
     """Whether an attribute says something that a reader could not guess."""
-    if key in _QUIET or len(value) > _SHORT_VALUE or value in ("False", "()"):
+    if key in _QUIET or (len(value) > _SHORT_VALUE and key != "spec") or value in ("False", "()"):
         return False
     return key not in _ONE_IS_PLAIN or not set(value) <= set("(1, )")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from onward.core.words import Kind, Placement
 
@@ -90,3 +92,26 @@ class Replicas:
     syncs: bool = True
     every: int = 1
     weight: str | None = None
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The mesh of devices over which JAX's partitioner splits the arrays of a Program.
+
+    Attributes:
+        mesh: the lengths of its axes by name.
+        specs: the axes that split the dimensions of state and data, by the name of the Variable.
+        devices: those of the mesh in its order; the first ones that JAX shows if there are none.
+    """
+
+    mesh: Mapping[str, int]
+    specs: Mapping[str, PartitionSpec]
+    devices: tuple[Any, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return prod(self.mesh.values())
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.mesh.items())

@@ -7,6 +7,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
+import jax
+
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.program import Op, Program, Target, Variable
@@ -23,7 +25,8 @@ class Named(Protocol):
         """The name of the Variable."""
 
 
-Where = str | Variable | Named | Callable[[Variable], bool]
+# A declaration made outside of a trace is Named; for a type checker it is the array that it stands for.
+Where = str | Variable | Named | jax.Array | Callable[[Variable], bool]
 
 
 def producers(program: Program) -> Mapping[Variable, Op]:

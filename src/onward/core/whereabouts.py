@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 from onward.core.errors import nearest
 from onward.core.vocabulary import METHODS, PATHS, SENTENCES, plain
@@ -49,55 +48,8 @@ def _near(name: str, module: ModuleType, known_as: str) -> str:
     return f"The nearest names are {', '.join(close)}." if close else ""
 
 
-def pointing(module: str, known_as: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__``, which says where a name is that it does not have.
-
-    The files of a package are not names of it from then on (``import`` finds them as before): without that
-    ``ow.optimizer.adam`` is a module, and calling it says no more than that.
-
-    Args:
-        module: the name of the module, whose own imports are done.
-        known_as: what people call it, such as ``ow.layer``.
-
-    >>> import onward as ow
-    >>> ow.layer.Linear
-    Traceback (most recent call last):
-    AttributeError: ow.layer has no 'Linear'. It is ow.layer.fc.
-    """
-    own = sys.modules[module]
-    for name, value in list(vars(own).items()):
-        if isinstance(value, ModuleType) and value.__name__ == f"{module}.{name}":
-            delattr(own, name)
-
-    def get(name: str) -> Any:
-        told = "" if name.startswith("_") else f" {whereabouts(name, own, known_as)}"
-        raise AttributeError(f"{known_as} has no {name!r}.{told}", name=name)
-
-    return get
-
-
-class Pointing:
-    """Base of what people hold in their hands: an attribute that is not there says what to write instead.
-
-    >>> import onward as ow
-    >>> ow.trace(lambda w: w**2, 1.0).params
-    Traceback (most recent call last):
-    AttributeError: 'Program' object has no attribute 'params'. Write program.parameters.
-    """
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:  # a type checker knows the attributes that there are, and no other
-
-        def __getattr__(self, name: str) -> Any:
-            """Refuse an attribute that is not there."""
-            told = "" if name.startswith("_") else f" {_advice(type(self), name)}"
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}.{told}", name=name
-            )
-
-
-def _advice(owner: type, name: str) -> str:
+def advice(owner: type, name: str) -> str:
+    """The words to write in place of an attribute that objects of this type do not have."""
     for kind in owner.__mro__:
         if plain(name) in METHODS.get(kind.__name__, ()):
             return METHODS[kind.__name__][plain(name)]

@@ -39,7 +39,7 @@ from onward.define.initializer import constant, xavier_uniform
 from onward.define.lazy import LazyData, LazyVariable
 
 
-def data(name: str, shape: Shape | None = None, dtype: Any = None) -> Any:
+def data(name: str, shape: Shape | None = None, dtype: Any = None) -> jax.Array:
     """Declare data that is fed at every step.
 
     Args:
@@ -63,13 +63,13 @@ def data(name: str, shape: Shape | None = None, dtype: Any = None) -> Any:
     whole = None if shape is None else _checked(name, shape, batch=True)
     held = None if dtype is None else _held(name, dtype)
     if context is None:
-        return LazyData(_named(name), whole, held)
+        return _array(LazyData(_named(name), whole, held))
     return context.data(_named(name), whole, held)
 
 
 def parameter(
     name: str, shape: tuple[int, ...], dtype: Any = "float32", initializer: Initializer | None = None
-) -> Any:
+) -> jax.Array:
     """Declare a parameter: a Variable that is trained, and initialized once.
 
     Args:
@@ -95,11 +95,11 @@ def parameter(
     kind = Type(_checked(name, shape), _trained(name, dtype))
     initializer = initializer or _usual(kind.shape)
     if context is None:
-        return LazyVariable(name, Kind.PARAMETER, kind.shape, kind.dtype, initializer)
+        return _array(LazyVariable(name, Kind.PARAMETER, kind.shape, kind.dtype, initializer))
     return context.variable(context.scoped(name), Kind.PARAMETER, kind, initializer)
 
 
-def var(name: str, shape: tuple[int, ...] | None = None, dtype: Any = "float32") -> Any:
+def var(name: str, shape: tuple[int, ...] | None = None, dtype: Any = "float32") -> jax.Array:
     """Declare a parameter whose shape the layer that takes it completes.
 
     Example:
@@ -113,12 +113,12 @@ def var(name: str, shape: tuple[int, ...] | None = None, dtype: Any = "float32")
         return parameter(name, shape, dtype)
     context = current_context()
     name = _named(name) if context is None else context.scoped(_named(name))
-    return LazyVariable(name, Kind.PARAMETER, None, _trained(name, dtype), None)
+    return _array(LazyVariable(name, Kind.PARAMETER, None, _trained(name, dtype), None))
 
 
 def state(
     name: str, shape: tuple[int, ...] = (), dtype: Any = "float32", initializer: Initializer | None = None
-) -> Any:
+) -> jax.Array:
     """Declare state that the network itself carries from step to step; ``assign`` gives the next value.
 
     Args:
@@ -146,7 +146,7 @@ def state(
     if initializer is None and not holds_keys(kind.dtype):
         initializer = constant(0.0)
     if context is None:
-        return LazyVariable(name, Kind.STATE, kind.shape, kind.dtype, initializer)
+        return _array(LazyVariable(name, Kind.STATE, kind.shape, kind.dtype, initializer))
     return context.variable(context.scoped(name), Kind.STATE, kind, initializer)
 
 
@@ -176,7 +176,7 @@ def assign(target: Any, value: Any) -> None:
     context.assign(target, value)
 
 
-def key() -> Any:
+def key() -> jax.Array:
     """A random key, another one at every call and at every step.
 
     It is drawn from the state Variable ``key``, which every step replaces.
@@ -220,6 +220,11 @@ def is_training() -> bool:
         return True
     context.asks_training = True
     return context.training
+
+
+def _array(lazy: Any) -> Any:
+    """A value that stands for an array until the network is traced: type checkers take it for one."""
+    return lazy
 
 
 def _named(name: Any) -> str:

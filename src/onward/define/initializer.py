@@ -30,9 +30,9 @@ import numpy as np
 from jax.nn import initializers
 
 from onward.core.errors import ArgumentError
+from onward.core.pointing import pointing
 from onward.core.source import user_line
 from onward.core.structure import describe
-from onward.core.whereabouts import pointing
 
 __all__ = [
     "Initializer",

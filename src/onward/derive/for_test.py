@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from onward.core.jaxprs.drawing import draws
+from onward.core.partitioned import partitioned
 from onward.core.program import Phase, Program
 from onward.core.recipe import recipe_of, with_steps
 from onward.core.source import user_level
@@ -15,7 +16,8 @@ def for_test(program: Program) -> Program:
     """The forward Program as it is when nothing is trained, over the same Variables.
 
     The function is traced again with ``training=False``: dropout drops nothing, batch normalization uses the
-    statistics it has. Backward and update are left away, with every transform that came after them.
+    statistics it has. Backward and update are left away, with every transform that came after them but
+    ``partition``.
     A function that calls layers of another library tells them, by ``onward.is_training()``; where it draws
     random numbers, or normalizes by its own batch as in training, and never asks, a warning says so.
 
@@ -42,7 +44,8 @@ def for_test(program: Program) -> Program:
 def quietly_for_test(program: Program) -> Program:
     """The same without a word: for what may never be asked to evaluate."""
     recipe = recipe_of(program, "as a test Program", "Trace the network with training=False")
-    return with_steps(recipe.origin.for_test(), recipe.until(Phase.BACKWARD).steps)
+    steps = (*recipe.until(Phase.BACKWARD).steps, *recipe.of(partitioned))
+    return with_steps(recipe.origin.for_test(), steps)
 
 
 def _warn(test: Program, found: str | None) -> None:

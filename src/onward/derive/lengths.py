@@ -57,9 +57,11 @@ def squares(
 
 def rooted(plain: Any, scaled: Any) -> Length:
     """The norm of the numbers that these are the ``squares`` of."""
-    fits = jnp.isfinite(plain)
+    # Asked of the root: XLA would add up the sums of all arrays again in each kernel that asks this of them.
+    norm = jnp.sqrt(plain)
+    fits = jnp.isfinite(norm)
     down = jnp.where(fits, 1, _small(plain.dtype)).astype(plain.dtype)
-    return Length(jnp.sqrt(jnp.where(fits, plain, scaled)), down)
+    return Length(jnp.where(fits, norm, jnp.sqrt(scaled)), down)
 
 
 def _small(dtype: Any) -> Any:

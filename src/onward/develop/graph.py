@@ -8,8 +8,8 @@
 
 from onward.core.homes import homes
 from onward.core.jaxprs.body import body_of
+from onward.core.pointing import pointing
 from onward.core.walk import ancestors, consumers, descendants, liveness, producers
-from onward.core.whereabouts import pointing
 from onward.develop.fence import fences, worth_fencing
 from onward.develop.fission.fission import fissions
 from onward.develop.recompute.report import recomputed

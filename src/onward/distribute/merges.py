@@ -5,7 +5,7 @@
 TopK(ratio=0.01)
 """
 
-from onward.core.whereabouts import pointing
+from onward.core.pointing import pointing
 from onward.distribute.compressed import LowPrecision, PowerSGD, TopK
 from onward.distribute.local import DiLoCo, LocalSGD
 from onward.distribute.merge import Average, Bucketed, Devices, Merge, Sum

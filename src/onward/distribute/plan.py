@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 from onward.core.check import expect_program
 from onward.core.columns import columns
@@ -36,6 +36,7 @@ from onward.core.primitives.traits import Exchanges
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind, Placement
+from onward.distribute.mesh_plan import MeshPlan, mesh_plan
 from onward.distribute.split.cut import Split
 from onward.distribute.split.traffic import Traffic, traffic
 
@@ -105,15 +106,18 @@ class Plan:
 
 
 @overload
-def plan(program: Program) -> Plan: ...
+def plan(program: Program) -> Plan | Any: ...  # a MeshPlan where it is partitioned, which no type tells
 
 
 @overload
 def plan(program: Split) -> Traffic: ...
 
 
-def plan(program: Program | Split) -> Plan | Traffic:
+def plan(program: Program | Split) -> Plan | MeshPlan | Traffic:
     """Compute the bytes that each device, or each server of a Split, sends at a step and keeps.
+
+    Of a partitioned Program, what each device keeps: what it sends is for JAX's partitioner to find, and
+    ``collectives`` tells it.
 
     Bytes sent are those of the ring algorithms, which send least: 2 (n - 1) / n of what goes into an
     all-reduce, (n - 1) / n of what goes into a reduce-scatter or comes out of an all-gather. What a ``while``
@@ -137,11 +141,13 @@ def plan(program: Program | Split) -> Plan | Traffic:
     if isinstance(program, Split):
         return traffic(program)
     expect_program(program, "plan")
+    if program.partition is not None:
+        return mesh_plan(program)
     replicas = program.replicas
     if replicas is None:
         raise GraphError(
             f"Program {program.name!r} runs on one device, which sends nothing. Replicate it first: "
-            "plan(replicate(program, devices)), or split it: plan(split(program, servers))."
+            "plan(replicate(program, devices)), partition it, or split it: plan(split(program, servers))."
         )
     n = replicas.count
     weights = sum(nbytes(p) for p, _ in program.gradients)

@@ -24,6 +24,7 @@ from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.tracing import along
 from onward.core.marks import OWN_KEY
+from onward.core.meshes import expect_no_partition
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
 from onward.core.recipe import build, laid_out, recipe_of, whole_types
@@ -93,6 +94,8 @@ def replicate(
     """
     expect_program(program, "replicate")
     _expect_not_replicated(program)
+    instead = "An axis of the mesh that splits the batch does what replicate does: batch='data'."
+    expect_no_partition(program, "replicate", instead)
     merge = Average() if merge is None else _strategy(merge)
     instead = "Trace it at that size (a trainer's: split(replicate(program, devices), servers).trainer)"
     recipe = recipe_of(program, "at one device's part of the batch", instead)

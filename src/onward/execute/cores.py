@@ -20,6 +20,7 @@ from onward.core.cost import cost
 from onward.core.errors import ArgumentError, GraphError, OnwardError
 from onward.core.first_use import at_first_call
 from onward.core.marks import OWN_KEY
+from onward.core.meshes import expect_no_partition
 from onward.core.primitives.table import of
 from onward.core.program import Program
 from onward.core.recipe import recipe_of
@@ -111,6 +112,8 @@ class Cores:
             GraphError: it is replicated, or was loaded from a file.
             ArgumentError: they do not divide its batch.
         """
+        instead = "It runs on the devices of the mesh: leave out cores=."
+        expect_no_partition(program, "compile: cores", instead)
         if program.replicas is not None:
             raise GraphError(
                 f"compile: {program.name!r} is replicated for {program.replicas.count} devices already. Give "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Sharding
 from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
+from onward.core.meshes import specs_of
 from onward.core.placement import whole_shape
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Placement
@@ -22,6 +24,7 @@ from onward.execute.layout import Layout, Lending
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, homes_of, lying, within
 from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
+from onward.execute.meshed import Meshed
 from onward.execute.options import Value, all_options, refusal
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
@@ -63,14 +66,20 @@ class Executable:
         wanted = tuple(dict.fromkeys((*program.outputs, *(program[name] for name in fetch), *looked_at)))
         self.results = Results(wanted, program.loss, program.signature, watching)
         self.unpacked = program
+        specs = specs_of(program)
         if storage is not None:
             program = packed(program, storage, wanted)
+            specs |= storage.specs(specs)
             wanted = program.outputs
             donate = storage.whole(donate)
         self.program = program
         self.layout = Layout.of(program)
         following = [program.next_state[v] for v in self.layout.changed]
-        self._spread = None if program.replicas is None else Spread(program, following, wanted, by)
+        self._spread: Spread | Meshed | None = None
+        if program.replicas is not None:
+            self._spread = Spread(program, following, wanted, by)
+        elif program.partition is not None:
+            self._spread = Meshed(program, specs, following, wanted)
         self.scopes = scopes(program)
         run = lower(program, [*following, *wanted], at_once=True, scopes=self.scopes)
         self._run = run if self._spread is None else self._spread.over_devices(run)
@@ -78,7 +87,7 @@ class Executable:
         reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]
         self._lending = Lending(reused, len(self.layout.variables))
         # Host devices share one pool of threads: a second step in flight can starve the collectives.
-        several = program.replicas is not None and program.replicas.count > 1
+        several = self._spread is not None and self._spread.mesh.size > 1
         self._waits = several and jax.default_backend() == "cpu"
         self._keep_memory, self._options = keep_memory, options or {}
         self._deadline = deadline
@@ -212,8 +221,9 @@ class Executable:
         """The results without the rows that only filled up the batch."""
         if filling is None or self._spread is None:
             return list(results)
-        placed = zip(results, self._spread.results, strict=True)
-        return [filling.emptied(x) if p is Placement.SHARDED else x for x, p in placed]
+        is_sharded = [placement is Placement.SHARDED for placement in self._spread.results]
+        kept = iter(filling.emptied(list(compress(results, is_sharded))))
+        return [next(kept) if sharded else x for x, sharded in zip(results, is_sharded, strict=True)]
 
     def __call__(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
         """Run on arrays; returns the state as it lay for that, what changed of it, and the results.

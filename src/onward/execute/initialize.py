@@ -25,12 +25,23 @@ from onward.execute.state import copied, stored
 
 _SENT = 2**24  # numbers
 
+Place = Callable[[Variable, Any], Any]
+"""From a state Variable and its first value to that value where it is to lie."""
+
+
+def where_it_is(v: Variable, value: Any) -> Any:
+    """The first value of a state Variable as it was made."""
+    return value
+
 
 @uninterrupted
-def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> dict[Variable, Any]:
+def initialized(
+    program: Program, given: Mapping[Variable, Any], seed: int, place: Place = where_it_is
+) -> dict[Variable, Any]:
     """Every state Variable with its value: the given ones, and what the initializers make of the seed.
 
-    An initializer runs only if something that it makes is not given.
+    An initializer runs only if something that it makes is not given. Each value is placed before the next
+    one is made, so that no device need hold all.
 
     Raises:
         StateError: some state is neither given nor made.
@@ -41,7 +52,8 @@ def initialized(program: Program, given: Mapping[Variable, Any], seed: int) -> d
             continue
         made = _numbers(op) or _run(op)(*(values[v] for v in op.inputs))
         for v, value in zip(op.outputs, made, strict=True):
-            values.setdefault(v, copied(_everywhere(value, v, program), v.dtype))
+            if v not in values:
+                values[v] = place(v, copied(_everywhere(value, v, program), v.dtype))
     del values[SEED]
     if lacking := [v.name for v in program.state if v not in values]:
         raise StateError(
@@ -95,16 +107,18 @@ def is_declared(program: Program) -> bool:
     return made.issuperset(program.parameters)
 
 
-def by_structure(structure: Structure, tree: Any, what: str) -> dict[Variable, Any]:
+def by_structure(
+    structure: Structure, tree: Any, what: str, place: Place = where_it_is
+) -> dict[Variable, Any]:
     """Copies of the arrays in a person's containers."""
     arrays = structure.flatten(tree, what)
     return {
-        v: stored(value, v, f"{what}: {v.name!r}")
+        v: place(v, stored(value, v, f"{what}: {v.name!r}"))
         for v, value in zip(structure.variables, arrays, strict=True)
     }
 
 
-def by_name(program: Program, values: Any) -> dict[Variable, Any]:
+def by_name(program: Program, values: Any, place: Place = where_it_is) -> dict[Variable, Any]:
     """Copies of values given by name, for some of the state."""
     if values is None:
         return {}
@@ -122,7 +136,8 @@ def by_name(program: Program, values: Any) -> dict[Variable, Any]:
     for name in values:
         if name not in state:
             raise UnknownNameError(f"{program.name} keeps nothing named {name!r}. {nearest(name, state)}")
-    return {state[n]: stored(value, state[n], f"init: {n!r}") for n, value in values.items()}
+    given = {state[n]: stored(value, state[n], f"init: {n!r}") for n, value in values.items()}
+    return {v: place(v, value) for v, value in given.items()}
 
 
 def seed_of(seed: int) -> Any:

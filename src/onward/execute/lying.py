@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from onward.core.errors import ArgumentError
+from onward.core.meshes import parameters_of
 from onward.core.program import Program, Variable
-from onward.core.words import Kind, Pass, some
+from onward.core.words import some
 
 Lying = tuple[Sharding | None, ...]
 
@@ -70,27 +71,6 @@ def beside(known: Any, value: Any) -> Any:
     """A new value of a Variable where its old one was put."""
     is_put = _is_put(known) and known.is_fully_addressable and known.ndim == value.ndim
     return jax.device_put(value, known.sharding) if is_put else value
-
-
-def parameters_of(program: Program) -> Mapping[Variable, Variable]:
-    """For state of the shape of a parameter, of which it is updated, that parameter.
-
-    >>> import onward as ow
-    >>> program = ow.Momentum(0.1).minimize(lambda w: w @ w, jnp.ones(3))
-    >>> {v.name: w.name for v, w in parameters_of(program).items()}
-    {'w/velocity': 'w'}
-    """
-    of = {v: v for v in program.state if v.kind is Kind.PARAMETER}
-    kept = [v for v in program.state if v not in of]
-    of |= {gradient: parameter for parameter, gradient in program.gradients}
-    for op in program.ops:
-        if op.made_by is not Pass.UPDATE:
-            continue
-        for v in (*op.inputs, *op.outputs):
-            alike = {of[x] for x in op.inputs if x in of and of[x].shape == v.shape}
-            if len(alike) == 1:
-                of.setdefault(v, *alike)
-    return {v: of[v] for v in kept if v in of}
 
 
 def within(sharding: Sharding) -> Sharding:

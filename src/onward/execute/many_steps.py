@@ -108,6 +108,8 @@ class ManySteps:
         replicas = self._settings.replicas or self.step.program.replicas
         if replicas is not None and replicas.count > 1:
             return f"it runs on {replicas.count} devices, which take their parts of every batch"
+        if self.step.program.partition is not None:
+            return f"it is partitioned over {self.step.program.partition}"
         if jax.default_backend() == "cpu" and _convolves(self.step.program):
             return "on a CPU a convolution in a loop takes several times as long as outside of one"
         return None

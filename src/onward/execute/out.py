@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from onward.core.errors import UnknownNameError, nearest
+from onward.core.pointing import Pointing
 from onward.core.program import Variable
 from onward.core.structure import Signature
-from onward.core.whereabouts import Pointing
 from onward.develop.watch.reading import Watched, Watching
 
 
@@ -69,7 +69,7 @@ class Out(Pointing):
     def __init__(self, results: Results, values: Sequence[Any]) -> None:
         self.results, self.values = results, tuple(values)
 
-    def __getitem__(self, name: str | Variable) -> Any:
+    def __getitem__(self, name: str | Variable) -> jax.Array:
         """The value of an output or a fetched Variable."""
         name = name.name if isinstance(name, Variable) else name
         if name == "loss" and name not in self.results.position:
@@ -83,7 +83,7 @@ class Out(Pointing):
             ) from None
 
     @property
-    def loss(self) -> Any:
+    def loss(self) -> jax.Array:
         """The loss, a scalar."""
         if self.results.loss is None:
             raise UnknownNameError("The traced function returns several arrays, none of them named the loss.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from onward.core.program import Variable
 from onward.core.variable import holds_keys
@@ -46,6 +47,12 @@ class Outs:
     def __len__(self) -> int:
         return sum(1 if part.steps is None else part.steps for part in self._parts)
 
+    @overload
+    def __getitem__(self, name: int) -> Out: ...
+
+    @overload
+    def __getitem__(self, name: str | Variable) -> Any: ...
+
     def __getitem__(self, name: str | Variable | int) -> Any:
         """The values of an output or a fetched Variable, one for each step; by number, one step's Out."""
         if isinstance(name, int | np.integer):
@@ -65,9 +72,10 @@ class Outs:
         raise IndexError(number)
 
     @cached_property
-    def loss(self) -> Any:
+    def loss(self) -> NDArray[Any]:
         """The losses."""
-        return self._over(lambda out: out.loss)
+        losses: NDArray[Any] = self._over(lambda out: out.loss)
+        return losses
 
     @cached_property
     def value(self) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from onward.core.check import check
-from onward.core.errors import GraphError
+from onward.core.errors import GraphError, TraceError
 from onward.core.placement import equal_variables, whole_shape
 from onward.core.program import Program, Variable
 from onward.core.walk import substitute
@@ -22,7 +22,12 @@ from onward.distribute.replicate import replicate
 
 _ANOTHER = (
     "compile: on {count} cores, each with its part of the data cut along the first axis, it would be another "
-    "training. Let that axis be the one of the examples, or leave out cores=. {seen}"
+    "training. Let that axis be the one of the examples, or leave out cores=. As replicate says it: {seen}"
+)
+_NOT_TRACED = (
+    "compile: on {count} cores each takes {part} of the {rows} rows of {names}, cut along the first axis, "
+    "and of these nothing can be traced. Let the first axis of all data be the one of the examples, or "
+    "leave out cores=. {seen}"
 )
 
 
@@ -52,6 +57,10 @@ def over_cores(program: Program, count: int, rows: int, fetch: Sequence[str] = (
             local = replicate(program, count, Bucketed())
         except UserWarning as seen:
             raise GraphError(_ANOTHER.format(count=count, seen=seen)) from None
+        except TraceError as seen:
+            names = ", ".join(repr(v.name) for v in program.inputs if v.shape[:1] == (rows,))
+            words = _NOT_TRACED.format(count=count, part=rows // count, rows=rows, names=names, seen=seen)
+            raise GraphError(words) from seen
     same = dict(_corresponding(program, local))
     _expect_fetched(program, fetch, set(same))
     made = _named(local, same)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,20 +41,42 @@ class Filling:
 
     def filled(self, value: Any) -> Any:
         """An array with the rows at their places."""
-        return value[self.rows]
+        return _taken(value, self.rows) if isinstance(value, jax.Array) else value[self.rows]
 
     def weighed(self, weights: Any) -> Any:
         """Weights at their places, 0 for what fills up."""
         counts = self.counts.reshape(-1, *[1] * (weights.ndim - 1))
-        where: Any = jnp.where if isinstance(weights, jax.Array) else np.where
-        return where(counts, weights[self.rows], np.zeros((), weights.dtype))
+        if isinstance(weights, jax.Array):
+            return _taken(weights, self.rows, counts)
+        return np.where(counts, weights[self.rows], np.zeros((), weights.dtype))
 
-    def emptied(self, value: Any) -> Any:
-        """The rows of an array over all places, without those that fill up, in their original order."""
-        if value.shape[0] % len(self.rows):
+    def emptied(self, values: Sequence[Any]) -> list[Any]:
+        """The rows of arrays over all places, without those that fill up, in their original order."""
+        if not values:
+            return []
+        places = np.flatnonzero(self.counts).astype(np.int32)
+        kept: list[Any] = _kept(list(values), places, len(self.rows))
+        return kept
+
+
+# A computation each: indexing by itself compiles half a dozen kernels for each new number of rows.
+@jax.jit
+def _taken(value: Any, rows: Any, counts: Any = None) -> Any:
+    taken = value.at[rows].get(mode="promise_in_bounds")
+    return taken if counts is None else jnp.where(counts, taken, jnp.zeros((), value.dtype))
+
+
+@partial(jax.jit, static_argnums=2)
+def _kept(values: list[Any], kept: Any, places: int) -> list[Any]:
+    def of(value: Any) -> Any:
+        length, *shape = value.shape
+        if length % places:
             return value
-        each = value.reshape(len(self.rows), -1, *value.shape[1:])[np.flatnonzero(self.counts)]
-        return each.reshape(-1, *value.shape[1:])
+        each = length // places
+        rows = value.reshape(places, each, *shape).at[kept].get(mode="promise_in_bounds")
+        return rows.reshape(len(kept) * each, *shape)
+
+    return [of(value) for value in values]
 
 
 class Portions:

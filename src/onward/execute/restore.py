@@ -18,12 +18,13 @@ from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.core.words import Kind, Placement, some
 from onward.execute.checkpoint.checkpoints import Checkpoints
-from onward.execute.checkpoint.contents import PLACEMENTS
+from onward.execute.checkpoint.contents import PLACEMENTS, POSITION
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.checkpoint.manifest import MANIFEST
 from onward.execute.fingerprints import differences
 from onward.execute.initialize import initialized
 from onward.execute.layout import Layout
+from onward.execute.loop.reader import move
 from onward.execute.lying import beside
 from onward.execute.state import State, copied
 
@@ -142,6 +143,15 @@ def loaded(source: Any, which: Any = "latest", fallback: bool = False) -> Checkp
     if which == "latest" and (path / MANIFEST).exists():
         return Checkpoints(path.parent).load(path, fallback=fallback)
     return Checkpoints(path).load(which, fallback=fallback)
+
+
+def restored(layout: Layout, source: Any, which: Any, fallback: bool, reader: Any) -> list[Any]:
+    """The values of a layout from the checkpoint that a person names, whose reader goes on from there."""
+    found = loaded(source, which, fallback)
+    values = complete(layout, found)
+    if reader is not None:
+        move(reader, found.extra.get(POSITION))
+    return values
 
 
 def complete(layout: Layout, found: Checkpoint) -> list[Any]:

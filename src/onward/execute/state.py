@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from onward.core.errors import ArgumentError, HyperparameterError, StateError, UnknownNameError, nearest
+from onward.core.pointing import Pointing
 from onward.core.program import Variable
 from onward.core.structure import describe
+from onward.core.treescope_view import foldable_text, named_values
 from onward.core.variable import holds_keys
-from onward.core.whereabouts import Pointing
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
 from onward.execute.layout import Layout
@@ -62,7 +64,7 @@ class State(Pointing):
         """The number of the buffer that holds the Variable at this place of the layout."""
         return i if self.storage is None else self.storage.place[self.layout.variables[i].name][0]
 
-    def __getitem__(self, name: str | Variable) -> Any:
+    def __getitem__(self, name: str | Variable) -> jax.Array:
         """The value of a state Variable.
 
         Raises:
@@ -77,6 +79,16 @@ class State(Pointing):
     def __iter__(self) -> Iterator[str]:
         """The names of everything it holds."""
         return iter(self.layout.position)
+
+    def keys(self) -> Iterator[str]:
+        """The names, so that ``dict(state)`` is every value by its name, as other libraries store it.
+
+        >>> import jax.numpy as jnp, onward as ow
+        >>> step = ow.compile(ow.SGD(0.5).minimize(lambda w: w**2, jnp.float32(1.0)))
+        >>> sorted(dict(step.init(jnp.float32(1.0))))
+        ['learning_rate', 'step', 'w']
+        """
+        return iter(self)
 
     @property
     def parameters(self) -> Any:
@@ -99,7 +111,7 @@ class State(Pointing):
         return signature.model_state.unflatten(self[v] for v in signature.model_state.variables)
 
     @property
-    def hyperparameters(self) -> Mapping[str, Any]:
+    def hyperparameters(self) -> Mapping[str, jax.Array]:
         """The hyperparameters that are Variables, by name; change one with ``replace``."""
         self.expect_whole()
         return {v.name: self[v] for v in self.layout.hyperparameters}
@@ -175,7 +187,7 @@ class State(Pointing):
             return changed
         return State(self.layout, [changes.get(i, x) for i, x in enumerate(self.values)])
 
-    def sweep(self, choices: Mapping[str, Sequence[Any]]) -> State:
+    def sweep(self, choices: Mapping[str, Sequence[Any] | NDArray[Any] | jax.Array]) -> State:
         """As many States in one as there are choices: every array has one more axis, the first.
 
         ``jax.vmap`` runs a step over them in one compilation: a search for a learning rate costs one batched
@@ -249,6 +261,11 @@ class State(Pointing):
         names = ", ".join(v.name for v in self.layout.variables[:4])
         count = len(self.layout.variables)
         return f"State({count} Variables: {names}{', ...' if count > 4 else ''})"
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        if self.is_spent:
+            return foldable_text(repr(self), path)
+        return named_values(State, dict(self), path, subtree_renderer)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Layout, Storage | None]]:
         """The buffers with their names, for ``jax.tree``."""

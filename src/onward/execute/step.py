@@ -7,24 +7,21 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from onward.core.errors import ArgumentError, NotPickled, StateError
+from onward.core.first_use import at_first_call
+from onward.core.pointing import Pointing
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, find, select
-from onward.core.whereabouts import Pointing
-from onward.execute.checkpoint.checkpoints import Checkpoints
-from onward.execute.checkpoint.contents import POSITION
-from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.executable import Executable
 from onward.execute.executables import Executables
-from onward.execute.initialize import by_name, by_structure, initialized, is_declared
+from onward.execute.initialize import by_name, by_structure, initialized, is_declared, where_it_is
 from onward.execute.layout import Layout
 from onward.execute.line import follow
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
-from onward.execute.loop.reader import move
 from onward.execute.lying import laid, lies_elsewhere
 from onward.execute.many_steps import LoopSettings, ManySteps
 from onward.execute.nonfinite.checks import Checks
@@ -32,11 +29,16 @@ from onward.execute.options import Value
 from onward.execute.out import Out
 from onward.execute.outs import Outs
 from onward.execute.peers.deadline import deadline_of
-from onward.execute.restore import complete, loaded
+from onward.execute.places import Places
 from onward.execute.spread import By
 from onward.execute.state import State
-from onward.execute.storage.storage import Storage
 from onward.execute.tuning import StepPlan, Tuning
+
+if TYPE_CHECKING:  # most steps run without a checkpoint
+    from onward.execute.checkpoint.checkpoints import Checkpoints
+    from onward.execute.checkpoint.loaded import Checkpoint
+
+_restored = at_first_call("onward.execute.restore", "restored")
 
 
 class Step(NotPickled, Pointing):
@@ -82,12 +84,12 @@ class Step(NotPickled, Pointing):
         )
         self._loops = LoopSettings(options or {}, keep_memory)
         self._known: set[Layout] = set()
-        self._places: dict[tuple[Layout, Storage | None], tuple[int, ...]] = {}
         self._tuning = tuning or Tuning(is_on=False)
         tuned = partial(self._tuning, fetch=self.fetch)
         self._executables = Executables(program, make, tuned, apart, check_feeds)
         self.feeds, self.storage = self._executables.feeds, self._executables.storage
         self._first = self._executables.first
+        self._places = Places(self.layout, self.storage)
         if ahead:
             self._executables.compile(self._first)
 
@@ -112,10 +114,11 @@ class Step(NotPickled, Pointing):
         signature = self.program.signature
         if signature is None:
             raise ArgumentError(f"Program {self.program.name!r} was not traced, so it has no init.")
+        place = where_it_is if self.program.partition is None else self._first.place
         if is_declared(self.program):
-            given = by_name(self.program, parameters)
+            given = by_name(self.program, parameters, place)
         else:
-            given = by_structure(signature.parameters, parameters, signature.names[0])
+            given = by_structure(signature.parameters, parameters, signature.names[0], place)
         if (signature.model_state is None) != (state is None):
             if state is None:
                 advice = f"carries model state: step.init({', '.join(signature.names[:2])})"
@@ -125,16 +128,17 @@ class Step(NotPickled, Pointing):
                 )
             raise ArgumentError(f"{self.program.name} {advice}.")
         if signature.model_state is not None:
-            given |= by_structure(signature.model_state, state, signature.names[1])
-        values = initialized(self.program, given, seed)
+            given |= by_structure(signature.model_state, state, signature.names[1], place)
+        values = initialized(self.program, given, seed, place)
         return self._stored([values[v] for v in self.layout.variables])
 
     @uninterrupted
     def _stored(self, values: Sequence[Any]) -> State:
         """The State of these values as this Step stores it."""
-        if self.program.replicas is None:
+        is_placed = self.program.replicas is not None or self.program.partition is not None
+        if not is_placed:
             values = laid(self.program, self.layout.variables, values)
-        if self.storage is None or lies_elsewhere(values):
+        if self.storage is None or (self.program.partition is None and lies_elsewhere(values)):
             placed = zip(self.layout.variables, values, strict=True)
             return State(self.layout, [self._first.place(v, x) for v, x in placed])
         named = {v.name: x for v, x in zip(self.layout.variables, values, strict=True)}
@@ -160,19 +164,19 @@ class Step(NotPickled, Pointing):
         if self._checks is not None:
             self._checks.look(state)
         executable, values, filling = self._executables.find(state, data, feed)
-        own = self._own(state, executable)
+        own = self._places.own(state, executable)
         kinds = {*map(type, own), *map(type, values)}  # at C speed: a State may have thousands of arrays
         if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
             changed, results = executable.function(own, values)
-            following = self._with(state, executable, changed)
+            following = self._places.following(state, executable, changed)
         else:
             if not executable.is_compiled:
                 self._executables.compile(executable)
             with while_a_step_runs() if executable.is_alone else nullcontext():
                 lying, changed, results = executable(own, values)
                 if lying is not own:
-                    state = self._with(state, executable, lying)
-                following = self._with(state, executable, changed)
+                    state = self._places.following(state, executable, lying)
+                following = self._places.following(state, executable, changed)
                 follow(whose, following)
         if filling is not None:
             results = executable.emptied(results, filling)
@@ -242,11 +246,7 @@ class Step(NotPickled, Pointing):
             >>> float(step.restore(path).parameters)
             0.5
         """
-        found = loaded(source, which, fallback)
-        state = self._stored(complete(self.layout, found))
-        if reader is not None:
-            move(reader, found.extra.get(POSITION))
-        return state
+        return self._stored(_restored(self.layout, source, which, fallback, reader))
 
     @property
     def compilations(self) -> int:
@@ -268,9 +268,9 @@ class Step(NotPickled, Pointing):
             state = self._accepted(state)
             state.expect_whole()
             executable, values, filling = self._executables.find(state, data, feed)
-            changed, results = executable.function(self._own(state, executable), values)
+            changed, results = executable.function(self._places.own(state, executable), values)
             results = executable.emptied(results, filling)
-            return self._with(state, executable, changed), Out(executable.results, results)
+            return self._places.following(state, executable, changed), Out(executable.results, results)
 
         return pure
 
@@ -305,7 +305,7 @@ class Step(NotPickled, Pointing):
         """The Executable for this data, which need not be compiled, and the arrays that it takes."""
         state = self._accepted(state)
         executable, values, _ = self._executables.find(state, data, {})
-        return executable, self._own(state, executable), self.feeds.convert(values)
+        return executable, self._places.own(state, executable), self.feeds.convert(values)
 
     @property
     def cores(self) -> int:
@@ -329,7 +329,7 @@ class Step(NotPickled, Pointing):
         found, values, _ = self._executables.find(state, data, feed)
         executable = self._executables.make(found.unpacked, storage=state.storage, scopes=scopes)
         executable.compile()
-        return executable.text_for(self._own(state, executable), values)
+        return executable.text_for(self._places.own(state, executable), values)
 
     def expect_going(self, state: State) -> None:
         """Wait for a State; raise ``NonFiniteError`` if ``guard(..., "stop")`` or a check stopped there."""
@@ -371,33 +371,6 @@ class Step(NotPickled, Pointing):
                 f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which "
                 f"{self.program.name} keeps. Make one with this step's own init."
             )
-
-    def _own(self, state: State, executable: Executable) -> Sequence[Any]:
-        """The buffers of a State that an executable takes, in its order."""
-        places = self._places_in(state, executable)
-        return state.buffers if places is None else [state.buffers[i] for i in places]
-
-    def _with(self, state: State, executable: Executable, buffers: Sequence[Any]) -> State:
-        """The State with other arrays for the first of those that an executable takes."""
-        places = self._places_in(state, executable)
-        if places is None:
-            return State(state.layout, (*buffers, *state.buffers[len(buffers) :]), state.storage)
-        found = list(state.buffers)
-        for i, array in zip(places, buffers, strict=False):
-            found[i] = array
-        return State(state.layout, found, state.storage)
-
-    def _places_in(self, state: State, executable: Executable) -> tuple[int, ...] | None:
-        """Where a State keeps what an executable takes; None if it is just that."""
-        if state.storage is self.storage and state.layout is self.layout:
-            return None
-        key = state.layout, state.storage
-        found = self._places.get(key)
-        if found is None:
-            names = state.layout.position if state.storage is None else state.storage.names
-            place = {name: i for i, name in enumerate(names)}
-            found = self._places[key] = tuple(place[v.name] for v in executable.layout.variables)
-        return found
 
     def __copy__(self) -> Step:
         return self

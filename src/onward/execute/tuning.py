@@ -19,7 +19,7 @@ from onward.core.program import Program
 from onward.develop.fence import fence, worth_fencing
 from onward.develop.fission.fission import fission, fissions
 from onward.develop.recompute.lean import lean
-from onward.develop.recompute.report import is_recomputed
+from onward.develop.recompute.loops import is_recomputed
 from onward.develop.rewrite.rewrite import rewrite, rewritten_ops
 from onward.develop.roll.roll import roll, roll_where_worth, rolls_of
 from onward.execute.cores import Cores

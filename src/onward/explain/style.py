@@ -32,6 +32,9 @@ LIGHT: Mapping[str, str] = {
     "state": "#475569",
     "state-soft": "#e6e9ee",
     "alarm": "#dc2626",
+    "state-mid": "#9aa2ad",  # mixed with the page
+    "faint-mid": "#bcc0c6",
+    "forward-mid": "#b3c8f8",
 }
 DARK: Mapping[str, str] = {
     "page": "#14171d",
@@ -50,11 +53,15 @@ DARK: Mapping[str, str] = {
     "state": "#aab4c3",
     "state-soft": "#2a303b",
     "alarm": "#f87171",
+    "state-mid": "#676d78",
+    "faint-mid": "#505660",
+    "forward-mid": "#38496c",
 }
-FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
+_PLAIN = re.compile(r"#[0-9a-f]{6}\b")
 _VARIABLE = re.compile(r"var\(--ow-([\w-]+)\)")
 
 
@@ -103,6 +110,16 @@ def with_plain_colours(css: str, markup: str, root: str) -> str:
     )
     dark = f"@media (prefers-color-scheme: dark) {{ {_plain(css, DARK)}{by_colour} }}"
     return f"<style>{_plain(css, LIGHT)}{dark}</style>{_plain(markup, LIGHT)}"
+
+
+def dark_only(svg: str) -> str:
+    """A picture in plain colours as it is on a dark page, wherever it is shown.
+
+    >>> dark_only('<path style="stroke:#15803d"/>')
+    '<path style="stroke:#63cf8c"/>'
+    """
+    names = {value: name for name, value in LIGHT.items()}
+    return _PLAIN.sub(lambda found: DARK[names[found[0]]] if found[0] in names else found[0], svg)
 
 
 def _plain(markup: str, theme: Mapping[str, str]) -> str:

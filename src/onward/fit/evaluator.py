@@ -16,10 +16,10 @@ import numpy as np
 
 from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, NotPickled, StateError, nearest
+from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of
-from onward.core.whereabouts import Pointing
 from onward.execute.feeds import data_names, unshared
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.loop.reader import LoopReader

@@ -9,10 +9,10 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from onward.core.errors import ArgumentError, NotPickled, RecipeError
+from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import descendants, prune
-from onward.core.whereabouts import Pointing
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import trace

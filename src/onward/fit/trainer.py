@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from onward.core.lower import lower
-from onward.derive.for_evaluation import evaluated_parameters
+from onward.execute.averaged import averages
 from onward.execute.loop.history import History
 from onward.execute.loop.interrupt import Interruptible
 from onward.execute.out import Out
@@ -174,9 +173,8 @@ class Trainer(TrainerParts):
             >>> bool((model["fc_0/b"] == trainer["fc_0/b/average"]).all())
             True
         """
-        program = evaluated_parameters(self.program)
         with self.model.lock:
             state, model = self.joined(), self.model.copy()
-            values = lower(program, program.outputs)([state[v] for v in program.state], ())
+            values = averages(self.program, state)
         model.replace({p.name: x for p, x in zip(self.program.parameters, values, strict=True)})
         return model

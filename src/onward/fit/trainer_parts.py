@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from onward.core.errors import ArgumentError, NonFiniteError, NotPickled, UnknownNameError, nearest
+from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
 from onward.core.walk import Where
-from onward.core.whereabouts import Pointing
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
 from onward.execute.checkpoint.checkpoints import Checkpoints, store_of

@@ -132,9 +132,18 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
 
 
+def devices_in_words() -> str:
+    """The devices of JAX and how many there are; or why there are none."""
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return f"no device ({str(error).splitlines()[0]})"
+    return f"{len(devices)} x {devices[0].device_kind}"
+
+
 def _devices(environment: Mapping[str, str]) -> Finding:
     devices = jax.devices()
-    found = f"{len(devices)} x {devices[0].device_kind}, {os.cpu_count()} cores"
+    found = f"{devices_in_words()}, {os.cpu_count()} cores"
     forced = _DEVICE_COUNT.search(environment.get("XLA_FLAGS", ""))
     is_cpu = devices[0].platform == "cpu"
     if forced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from onward.core.errors import OnwardError, nearest
 from onward.execute.host_memory import keep_host_memory
 from onward.shell.bench import bench
 from onward.shell.demo import demo
-from onward.shell.doctor import doctor
+from onward.shell.doctor import devices_in_words, doctor
 from onward.shell.launch.launch import LaunchPlan, launch
 from onward.shell.options import add_command, count, positive, seconds
 from onward.shell.serve_options import add_serve
@@ -61,7 +62,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Sequence[str]]:
         epilog="onward COMMAND --help tells what a command takes, with examples.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"onward {version('onward')}")
+    parser.add_argument("--version", action=Versions, nargs=0, help="show what is used, and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     add_show(commands)
@@ -70,6 +71,18 @@ def _parser() -> tuple[argparse.ArgumentParser, Sequence[str]]:
     _add_launch(commands)
     _add_doctor(commands)
     return parser, list(commands.choices)
+
+
+class Versions(argparse.Action):
+    """``--version``: of Onward and of what it computes with; devices are looked for only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **options: Any) -> None:
+        """Print one line, and end."""
+        print(
+            f"onward {version('onward')}, jax {version('jax')}, jaxlib {version('jaxlib')}, "
+            f"Python {platform.python_version()}, {devices_in_words()}"
+        )
+        parser.exit()
 
 
 def _add_demo(commands: Any) -> None:

@@ -294,6 +294,7 @@ class Body(NotPickled):
         shown = {}
         for key, value in self.equations[0].params.items():
             if not callable(value) and not jaxprs_in(value) and value is not None:
+                key, value = ("spec", value.spec) if hasattr(value, "spec") else (key, value)
                 text = str(_plain(value))
                 shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."
         return shown

@@ -26,7 +26,7 @@ Given all of its arrays, a layer computes like any function of JAX, inside of ``
 ['fc_0/w', 'fc_0/b', 'head/w', 'head/b']
 """
 
-from onward.core.whereabouts import pointing
+from onward.core.pointing import pointing
 from onward.define.declare import data
 from onward.define.layer.activation import (
     elu,

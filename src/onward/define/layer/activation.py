@@ -12,7 +12,7 @@ itself does as well.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,23 @@ _DOCSTRING = """{formula}, as ``jax.nn.{name}``.
     """
 
 
+class Activation(Protocol):
+    """A layer that computes number by number, or along the last axis."""
+
+    def __call__(self, x: Any, *, name: str | None = None, **options: Any) -> jax.Array:
+        """Compute it of an array."""
+        ...
+
+
 _BY_NAME: dict[str, Callable[..., Any]] = {}
 
 
-def _activation(function: Callable[..., Any], formula: str, source: str = "", zero: float = 0.0) -> Any:
+def _activation(
+    function: Callable[..., Any], formula: str, source: str = "", zero: float = 0.0
+) -> Activation:
     """A layer of one of the functions of ``jax.nn``; ``zero`` is what it makes of two zeros."""
 
-    def activation(x: Any, *, name: str | None = None, **options: Any) -> Any:
+    def activation(x: Any, *, name: str | None = None, **options: Any) -> jax.Array:
         return function(jnp.asarray(x), **options)
 
     _BY_NAME[function.__name__] = function

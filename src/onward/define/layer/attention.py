@@ -35,7 +35,7 @@ def attention(
     training: bool | None = None,
     initializer: Initializer | None = None,
     name: str | None = None,
-) -> Any:
+) -> jax.Array:
     """Attention with several heads, between a projection of each argument and one of the result.
 
     ``softmax(q k^T / sqrt(size / heads)) v`` in every head. With query alone this is self-attention.

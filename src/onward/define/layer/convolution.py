@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,7 +50,7 @@ def conv(
     act: str | Callable[..., Any] | None = None,
     initializer: Initializer | None = None,
     name: str | None = None,
-) -> Any:
+) -> jax.Array:
     """A convolution (without flipping the kernel), plus b, activated.
 
     Args:
@@ -110,7 +111,7 @@ def pool(
     kind: Literal["max", "average"] = "max",
     padding: Padding = "VALID",
     name: str | None = None,
-) -> Any:
+) -> jax.Array:
     """The largest number or the average in each window.
 
     Args:

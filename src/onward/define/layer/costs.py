@@ -31,7 +31,7 @@ from onward.define.layer.expect import (
 
 
 @cost
-def mse(prediction: Any, target: Any, *, weights: Any = None, name: str | None = None) -> Any:
+def mse(prediction: Any, target: Any, *, weights: Any = None, name: str | None = None) -> jax.Array:
     """The mean squared error, over all numbers.
 
     Args:
@@ -59,7 +59,7 @@ def mse(prediction: Any, target: Any, *, weights: Any = None, name: str | None =
 @cost
 def huber(
     prediction: Any, target: Any, *, delta: float = 1.0, weights: Any = None, name: str | None = None
-) -> Any:
+) -> jax.Array:
     """Half the squared error up to ``delta``, and beyond that ``delta (|error| - delta / 2)``; the mean.
 
     Args:
@@ -98,7 +98,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     weights: Any = None,
     name: str | None = None,
-) -> Any:
+) -> jax.Array:
     """The mean of ``-log softmax(logits)[label]``.
 
     Args:
@@ -135,7 +135,9 @@ def cross_entropy(
 
 
 @cost
-def binary_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, name: str | None = None) -> Any:
+def binary_cross_entropy(
+    logits: Any, targets: Any, *, weights: Any = None, name: str | None = None
+) -> jax.Array:
     """The mean of ``-t log p - (1 - t) log(1 - p)`` with ``p = sigmoid(logits)``.
 
     Args:
@@ -168,7 +170,7 @@ def binary_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, name
 
 
 @cost
-def cosine_similarity(a: Any, b: Any, *, epsilon: float = 1e-8, name: str | None = None) -> Any:
+def cosine_similarity(a: Any, b: Any, *, epsilon: float = 1e-8, name: str | None = None) -> jax.Array:
     """The cosine of the angle between vectors, from -1 to 1; no mean is taken.
 
     Args:

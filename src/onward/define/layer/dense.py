@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError
@@ -26,7 +27,7 @@ def fc(
     act: str | Callable[..., Any] | None = None,
     initializer: Initializer | None = None,
     name: str | None = None,
-) -> Any:
+) -> jax.Array:
     """A fully connected layer, ``act(x w + b)``.
 
     Args:
@@ -67,7 +68,7 @@ def embedding(
     dtype: Any = "float32",
     initializer: Initializer | None = None,
     name: str | None = None,
-) -> Any:
+) -> jax.Array:
     """A row of a table for every integer.
 
     Ids that are fed from the host are checked to lie in ``range(vocabulary)``; the row of another one is NaN,

@@ -15,7 +15,7 @@ from onward.define.layer.base import layer
 
 
 @layer
-def clip_error(x: Any, max_value: float, *, name: str | None = None) -> Any:
+def clip_error(x: Any, max_value: float, *, name: str | None = None) -> jax.Array:
     """The array as it is; on the way back its gradient is moved into ``[-max_value, max_value]``.
 
     A complex gradient is shortened. The gradient of a mean over a batch is the smaller the longer the batch:

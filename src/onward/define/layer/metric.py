@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,7 +19,7 @@ from onward.define.layer.expect import count, expect_same_shape, precise
 @cost
 def accuracy(
     logits: Any, labels: Any, *, top_k: int = 1, weights: Any = None, name: str | None = None
-) -> Any:
+) -> jax.Array:
     """The share of examples whose label has the largest logit, or one of the ``top_k`` largest.
 
     Args:
@@ -61,7 +62,7 @@ def accuracy(
 
 
 @cost
-def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = None) -> Any:
+def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = None) -> jax.Array:
     """How likely a positive example has a higher score than a negative one; equal scores count half.
 
     The area under the ROC curve, exactly, over the whole batch: several devices that hold a part of it each
@@ -100,7 +101,7 @@ def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = Non
 
 
 @layer
-def perplexity(mean_cross_entropy: Any, *, name: str | None = None) -> Any:
+def perplexity(mean_cross_entropy: Any, *, name: str | None = None) -> jax.Array:
     """``exp`` of a mean cross entropy: among how many equally likely classes the choice seems to be.
 
     Args:

@@ -30,7 +30,7 @@ from onward.define.layer.expect import (
 @layer
 def dropout(
     x: Any, rate: float, *, key: Any = None, training: bool | None = None, name: str | None = None
-) -> Any:
+) -> jax.Array:
     """Zeros in random places; what stays is divided by ``1 - rate``, which keeps the mean.
 
     In the test Program, and with rate 0, it is x itself and declares nothing.
@@ -78,7 +78,7 @@ def batch_norm(
     variance: Any = None,
     training: bool | None = None,
     name: str | None = None,
-) -> Any:
+) -> jax.Array:
     """``scale (x - mean) / sqrt(variance + epsilon) + offset``, by statistics of the batch.
 
     In training, mean and variance are those of the batch, over all axes but one; running ones are kept in
@@ -140,7 +140,7 @@ def batch_norm(
 @layer
 def layer_norm(
     x: Any, *, epsilon: float = 1e-5, scale: Any = None, offset: Any = None, name: str | None = None
-) -> Any:
+) -> jax.Array:
     """``scale (x - mean) / sqrt(variance + epsilon) + offset``, by statistics of the last axis.
 
     Args:
@@ -173,7 +173,7 @@ def layer_norm(
 
 
 @layer
-def rms_norm(x: Any, *, epsilon: float = 1e-6, scale: Any = None, name: str | None = None) -> Any:
+def rms_norm(x: Any, *, epsilon: float = 1e-6, scale: Any = None, name: str | None = None) -> jax.Array:
     """``scale x / sqrt(mean(x**2) + epsilon)``, over the last axis.
 
     Args:

@@ -34,7 +34,7 @@ def lstm(
     b: Any = None,
     initializer: Initializer | None = None,
     name: str | None = None,
-) -> Any:
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """A long short-term memory, with a forget gate and without peepholes.
 
     With the gates side by side in the order input, forget, cell, output (torch, Keras, flax):
@@ -99,7 +99,7 @@ def gru(
     b: Any = None,
     initializer: Initializer | None = None,
     name: str | None = None,
-) -> Any:
+) -> tuple[jax.Array, jax.Array]:
     """A gated recurrent unit, the variant that resets after the matrix (cuDNN, torch, flax, Keras).
 
     With the gates side by side in the order reset, update, new:

@@ -18,73 +18,7 @@
 ``arithmetic``, ``norms``, ``matrices``, ``checks`` and ``line_search`` hold what several compute alike.
 """
 
-from onward.core.whereabouts import pointing
-from onward.derive.optimizers.adam import Adam, Adamax, AdamW, AMSGrad, LazyAdam
-from onward.derive.optimizers.adam_extensions import MARS, Adan, AdEMAMix
-from onward.derive.optimizers.adam_variants import ADOPT, AdaBelief, NAdam, RAdam, Yogi
-from onward.derive.optimizers.adaptive import Adadelta, Adagrad, DecayedAdagrad, RMSProp
-from onward.derive.optimizers.distance_over_gradients import DoG, LDoG
-from onward.derive.optimizers.factored import SM3, Adafactor
-from onward.derive.optimizers.gradient_descent import ASGD, SGD, Momentum, Nesterov
-from onward.derive.optimizers.kron import PSGDKron
-from onward.derive.optimizers.layerwise import LAMB, LARS, NovoGrad
-from onward.derive.optimizers.lbfgs import LBFGS
-from onward.derive.optimizers.learning_rate_free import DAdaptAdam, DAdaptSGD, Prodigy
-from onward.derive.optimizers.muon import Muon
-from onward.derive.optimizers.proximal import FTRL, ProximalAdagrad, ProximalGD
-from onward.derive.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
-from onward.derive.optimizers.shampoo import Shampoo
-from onward.derive.optimizers.sign import Lion, Rprop, SignSGD, Signum
-from onward.derive.optimizers.soap import SOAP
-from onward.derive.optimizers.sophia import Sophia
+from onward.core.first_use import from_stub
 
-__all__ = [
-    "ADOPT",
-    "ASGD",
-    "FTRL",
-    "LAMB",
-    "LARS",
-    "LBFGS",
-    "MARS",
-    "SGD",
-    "SM3",
-    "SOAP",
-    "AMSGrad",
-    "AdEMAMix",
-    "AdaBelief",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Adan",
-    "DAdaptAdam",
-    "DAdaptSGD",
-    "DecayedAdagrad",
-    "DoG",
-    "LDoG",
-    "LazyAdam",
-    "Lion",
-    "Momentum",
-    "Muon",
-    "NAdam",
-    "Nesterov",
-    "NovoGrad",
-    "PSGDKron",
-    "Prodigy",
-    "ProximalAdagrad",
-    "ProximalGD",
-    "RAdam",
-    "RMSProp",
-    "Rprop",
-    "ScheduleFreeAdamW",
-    "ScheduleFreeSGD",
-    "Shampoo",
-    "SignSGD",
-    "Signum",
-    "Sophia",
-    "Yogi",
-]
-
-__getattr__ = pointing(__name__, "ow.optimizer")
+# The names are listed in __init__.pyi.
+__getattr__, __dir__, __all__ = from_stub(__name__, "ow.optimizer")

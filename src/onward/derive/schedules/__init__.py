@@ -25,32 +25,7 @@ What is made here is frozen, compares by value, computes on whole arrays of step
 0.0020000000949949026
 """
 
-from onward.core.whereabouts import pointing
-from onward.derive.schedules.base import Schedule
-from onward.derive.schedules.compose import constant, join, piecewise, warmup
-from onward.derive.schedules.cycles import cyclic, one_cycle, restarts
-from onward.derive.schedules.decay import cosine, linear, polynomial, wsd
-from onward.derive.schedules.fading import exponential, inverse_time, natural_exp, noam
-from onward.derive.schedules.plateau import plateau
+from onward.core.first_use import from_stub
 
-__all__ = [
-    "Schedule",
-    "constant",
-    "cosine",
-    "cyclic",
-    "exponential",
-    "inverse_time",
-    "join",
-    "linear",
-    "natural_exp",
-    "noam",
-    "one_cycle",
-    "piecewise",
-    "plateau",
-    "polynomial",
-    "restarts",
-    "warmup",
-    "wsd",
-]
-
-__getattr__ = pointing(__name__, "ow.schedule")
+# The names are listed in __init__.pyi.
+__getattr__, __dir__, __all__ = from_stub(__name__, "ow.schedule")

@@ -24,7 +24,7 @@ from onward.core.turn import ScanTurn
 from onward.core.words import Kind, Pass
 from onward.derive.backward import gradients
 from onward.develop.recompute.activations import may_run_again
-from onward.develop.recompute.again import keeping
+from onward.develop.recompute.again import BARRIER, keeping
 from onward.develop.roll.build import Layers
 
 Kept = tuple[tuple[str, tuple[str, ...]], ...]
@@ -147,3 +147,15 @@ class _Turn:
 def _sum_of(cotangents: Sequence[Any], results: Sequence[Variable], v: Variable) -> Any:
     """The gradient of a Variable that is returned once or several times."""
     return sum(g for g, result in zip(cotangents, results, strict=True) if result is v)
+
+
+def is_recomputed(program: Program) -> bool:
+    """Whether the backward pass computes some of the forward pass again."""
+    barriers = (op for op in program.ops if op.type is BARRIER)
+    return any(barriers) or bool(loops_kept(program))
+
+
+def loops_kept(program: Program) -> Kept:
+    """The loops whose turns compute something again, and what they keep."""
+    steps = () if program.recipe is None else program.recipe.of(keeping_in_loops)
+    return tuple(pair for step in steps for pair in step.arguments[0])

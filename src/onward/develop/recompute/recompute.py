@@ -24,9 +24,9 @@ from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
 from onward.develop.recompute.activations import where
 from onward.develop.recompute.lean import lean
+from onward.develop.recompute.loops import is_recomputed
 from onward.develop.recompute.measure import compiled, estimated
 from onward.develop.recompute.replay import is_replayable
-from onward.develop.recompute.report import is_recomputed
 from onward.develop.recompute.scopes import Scopes, plan_of
 from onward.develop.recompute.search import Rungs
 from onward.develop.roll.roll import roll as rolled

@@ -13,8 +13,8 @@ from onward.core.walk import producers
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulation_of
 from onward.develop.recompute.activations import Activations
-from onward.develop.recompute.again import BARRIER, keeping
-from onward.develop.recompute.loops import Kept, keeping_in_loops
+from onward.develop.recompute.again import keeping
+from onward.develop.recompute.loops import Kept, keeping_in_loops, loops_kept
 from onward.develop.recompute.measure import compiled, estimated
 from onward.develop.recompute.replay import without_steps
 
@@ -105,20 +105,8 @@ def recomputed(program: Program, compile: bool = False) -> Recomputed:  # noqa: 
         flops=sum(cost(op).flops for op in again),
         estimated=(estimated(before).bytes, estimated(program).bytes),
         compiled=(compiled(before), compiled(program)) if compile else None,
-        loops=_loops_of(program),
+        loops=loops_kept(program),
     )
-
-
-def is_recomputed(program: Program) -> bool:
-    """Whether the backward pass computes some of the forward pass again."""
-    barriers = (op for op in program.ops if op.type is BARRIER)
-    return any(barriers) or bool(_loops_of(program))
-
-
-def _loops_of(program: Program) -> Kept:
-    """The loops whose turns compute something again, and what they keep."""
-    steps = () if program.recipe is None else program.recipe.of(keeping_in_loops)
-    return tuple(pair for step in steps for pair in step.arguments[0])
 
 
 def again_ops(program: Program) -> list[Op]:

@@ -85,6 +85,11 @@ class Watched(Mapping[str, Mapping[str, Any]]):
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has computed it."""
+        return all(x.is_ready() for part in self.parts for x in part[1:] if hasattr(x, "is_ready"))
+
     def apart(self, steps: int) -> list[Watched]:
         """Of the statistics of several steps, one more axis in front, those of each; waits for the device."""
         whole = [(cells, np.asarray(at), np.asarray(numbers)) for cells, at, numbers in self.parts]

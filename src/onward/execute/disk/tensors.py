@@ -35,7 +35,9 @@ _LARGEST_HEAD = 64 * 2**20
 
 
 def packed(
-    arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+    arrays: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+    codes: Mapping[str, str] = CODES,
 ) -> tuple[bytes, list[memoryview]]:
     """The head of a file, and the bytes behind it, which are the memory of the arrays."""
     ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
@@ -43,7 +45,7 @@ def packed(
     start = 0
     for key, array in ordered.items():
         place = [start, start := start + array.nbytes]
-        entries[key] = {"dtype": CODES[array.dtype.name], "shape": list(array.shape), "data_offsets": place}
+        entries[key] = {"dtype": codes[array.dtype.name], "shape": list(array.shape), "data_offsets": place}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the arrays behind it are aligned
     return _LENGTH.pack(len(text)) + text, [bytes_of(array) for array in ordered.values()]

@@ -137,6 +137,19 @@ class History(Mapping[str, np.ndarray]):
         """One metric over all records, or ``default`` when no record has it."""
         return self[name] if name in self._columns else default
 
+    def known(self) -> dict[str, np.ndarray]:
+        """Every metric over the records that are computed by now; does not wait for the device.
+
+        >>> history = History()
+        >>> history.record(step=1, epoch=0, loss=0.5)
+        >>> history.known()["loss"]
+        array([0.5])
+        """
+        with self._lock:
+            waiting = enumerate(self._waiting)
+            self._fetch(next((i for i, row in waiting if not _is_ready(row)), len(self._waiting)))
+            return {name: np.array(column) for name, column in self._columns.items()}
+
     def as_dict(self) -> dict[str, list[float]]:
         """The same as plain lists, for ``json.dump`` and the like.
 
@@ -210,6 +223,10 @@ def _send(rows: Sequence[Mapping[str, Any]]) -> None:
         for value in row.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
+
+
+def _is_ready(row: Mapping[str, Any]) -> bool:
+    return all(x.is_ready() for x in row.values() if hasattr(x, "is_ready"))
 
 
 def _number(value: Any) -> float:

@@ -163,9 +163,11 @@ def position_of(reader: Any) -> Any:
         ArgumentError: it does not tell, or in what JSON does not hold.
     """
     if not (spelling := _spelling(reader)):
+        begun = isinstance(reader, Iterable) and not isinstance(reader, Iterator)
+        advice = " Some keep it in their iterator: it = iter(reader), and then reader=it." if begun else ""
         raise ArgumentError(
             f"The reader is {describe(reader)}, which does not tell where it stands; expected state_dict and "
-            "load_state_dict, or get_state and set_state, as onward.batches has them."
+            f"load_state_dict, or get_state and set_state, as onward.batches has them.{advice}"
         )
     try:
         return plain(getattr(reader, spelling[0])())

@@ -98,6 +98,13 @@ class WatchHistory(Sequence[WatchedStep]):
         values[:] = found
         return steps, values
 
+    def known(self) -> Sequence[WatchedStep]:
+        """The moments that are computed by now, in order; does not wait for the device."""
+        with self._lock:
+            waiting = enumerate(self._waiting)
+            self._fetch(next((i for i, (*_, w) in waiting if not w.is_ready), len(self._waiting)))
+            return list(self._moments)
+
     def rows(self) -> list[dict[str, Any]]:
         """One row for each thing and step, as ``pandas.DataFrame`` takes them; without histograms.
 

@@ -10,7 +10,7 @@ from onward.core.program import Phase, Program, Recipe
 from onward.core.show import human_bytes, short_type
 from onward.core.words import Pass
 from onward.develop.batch import WEIGHT, batch_names
-from onward.develop.recompute.report import is_recomputed
+from onward.develop.recompute.loops import is_recomputed
 from onward.execute.memory.held import Held, MemoryShare
 from onward.execute.memory.table import place
 from onward.execute.memory.use import MemoryUse

@@ -16,17 +16,20 @@ import jax
 import numpy as np
 
 from onward.core.errors import NonFiniteError
+from onward.core.first_use import at_first_call
 from onward.core.program import Program
 from onward.develop.check_finite import Check, check_of
 from onward.develop.guard import Stop, stop_of
 from onward.execute.feeds import Feeds
-from onward.execute.nonfinite.find import find
-from onward.execute.nonfinite.finding import NonFinite
 from onward.execute.out import Out
 from onward.execute.state import State, is_deleted
 
+_find = at_first_call("onward.execute.nonfinite.find", "find")
+
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The data of a step, by place and by name."""
+
+_find = at_first_call("onward.execute.nonfinite.find", "find")
 
 _AHEAD = 1  # calls whose verdict may still be open when the next one begins
 _LINES = 16  # States at once whose batches are kept
@@ -128,11 +131,11 @@ class Checked:
         error.undone = sum(len(v.batches) for v in verdicts) - place
         raise error
 
-    def _found(self, state: State, batch: Arguments) -> NonFinite | None:
+    def _found(self, state: State, batch: Arguments) -> Any:
         """The first op that is not finite in this step."""
         values = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
         data, feed = batch
-        return find(self.program, values, Feeds(self.program).named(data, feed) if feed else data)
+        return _find(self.program, values, Feeds(self.program).named(data, feed) if feed else data)
 
 
 class Stopped:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from onward.core.meshes import specs_of
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.words import Placement, UpdateType
@@ -49,6 +50,7 @@ class _Planning:
     def __init__(self, program: Program, apart: Collection[str]) -> None:
         self.program, self.apart = program, apart
         self.names = Names(program.variables)
+        self.split = specs_of(program)
         fixed = {v for op in program.ops if op.update is UpdateType.BOOKKEEPING for v in op.inputs}
         self.free = {
             v: None
@@ -70,7 +72,10 @@ class _Planning:
         """Let these Variables share a buffer, unless some of them do so already."""
         if len(members) < 2 or any(v not in self.free for v in members) or len(set(members)) < len(members):
             return
-        if len({v.name in self.apart for v in members}) > 1:
+        specs = {self.split.get(v.name) for v in members}
+        if len({v.name in self.apart for v in members}) > 1 or len(specs) > 1:
+            return
+        if form is BufferForm.FLAT and specs != {None}:
             return
         one = members[0]
         shape = (len(members), *one.shape) if form is BufferForm.STACKED else (sum(v.size for v in members),)
@@ -111,11 +116,11 @@ class _Planning:
 
     def stack_alike(self) -> None:
         """Stack the small Variables of one type and kind that either all change or all stay."""
-        self._by(lambda v: (v.shape, v.dtype, v.kind), BufferForm.STACKED, _LIKE)
+        self._by(lambda v: (v.shape, v.dtype, v.kind, self.split.get(v.name)), BufferForm.STACKED, _LIKE)
 
     def lay_end_to_end(self) -> None:
         """Lay the small Variables that are left over end to end, by dtype."""
-        self._by(lambda v: v.dtype, BufferForm.FLAT, _SMALL)
+        self._by(lambda v: (v.dtype, v.name in self.split), BufferForm.FLAT, _SMALL)
 
     def _by(self, key: Any, form: BufferForm, why: str) -> None:
         found: dict[Any, list[Variable]] = defaultdict(list)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from onward.core.columns import columns
 from onward.core.program import Variable
@@ -101,6 +102,11 @@ class Storage:
     def whole(self, names: Collection[str]) -> frozenset[str]:
         """The names of the buffers that hold nothing but these Variables."""
         return frozenset(b.variable.name for b in self.buffers if all(v.name in names for v in b.members))
+
+    def specs(self, specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+        """How stacks are split over a mesh, by name, of how their members are."""
+        stacks = [b for b in self.buffers if b.form is BufferForm.STACKED and b.members[0].name in specs]
+        return {b.variable.name: PartitionSpec(None, *specs[b.members[0].name]) for b in stacks}
 
     def read(self, arrays: Sequence[Any], name: str) -> Any:
         """The value of a Variable."""

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from onward.core.columns import columns
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, GraphError
 from onward.core.homes import own_scopes
 from onward.core.program import Op, Program
 from onward.core.show import human_bytes
@@ -20,7 +20,7 @@ from onward.core.structure import describe
 from onward.execute.executable import Executable
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
-from onward.explain.collectives.found import CompiledCollective, collectives_in
+from onward.explain.collectives.found import KINDS, CompiledCollective, collectives_in
 from onward.explain.collectives.hlo_text import CompiledText
 from onward.explain.compiling.measured import fresh_name
 
@@ -50,6 +50,28 @@ class Collectives:
     def bytes(self) -> int:
         """The bytes of all in one step; those in a loop of unknown length once."""
         return sum(c.bytes * (c.times or 1) for c in self.found)
+
+    def expect(self, *kinds: str) -> Collectives:
+        """Return it if all collectives are of these kinds, such as ``"all-reduce"``.
+
+        Raises:
+            GraphError: one of another kind, each with its op and line.
+
+        Example:
+            >>> import jax.numpy as jnp, onward as ow
+            >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), jnp.ones(3), jnp.ones((8, 3)))
+            >>> len(ow.collectives(ow.replicate(program, devices=4)).expect("all-reduce"))
+            1
+        """
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise ArgumentError(
+                f"expect: {unknown[0]!r} is not a collective; expected any of {', '.join(KINDS)}."
+            )
+        others = tuple(c for c in self.found if c.kind not in kinds)
+        if others:
+            told = replace(self, found=others)
+            raise GraphError(f"Expected {', '.join(kinds) or 'none'} alone, and there are others. {told}")
+        return self
 
     def __iter__(self) -> Iterator[CompiledCollective]:
         return iter(self.found)

@@ -20,7 +20,7 @@ from onward.explain.collectives.hlo_text import CompiledText, Instruction
 
 _ALL_REDUCE, _GATHER, _SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 _PERMUTE, _SWAP = "collective-permute", "all-to-all"
-_KINDS = (_ALL_REDUCE, _GATHER, _SCATTER, _PERMUTE, _SWAP, "ragged-all-to-all", "collective-broadcast")
+KINDS = (_ALL_REDUCE, _GATHER, _SCATTER, _PERMUTE, _SWAP, "ragged-all-to-all", "collective-broadcast")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
 _SAME_ARRAY = re.compile("copy|bitcast|convert|reshape|transpose")  # instructions of XLA
 _PRODUCTS = (Work.PRODUCT, Work.RAGGED_PRODUCT, Work.CONVOLUTION)
@@ -98,7 +98,7 @@ def collectives_in(
     """
     for instruction in text.instructions.values():
         kind = instruction.kind.removesuffix("-start")
-        if kind in _KINDS:
+        if kind in KINDS:
             yield _Finder(text, mesh, count, marks, instruction, kind).found()
 
 

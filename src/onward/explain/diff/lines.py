@@ -106,7 +106,7 @@ def _facts_in_words(found: Sequence[Fact]) -> Iterator[str]:
         if counted:
             yield f"{what} {' '.join(f'{mark} {n:,}' for mark, n in counted.items())}"
     if begins := [fact for fact in found if fact.what == "begins"]:
-        yield begins[0].text if len(begins) == 1 else f"{len(begins):,} begin with another value"
+        yield begins[0].text if len(begins) == 1 else f"{len(begins):,} first values differ"
 
 
 def lines(found: Changes) -> Iterator[list[ChangeLine]]:

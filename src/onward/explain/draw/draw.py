@@ -20,8 +20,9 @@ from onward.explain.draw.page import notebook_of, page_of
 from onward.explain.draw.scene import Scene
 from onward.explain.draw.svg import svg_of
 from onward.explain.draw.views import Album
+from onward.explain.files import save_picture
 
-_ENDINGS = (".svg", ".html", ".dot")
+_ENDINGS = (".svg", ".html", ".png", ".dot")
 
 
 class Drawing:
@@ -61,8 +62,8 @@ class Drawing:
     def _repr_html_(self) -> str:
         return notebook_of(self._album)
 
-    def save(self, path: str | PathLike[str]) -> Path:
-        """Write the picture to a file, as its name ends: ``.svg``, ``.html`` or ``.dot``.
+    def save(self, path: str | PathLike[str], dark: bool = False) -> Path:
+        """Write the picture to a file, as its name ends: ``.svg``, ``.html``, ``.dot`` or ``.png``.
 
         >>> import jax.numpy as jnp, onward as ow, tempfile
         >>> from onward.explain.draw.draw import draw
@@ -73,12 +74,14 @@ class Drawing:
 
         Args:
             path: the file to write.
+            dark: a picture with the colours of a dark page wherever it is shown.
 
         Returns:
             The path.
 
         Raises:
             ArgumentError: the name ends otherwise.
+            MissingExtraError: a PNG, and resvg_py is not installed.
         """
         made = Path(path)
         if made.suffix not in _ENDINGS:
@@ -86,8 +89,9 @@ class Drawing:
                 f"A drawing cannot be saved as {made.name!r}: the name ends in {made.suffix!r}. "
                 f"End it in one of {', '.join(_ENDINGS)}."
             )
-        text = {".svg": lambda: self.svg, ".html": lambda: self.html, ".dot": lambda: self.dot}[made.suffix]()
-        made.write_text(text, encoding="utf-8")
+        if made.suffix != ".dot":
+            return save_picture(self, made, dark)
+        made.write_text(self.dot, encoding="utf-8")
         return made
 
     def __repr__(self) -> str:

@@ -75,7 +75,8 @@ class Memory(MemoryUse):
         return f"Memory({self.program.name!r}, {human_bytes(self.peak)} at the peak)"
 
     def __str__(self) -> str:
-        title = f"Memory of {self.program.name}"
+        over = f", of whole arrays, not of their parts on {on}" if (on := self.program.partition) else ""
+        title = f"Memory of {self.program.name}{over}"
         return text(title, self.peak, self.curve, self.peak_number, self.shares, self.held, self.names)
 
 
@@ -101,7 +102,8 @@ def memory(program: Program) -> Memory:
     """How much memory a Program takes while it runs: over its ops, and what holds most at the peak.
 
     An estimate; how far it is from what a compiler makes of it is told in ``onward.explain.memory.memory``.
-    Of a replicated Program it tells what one device takes. Nothing is compiled or run.
+    Of a replicated Program it tells what one device takes, of a partitioned one what a single device would:
+    how far that is split is up to JAX's partitioner. Nothing is compiled or run.
 
     Args:
         program: at any stage.

@@ -10,26 +10,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
+from os import PathLike
 from pathlib import Path
 
 from onward.core.show import human_bytes
-from onward.explain.style import CSS, MONO, colour, page, text
+from onward.explain.files import save_picture
+from onward.explain.style import CSS, FONT, MONO, colour, text, with_plain_colours
 
 _COLOURS = {
     "parameters": "var(--ow-state)",
-    "other state": "color-mix(in srgb, var(--ow-state) 55%, var(--ow-page))",
-    "feeds": "color-mix(in srgb, var(--ow-faint) 45%, var(--ow-page))",
+    "other state": "var(--ow-state-mid)",
+    "feeds": "var(--ow-faint-mid)",
     "constants": "var(--ow-line)",
     "results": "var(--ow-update)",
     "saved for backward": "var(--ow-forward)",
     "gradients": "var(--ow-backward)",
-    "temporaries": "color-mix(in srgb, var(--ow-forward) 35%, var(--ow-page))",
+    "temporaries": "var(--ow-forward-mid)",
 }
 _LEFT, _TOP, _HEIGHT, _WIDTH, _BETWEEN = 78, 78, 260, 880, 36
 _PLACES = 300
 _CSS = f"""
-.ow-memory {{ font-size: 12px; }}
-.ow-memory text {{ fill: var(--ow-text); }}
+.ow-memory text {{ font-family: {FONT}; font-size: 12px; fill: var(--ow-text); }}
 .ow-memory .faint {{ fill: var(--ow-faint); }}
 .ow-memory .title {{ font-size: 14px; font-weight: 600; }}
 .ow-memory .read {{ font-family: {MONO}; font-size: 11.5px; }}
@@ -68,24 +69,35 @@ class Chart:
 class Picture:
     """An SVG that a notebook shows and that can be saved."""
 
-    svg: str
+    markup: str
+    size: tuple[int, int]
+
+    @property
+    def svg(self) -> str:
+        """The picture as a file of its own, in plain colours for light and dark."""
+        ground = '<rect width="100%" height="100%" style="fill:var(--ow-page)"/>'
+        inside = with_plain_colours(_CSS, ground + self.markup, "ow-memory")
+        return self._element(inside, 'width="{}" height="{}"'.format(*self.size))
+
+    def _element(self, inside: str, size: str) -> str:
+        width, height = self.size
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="ow-memory" viewBox="0 0 {width} {height}" '
+            f'role="img" {size}>{inside}</svg>'
+        )
 
     def _repr_html_(self) -> str:
         return self.html([])
 
     def html(self, rows: Sequence[Sequence[str]]) -> str:
         """The picture with a table below it, whose first row is its head."""
-        return f'<div class="onward"><style>{_CSS}</style>{self.svg}{_html_table(rows)}</div>'
+        size = f'style="max-width: {self.size[0]}px; width: 100%; height: auto"'
+        picture = self._element(self.markup, size)
+        return f'<div class="onward"><style>{CSS}{_CSS}</style>{picture}{_html_table(rows)}</div>'
 
-    def save(self, path: str | Path) -> None:
-        """Write it to a file: ``.html`` as a page, all else as SVG.
-
-        Args:
-            path: where to.
-        """
-        path = Path(path)
-        is_page = path.suffix == ".html"
-        path.write_text(page("Memory", self.html([])) if is_page else self.svg, encoding="utf-8")
+    def save(self, path: str | PathLike[str], dark: bool = False) -> Path:
+        """Write it to a file, as its name ends: ``.svg``, ``.html`` or ``.png``; see ``save_picture``."""
+        return save_picture(self, path, dark)
 
 
 def picture(charts: Sequence[Chart]) -> Picture:
@@ -103,12 +115,7 @@ def picture(charts: Sequence[Chart]) -> Picture:
         parts.append(f'<g transform="translate({_LEFT + i * (width + _BETWEEN)} {_TOP})">')
         parts += [*_chart(chart, width, top, step), "</g>"]
     parts.append(_legend(charts))
-    size = f'viewBox="0 0 {_LEFT + _WIDTH + 20} {_TOP + _HEIGHT + 104}"'
-    style = f"<style>{CSS}{_CSS}</style>"
-    return Picture(
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="onward ow-memory" {size} role="img" '
-        f'style="max-width: {_LEFT + _WIDTH + 20}px; width: 100%; height: auto">{style}{"".join(parts)}</svg>'
-    )
+    return Picture("".join(parts), (_LEFT + _WIDTH + 20, _TOP + _HEIGHT + 104))
 
 
 def _tick(most: int) -> int:
@@ -138,7 +145,7 @@ def _chart(chart: Chart, width: int, top: int, step: int) -> Iterator[str]:
     yield f'<g class="chart"><text class="title" x="0" y="-52">{text(chart.title)}</text>'
     for n in range(0, top + 1, step):
         y = _HEIGHT - n * up
-        yield f'<path d="M0 {y:.1f}H{width}" stroke="var(--ow-line)" stroke-width="1" fill="none"/>'
+        yield f'<path d="M0 {y:.1f}H{width}" style="stroke:var(--ow-line)" stroke-width="1" fill="none"/>'
     yield from _areas(points, across, up)
     yield from _lanes(points, across)
     if points:
@@ -161,7 +168,7 @@ def _areas(points: Sequence[OpPoint], across: float, up: float) -> Iterator[str]
         if above != below:
             edge = [f"{i * across:.1f} {_HEIGHT - n * up:.1f}" for i, n in _corners(above)]
             back = [f"{i * across:.1f} {_HEIGHT - n * up:.1f}" for i, n in reversed(_corners(below))]
-            yield f'<path d="M{"L".join([*edge, *back])}Z" fill="{ink}"/>'
+            yield f'<path d="M{"L".join([*edge, *back])}Z" style="fill:{ink}"/>'
         below = above
 
 
@@ -184,12 +191,12 @@ def _lanes(points: Sequence[OpPoint], across: float) -> Iterator[str]:
         x, width = start * across, count * across
         yield (
             f'<rect x="{x:.1f}" y="{_HEIGHT + 4}" width="{max(width - 1, 1):.1f}" height="6" rx="2" '
-            f'fill="{colour(made_by)}"/>'
+            f'style="fill:{colour(made_by)}"/>'
         )
         if width > 7 * len(made_by):
             yield (
                 f'<text x="{x + width / 2:.1f}" y="{_HEIGHT + 25}" text-anchor="middle" '
-                f'style="fill: {colour(made_by)}">{text(made_by)}</text>'
+                f'style="fill:{colour(made_by)}">{text(made_by)}</text>'
             )
         start += count
 
@@ -197,8 +204,8 @@ def _lanes(points: Sequence[OpPoint], across: float) -> Iterator[str]:
 def _peak(points: Sequence[OpPoint], across: float, up: float, width: int) -> Iterator[str]:
     at = max(range(len(points)), key=lambda i: points[i].bytes)
     x, y = (at + 0.5) * across, _HEIGHT - points[at].bytes * up
-    yield f'<path d="M{x:.1f} {y:.1f}V{_HEIGHT}" stroke="var(--ow-alarm)" stroke-dasharray="3 3"/>'
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="var(--ow-alarm)"/>'
+    yield f'<path d="M{x:.1f} {y:.1f}V{_HEIGHT}" style="stroke:var(--ow-alarm)" stroke-dasharray="3 3"/>'
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill:var(--ow-alarm)"/>'
     yield f'<g class="most">{_told(points[at], "peak", width)}</g>'
 
 
@@ -226,7 +233,7 @@ def _legend(charts: Sequence[Chart]) -> str:
     for share, ink in _COLOURS.items():
         if share in used:
             y = _TOP + _HEIGHT + 50
-            parts.append(f'<rect x="{x}" y="{y}" width="11" height="11" rx="2" fill="{ink}"/>')
+            parts.append(f'<rect x="{x}" y="{y}" width="11" height="11" rx="2" style="fill:{ink}"/>')
             parts.append(f'<text x="{x + 16}" y="{y + 10}">{share}</text>')
             x += 34 + round(6.4 * len(share))
     return "".join(parts)

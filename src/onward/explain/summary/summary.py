@@ -144,6 +144,8 @@ def summary_by_pass(program: Program) -> str:
 
 def _notes(program: Program) -> tuple[str, ...]:
     notes = []
+    if program.partition is not None:
+        notes.append(f"Numbers are those of all devices together ({program.partition}).")
     if program.replicas is not None:
         notes.append(f"Numbers are those of each of {program.replicas.count} devices.")
     read = {v for op in program.ops for v in op.inputs}

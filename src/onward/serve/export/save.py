@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from onward.core.errors import ArgumentError, NonFiniteError
+from onward.core.meshes import expect_no_partition
 from onward.core.program import Program, Variable
 from onward.core.show import short_type
 from onward.core.structure import describe, expect_flag
@@ -140,6 +141,8 @@ def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, di
         raise ArgumentError(
             f"The State of a step is needed and {describe(state)} was given: save(step, path, state)."
         )
+    instead = "Compile the Program as it was before partition, and save that step with the State."
+    expect_no_partition(what.program, "save", instead)
     if what.program.replicas is not None:
         raise ArgumentError(
             f"{what.program.name!r} is a Program for {what.program.replicas.count} devices, which a file "

@@ -1,0 +1,114 @@
+"""Adapt a trained network with low-rank matrices (LoRA).
+
+Trained:  first a whole network, on upright digits. Then only two thin matrices beside each of its weights, on digits
+          that lie on their side; the weights themselves are frozen, and no gradient of them is computed.
+Data:     1,797 digits of 8 x 8 pixels, inside scikit-learn; a fifth is held out.
+You see:  the accuracy on turned digits before (10 %) and after (96 %), for which 5 % as many numbers are trained as
+          the network has.
+Source:   Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+Time:     15 CPU seconds.
+"""
+
+from itertools import pairwise
+
+import jax
+import numpy as np
+from sklearn.datasets import load_digits
+
+import onward as ow
+
+SIZES, RANK, SCALE = (64, 256, 256, 10), 4, 2.0
+
+
+def normal(rng, rows, columns, variance):
+    """A random matrix."""
+    return rng.normal(0, np.sqrt(variance), (rows, columns)).astype(np.float32)
+
+
+def initial(rng):
+    """The network: a weight and a bias for each layer."""
+    return [{"w": normal(rng, n, m, 2 / n), "b": np.zeros(m, np.float32)} for n, m in pairwise(SIZES)]
+
+
+def adapters(rng):
+    """Beside each weight a random ``a`` and a ``b`` of zeros, so that nothing is changed at first."""
+    return [
+        {"a": normal(rng, n, RANK, 1 / n), "b": np.zeros((RANK, m), np.float32)} for n, m in pairwise(SIZES)
+    ]
+
+
+def logits(params, images):
+    """The network; beside each weight stands its low-rank part, where there is one."""
+    adapted = params.get("lora", [None] * len(params["base"]))
+    for i, (layer, pair) in enumerate(zip(params["base"], adapted, strict=True)):
+        out = images @ layer["w"] + layer["b"]
+        if pair:
+            out = out + SCALE * (images @ pair["a"] @ pair["b"])
+        images = jax.nn.relu(out) if i + 1 < len(params["base"]) else out
+    return images
+
+
+def loss(params, images, labels):
+    """Cross entropy, for either of the two trainings."""
+    return ow.layer.cross_entropy(logits(params, images), labels)
+
+
+def trained(optimizer, params, reader, epochs):
+    """The parameters after these epochs, and the losses."""
+    program = optimizer.minimize(loss, params, *next(iter(reader)))
+    print(ow.summary_by_pass(program), end="\n\n")
+    step, losses = ow.compile(program), []
+    state = step.init(params)
+    for _ in range(epochs):
+        state, outs = step.run(state, reader, steps=5)
+        losses.extend(outs.loss)
+    return state.parameters, np.array(losses)
+
+
+def accuracy(params, images, labels):
+    """The fraction that is read right."""
+    return float(np.mean(np.asarray(jax.jit(logits)(params, images)).argmax(1) == labels))
+
+
+def merged(params):
+    """The adapters multiplied out and added to the weights: a network as before, and as fast."""
+    pairs = zip(params["base"], params["lora"], strict=True)
+    return {"base": [{**one, "w": one["w"] + SCALE * pair["a"] @ pair["b"]} for one, pair in pairs]}
+
+
+def read_data():
+    """Images as rows, upright and turned by 90 degrees, their labels, and which are to train and test."""
+    digits = load_digits()
+    images, labels = (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
+    turned = np.rot90(images, axes=(1, 2))
+    test, train = np.split(np.random.default_rng(0).permutation(len(labels)), [len(labels) // 5])
+    return images.reshape(-1, 64), turned.reshape(-1, 64), labels, train, test
+
+
+def main(epochs=20, adapted_epochs=30):
+    """Train on upright digits, adapt to turned ones."""
+    upright, turned, labels, train, test = read_data()
+
+    rng = np.random.default_rng(1)
+
+    def reader(images):
+        return ow.batches((images[train], labels[train]), 64, shuffle=True, drop_last=True)
+
+    params = {"base": initial(rng)}
+    params, losses = trained(ow.Adam(1e-3), params, reader(upright), epochs)
+    before = [accuracy(params, x[test], labels[test]) for x in (upright, turned)]
+
+    both = {**params, "lora": adapters(rng)}
+    adapting = ow.Adam(5e-3, groups=[ow.Group("base/*", frozen=True)])
+    both, adapted = trained(adapting, both, reader(turned), adapted_epochs)
+    after = accuracy(merged(both), turned[test], labels[test])
+
+    numbers = {part: sum(leaf.size for leaf in jax.tree.leaves(both[part])) for part in both}
+    print(f"before: upright digits {before[0]:.1%}, turned ones {before[1]:.1%}")
+    print(f"after:  turned ones {after:.1%}, with {numbers['lora']:,} numbers beside {numbers['base']:,}")
+    same = jax.tree.map(np.array_equal, params["base"], both["base"])
+    return {"losses": losses, "adapted": adapted, "before": before, "after": after, "frozen": same}
+
+
+if __name__ == "__main__":
+    main()

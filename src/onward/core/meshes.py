@@ -1,0 +1,79 @@
+"""How the arrays of a Program lie over a mesh of devices: the axes of it that split their dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from onward.core.errors import GraphError
+from onward.core.graph import Program
+from onward.core.variable import Variable
+from onward.core.words import Kind, Pass
+
+
+def axes_of(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    """For each dimension the axes of the mesh that split it.
+
+    >>> axes_of(PartitionSpec(None, "model", ("data", "model")))
+    ((), ('model',), ('data', 'model'))
+    """
+    return tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in spec)
+
+
+def parts(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """For each dimension that a spec speaks of, into how many parts it is split."""
+    return tuple(prod(mesh[a] for a in axes) for axes in axes_of(spec))
+
+
+def part_size(v: Variable, spec: PartitionSpec | None, mesh: Mapping[str, int]) -> int:
+    """How many numbers of a Variable each device holds."""
+    return v.size if spec is None else v.size // prod(parts(spec, mesh))
+
+
+def abstract_mesh(mesh: Mapping[str, int]) -> AbstractMesh:
+    """A mesh without devices, whose axes JAX's partitioner splits arrays over."""
+    return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+
+
+def specs_of(program: Program) -> dict[str, PartitionSpec]:
+    """How the state and the data of a Program are split, by name; what is whole is not among them.
+
+    What the optimizer keeps of a parameter, in its shape, is split as the parameter is.
+    """
+    if program.partition is None:
+        return {}
+    told, like = program.partition.specs, parameters_of(program)
+    found = {v.name: told.get(v.name, told.get(like.get(v, v).name)) for v in program.state}
+    found |= {v.name: told.get(v.name) for v in program.inputs}
+    return {name: spec for name, spec in found.items() if spec is not None and any(axes_of(spec))}
+
+
+def parameters_of(program: Program) -> Mapping[Variable, Variable]:
+    """For state of the shape of a parameter, of which it is updated, that parameter.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> program = ow.Momentum(0.1).minimize(lambda w: w @ w, jnp.ones(3))
+    >>> {v.name: w.name for v, w in parameters_of(program).items()}
+    {'w/velocity': 'w'}
+    """
+    of = {v: v for v in program.state if v.kind is Kind.PARAMETER}
+    kept = [v for v in program.state if v not in of]
+    of |= {gradient: parameter for parameter, gradient in program.gradients}
+    for op in program.ops:
+        if op.made_by is not Pass.UPDATE:
+            continue
+        for v in (*op.inputs, *op.outputs):
+            alike = {of[x] for x in op.inputs if x in of and of[x].shape == v.shape}
+            if len(alike) == 1:
+                of.setdefault(v, *alike)
+    return {v: of[v] for v in kept if v in of}
+
+
+def expect_no_partition(program: Program, what: str, instead: str) -> None:
+    """Raise ``GraphError`` if a Program is partitioned, with which this does not go together."""
+    if program.partition is not None:
+        raise GraphError(
+            f"{what}: {program.name!r} is partitioned over a mesh ({program.partition}). {instead}"
+        )

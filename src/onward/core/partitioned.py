@@ -1,0 +1,38 @@
+"""The transform that lets a Program be split over a mesh, which a test Program takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jax.sharding import PartitionSpec
+
+from onward.core.errors import ArgumentError
+from onward.core.meshes import axes_of, parts
+from onward.core.program import Partition, Phase, Program, Variable
+from onward.core.transform import transform
+
+
+@transform(phase=Phase.STEP)
+def partitioned(program: Program, how: Partition) -> Program:
+    """The Program over a mesh; see ``partition``."""
+    for name, spec in how.specs.items():
+        if name in program.variables:
+            expect_fit(program.variables[name], spec, how.mesh)
+    return replace(program, partition=how)
+
+
+def expect_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> None:
+    """Raise ``ArgumentError`` for a dimension that is not there, or that its axes do not divide."""
+    if len(spec) > v.ndim:
+        raise ArgumentError(
+            f"partition: {v.name!r} is {v.type}, with {v.ndim} dimensions, and {spec} speaks of {len(spec)}."
+        )
+    for i, (count, axes) in enumerate(zip(parts(spec, mesh), axes_of(spec), strict=True)):
+        if v.shape[i] % count:
+            below = v.shape[i] // count * count
+            sizes = f"{below} or {below + count}" if below else f"{count}"
+            raise ArgumentError(
+                f"partition: {v.name!r} is {v.type}, and {' x '.join(axes)} ({count} parts) does not divide "
+                f"its dimension {i}. Make it {sizes}, split another dimension, or leave it whole."
+            )

@@ -1,0 +1,238 @@
+"""One Program over a mesh of devices, none of which need hold the whole of it: shardings by name.
+
+    partition(program, {"data": 2, "model": 4}, {"*/w1": P(None, "model"), "*/w2": P("model")})
+
+The Program says how its arrays are split; JAX's own partitioner makes of that what each device computes, and
+puts in the collectives. So what is split has no influence on the numbers but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from onward.core.builder import with_behind
+from onward.core.check import expect_program
+from onward.core.errors import ArgumentError, GraphError, UnknownNameError
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.meshes import abstract_mesh, axes_of
+from onward.core.partitioned import expect_fit, partitioned
+from onward.core.program import Applied, Partition, Phase, Program, Recipe, Variable
+from onward.core.recipe import build, recipe_of, whole_types
+from onward.core.structure import describe, is_count
+from onward.core.transform import transform
+from onward.core.walk import Where, select
+from onward.core.words import Kind
+from onward.develop.batch import WEIGHT, batch_names
+
+Split = PartitionSpec | Sequence[Any] | str | None
+_Specs = tuple[tuple[str, PartitionSpec], ...]
+_KIND = "sharding_constraint"  # the primitive that stands behind what is split
+
+
+def partition(
+    program: Program,
+    mesh: Mapping[str, int] | Mesh | AbstractMesh,
+    where: Mapping[Where, Split],
+    batch: str | tuple[str, ...] | None = None,
+) -> Program:
+    """The Program for a mesh of devices, with its arrays split over the axes of the mesh.
+
+    A parameter is split as ``where`` says, its gradient follows, and what an optimizer keeps of it in its
+    shape is split in the same way: so a model may be larger than the memory of one device. All else is whole
+    on every device, or lies as JAX's partitioner finds best. The numbers are those of one device, but for
+    rounding. ``collectives(program)`` compiles it and tells each exchange between devices with the line that
+    needs it; ``plan(program)`` what each device keeps.
+
+    Splitting every parameter over the axis that splits the batch is known as FSDP or ZeRO-3; splitting the
+    first matrix of a block by columns and the second by rows as tensor parallelism.
+
+    Args:
+        program: a Program that was traced, for one device.
+        mesh: the names of its axes with their lengths, on the first devices that JAX shows; or a mesh of JAX.
+        where: for names, patterns (``"*/w1"``), or predicates how what they meet is split: a
+            ``PartitionSpec``; the name of one axis, which then splits the longest dimension that it divides;
+            or None, which leaves it whole. The first entry that meets an array counts. An entry that meets
+            parameters is about these; otherwise about data and other state; otherwise about activations, with
+            their gradients; otherwise about gradients.
+        batch: the axes that split the first dimension of the batch; ``"data"`` unless given, if the mesh has
+            such an axis.
+
+    Raises:
+        ArgumentError: an axis that the mesh does not have, or that does not divide a dimension.
+        UnknownNameError: an entry that meets nothing.
+        GraphError: the Program is replicated or partitioned already.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+
+    Source: Shoeybi et al., Megatron-LM, 2019, section 3, for tensor parallelism; Rajbhandari et al., ZeRO,
+    2020, section 5, for splitting all state over the axis of the batch.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> from jax.sharding import PartitionSpec as P
+        >>> def loss(params, x):
+        ...     return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"]) ** 2)
+        >>> params = {"w1": jnp.ones((4, 8)), "w2": jnp.ones((8, 2))}
+        >>> program = ow.Adam(1e-3).minimize(loss, params, jnp.ones((6, 4)))
+        >>> mesh = {"data": 2, "model": 4}
+        >>> program = ow.partition(program, mesh, {"w1": P(None, "model"), "w2": P("model")})
+        >>> step = ow.compile(program)
+        >>> state, out = step(step.init(params), jnp.ones((6, 4)))
+        >>> state["w1"].sharding.spec, state["w1/mean"].addressable_shards[0].data.shape
+        (P(None, 'model'), (4, 2))
+    """
+    expect_program(program, "partition")
+    _expect_whole(program)
+    recipe = recipe_of(program, "over a mesh", "Compile it as it is and give it sharded arrays")
+    lengths, devices = _mesh(mesh)
+    found = _Found(program, lengths)
+    forward = build(Recipe(recipe.origin, steps=recipe.until(Phase.ROLL).steps), whole_types(program))
+    found.search(where, forward)
+    found.split_batch(batch, batch_names(program, (), WEIGHT, recipe.origin.fixed_data))
+    grown = recipe
+    for specs, phase in ((found.activations, Phase.FORWARD), (found.gradients, Phase.GRADIENT)):
+        if specs:
+            grown = grown.including(Applied(constrained, (lengths, specs), {}, phase))
+    program = program if grown is recipe else build(grown, whole_types(program))
+    return partitioned(program, Partition(lengths, found.placed, devices))
+
+
+@transform(phase=Phase.FORWARD)
+def constrained(program: Program, mesh: Mapping[str, int], specs: _Specs) -> Program:
+    """The Program with an op behind each of these values, which lets it be split so.
+
+    Some may not be there: a test Program has no gradients, and a loop hands out none of its own.
+    """
+    how = {program.variables[name]: spec for name, spec in specs if name in program.variables}
+    for v, spec in how.items():
+        expect_fit(v, spec, mesh)
+
+    def body(v: Variable) -> Body:
+        sharding = NamedSharding(abstract_mesh(mesh), how[v])
+        return body_of(lambda x: [jax.lax.with_sharding_constraint(x, sharding)], v.aval)
+
+    result = with_behind(program, how, _KIND, "split", body)
+    made = {op.inputs[0]: op.outputs[0] for op in result.ops if op.inputs[:1] and op.inputs[0] in how}
+    pairs = tuple((p, made.get(g, g)) for p, g in result.gradients)
+    return replace(result, gradients=pairs)
+
+
+class _Found:
+    """A search for what the entries of a table meet, in the order of the table.
+
+    Attributes:
+        placed: how state and data are split, by name.
+        values: how activations and gradients are.
+    """
+
+    def __init__(self, program: Program, mesh: Mapping[str, int]) -> None:
+        self.program, self.mesh = program, mesh
+        self.placed: dict[str, PartitionSpec] = {}
+        self._activations: dict[str, PartitionSpec] = {}
+        self._gradients: dict[str, PartitionSpec] = {}
+
+    def search(self, where: Mapping[Where, Split], forward: Program) -> None:
+        """Find what each entry meets first: parameters, what else is given, activations, gradients."""
+        others = [v for v in (*self.program.inputs, *self.program.state) if v not in self.program.parameters]
+        computed = [v for op in forward.ops for v in op.outputs]
+        gradients = [v for v in self.program.variables.values() if v.kind is Kind.GRADIENT]
+        places = (
+            (self.program.parameters, self.placed),
+            (others, self.placed),
+            (computed, self._activations),
+            (gradients, self._gradients),
+        )
+        for choice, split in where.items():
+            for variables, table in places:
+                if met := _met(variables, choice):
+                    for v in met:
+                        table.setdefault(v.name, _spec(v, split, self.mesh))
+                    break
+            else:
+                select((*self.program.variables.values(), *computed), [choice], "partition")
+
+    def split_batch(self, axes: str | tuple[str, ...] | None, names: Iterable[str]) -> None:
+        """Split the first dimension of the data of these names."""
+        axes = axes or ("data" if "data" in self.mesh else None)
+        if axes is None:
+            return
+        for name in names:
+            v = self.program.variables[name]
+            self.placed.setdefault(name, _spec(v, PartitionSpec(axes), self.mesh))
+
+    @property
+    def activations(self) -> _Specs:
+        """Those of the forward pass."""
+        return tuple(self._activations.items())
+
+    @property
+    def gradients(self) -> _Specs:
+        """Those of the backward pass."""
+        return tuple(self._gradients.items())
+
+
+def _met(variables: Sequence[Variable], choice: Where) -> Sequence[Variable]:
+    try:
+        return select(variables, [choice], "partition")
+    except UnknownNameError:
+        return ()
+
+
+def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
+    """How a Variable is split, of the words of a person."""
+    if isinstance(split, str):
+        _expect_axes(v, (split,), mesh)
+        dividing = [(n, -i) for i, n in enumerate(v.shape) if n and n % mesh[split] == 0]
+        at = -max(dividing)[1] if dividing else None
+        return PartitionSpec() if at is None else PartitionSpec(*[None] * at, split)
+    if split is not None and not isinstance(split, PartitionSpec | tuple | list):
+        raise ArgumentError(
+            f"partition: {v.name!r} is to be split by {describe(split)}; expected a PartitionSpec, the name "
+            "of an axis of the mesh, or None."
+        )
+    spec = split if isinstance(split, PartitionSpec) else PartitionSpec(*(split or ()))
+    axes = [a for dimension in axes_of(spec) for a in dimension]
+    _expect_axes(v, axes, mesh)
+    if len(set(axes)) < len(axes):
+        raise ArgumentError(f"partition: {v.name!r}: {spec} splits two dimensions over one axis.")
+    expect_fit(v, spec, mesh)
+    return spec
+
+
+def _expect_axes(v: Variable, axes: Iterable[str], mesh: Mapping[str, int]) -> None:
+    if unknown := [a for a in axes if a not in mesh]:
+        raise ArgumentError(
+            f"partition: {v.name!r} is to be split over {unknown[0]!r}, and the mesh has the axes "
+            f"{', '.join(map(repr, mesh))}."
+        )
+
+
+def _expect_whole(program: Program) -> None:
+    if program.replicas is not None:
+        raise GraphError(
+            f"partition: {program.name!r} is replicated already. Leave out replicate: an axis of the mesh "
+            "that splits the batch does the same, partition(program, {'data': 4, 'model': 2}, ...)."
+        )
+    if program.partition is not None:
+        raise GraphError(
+            f"partition: {program.name!r} is partitioned already, over {program.partition}. Say all in one "
+            "call: of its entries the first that meets an array counts."
+        )
+
+
+def _mesh(mesh: Any) -> tuple[dict[str, int], tuple[Any, ...]]:
+    """The lengths of the axes, and the devices if the mesh has some."""
+    if isinstance(mesh, Mesh):
+        return dict(mesh.shape), tuple(mesh.devices.flat)
+    lengths = dict(mesh.shape) if isinstance(mesh, AbstractMesh) else mesh
+    is_table = isinstance(lengths, Mapping) and lengths
+    if not is_table or not all(isinstance(a, str) and is_count(n) for a, n in lengths.items()):
+        raise ArgumentError(
+            f"partition: the mesh is {describe(mesh)}; expected the lengths of its axes by name, such as "
+            "{'data': 2, 'model': 4}, or a mesh that jax.make_mesh made."
+        )
+    return dict(lengths), ()

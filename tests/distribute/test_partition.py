@@ -1,0 +1,258 @@
+"""A Program over a mesh: equal to one device, with its state split, through all other transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import onward as ow
+from onward.core.program import Program
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(8, 16)).astype("float32")
+PARAMS = {f"w{i}": RANDOM.normal(0, 0.25, (16, 16)).astype("float32") for i in range(4)}
+MESH = {"data": 2, "model": 4}
+TENSOR = {"w[02]": P(None, "model"), "w[13]": P("model")}
+
+
+def network(params: Any, x: Any) -> Any:
+    for i, w in enumerate(params.values()):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return ow.Adam(1e-2).minimize(network, PARAMS, X)
+
+
+@pytest.fixture(scope="module")
+def tensor(program: Program) -> Program:
+    return ow.partition(program, MESH, TENSOR)
+
+
+@pytest.fixture(scope="module")
+def alone(program: Program) -> Any:
+    return trained(ow.compile(program))
+
+
+@pytest.fixture(scope="module")
+def step(tensor: Program) -> Any:
+    return ow.compile(tensor)
+
+
+def trained(step: Any, steps: int = 3, x: Any = X) -> Any:
+    state = step.init(PARAMS)
+    for _ in range(steps):
+        state, out = step(state, x)
+    return state, out
+
+
+def expect_alike(found: Any, like: Any, rtol: float = 2e-5) -> None:
+    (state, out), (other, known) = found, like
+    np.testing.assert_allclose(out.loss, known.loss, rtol=rtol)
+    for name in other:
+        np.testing.assert_allclose(state[name], other[name], rtol=rtol, atol=rtol / 10)
+
+
+def part(array: Any) -> tuple[int, ...]:
+    return tuple(array.addressable_shards[0].data.shape)
+
+
+def test_parameters_with_their_slots_are_split_and_the_numbers_those_of_one_device(
+    step: Any, alone: Any
+) -> None:
+    found = trained(step)
+    expect_alike(found, alone)
+    for name in ("w0", "w0/mean", "w0/variance"):
+        assert part(found[0][name]) == (16, 4)
+    assert part(found[0]["w1"]) == (4, 16)
+    assert part(found[0]["step"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "where", "batch", "shape"),
+    [
+        ({"data": 8}, {"*": "data"}, None, (2, 16)),
+        ({"copies": 2, "data": 4}, {"*": "data"}, ("copies", "data"), (4, 16)),
+        ({"model": 4}, {"w0": None, "x": None, "*": "model"}, None, (16, 16)),
+        ({"data": 2, "model": 2}, {"w0": P("data", "model"), "w*": ("model",)}, None, (8, 8)),
+    ],
+    ids=["fsdp", "hsdp", "tensor", "both"],
+)
+def test_any_layout_gives_the_numbers_of_one_device(
+    program: Program, alone: Any, mesh: Any, where: Any, batch: Any, shape: tuple[int, ...]
+) -> None:
+    step = ow.compile(ow.partition(program, mesh, where, batch=batch))
+    found = trained(step)
+    expect_alike(found, alone)
+    assert part(found[0]["w0"]) == part(found[0]["w0/mean"]) == shape
+
+
+def test_an_entry_that_meets_no_parameter_is_about_activations_then_gradients(
+    program: Program, alone: Any
+) -> None:
+    where = {**TENSOR, "layer_0/tanh": P("data", "model"), "grad(w3)": P("model")}
+    split = ow.partition(program, MESH, where)
+    text = str(split)
+    assert "split(layer_0/tanh) = sharding_constraint(layer_0/tanh, spec=P('data', 'model'))" in text
+    assert split.gradients[3][1].name == "split(grad(w3))"
+    expect_alike(trained(ow.compile(split)), alone)
+
+
+def test_repeated_layers_are_one_loop_over_split_stacks(program: Program, alone: Any) -> None:
+    step = ow.compile(ow.roll(ow.partition(program, {"data": 4}, {"*": "data"})))
+    found = trained(step)
+    expect_alike(found, alone)
+    stacks = [b for b in step.storage.buffers if len(b.members) > 1]
+    assert {b.variable.shape for b in stacks} == {(4, 16, 16)}
+    assert {part(found[0].buffers[step.storage.names.index(b.variable.name)]) for b in stacks} == {(4, 4, 16)}
+    gathered = [c for c in ow.collectives(step, found[0], X) if c.kind == "all-gather"]
+    assert gathered
+    assert {c.times for c in gathered} == {4}
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda p: ow.watch(ow.guard(ow.accumulate(p, 2)), gradients=True),
+        lambda p: ow.recompute(ow.mixed_precision(p), 0.95),
+    ],
+    ids=["accumulate", "mixed"],
+)
+def test_other_transforms_come_before_it_or_after_it(
+    program: Program, alone: Any, then: Callable[[Program], Program]
+) -> None:
+    after = then(ow.partition(program, MESH, TENSOR))
+    before = ow.partition(then(program), MESH, TENSOR)
+    assert after.partition is not None
+    assert str(after) == str(before)
+    is_mixed = any("bfloat16" in str(v.dtype) for v in after.variables.values())
+    found = trained(ow.compile(after))
+    assert part(found[0]["w0"]) == (16, 4)
+    np.testing.assert_allclose(found[1].loss, alone[1].loss, rtol=2e-2 if is_mixed else 2e-5)
+
+
+def test_a_test_program_is_split_as_well(tensor: Program, step: Any, program: Program) -> None:
+    state, _ = trained(step, 1)
+    _, out = ow.compile(ow.for_test(tensor))(state, X)
+    _, known = ow.compile(ow.for_test(program))(trained(ow.compile(program), 1)[0], X)
+    np.testing.assert_allclose(out.loss, known.loss, rtol=2e-5)
+
+
+def test_saved_on_one_layout_and_restored_on_another_bit_for_bit(
+    step: Any, program: Program, tmp_path: Any
+) -> None:
+    state, _ = trained(step, 2)
+    with ow.Checkpoints(tmp_path) as checkpoints:
+        path = checkpoints.save(state, 2)
+    other = ow.compile(ow.partition(program, {"data": 8}, {"*": "data"}))
+    found = other.restore(path)
+    assert part(found["w0/mean"]) == (2, 16)
+    for name in state:
+        np.testing.assert_array_equal(found[name], state[name])
+    whole = ow.compile(program)
+    expect_alike(other(found, X), whole(whole.restore(path), X))
+
+
+def test_batches_of_other_lengths(step: Any, program: Program) -> None:
+    expect_alike(trained(step, 2, X[:6]), trained(ow.compile(program), 2, X[:6]))
+    with pytest.raises(ow.ArgumentError, match=r"data \(2 parts\) does not divide its dimension 0"):
+        step(step.init(PARAMS), X[:5])
+
+
+def test_a_mesh_of_jax_with_its_own_devices(program: Program, alone: Any) -> None:
+    devices = np.array(jax.devices()[4:]).reshape(2, 2)
+    found = trained(ow.compile(ow.partition(program, Mesh(devices, ("data", "model")), TENSOR)))
+    assert found[0]["w0"].sharding.device_set == set(devices.flat)
+    expect_alike(found, alone)
+
+
+def test_a_fault_is_named(tensor: Program) -> None:
+    step = ow.compile(tensor, check_finite=True)
+    huge = {**PARAMS, "w1": PARAMS["w1"] * np.float32(3e38)}
+    state, _ = step(step.init(huge), X)
+    with pytest.raises(ow.NonFiniteError, match=r"'layer_1/dot_general'(.|\n)*test_partition.py"):
+        step.expect_going(state)
+
+
+def test_it_compares_equal_to_one_device(program: Program, tensor: Program) -> None:
+    assert ow.compare(program, tensor, PARAMS, X).equal
+
+
+def test_a_trainer_goes_on_split_and_comes_back_so(tensor: Program, alone: Any, tmp_path: Any) -> None:
+    def begun() -> Any:
+        return ow.Trainer(ow.Model(ow.trace(network, PARAMS, X), PARAMS), tensor, checkpoints=tmp_path)
+
+    trainer = begun()
+    history = trainer.train([X, X], epochs=1)
+    again = begun()
+    again.restore(tmp_path)
+    out = again.update(X)
+    np.testing.assert_allclose([*history["loss"], out.loss][-1], alone[1].loss, rtol=2e-5)
+    assert part(again["w0"]) == part(again["w0/mean"]) == (16, 4)
+
+
+def test_the_plan_says_what_each_device_keeps(tensor: Program, step: Any) -> None:
+    plan = ow.plan(tensor)
+    state = step.init(PARAMS)
+    fed = X.nbytes // 2
+    assert plan.kept == fed + sum(x.addressable_shards[0].data.nbytes for x in state.buffers)
+    assert plan.whole == X.nbytes + sum(x.nbytes for x in state.buffers)
+    assert "not of their parts on data 2 x model 4" in str(ow.memory(tensor))
+
+
+def test_collectives_that_were_not_foretold_are_refused(tensor: Program) -> None:
+    found = ow.collectives(tensor)
+    assert found.expect("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+    with pytest.raises(ow.GraphError, match=r"Expected all-to-all alone(.|\n)*test_partition.py"):
+        found.expect("all-to-all")
+    with pytest.raises(ow.ArgumentError, match="'sum' is not a collective"):
+        found.expect("sum")
+
+
+def test_wrong_arguments(program: Program, tensor: Program, tmp_path: Any) -> None:
+    def split(mesh: Any, where: Any, **named: Any) -> Callable[[], Any]:
+        return lambda: ow.partition(program, mesh, where, **named)
+
+    wrong = [
+        (split(8, {}), ow.ArgumentError, "expected the lengths of its axes by name"),
+        (split({"data": 0}, {}), ow.ArgumentError, "expected the lengths of its axes by name"),
+        (
+            split({"data": 3}, {}),
+            ow.ArgumentError,
+            "'x' is .* does not divide its dimension 0. Make it 6",
+        ),
+        (split(MESH, {"w9": "data"}), ow.UnknownNameError, "nothing is named 'w9'"),
+        (split(MESH, {"w0": "rows"}), ow.ArgumentError, "the mesh has the axes 'data', 'model'"),
+        (split(MESH, {"w0": P("data", "data")}), ow.ArgumentError, "two dimensions over one axis"),
+        (split(MESH, {"w0": P(None, None, "data")}), ow.ArgumentError, "with 2 dimensions, and"),
+        (split(MESH, {"w0": 3}), ow.ArgumentError, "expected a PartitionSpec, the name of an axis"),
+        (split(MESH, {}, batch="rows"), ow.ArgumentError, "'x' is to be split over 'rows'"),
+        (lambda: ow.partition(tensor, MESH, {}), ow.GraphError, "partitioned already"),
+        (lambda: ow.partition(ow.replicate(program, 2), MESH, {}), ow.GraphError, "replicated already"),
+        (lambda: ow.replicate(tensor, 2), ow.GraphError, "batch='data'"),
+        (lambda: ow.split(tensor, 2), ow.GraphError, "partitioned"),
+        (lambda: ow.compile(tensor, cores=2), ow.GraphError, "leave out cores="),
+        (
+            lambda: ow.compile(split({"m": 16}, {"w*": "m"})()),
+            ow.ArgumentError,
+            "and JAX shows 8",
+        ),
+    ]
+    for call, error, words in wrong:
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_a_split_step_is_not_saved_as_code(tensor: Program, step: Any, tmp_path: Any) -> None:
+    with pytest.raises(ow.GraphError, match="as it was before partition"):
+        ow.save(step, tmp_path / "a.model", step.init(PARAMS))
