@@ -172,7 +172,7 @@ def _read_forward(ops: Sequence[Op]) -> set[Variable]:
 
 
 def _read_within(op: Op, body: OpenedBody) -> Iterator[Variable]:
-    """What an opened op is given and reads in a forward pass within."""
+    """The Variables that an opened op is given and that a forward pass within reads."""
     for opened in body.turns:
         read = _read_forward(opened.turn.ops)
         given = zip(opened.turn.inputs, opened.told.given, strict=True)
