@@ -6,6 +6,7 @@ be found in it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -305,15 +306,17 @@ def arrays(tree):
 
 
 def by_hand(case):
-    """The losses and parameters of gradient descent: slopes by plain JAX, steps by NumPy."""
+    """The losses and parameters of gradient descent in plain JAX."""
     moving, fixed = eqx.partition(case.params, eqx.is_inexact_array)
-    slopes = jax.jit(jax.value_and_grad(lambda p, *data: case.loss(eqx.combine(p, fixed), *data)))
+
+    @partial(jax.jit)
+    def step(moving, data):
+        value, slope = jax.value_and_grad(lambda p: case.loss(eqx.combine(p, fixed), *data))(moving)
+        return value, jax.tree.map(lambda p, g: p - RATE * g, moving, slope)
+
     losses = []
     for _ in range(STEPS):
-        value, slope = slopes(moving, *case.data)
-        moving = jax.tree.map(
-            lambda p, g: jnp.asarray(np.asarray(p) - np.float32(RATE) * np.asarray(g)), moving, slope
-        )
+        value, moving = step(moving, case.data)
         losses.append(value)
     return losses, arrays(moving)
 
