@@ -10,6 +10,7 @@ import pytest
 from tests.compiled import compilations
 
 import onward as ow
+from onward.execute.portions import Filling
 
 DEVICES, MOST = 4, 9
 RNG = np.random.default_rng(0)
@@ -500,3 +501,11 @@ def test_whole_data_beside_weights():
         _, out = step(step.init(W), table, X[:rows], WEIGHT[:rows])
         expected = loss(W, table, X[:rows], WEIGHT[:rows])
         jax.tree.map(equal, out.value, expected)
+
+
+def test_rows_that_fill_up_leave_results_with_several_rows_of_each_example():
+    filling, rows = Filling.of(5, DEVICES, 2), np.arange(5)
+    filled = filling.filled(rows)
+    found = filling.emptied([np.repeat(filled, 2), filled, np.arange(7)])
+    for value, expected in zip(found, (np.repeat(rows, 2), rows, np.arange(7)), strict=True):
+        np.testing.assert_array_equal(value, expected)
