@@ -1,7 +1,7 @@
 """Find related words: factorise a matrix whose rows are on parameter servers (GloVe).
 
 Trained:  two tables with a row for each word, so that the products of their rows are the logarithms of how often
-          two words stand near each other. Two servers keep half of the rows each; two trainers ask for the rows
+          two words stand near each other. Each of two servers keeps one of them; two trainers ask for the rows
           that a batch reads, and send back the gradients of these alone. All are processes on this machine.
 Data:     the language reference of Python, inside Python; how often two of its words are at most 5 apart.
 You see:  what travels, the loss, how much of the matrix is explained, and the neighbours of some words.
