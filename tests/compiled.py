@@ -1,6 +1,5 @@
 """Compiling is most of the time of the tests: many cases in one computation, and each computation once."""
 
-import re
 from contextlib import contextmanager
 
 import jax
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from onward.execute.step import Step
 
@@ -84,26 +82,6 @@ def counted():
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
-
-
-# What XLA's CPU compiler makes no part of a kernel of; the names are those of StableHLO.
-APART = re.compile(r"\b(dot_general|convolution|sort|custom_call|fft|cholesky|all_\w+|\w+_scatter|while)\b")
-
-
-def in_one_kernel(function, *arguments):
-    """``jax.jit`` of a function of small arrays, as one kernel if it has nothing of ``APART``.
-
-    A kernel each for what XLA fuses takes six times as long to compile. XLA itself calls small loops so.
-    """
-    plain = jax.jit(function)
-
-    def called(*arguments):
-        with set_xla_metadata(inlineable="false", xla_cpu_small_call="true"):
-            return plain(*arguments)
-
-    whole = jax.jit(called)
-    is_apart = jax.default_backend() != "cpu" or APART.search(whole.lower(*arguments).as_text())
-    return plain if is_apart else whole
 
 
 def training(program, params, *data, steps=None, fetch=(), after=()):

@@ -147,7 +147,8 @@ def plan(program: Program | Split) -> Plan | MeshPlan | Traffic:
     if replicas is None:
         raise GraphError(
             f"Program {program.name!r} runs on one device, which sends nothing. Replicate it first: "
-            "plan(replicate(program, devices)), partition it, or split it: plan(split(program, servers))."
+            "plan(replicate(program, devices)), or split it: plan(split(program, servers)), or over a mesh: "
+            "plan(partition(program, mesh, where))."
         )
     n = replicas.count
     weights = sum(nbytes(p) for p, _ in program.gradients)

@@ -24,6 +24,7 @@ EXTRAS = {
     "demo": "the digits of onward demo",
     "orbax": "checkpoints of arrays sharded over hosts",
     "plot": "drawings and curves",
+    "png": "pictures as PNG files",
     "serve": "answers over HTTP",
     "tensorboard": "curves for TensorBoard",
     "bench": "the libraries that onward bench compares with",

@@ -5,7 +5,6 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.compiled import in_one_kernel
 
 import onward as ow
 from onward.core.lower import lower
@@ -32,9 +31,7 @@ def run(program, state, fed):
         made = lower(program, wanted)
         if program.replicas is not None:
             made = Spread(program, (), wanted, By.SHARD_MAP).over_devices(made)
-            RUNS[key] = jax.jit(made)
-        else:
-            RUNS[key] = in_one_kernel(made, *given)
+        RUNS[key] = jax.jit(made)
     values = RUNS[key](*given)
     count = len(program.outputs)
     outputs = {v: np.asarray(x) for v, x in zip(program.outputs, values, strict=False)}
