@@ -312,6 +312,17 @@ def test_each_driver_has_a_higher_number(tmp_path):
     assert claim_driver(tmp_path) == 12
 
 
+def test_a_driver_whose_number_a_newer_one_removes_takes_a_higher_one(tmp_path, monkeypatch):
+    def overtaken(path, sync=fence.sync):
+        if (mine := tmp_path / "driver-00000001").exists():
+            mine.unlink()
+            (tmp_path / "driver-00000005").touch()
+        sync(path)
+
+    monkeypatch.setattr(fence, "sync", overtaken)
+    assert claim_driver(tmp_path) == 6
+
+
 # ---------------------------------------------------------------------------- what a folder says of itself
 
 

@@ -251,7 +251,7 @@ def test_a_picture(listed, folder):
         (["FILE:with_aux", "--args", "example", "--optimizer", "SGD"], "say --has-aux"),
         (["FILE:network", "--optimizer", "Adm"], "no optimizer 'Adm', neither in the file nor in Onward."),
         (["FILE:network", "--feed", "z=f32[3]"], "network declares no data 'z'. The names are 'x', 'y'."),
-        (["FILE:network", "--draw", "network.png"], "End it in one of .svg, .html, .dot."),
+        (["FILE:network", "--draw", "network.gif"], "End it in one of .svg, .html, .png, .dot."),
         (["FILE:loss", "--feed", "x"], "--feed was given 'x'; expected NAME=TYPE"),
         (["FILE:loss", "--feed", "x=[1]", "x=[2]"], "--feed gives 'x' twice."),
         (["FILE:loss", "--feed", "params=init", "params/w=[1]"], "--feed gives 'params' whole and in parts"),

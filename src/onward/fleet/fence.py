@@ -99,9 +99,10 @@ def claim_driver(folder: Path) -> int:
         try:
             with open(path, "xb") as file:
                 file.write(ProcessName.own().to_bytes())
+                file.flush()
+                os.fsync(file.fileno())  # not by its name, which a newer driver may have removed by now
         except FileExistsError:
             continue
-        sync(path)
         sync(folder)
         if max(_drivers(folder)) == number:
             for older in before:

@@ -62,7 +62,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Sequence[str]]:
         epilog="onward COMMAND --help tells what a command takes, with examples.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=Versions, nargs=0, help="show what is used, and exit")
+    parser.add_argument("--version", action=Versions, help="show what is used, and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     add_show(commands)
@@ -75,6 +75,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Sequence[str]]:
 
 class Versions(argparse.Action):
     """``--version``: of Onward and of what it computes with; devices are looked for only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002
+        # Suppressed, for it is not an argument of any command.
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any, **options: Any) -> None:
         """Print one line, and end."""

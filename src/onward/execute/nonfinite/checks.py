@@ -29,7 +29,6 @@ _find = at_first_call("onward.execute.nonfinite.find", "find")
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The data of a step, by place and by name."""
 
-_find = at_first_call("onward.execute.nonfinite.find", "find")
 
 _AHEAD = 1  # calls whose verdict may still be open when the next one begins
 _LINES = 16  # States at once whose batches are kept
