@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import onward as ow
+from onward.core.meshes import specs_of
 from onward.core.program import Program
 
 RANDOM = np.random.default_rng(0)
@@ -256,3 +258,17 @@ def test_wrong_arguments(program: Program, tensor: Program, tmp_path: Any) -> No
 def test_a_split_step_is_not_saved_as_code(tensor: Program, step: Any, tmp_path: Any) -> None:
     with pytest.raises(ow.GraphError, match="as it was before partition"):
         ow.save(step, tmp_path / "a.model", step.init(PARAMS))
+
+
+def test_the_slots_of_a_step_of_someone_else_are_split_as_well() -> None:
+    tx = optax.adamw(1e-2)
+
+    def step(params: Any, slots: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(network)(params, x)
+        updates, slots = tx.update(grads, slots, params)
+        return optax.apply_updates(params, updates), slots, loss
+
+    program = ow.partition(ow.adopt(step, PARAMS, tx.init(PARAMS), X), {"data": 8}, {"*": "data"})
+    kept = [v for v in program.state if v.shape]
+    assert len(kept) == 12
+    assert set(specs_of(program)) == {v.name for v in kept} | {"x"}

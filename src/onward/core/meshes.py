@@ -8,7 +8,7 @@ from math import prod
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from onward.core.errors import GraphError
-from onward.core.graph import Program
+from onward.core.graph import Op, Program
 from onward.core.variable import Variable
 from onward.core.words import Kind, Pass
 
@@ -61,14 +61,23 @@ def parameters_of(program: Program) -> Mapping[Variable, Variable]:
     of = {v: v for v in program.state if v.kind is Kind.PARAMETER}
     kept = [v for v in program.state if v not in of]
     of |= {gradient: parameter for parameter, gradient in program.gradients}
-    for op in program.ops:
-        if op.made_by is not Pass.UPDATE:
-            continue
-        for v in (*op.inputs, *op.outputs):
-            alike = {of[x] for x in op.inputs if x in of and of[x].shape == v.shape}
-            if len(alike) == 1:
-                of.setdefault(v, *alike)
+    updates = [op for op in program.ops if op.made_by is Pass.UPDATE]
+    known = 0
+    while known < len(of):  # an update of someone else is many ops, of which the first reads a slot alone
+        known = len(of)
+        for op in (*updates, *reversed(updates)):
+            _follow(op, of)
     return {v: of[v] for v in kept if v in of}
+
+
+def _follow(op: Op, of: dict[Variable, Variable]) -> None:
+    """Note that all that an op reads and makes in the shape of one parameter is of that parameter."""
+    values = (*op.inputs, *op.outputs)
+    for v in values:
+        if v not in of:
+            alike = {of[x] for x in values if x in of and of[x].shape == v.shape}
+            if len(alike) == 1:
+                of[v] = alike.pop()
 
 
 def expect_no_partition(program: Program, what: str, instead: str) -> None:
