@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
@@ -52,6 +52,7 @@ class Step(NotPickled, Pointing):
     """
 
     unpickled = ("A Step", "onward.save(step, path, state) writes both, onward.load_step(path) reads them.")
+    advice: ClassVar[str] = "Give the one that it was made of, step.program; transforms come before compile."
 
     def __init__(
         self,
@@ -118,6 +119,10 @@ class Step(NotPickled, Pointing):
         if is_declared(self.program):
             given = by_name(self.program, parameters, place)
         else:
+            if parameters is None:
+                raise ArgumentError(
+                    f"{self.program.name} begins with parameters of yours: step.init({signature.names[0]})."
+                )
             given = by_structure(signature.parameters, parameters, signature.names[0], place)
         if (signature.model_state is None) != (state is None):
             if state is None:
