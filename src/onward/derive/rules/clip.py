@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.words import UpdateType
-from onward.derive.lengths import all_shortened, length, rooted, shortened, squares
+from onward.derive.lengths import Length, all_shortened, length, rooted, shortened, squares
 from onward.derive.rule import GradientRule, Hyperparameter, Pieces, Slots
 
 
