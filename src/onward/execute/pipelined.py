@@ -286,6 +286,11 @@ class PipelineStep(NotPickled):
                 f"The first argument of a step is its State, not {describe(state)}. Begin with "
                 "state = step.init(params); then state, out = step(state, *data)."
             )
+        if any(isinstance(x, jax.core.Tracer) for x in state.buffers):
+            raise ArgumentError(
+                "The step of a pipeline is many executables on several devices, so it cannot be traced: call "
+                "it outside of jax.jit, jax.lax.scan and jax.vmap."
+            )
         state.expect_whole()
         if lacking := [v.name for v in self.layout.variables if v.name not in state.layout.position]:
             raise StateError(
@@ -306,7 +311,7 @@ class _Update:
         pipeline = step.pipeline
         self.stage, self.program = stage, pipeline.updates[phase, stage]
         self.results = {r.whole: r for r in pipeline.results}
-        later = [p for key, p in pipeline.updates.items() if key > (phase, stage) and key[1] == stage]
+        later = [part for key, part in pipeline.updates.items() if key > (phase, stage)]
         ends = {*step.program.outputs, *step.program.next_state.values()}
         self.taken = [v for v in self.program.state if self._may_take(step, v, later, ends)]
         given = (*self.program.state, *self.program.inputs)
@@ -463,7 +468,12 @@ def _scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:
 
 
 def _devices(pipeline: Pipeline) -> Sequence[Any]:
-    found, count = jax.local_devices(), pipeline.schedule.stages
+    found, count = jax.devices(), pipeline.schedule.stages
+    if jax.process_count() > 1:
+        raise ArgumentError(
+            f"{pipeline.program.name} is a pipeline, whose stages lie on the devices of one process, and "
+            f"there are {jax.process_count()}. Several take replicate(program, devices)."
+        )
     if len(found) < count:
         raise ArgumentError(
             f"{pipeline.program.name} is cut into {count} stages, each on a device of its own, and JAX shows "

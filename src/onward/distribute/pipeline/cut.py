@@ -91,13 +91,21 @@ class Pipeline:
         made = [v for (of, _), part in self.parts.items() if of == stage for v in part.outputs]
         return sum(size(v) * len({s for s, _ in self.readers.get(v, ())} - {stage}) for v in made)
 
+    def _first(self, stage: int) -> Op:
+        """The first op of a stage that reads what came before: the batch, or what stages before it send."""
+        part = self.parts[stage, F]
+        keys = {*self.ahead.outputs}
+        return next(
+            (op for op in part.ops if not {*part.inputs}.isdisjoint({*op.inputs} - keys)), part.ops[0]
+        )
+
     def __str__(self) -> str:
         own = [[v for v in self.accumulated.state if self.homes[v] == s] for s in range(self.schedule.stages)]
         rows = [("stage", "parameters", "other state", "operations", "holds", "of", "sends", "begins with")]
         for stage, variables in enumerate(own):
             parameters = sum(size(v) for v in variables if v.kind is Kind.PARAMETER)
             work = sum(cost(part).flops for (of, _), part in self.parts.items() if of == stage)
-            first = self.parts[stage, F].ops[0]
+            first = self._first(stage)
             rows.append(
                 (
                     str(stage),
@@ -116,8 +124,17 @@ class Pipeline:
             for name, stages in self.borrowed.items()
         ]
         table = columns(rows, right=[1, 2, 3, 4, 5, 6])
-        note = "operations, what is held and what is sent are those of one micro-batch"
-        return "\n".join([f"Pipeline of {self.program.name}", table, note, *shared, "", str(self.schedule)])
+        notes = ["operations, what is held and what is sent are those of one micro-batch", *shared]
+        if self.schedule.splits_backward and (whole := [s for s, own in enumerate(self._late) if own == {B}]):
+            notes.append(
+                f"W of stage {' and '.join(map(str, whole))} is done in B: one loop computes both gradients"
+            )
+        return "\n".join([f"Pipeline of {self.program.name}", table, *notes, "", str(self.schedule)])
+
+    @property
+    def _late(self) -> list[set[StageWork]]:
+        """For each stage the works that have ops after the forward pass."""
+        return [{w for w in (B, W) if (s, w) in self.parts} for s in range(self.schedule.stages)]
 
 
 def cut(program: Program, accumulated: Program, schedule: PipelineSchedule, at: Sequence[str]) -> Pipeline:
