@@ -198,16 +198,16 @@ class PipelineStep(NotPickled):
         """From the batch and what is handed on to the micro-batches, what is handed on, and their shares."""
         pipeline, loop = self.pipeline, self.pipeline.loop
         ahead, count = pipeline.ahead, loop.how.steps
-        run = lower(ahead, (*ahead.outputs, *ahead.state))
-        threaded = len(ahead.state)
+        following = [ahead.next_state[v] for v in ahead.state]
+        run = lower(ahead, (*following, *ahead.outputs))
 
         def call(_: Any, state: Any, batch: Any) -> Any:
             pieces = [loop.pieces(x, v) for x, v in zip(batch, self._split, strict=True)]
             handed = []
             for _i in range(count):
                 found = run(state, ())
-                handed.append(found[threaded:])
-                state = found[:threaded]
+                state = found[: len(following)]
+                handed.append(found[len(following) :])
             weights = [x for x, v in zip(batch, self._split, strict=True) if v.name == loop.how.weight]
             scales = self._scales(weights) if weights else [None] * count
             return [[x[i] for x in pieces] for i in range(count)], handed, state, scales
@@ -438,11 +438,11 @@ class _Run:
             part = self.step._parts[stage, work]
             self.raw.update((loop.sums[i].whole, x) for i, x in zip(part.sums, grown, strict=True))
         self.raw.update((r.whole, pieces) for r, pieces in zip(loop.joined, self.pieces, strict=True))
-        for part in self.step._updates:
-            found = part.call(
-                *([self._read(v, part.stage) for v in group] for group in (part.taken, part.lent))
+        for phase in self.step._updates:
+            found = phase.call(
+                *([self._read(v, phase.stage) for v in group] for group in (phase.taken, phase.lent))
             )
-            self.made.update(zip(part.program.outputs, found, strict=True))
+            self.made.update(zip(phase.program.outputs, found, strict=True))
 
     def _read(self, v: Variable, stage: int) -> Any:
         """A value as a stage reads it in the update."""
