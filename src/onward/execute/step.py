@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
@@ -52,6 +52,7 @@ class Step(NotPickled, Pointing):
     """
 
     unpickled = ("A Step", "onward.save(step, path, state) writes both, onward.load_step(path) reads them.")
+    advice: ClassVar[str] = "Give the one that it was made of, step.program; transforms come before compile."
 
     def __init__(
         self,

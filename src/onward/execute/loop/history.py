@@ -61,12 +61,7 @@ class History(Mapping[str, np.ndarray]):
             ArgumentError: a value that is not a scalar.
         """
         row = {"step": step, "epoch": epoch, **values}
-        for name, value in row.items():
-            if getattr(value, "shape", None) != () and not isinstance(value, int | float):
-                raise ArgumentError(
-                    f"History: {name!r} is {describe(value)}; expected one number. Record its mean, or a "
-                    "metric for each of its entries."
-                )
+        _expect_numbers(row)
         with self._lock:
             for name in row:
                 if name not in self._columns:
@@ -89,6 +84,8 @@ class History(Mapping[str, np.ndarray]):
             raise ArgumentError(
                 "History.amend: there is no record yet; record(step=..., epoch=...) comes first."
             )
+        expect_metrics(values)
+        _expect_numbers(values)
         for name, value in values.items():
             self._columns.setdefault(name, array("d"))
             if self._waiting:
@@ -215,6 +212,24 @@ class History(Mapping[str, np.ndarray]):
         names = [name for name in self._columns if name not in ("step", "epoch")][:3]
         shown = ", ".join(f"{name} {_ends(self[name])}" for name in names)
         return f"History({steps} step{'s' * (steps != 1)}{': ' * bool(shown)}{shown})"
+
+
+def expect_metrics(values: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError`` for a metric that would stand in the place of the step or the epoch."""
+    if taken := values.keys() & {"step", "epoch"}:
+        raise ArgumentError(
+            f"History: no metric is named {min(taken)!r}, which every record counts itself; give it another "
+            "name."
+        )
+
+
+def _expect_numbers(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if getattr(value, "shape", None) != () and not isinstance(value, int | float):
+            raise ArgumentError(
+                f"History: {name!r} is {describe(value)}; expected one number. Record its mean, or a "
+                "metric for each of its entries."
+            )
 
 
 def _send(rows: Sequence[Mapping[str, Any]]) -> None:
