@@ -198,16 +198,16 @@ class PipelineStep(NotPickled):
         """From the batch and what is handed on to the micro-batches, what is handed on, and their shares."""
         pipeline, loop = self.pipeline, self.pipeline.loop
         ahead, count = pipeline.ahead, loop.how.steps
-        run = lower(ahead, (*ahead.outputs, *ahead.state))
-        threaded = len(ahead.state)
+        following = [ahead.next_state[v] for v in ahead.state]
+        run = lower(ahead, (*following, *ahead.outputs))
 
         def call(_: Any, state: Any, batch: Any) -> Any:
             pieces = [loop.pieces(x, v) for x, v in zip(batch, self._split, strict=True)]
             handed = []
             for _i in range(count):
                 found = run(state, ())
-                handed.append(found[threaded:])
-                state = found[:threaded]
+                state = found[: len(following)]
+                handed.append(found[len(following) :])
             weights = [x for x, v in zip(batch, self._split, strict=True) if v.name == loop.how.weight]
             scales = self._scales(weights) if weights else [None] * count
             return [[x[i] for x in pieces] for i in range(count)], handed, state, scales
@@ -286,6 +286,11 @@ class PipelineStep(NotPickled):
                 f"The first argument of a step is its State, not {describe(state)}. Begin with "
                 "state = step.init(params); then state, out = step(state, *data)."
             )
+        if any(isinstance(x, jax.core.Tracer) for x in state.buffers):
+            raise ArgumentError(
+                "The step of a pipeline is many executables on several devices, so it cannot be traced: call "
+                "it outside of jax.jit, jax.lax.scan and jax.vmap."
+            )
         state.expect_whole()
         if lacking := [v.name for v in self.layout.variables if v.name not in state.layout.position]:
             raise StateError(
@@ -306,7 +311,7 @@ class _Update:
         pipeline = step.pipeline
         self.stage, self.program = stage, pipeline.updates[phase, stage]
         self.results = {r.whole: r for r in pipeline.results}
-        later = [p for key, p in pipeline.updates.items() if key > (phase, stage) and key[1] == stage]
+        later = [part for key, part in pipeline.updates.items() if key > (phase, stage)]
         ends = {*step.program.outputs, *step.program.next_state.values()}
         self.taken = [v for v in self.program.state if self._may_take(step, v, later, ends)]
         given = (*self.program.state, *self.program.inputs)
@@ -433,11 +438,11 @@ class _Run:
             part = self.step._parts[stage, work]
             self.raw.update((loop.sums[i].whole, x) for i, x in zip(part.sums, grown, strict=True))
         self.raw.update((r.whole, pieces) for r, pieces in zip(loop.joined, self.pieces, strict=True))
-        for part in self.step._updates:
-            found = part.call(
-                *([self._read(v, part.stage) for v in group] for group in (part.taken, part.lent))
+        for phase in self.step._updates:
+            found = phase.call(
+                *([self._read(v, phase.stage) for v in group] for group in (phase.taken, phase.lent))
             )
-            self.made.update(zip(part.program.outputs, found, strict=True))
+            self.made.update(zip(phase.program.outputs, found, strict=True))
 
     def _read(self, v: Variable, stage: int) -> Any:
         """A value as a stage reads it in the update."""
@@ -463,7 +468,12 @@ def _scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:
 
 
 def _devices(pipeline: Pipeline) -> Sequence[Any]:
-    found, count = jax.local_devices(), pipeline.schedule.stages
+    found, count = jax.devices(), pipeline.schedule.stages
+    if jax.process_count() > 1:
+        raise ArgumentError(
+            f"{pipeline.program.name} is a pipeline, whose stages lie on the devices of one process, and "
+            f"there are {jax.process_count()}. Several take replicate(program, devices)."
+        )
     if len(found) < count:
         raise ArgumentError(
             f"{pipeline.program.name} is cut into {count} stages, each on a device of its own, and JAX shows "
