@@ -118,9 +118,9 @@ class Families:
 
     def _one(self, step: Equation, op: int, times: int, made_by: Pass, lives: Lifetimes) -> WalkedStep:
         if step.body is None or len(step.body.operands) == 0 or len(step.body.equations) != 1:
-            for a, b in zip(step.inputs, step.outputs, strict=False):
+            for source, copy in zip(step.inputs, step.outputs, strict=False):
                 if step.body is None:
-                    self._tie_all(a, b)
+                    self._tie_all(source, copy)
             self.read.update(step.inputs)
             return WalkedStep(step, op, None, step.inputs, times, made_by, lives=lives)
         operands = tuple(step.inputs[x] if isinstance(x, int) else None for x in step.body.operands)
