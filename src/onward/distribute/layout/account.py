@@ -136,7 +136,7 @@ class Account:
 
     @cached_property
     def _sums(self) -> Mapping[tuple[LayerPart, Pass], tuple[float, float, int]]:
-        """For each part and pass the bytes that devices sum, those that stay and by rows, in how many sums."""
+        """For each part and pass the bytes that devices sum, and in how many sums."""
         partial: dict[Variable, WalkedStep] = {}
         for step in self.found.steps:
             contracted = {self.found.find(d) for group in step.sums for d in group}

@@ -156,11 +156,11 @@ def _too_little(about: Foretelling, found: list[DeviceLayout], devices: int) -> 
         for name in ("parameters", "state", "gradients", "activations", "temporaries")
     }
     most = max(kept, key=kept.__getitem__)
+    room, needed = (human_bytes(round(n)) for n in (about.device.memory, least.kept.all))
     return (
-        f"layout: nothing fits {human_bytes(about.device.memory)} on each of {devices} devices. The least that "
-        f"is needed is {human_bytes(round(least.kept.all))}, of which {human_bytes(round(kept[most]))} {most}, "
-        "by:\n\n"
-        f"{least.code}\n\nTake more devices, a smaller batch, or an optimizer that keeps less."
+        f"layout: nothing fits {room} on each of {devices} devices. The least that is needed is {needed}, of "
+        f"which {human_bytes(round(kept[most]))} {most}, by:\n\n{least.code}\n\nTake more devices, a smaller "
+        "batch, or an optimizer that keeps less."
     )
 
 
