@@ -123,10 +123,9 @@ def compiled(program: Program) -> tuple[Any, Any, Any]:
     ("choice", "bounds"),
     [
         (Spreading(fsdp=8), (0.6, 1.4)),
-        (Spreading(tensor=2), (0.8, 1.2)),
         (Spreading(data=2, tensor=4), (0.8, 1.2)),
     ],
-    ids=["fsdp", "tensor", "both"],
+    ids=["fsdp", "both"],
 )
 def test_bytes_are_those_of_the_compiled_step(
     program: Program, choice: Spreading, bounds: tuple[float, float]

@@ -23,7 +23,7 @@ _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 @dataclass(frozen=True)
 class Interconnect:
-    """What one device sends to others.
+    """The link from one device to others.
 
     Attributes:
         bandwidth: bytes a second, in one direction.

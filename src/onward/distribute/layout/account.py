@@ -1,4 +1,4 @@
-"""What one step of a Program computes, moves, sums and holds, once for each way to split its layers.
+"""An account of one step of a Program: what it computes, moves, sums and holds, split in one way.
 
 Every amount is one of two kinds: what is as long as the batch, and shrinks with the rows that a device reads,
 and what does not. So an account that was made once tells the amounts for any number of devices and
@@ -234,12 +234,12 @@ GRADIENTS, SAVED, WORKING = "gradients", "saved", "working"
 
 
 def _existing(lives: Lifetimes) -> set[Variable]:
-    """What is written into memory."""
+    """The Variables that are written into memory."""
     return {v for array in lives.arrays for v in array.variables}
 
 
 def _moved(step: WalkedStep) -> list[Variable]:
-    """What an equation reads from memory and writes."""
+    """The Variables that an equation reads from memory and writes."""
     row, read = of(step.step.kind), list(step.operands)
     written: list[Variable | None] = list(step.step.outputs)
     if row.moves in _CUTS:

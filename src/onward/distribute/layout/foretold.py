@@ -68,7 +68,7 @@ class KeptBytes:
 
     @property
     def arguments(self) -> float:
-        """What lies in memory between steps, with the data."""
+        """The bytes that are in memory between steps, with the data."""
         return self.parameters + self.state + self.data
 
     @property
@@ -154,7 +154,7 @@ class Foretelling:
         return account.seconds(rows, part, Pass.FORWARD) + account.seconds(rows, part, Pass.BACKWARD)
 
     def stage_seconds(self, choice: Spreading, stage: StageShare) -> Seconds:
-        """What one micro-batch takes in a stage, but for what is sent."""
+        """The seconds of one micro-batch in a stage, but for what is sent."""
         account, total = self.account(choice.tensor), Seconds()
         for part in LayerPart:
             share = stage.of({part}, self.layers.count)
@@ -164,7 +164,7 @@ class Foretelling:
         return total
 
     def update_seconds(self, choice: Spreading, stage: StageShare) -> Seconds:
-        """What the update takes."""
+        """The seconds of the update."""
         whole = self.placing.kept(choice.tensor, 1, StageShare(self.layers.count))[0]
         part = self.placing.kept(choice.tensor, choice.fsdp, stage)[0]
         all_ = sum(
@@ -176,7 +176,7 @@ class Foretelling:
     # What is sent.
 
     def sent(self, choice: Spreading, stage: StageShare) -> tuple[SentBytes, ...]:
-        """What each device of a stage sends at a step, axis by axis."""
+        """The bytes that each device of a stage sends at a step, axis by axis."""
         return tuple(s for s in self._all_sent(choice, stage) if s.bytes)
 
     def _all_sent(self, choice: Spreading, stage: StageShare) -> Iterator[SentBytes]:
@@ -195,7 +195,7 @@ class Foretelling:
         yield self._handed(choice, stage)
 
     def _ring(self, axis: str, by: str, length: int, stride: int, amount: float, times: int) -> SentBytes:
-        """What a device sends on a ring for whole arrays of so many bytes, in so many rounds."""
+        """The bytes that a device sends on a ring for whole arrays of so many, in so many rounds."""
         if length == 1 or amount < 1:
             return SentBytes(axis, by, 0.0, 0.0)
         link = self.device.link(stride, length)
@@ -228,7 +228,7 @@ class Foretelling:
     # Memory.
 
     def kept(self, choice: Spreading, stage: StageShare, in_flight: int) -> KeptBytes:
-        """What a device of a stage keeps at its moment of most memory."""
+        """The bytes that a device of a stage keeps at its moment of most memory."""
         account, rows = self.account(choice.tensor), choice.rows
         parameters, state, gradients = self.placing.kept(choice.tensor, choice.fsdp, stage)
         whole = self.placing.kept(choice.tensor, 1, StageShare(self.layers.count))[2]

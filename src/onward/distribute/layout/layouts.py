@@ -64,17 +64,17 @@ class DeviceLayout:
 
     @property
     def _stepwise(self) -> float:
-        """What comes one after the other: arithmetic, sums of tensor parallelism, other stages."""
+        """The seconds of what is done in turn: arithmetic, sums of tensor parallelism, other stages."""
         return (self.working.all + self.along(TENSOR)) / (1 - self.bubble)
 
     @property
     def _beside(self) -> float:
-        """What is sent while devices compute."""
+        """The seconds of what is sent while devices compute."""
         return sum(map(self.along, (DATA, FSDP, STAGES)))
 
     @property
     def limit(self) -> str:
-        """What takes the most of a step: compute, memory, the bubble, or the link of an axis."""
+        """The cause of most of a step: compute, memory bandwidth, bubble, or the link of an axis."""
         if self._beside > self._stepwise:
             return f"link of {max((DATA, FSDP, STAGES), key=self.along)}"
         spent = {
@@ -104,7 +104,7 @@ class DeviceLayout:
 
     @property
     def code(self) -> str:
-        """What one writes to have a Program laid out so."""
+        """The calls to write to have a Program laid out so."""
         return code(self)
 
     def explain(self) -> str:
@@ -112,7 +112,7 @@ class DeviceLayout:
         return explanation(self)
 
     def diff(self, other: DeviceLayout) -> str:
-        """What differs from this layout to another one, line by line."""
+        """List what differs from this layout to another one, line by line."""
         return difference(self, other)
 
     def apply(self, program: Program) -> Program:
@@ -213,7 +213,7 @@ def foretold(about: Foretelling, choice: Spreading) -> DeviceLayout:
 
 
 def _kept(about: Foretelling, choice: Spreading, stages: Sequence[StageShare]) -> Iterator[KeptBytes]:
-    """What each kind of stage keeps: by 1F1B the first has as many micro-batches in flight as stages."""
+    """The bytes of each kind of stage: by 1F1B the first has a micro-batch in flight for each stage."""
     for number, stage in enumerate(stages):
         behind = 1 if stage.ends else choice.stages - number
         yield about.kept(choice, stage, min(behind, choice.micro_batches))
@@ -222,7 +222,7 @@ def _kept(about: Foretelling, choice: Spreading, stages: Sequence[StageShare]) -
 def _slowest(
     about: Foretelling, choice: Spreading, stages: Sequence[StageShare]
 ) -> tuple[tuple[SentBytes, ...], Seconds, float]:
-    """What the stage that takes longest sends, computes, and updates."""
+    """Tell what the stage that takes longest sends, computes, and updates."""
     found = []
     for stage in stages:
         sent = about.sent(choice, stage)

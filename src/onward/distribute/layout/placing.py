@@ -22,7 +22,7 @@ Specs = Mapping[str, PartitionSpec]
 
 @dataclass(frozen=True)
 class StageShare:
-    """What one stage of a pipeline computes: so many layers, and what is before or behind all of them."""
+    """The share of one stage of a pipeline: so many layers, and what is before or behind all of them."""
 
     layers: int
     begins: bool = True

@@ -68,7 +68,7 @@ def split_families(found: Families) -> tuple[SplitFamily, ...]:
 
 
 class _Uses:
-    """What the forward pass does along each family."""
+    """A walk that notes what the forward pass does along each family."""
 
     def __init__(self, found: Families) -> None:
         self.found = found
