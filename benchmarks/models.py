@@ -123,11 +123,13 @@ def transformer(
     batch: int = 8,
     words: int = _WORDS,
     checkpoint: bool = False,
+    scanned: bool = False,
 ) -> Model:
     """A causal model of text, layer norm before each block, its layers unrolled.
 
     It reads any of so many words, and tells for each which of the 256 kinds of word follows. With
-    ``checkpoint`` there is a ``jax.checkpoint`` around each layer.
+    ``checkpoint`` there is a ``jax.checkpoint`` around each layer; ``scanned``, the layers are a
+    ``jax.lax.scan`` over stacked parameters.
     """
 
     def attention(layer: Params, x: Array) -> Array:
@@ -146,7 +148,9 @@ def transformer(
 
     def loss(params: Params, words: Array, following: Array) -> Array:
         x = params["words"][words] + params["places"]
-        for layer in params["layers"]:
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, layer: (one(layer, x), None), x, params["layers"])
+        for layer in () if scanned else params["layers"]:
             x = one(layer, x)
         return cross_entropy(dense(params["last"], normalized(params["norm"], x)), following)
 
@@ -164,6 +168,8 @@ def transformer(
         "norm": _norm_init(d),
         "last": _dense_init(rng, d, _WORDS),
     }
+    if scanned:
+        params["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])
     text = _whole_numbers(rng, (batch, seq + 1), words)
     return Model(loss, params, (text[:, :-1], text[:, 1:] % _WORDS))
 

@@ -209,7 +209,18 @@ def test_the_plan_says_what_each_device_keeps(tensor: Program, step: Any) -> Non
     fed = X.nbytes // 2
     assert plan.kept == fed + sum(x.addressable_shards[0].data.nbytes for x in state.buffers)
     assert plan.whole == X.nbytes + sum(x.nbytes for x in state.buffers)
-    assert "not of their parts on data 2 x model 4" in str(ow.memory(tensor))
+
+
+def test_the_memory_of_each_device_is_its_parts_and_what_is_compiled(tensor: Program, step: Any) -> None:
+    memory = ow.memory(tensor)
+    state = step.init(PARAMS)
+    compiled = step.executable(state, X).memory
+    found = dict(memory.each_device)
+    assert found.pop("temporaries") == compiled.temp_size_in_bytes > 0
+    assert found.pop("results") == compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+    assert sum(found.values()) == compiled.argument_size_in_bytes == ow.plan(tensor).kept
+    assert str(memory).startswith("Each device of data 2 x model 4 takes ")
+    assert "in whole arrays" in str(memory)
 
 
 def test_collectives_that_were_not_foretold_are_refused(tensor: Program) -> None:

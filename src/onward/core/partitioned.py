@@ -23,6 +23,12 @@ def partitioned(program: Program, how: Partition) -> Program:
     return replace(program, partition=how)
 
 
+def does_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> bool:
+    """Whether a Variable has these dimensions, and their axes divide them."""
+    counts = parts(spec, mesh)
+    return len(counts) <= v.ndim and not any(n % count for n, count in zip(v.shape, counts, strict=False))
+
+
 def expect_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> None:
     """Raise ``ArgumentError`` for a dimension that is not there, or that its axes do not divide."""
     if len(spec) > v.ndim:

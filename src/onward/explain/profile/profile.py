@@ -126,7 +126,10 @@ def profile(step: Step, state: State, data: Any, steps: int = 10, depth: int = 1
             f"profile takes a step, not {describe(step)}. Make one: step = onward.compile(program)."
         )
     if not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"profile: steps is {steps!r}; expected a whole number, at least 1.")
+        raise ArgumentError(
+            f"profile: steps is {describe(steps)}; expected a whole number, at least 1. The data of a step "
+            "is one argument: profile(step, state, (x, y))."
+        )
     arguments, named = Intake(step.feeds, False).arguments(data)
     state, out = step(jax.tree.map(jnp.copy, state), *arguments, **named)
     executable = step.executable(state, *arguments, **named)
