@@ -115,7 +115,7 @@ def pytest_collection_finish(session):
     """What is there before the first test is not looked through in every collection of garbage."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 10, 10)  # what tests leave is looked through now and then
+    gc.set_threshold(20_000, 5, 5)  # the youngest of what tests leave is looked through rarely
 
 
 @pytest.fixture
