@@ -65,7 +65,7 @@ def pipelined(
     return PipelineStep(pipeline, donate, check_feeds, found.compiler)
 
 
-class _Part(NamedTuple):
+class _StagePart(NamedTuple):
     """An executable of a stage, and what it takes and gives.
 
     Attributes:
@@ -144,7 +144,7 @@ class PipelineStep(NotPickled):
             if (moment.stage, moment.task.work) in self._parts
         ]
         self._begin = self._beginning()
-        self._updates = [_Update(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
+        self._updates = [_StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
     def compiled(self, run: Any, stage: int, *types: Any) -> Any:
         """A function compiled for the device of a stage, which takes over its first argument."""
@@ -156,7 +156,7 @@ class PipelineStep(NotPickled):
 
         return jitted.lower(*jax.tree.map(placed, types)).compile(self._options)
 
-    def _part(self, place: Place, program: Program) -> _Part:
+    def _part(self, place: Place, program: Program) -> _StagePart:
         loop, (stage, _) = self.pipeline.loop, place
         wanted = set(program.outputs)
         sums = tuple(i for i, r in enumerate(loop.sums) if r.part in wanted)
@@ -175,9 +175,9 @@ class PipelineStep(NotPickled):
         call.__name__ = program.name if program.name.isidentifier() else "stage"
         totals = [loop.sums[i].sum_type for i in sums]
         made = self.compiled(call, stage, totals, *types, self._scale)
-        return _Part(stage, program, made, sums, pieces, sends)
+        return _StagePart(stage, program, made, sums, pieces, sends)
 
-    def _zeros_of(self, part: _Part) -> Any:
+    def _zeros_of(self, part: _StagePart) -> Any:
         kinds = [self.pipeline.loop.sums[i].sum_type for i in part.sums]
         return self.compiled(lambda: [jnp.zeros(kind.shape, kind.dtype) for kind in kinds], part.stage)
 
@@ -259,7 +259,7 @@ class PipelineStep(NotPickled):
         values = self._fed(data, feed)
         own = self._own(state)
         fed = dict(zip((v.name for v in self.program.inputs), values, strict=True))
-        run = _Run(self, own, fed)
+        run = _PipelineRun(self, own, fed)
         run.micro_batches()
         run.update()
         following = State(self.layout, [run.following(v) for v in self.layout.variables])
@@ -304,7 +304,7 @@ class PipelineStep(NotPickled):
         return f"PipelineStep({self.program.name!r}, {schedule.stages} stages, {schedule.name})"
 
 
-class _Update:
+class _StageUpdate:
     """One phase of the update in one stage, compiled."""
 
     def __init__(self, step: PipelineStep, phase: int, stage: int) -> None:
@@ -356,7 +356,7 @@ class _Update:
         return value.astype(v.dtype) if result.axis is None else result.joined(jnp.stack(value))
 
 
-class _Run:
+class _PipelineRun:
     """One step as it is issued.
 
     Attributes:
