@@ -14,7 +14,7 @@ import pytest
 import onward as ow
 from onward.core.program import Program
 from onward.distribute.pipeline.schedule import SCHEDULES, PipelineSchedule, StageTask, StageWork, schedule_of
-from onward.execute import pipelined
+from onward.execute.pipeline_run import PipelineRun
 
 RANDOM = np.random.default_rng(0)
 WIDE, TALL, WORDS = 4, 3, 7
@@ -126,7 +126,7 @@ def test_schedules_give_the_same_bits_and_hold_as_many_micro_batches_as_they_say
 ):
     """Counted of the arrays that are alive: of each micro-batch a stage keeps as many, until it goes back."""
     most: dict[int, int] = {}
-    work = pipelined._PipelineRun._work
+    work = PipelineRun._work
 
     def counted(run: Any, stage: int, *task: Any) -> None:
         work(run, stage, *task)
@@ -135,7 +135,7 @@ def test_schedules_give_the_same_bits_and_hold_as_many_micro_batches_as_they_say
         ]
         most[stage] = max(most.get(stage, 0), len(alive))
 
-    monkeypatch.setattr(pipelined._PipelineRun, "_work", counted)
+    monkeypatch.setattr(PipelineRun, "_work", counted)
     states, held = [], {}
     for name in SCHEDULES:
         most.clear()
