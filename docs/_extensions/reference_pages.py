@@ -73,7 +73,8 @@ TOPICS = {
     "derive-schedules": Topic("Schedules", ("derive.schedules",)),
     "develop-transforms": Topic("Transforms", ("derive.for_", "develop.")),
     "distribute-replicate": Topic(
-        "Many devices", ("distribute.replicate", "distribute.partition", "distribute.plan")
+        "Many devices",
+        ("distribute.replicate", "distribute.partition", "distribute.plan", "distribute.layout"),
     ),
     "distribute-merge": Topic(
         "Merge strategies",

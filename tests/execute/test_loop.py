@@ -56,12 +56,21 @@ def test_every_step_of_a_run_is_noted(step):
     assert loop.state is state
 
 
-def test_a_callback_ends_the_block_and_an_error_leaves_it():
+def test_a_callback_ends_the_block_and_an_error_leaves_it(step):
     with ow.Loop([ow.EarlyStop("loss", patience=1)]) as loop:
         for _ in range(5):
             loop.step(loss=1.0)
             loop.epoch(loss=1.0)
     assert (loop.steps, loop.stopped) == (2, "loss has not improved on 1 in 1 epoch")
+
+    def third(event):
+        if event.step == 3:
+            raise ow.StopTraining("three")
+
+    with ow.Loop([third]) as loop:
+        state, outs = step.run(step.init(jnp.ones(2)), [jnp.ones(2)] * 5)
+        loop.step(outs, state)
+    assert (loop.steps, loop.stopped, len(loop.history["loss"])) == (5, "three", 5)
 
     def fails_at_the_end(event):
         if event.kind is ow.typing.EventKind.END:

@@ -87,6 +87,8 @@ def partition(
     """
     expect_program(program, "partition")
     _expect_whole(program)
+    if not isinstance(where, Mapping):
+        raise ArgumentError(f"partition: where is {describe(where)}; expected a dict, {{'*/w1': 'model'}}.")
     recipe = recipe_of(program, "over a mesh", "Compile it as it is and give it sharded arrays")
     lengths, devices = _mesh(mesh)
     found = _Found(program, lengths)
@@ -227,6 +229,11 @@ def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
             "of an axis of the mesh, or None."
         )
     spec = split if isinstance(split, PartitionSpec) else PartitionSpec(*(split or ()))
+    if odd := [a for a in spec if not isinstance(a, str | tuple | None)]:
+        raise ArgumentError(
+            f"partition: {v.name!r}: {spec} splits a dimension by {describe(odd[0])}; expected axes of the "
+            "mesh by name, or None."
+        )
     axes = [a for dimension in axes_of(spec) for a in dimension]
     _expect_axes(v, axes, mesh)
     if len(set(axes)) < len(axes):

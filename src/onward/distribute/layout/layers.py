@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from onward.core.cost import cost, size
+from onward.core.jaxprs.loops import carry_of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.turn import ScanTurn
@@ -26,7 +27,7 @@ from onward.develop.roll.line import line_of
 from onward.develop.roll.run import From, LayerRun
 
 
-class Part(Words):
+class LayerPart(Words):
     """Where an op stands: before the layers, in one of them, or behind them."""
 
     BEFORE = "before"
@@ -40,22 +41,22 @@ class RepeatedLayers:
 
     Attributes:
         count: how many; 1 where nothing repeats.
-        carried: the Variables that one layer hands to the next.
+        handed: what the first layer is handed, as each hands it to the next.
         parts: the part of each op of forward and backward pass.
     """
 
     count: int
     handed: tuple[Variable, ...]
-    parts: Mapping[Op, Part]
+    parts: Mapping[Op, LayerPart]
 
     @property
     def carried(self) -> int:
         """The bytes that one layer hands to the next."""
         return sum(map(size, self.handed))
 
-    def part(self, op: Op) -> Part:
+    def part(self, op: Op) -> LayerPart:
         """The part of an op; an update stands behind all."""
-        return self.parts.get(op, Part.AFTER)
+        return self.parts.get(op, LayerPart.AFTER)
 
 
 def layers_of(program: Program) -> RepeatedLayers:
@@ -75,7 +76,9 @@ def _loop(op: Op) -> tuple[int, set[Op], tuple[Variable, ...]]:
     turn = ScanTurn.of(op.primal or op.body)
     if turn is None:
         return 1, set(), ()
-    return turn.length, {op}, tuple(v for v in turn.carried if v.ndim)
+    first, count = carry_of(op.primal or op.body)
+    handed = (op.inputs[x] for x in turn.operands[first : first + count] if isinstance(x, int))
+    return turn.length, {op}, tuple(v for v in handed if v.ndim)
 
 
 def _run(program: Program, forward: list[Op]) -> tuple[int, set[Op], tuple[Variable, ...]]:
@@ -93,15 +96,15 @@ def _handed(run: LayerRun) -> tuple[Variable, ...]:
     return tuple(run.layers[0][i].outputs[k] for i, k in sorted(p for p in places if p is not None))
 
 
-def _parts(program: Program, forward: list[Op], inside: set[Op]) -> Mapping[Op, Part]:
-    """The part of each op: of a gradient that of the op it belongs to, of a sum of gradients the one before."""
+def _parts(program: Program, forward: list[Op], inside: set[Op]) -> Mapping[Op, LayerPart]:
+    """The part of each op: of a gradient that of its op, of a sum of gradients the one before."""
     numbers = [i for i, op in enumerate(forward) if op in inside]
     last = numbers[-1] if numbers else len(forward)
     parts = {
-        op: Part.LAYERS if op in inside else Part.AFTER if i > last else Part.BEFORE
+        op: LayerPart.LAYERS if op in inside else LayerPart.AFTER if i > last else LayerPart.BEFORE
         for i, op in enumerate(forward)
     }
-    made, now = producers(program), Part.AFTER
+    made, now = producers(program), LayerPart.AFTER
     for op in program.ops:
         if op.made_by is Pass.BACKWARD:
             of = made.get(op.of) if op.of is not None else None

@@ -15,12 +15,13 @@ from onward.core.show import human_bytes
 _SHOWN = 12
 _AXES = ("data", "fsdp", "tensor", "stages")
 _ASSUMED = """\
-assumed: arithmetic at the published peak of {name} ({source}),
-  each array that XLA keeps read and written once at {bandwidth} a second; sums of tensor parallelism are waited
-  for, all else is sent while devices compute; {near} a second to the {node} devices of a node ({near_us:.1f} us),
-  {far} to others ({far_us:.1f} us); tensor is the innermost axis, then fsdp, data, stages; stages by 1F1B; FSDP
-  gathers each layer twice and scatters its gradient once for each micro-batch. So the seconds are the least that
-  can be hoped for: they rank layouts, and are no promise."""
+assumed of {name} ({source}):
+  products at the published peak; each array that XLA keeps is read and written at {bandwidth} a second;
+  {near} a second to the {node} devices of a node ({near_us:.1f} us), {far} to others ({far_us:.1f} us).
+  tensor is the innermost axis, then fsdp, data, stages. Sums of tensor parallelism are waited for; all else
+  is sent while devices compute. FSDP gathers each layer twice, and scatters its gradient, for each
+  micro-batch; data sums gradients once. Stages run by 1F1B. Products seldom reach the peak, and kernels such
+  as flash attention move less: the seconds rank layouts, and are no promise."""
 
 
 def table(layouts: Any) -> str:
@@ -30,7 +31,9 @@ def table(layouts: Any) -> str:
         f"{len(layouts)} of {layouts.tried} layouts of {layouts.program} on {layouts.devices} devices fit "
         f"({layouts.device.name}, {memory}), the fastest first"
     )
-    rows = [("", *_AXES, "micro-batches", "recompute", "keeps", "sends", "bubble", "seconds", "limited by")]
+    rows: list[tuple[str, ...]] = [
+        ("", *_AXES, "micro-batches", "recompute", "keeps", "sends", "bubble", "seconds", "limited by")
+    ]
     for number, one in enumerate(layouts[:_SHOWN]):
         rows.append((str(number), *_words(one)))
     shown = columns(rows, right=[0, 1, 2, 3, 4, 5, 7, 8, 9, 10])

@@ -122,7 +122,7 @@ def _reshaped(call: Call) -> Ties:
 
 def _looked_up(call: Call) -> Ties:
     numbers, sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
-    table, places = call.operands[:2]
+    table = call.operands[0]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     own = [i for i in range(len(table.shape)) if i not in gone]
     for i, j in zip(own, numbers.offset_dims, strict=True):

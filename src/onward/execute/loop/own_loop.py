@@ -98,11 +98,14 @@ class Loop:
         if self._ending is not None:
             raise self._ending
         self.state = state if state is not None else self.state
-        if isinstance(out, Outs):
-            for one in out:
+        reasons = []
+        for one in out if isinstance(out, Outs) else (out,):
+            try:
                 self._step(one, metrics)
-        else:
-            self._step(out, metrics)
+            except StopTraining as reason:  # the steps of a run are made, all of them, and so are noted
+                reasons.append(reason)
+        if reasons:
+            raise reasons[0]
 
     def test(self, **metrics: Any) -> None:
         """Note what a test measured after the last step, or before the first one."""
