@@ -14,7 +14,7 @@ import pytest
 import onward as ow
 from onward.core.program import Program
 from onward.distribute.pipeline.schedule import SCHEDULES, PipelineSchedule, StageTask, StageWork, schedule_of
-from onward.execute import pipelined
+from onward.execute.pipeline_run import PipelineRun
 
 RANDOM = np.random.default_rng(0)
 WIDE, TALL, WORDS = 4, 3, 7
@@ -126,7 +126,7 @@ def test_schedules_give_the_same_bits_and_hold_as_many_micro_batches_as_they_say
 ):
     """Counted of the arrays that are alive: of each micro-batch a stage keeps as many, until it goes back."""
     most: dict[int, int] = {}
-    work = pipelined._Run._work
+    work = PipelineRun._work
 
     def counted(run: Any, stage: int, *task: Any) -> None:
         work(run, stage, *task)
@@ -135,7 +135,7 @@ def test_schedules_give_the_same_bits_and_hold_as_many_micro_batches_as_they_say
         ]
         most[stage] = max(most.get(stage, 0), len(alive))
 
-    monkeypatch.setattr(pipelined._Run, "_work", counted)
+    monkeypatch.setattr(PipelineRun, "_work", counted)
     states, held = [], {}
     for name in SCHEDULES:
         most.clear()
@@ -253,20 +253,22 @@ def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
         ow.compile(ow.pipeline(deep, 9, 3))
 
 
-def test_what_micro_batches_hand_on_is_made_ahead_as_on_one_device():
-    """Random keys, and a count that both stages read after it has grown."""
+def test_what_micro_batches_hand_on_is_made_ahead_and_examples_are_weighed():
+    """Random keys, a count that both stages read after it has grown, and a batch that is filled up."""
 
-    def loss(params: Any, count: Any, x: Any) -> Any:
+    def loss(params: Any, count: Any, x: Any, example_weight: Any) -> Any:
         count = count + 1
         h = jnp.tanh(x @ params[0]) * count
-        return jnp.mean((ow.layer.dropout(h, 0.5) @ params[1]) ** 2 / count), count
+        each = jnp.sum((ow.layer.dropout(h, 0.5) @ params[1]) ** 2 / count, 1)
+        return jnp.sum(each * example_weight) / jnp.sum(example_weight), count
 
-    program = ow.SGD(0.1).minimize(loss, MLP[:2], X, state=jnp.float32(1))
-    steps = ow.compile(ow.accumulate(program, 3)), ow.compile(ow.pipeline(program, 2, 3), options=QUICK)
+    weights = np.arange(12, dtype="float32")
+    program = ow.SGD(0.1).minimize(loss, MLP[:2], X, weights, state=jnp.float32(1))
+    steps = ow.compile(ow.accumulate(program, 5)), ow.compile(ow.pipeline(program, 2, 5), options=QUICK)
     states = [step.init(MLP[:2], jnp.float32(1)) for step in steps]
     for _ in range(2):
-        states = [step(state, X)[0] for step, state in zip(steps, states, strict=True)]
+        states = [step(state, X, weights)[0] for step, state in zip(steps, states, strict=True)]
     one, piped = states
-    assert float(piped.model_state) == 7
+    assert float(piped.model_state) == 11
     for name in ("params/0", "params/1"):
         np.testing.assert_allclose(piped[name], one[name], rtol=1e-5, atol=1e-6)

@@ -91,7 +91,7 @@ def pipeline(
         >>> program = ow.SGD(0.1).minimize(loss, params, jnp.ones((8, 3)))
         >>> cut = ow.pipeline(program, stages=2, micro_batches=4)
         >>> [op.type for op in cut.parts[0, "F"].ops], [v.name for v in cut.parts[1, "F"].state]
-        (['dot_general', 'tanh'], ['params/w2'])
+        (['dot_general', 'tanh'], ['w2'])
         >>> print(cut.schedule)
         1f1b: 2 stages, 4 micro-batches, idle 20 %
                  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15  holds  idle
