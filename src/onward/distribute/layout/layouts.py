@@ -135,7 +135,8 @@ class DeviceLayout:
             program = accumulate(program, self.choice.micro_batches)
         if self.choice.copies * self.choice.tensor == 1:
             return program
-        return partition(program, self.mesh, {**self.where}, batch=self.batch or None)
+        where: dict[Any, PartitionSpec] = dict(self.where)
+        return partition(program, self.mesh, where, batch=self.batch or None)
 
     def __str__(self) -> str:
         return self.explain()
