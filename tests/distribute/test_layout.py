@@ -210,6 +210,9 @@ def test_columns_and_rows_are_told_from_the_graph(small: Program, program: Progr
         f"{{'params/{i}/down': 0, 'params/{i}/up': 1}}" for i in range(4)
     ]
 
+    (rolled,) = split_of(ow.roll(small))
+    assert rolled == {f"params/{i}/{name}": name == "up" for i in range(4) for name in ("up", "down")}
+
     def joined(w: Any, x: Any) -> Any:  # queries, keys and values in one matrix, which is cut
         q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
         return jnp.mean((jax.nn.softmax(q @ k.T) @ v @ w["o"]) ** 2)
@@ -250,6 +253,12 @@ def test_stages_share_layers_so_that_the_slowest_has_the_least(small: Program, p
     assert one.kept.parameters == parameters
     (handed,) = (s for s in about.sent(one.choice, about.stages(1, 4)[1]) if s.axis == "stages")
     assert handed.bytes == 6 * 2 * (12 // 6) * 8 * 4  # forth and back: 2 rows of 8 numbers
+
+    def over_time(w: Any, x: Any) -> Any:  # no layers: all turns read the same weight
+        return jnp.sum(jax.lax.scan(lambda h, now: (jnp.tanh(h @ w + now), None), x[0], x)[0])
+
+    recurrent = ow.SGD(0.1).minimize(over_time, np.eye(4, dtype="float32"), np.ones((6, 2, 4), "float32"))
+    assert Foretelling(recurrent, H100).layers.count == 1
     loop = Foretelling(program, H100)
     two, begin = Spreading(stages=2, micro_batches=4), StageShare(1, ends=False)
     assert loop.kept(two, begin, 2).activations == 2 * loop.kept(two, begin, 1).activations > 0
