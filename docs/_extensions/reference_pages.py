@@ -86,6 +86,7 @@ TOPICS = {
             "distribute.local",
         ),
     ),
+    "distribute-pipeline": Topic("Pipelines", ("distribute.pipeline", "execute.pipelined")),
     "distribute-split": Topic("Parameter servers", ("distribute.split",)),
     "execute-compile": Topic(
         "Compile and step",

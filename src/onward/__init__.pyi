@@ -96,6 +96,7 @@ from onward.distribute.merge import Average as Average
 from onward.distribute.merge import Merge as Merge
 from onward.distribute.merge import Sum as Sum
 from onward.distribute.partition import partition as partition
+from onward.distribute.pipeline.pipeline import pipeline as pipeline
 from onward.distribute.plan import plan as plan
 from onward.distribute.replicate import replicate as replicate
 from onward.distribute.sharded import Sharded as Sharded
