@@ -278,7 +278,13 @@ def test_its_code_is_what_apply_does_and_trains_as_one_device(small: Program) ->
         state, _ = step(step.init(CHAIN), x)
         losses.append(step(state, x)[1].loss)
     np.testing.assert_allclose(*losses, rtol=1e-5)
+    names["program"] = small
+    exec(ow.layout(small, 4).find(stages=4, recompute=False).code, names)
+    assert type(names["program"]) is not Program  # stages, each with a device of its own
     staged = layouts.find(stages=4)
+    assert staged.code.startswith(
+        "# Foretold, and not yet made: pipeline gives each stage one device, here it"
+    )
     with pytest.raises(ow.GraphError, match=r"(?s)has 4 stages.*\n\n.*ow.pipeline\(program, stages=4"):
         staged.apply(small)
 

@@ -43,11 +43,13 @@ class RepeatedLayers:
         count: how many; 1 where nothing repeats.
         handed: what the first layer is handed, as each hands it to the next.
         parts: the part of each op of forward and backward pass.
+        in_loop: whether they are the turns of a loop.
     """
 
     count: int
     handed: tuple[Variable, ...]
     parts: Mapping[Op, LayerPart]
+    in_loop: bool = False
 
     @property
     def carried(self) -> int:
@@ -74,7 +76,8 @@ def layers_of(program: Program, weights: Container[Variable] = ()) -> RepeatedLa
         count, inside, handed = _loop(largest, {*program.parameters}, weights)
     else:
         count, inside, handed = _run(program, forward)
-    return RepeatedLayers(count, handed, _parts(program, forward, inside))
+    in_loop = largest is not None and largest in inside
+    return RepeatedLayers(count, handed, _parts(program, forward, inside), in_loop)
 
 
 def _loop(
