@@ -5,7 +5,7 @@ Onward is given the plain loss, whose layers it rolls, and ``partition(program, 
 
     sharded jit      by hand: parameters stacked, ``jax.lax.scan`` over them, ``jax.value_and_grad`` and the
                      update, all under ``jax.jit`` with a ``NamedSharding`` for each array in and out
-    and checkpoint   the same with ``jax.checkpoint`` around each layer; Onward as ``recompute(program, 0.25)``
+    and checkpoint   the same with ``jax.checkpoint`` around each layer; beside ``recompute(program, 0.25)``
 
 Both sides split the same dimensions, donate their state, and must agree after three steps before anything is
 timed. Below the table stands the temporary memory of each device over that of the peer, by

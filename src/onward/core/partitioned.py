@@ -11,6 +11,7 @@ from onward.core.errors import ArgumentError
 from onward.core.meshes import axes_of, parts
 from onward.core.program import Partition, Phase, Program, Variable
 from onward.core.transform import transform
+from onward.core.words import Kind
 
 
 @transform(phase=Phase.STEP)
@@ -38,7 +39,9 @@ def expect_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> Non
         if v.shape[i] % count:
             below = v.shape[i] // count * count
             sizes = f"{below} or {below + count}" if below else f"{count}"
+            rest = "leave a short last batch out" if v.kind is Kind.DATA else "split another dimension"
+            advice = f"Make it {sizes}, {rest}, or leave it whole."
             raise ArgumentError(
                 f"partition: {v.name!r} is {v.type}, and {' x '.join(axes)} ({count} parts) does not divide "
-                f"its dimension {i}. Make it {sizes}, split another dimension, or leave it whole."
+                f"its dimension {i}. {advice}"
             )

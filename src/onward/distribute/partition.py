@@ -48,8 +48,9 @@ def partition(
     rounding. ``collectives(program)`` compiles it and tells each exchange between devices with the line that
     needs it; ``plan(program)`` what each device keeps.
 
-    Splitting every parameter over the axis that splits the batch is known as FSDP or ZeRO-3; splitting the
-    first matrix of a block by columns and the second by rows as tensor parallelism.
+    Splitting every parameter over the axis that splits the batch is known as FSDP or ZeRO-3: parameters are
+    gathered where they are read, and the batch stays split. Splitting the first matrix of a block by columns
+    and the second by rows is known as tensor parallelism.
 
     Args:
         program: a Program that was traced, for one device.
@@ -87,6 +88,8 @@ def partition(
     """
     expect_program(program, "partition")
     _expect_whole(program)
+    if not isinstance(where, Mapping):
+        raise ArgumentError(f"partition: where is {describe(where)}; expected a dict, {{'*/w1': 'model'}}.")
     recipe = recipe_of(program, "over a mesh", "Compile it as it is and give it sharded arrays")
     lengths, devices = _mesh(mesh)
     found = _Found(program, lengths)
@@ -227,6 +230,11 @@ def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
             "of an axis of the mesh, or None."
         )
     spec = split if isinstance(split, PartitionSpec) else PartitionSpec(*(split or ()))
+    if odd := [a for a in spec if not isinstance(a, str | tuple | None)]:
+        raise ArgumentError(
+            f"partition: {v.name!r}: {spec} splits a dimension by {describe(odd[0])}; expected axes of the "
+            "mesh by name, or None."
+        )
     axes = [a for dimension in axes_of(spec) for a in dimension]
     _expect_axes(v, axes, mesh)
     if len(set(axes)) < len(axes):
