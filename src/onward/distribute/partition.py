@@ -184,7 +184,7 @@ class _Found:
         name, axes = self._batch
         if not name:
             return ()
-        length, fed = self.program.variables[name].shape[0], set(forward.inputs)
+        length, fed = max(1, self.program.variables[name].shape[0]), set(forward.inputs)
         split = {v for v in forward.parameters if set(axes) & set(sum(axes_of(self._of(v)), ()))}
         found = {}
         for op in forward.ops:
