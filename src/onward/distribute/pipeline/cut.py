@@ -58,7 +58,7 @@ class Pipeline:
 
     @property
     def results(self) -> tuple[LoopResult, ...]:
-        """What micro-batches make that is added up or joined."""
+        """The results that are added up or joined over micro-batches."""
         return (*self.loop.sums, *self.loop.joined)
 
     @cached_property
