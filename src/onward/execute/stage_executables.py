@@ -195,7 +195,7 @@ class StageUpdate:
         return [found] * loop.how.steps
 
     def _whole(self, v: Variable, value: Any) -> Any:
-        """What micro-batches made, put together."""
+        """A result of all micro-batches, put together."""
         result = self.results.get(v)
         if result is None:
             return value
@@ -203,7 +203,7 @@ class StageUpdate:
 
 
 def scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:
-    """What a micro-batch adds to a sum, or its piece of what is joined."""
+    """The share of a micro-batch in a sum, or its piece of what is joined."""
     return loop.scaled(x, scale) if result.is_weighed else x
 
 
