@@ -234,7 +234,7 @@ def _timed(schedule: PipelineSchedule) -> tuple[Moment, ...]:
 
 
 def _needs(schedule: PipelineSchedule, stage: int, task: StageTask) -> set[tuple[int, StageTask]]:
-    """What has to be done before a task can begin."""
+    """The tasks that have to be done before this one can begin."""
     if task.work is F:
         return {(stage - 1, task)} if stage else set()
     own = {(stage, task._replace(work=F if task.work is B else B))}
