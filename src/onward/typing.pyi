@@ -24,6 +24,7 @@ from onward.execute.loop.watch_history import WatchHistory as WatchHistory
 from onward.execute.nonfinite.finding import NonFinite as NonFinite
 from onward.execute.options import OptionSet as OptionSet
 from onward.execute.outs import Outs as Outs
+from onward.execute.pipelined import PipelineStep as PipelineStep
 from onward.execute.restore import Restored as Restored
 from onward.execute.storage.storage import Storage as Storage
 from onward.execute.trials.tune import Trials as Trials
