@@ -55,7 +55,7 @@ class KeptBytes:
         parameters: its part of the parameters.
         state: its part of the optimizer's state.
         data: its part of the batch.
-        gradients: its part of the gradients, those added up over micro-batches among them.
+        gradients: its part of the gradients, those added up, and what the update makes of them.
         activations: kept for the backward pass.
         temporaries: all else: what a step works on, parameters that are gathered for one layer.
     """
