@@ -116,7 +116,9 @@ def first_values(
         given = by_name(program, parameters, place)
     else:
         if parameters is None:
-            raise ArgumentError(f"{program.name} begins with parameters of yours: step.init({signature.names[0]}).")
+            raise ArgumentError(
+                f"{program.name} begins with parameters of yours: step.init({signature.names[0]})."
+            )
         given = by_structure(signature.parameters, parameters, signature.names[0], place)
     if (signature.model_state is None) != (state is None):
         if state is None:

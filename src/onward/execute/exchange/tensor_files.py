@@ -294,7 +294,8 @@ def _holds(wide: Any, dtype: Any) -> bool:
     """Whether a dtype holds every number of another; for NumPy float64 holds int64, and float8 holds int8."""
     if np.issubdtype(dtype, np.integer) and jnp.issubdtype(wide, jnp.floating):
         whole = np.iinfo(dtype)
-        return bool(whole.bits - (whole.min < 0) <= jnp.finfo(wide).nmant + 1)
+        significand = jnp.finfo(wide).nmant + 1  # type: ignore[no-untyped-call]
+        return bool(whole.bits - (whole.min < 0) <= significand)
     return np.can_cast(dtype, wide)
 
 
