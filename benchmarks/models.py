@@ -123,13 +123,11 @@ def transformer(
     batch: int = 8,
     words: int = _WORDS,
     checkpoint: bool = False,
-    scanned: bool = False,
 ) -> Model:
     """A causal model of text, layer norm before each block, its layers unrolled.
 
     It reads any of so many words, and tells for each which of the 256 kinds of word follows. With
-    ``checkpoint`` there is a ``jax.checkpoint`` around each layer; ``scanned``, the layers are a
-    ``jax.lax.scan`` over stacked parameters.
+    ``checkpoint`` there is a ``jax.checkpoint`` around each layer.
     """
 
     def attention(layer: Params, x: Array) -> Array:
@@ -148,10 +146,7 @@ def transformer(
 
     def loss(params: Params, words: Array, following: Array) -> Array:
         x = params["words"][words] + params["places"]
-        if scanned:
-            x, _ = jax.lax.scan(lambda x, layer: (one(layer, x), None), x, params["layers"])
-        for layer in () if scanned else params["layers"]:
-            x = one(layer, x)
+        x = _through(one, x, params["layers"])
         return cross_entropy(dense(params["last"], normalized(params["norm"], x)), following)
 
     rng = np.random.default_rng(0)
@@ -168,10 +163,18 @@ def transformer(
         "norm": _norm_init(d),
         "last": _dense_init(rng, d, _WORDS),
     }
-    if scanned:
-        params["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])
     text = _whole_numbers(rng, (batch, seq + 1), words)
     return Model(loss, params, (text[:, :-1], text[:, 1:] % _WORDS))
+
+
+def _through(block: Callable[[Params, Array], Array], x: Array, layers: Params) -> Array:
+    """Behind all layers: a list of them, unrolled; or a scan over one of them whose arrays are stacked."""
+    if isinstance(layers, list):
+        for layer in layers:
+            x = block(layer, x)
+        return x
+    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, layers)
+    return x
 
 
 def lstm(hidden: int = 128, features: int = 32, seq: int = 64, batch: int = 32) -> Model:
@@ -213,9 +216,7 @@ def residual_mlp(layers: int = 100, width: int = 32, batch: int = 32, checkpoint
     one = jax.checkpoint(block) if checkpoint else block
 
     def loss(params: Params, x: Array, labels: Array) -> Array:
-        for layer in params["layers"]:
-            x = one(layer, x)
-        return cross_entropy(dense(params["last"], x), labels)
+        return cross_entropy(dense(params["last"], _through(one, x, params["layers"])), labels)
 
     rng = np.random.default_rng(0)
     params = {

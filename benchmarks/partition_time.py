@@ -5,7 +5,7 @@ Onward is given the plain loss, whose layers it rolls, and ``partition(program, 
 
     sharded jit      by hand: parameters stacked, ``jax.lax.scan`` over them, ``jax.value_and_grad`` and the
                      update, all under ``jax.jit`` with a ``NamedSharding`` for each array in and out
-    and checkpoint   the same with ``jax.checkpoint`` around each layer
+    and checkpoint   the same with ``jax.checkpoint`` around each layer; beside ``recompute(program, 0.25)``
 
 Both sides split the same dimensions, donate their state, and must agree after three steps before anything is
 timed. Below the table stands the temporary memory of each device over that of the peer, by
@@ -15,7 +15,6 @@ timed. Below the table stands the temporary memory of each device over that of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,30 +26,36 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onward as ow
+from benchmarks import models
 from benchmarks.by_hand import adam
 from benchmarks.harness import Row, Side, compare
-from benchmarks.models import transformer
+from benchmarks.models import Model
 
 _RATE = 1e-3
 _TARGET = 1.0
-_SIZES = {"layers": 8, "d": 128, "heads": 4, "seq": 64, "batch": 16}
-_QUICK = {"layers": 2, "d": 16, "heads": 2, "seq": 4, "batch": 8}
-PEERS: Mapping[str, Mapping[str, bool]] = {"sharded jit": {}, "and checkpoint": {"checkpoint": True}}
+_LEAST = 0.25  # of what keeping everything takes: a layer keeps what it is given, as with jax.checkpoint
+
+
+def model(quick: bool, checkpoint: bool = False) -> Model:
+    """The model that is split."""
+    if quick:
+        return models.residual_mlp(layers=2, width=16, batch=16, checkpoint=checkpoint)
+    return models.transformer(layers=8, d=128, heads=4, seq=64, batch=16, checkpoint=checkpoint)
 
 
 def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
     """A row for each step by hand; none where there is one device."""
     count = min(8, jax.device_count())
-    return _rows(_QUICK if quick else _SIZES, count, rounds, quick) if count > 1 else []
+    return _rows(count, rounds, quick) if count > 1 else []
 
 
-def _rows(sizes: Mapping[str, int], count: int, rounds: int | None, quick: bool) -> list[Row]:
-    params, step, data = onward(sizes, count)
-    used = step.executable(step.init(params), *data).memory.temp_size_in_bytes
-    name = f"transformer, {sizes['layers']} layers, {count} devices"
+def _rows(count: int, rounds: int | None, quick: bool) -> list[Row]:
+    name = f"{'residual MLP, 2' if quick else 'transformer, 8'} layers, {count} devices"
     rows = []
-    for against, options in list(PEERS.items())[: 1 if quick else None]:
-        ours, (peer, needed) = Side(step, step.init(params), data), by_hand(sizes, count, **options)
+    for against, lean in {"sharded jit": False, "and checkpoint": True}.items():
+        if lean and quick:
+            break
+        (ours, used), (peer, needed) = onward(model(quick), count, lean), by_hand(model(quick, lean), count)
         check_agreement(ours, peer)
         sides = (partial(side.seconds, 1 if quick else 2) for side in (ours, peer))
         row = compare(name, against, *sides, rounds or (2 if quick else 20), None if quick else _TARGET)
@@ -59,16 +64,20 @@ def _rows(sizes: Mapping[str, int], count: int, rounds: int | None, quick: bool)
     return rows
 
 
-def onward(sizes: Mapping[str, int], count: int) -> tuple[Any, ow.Step, tuple[Array, ...]]:
-    """The parameters, the step of a partitioned Program, and a batch."""
-    loss, params, data = transformer(**sizes)
-    program = ow.Adam(_RATE).minimize(loss, params, *data)
-    return params, ow.compile(ow.partition(program, {"data": count}, {"*": "data"}), roll=True), data
+def onward(model: Model, count: int, lean: bool = False) -> tuple[Side, int]:
+    """The step of a partitioned Program, and its temporary memory on each device."""
+    loss, params, data = model
+    program = ow.roll(ow.Adam(_RATE).minimize(loss, params, *data))
+    program = ow.partition(ow.recompute(program, _LEAST) if lean else program, {"data": count}, {"*": "data"})
+    step = ow.compile(program)
+    state = step.init(params)
+    return Side(step, state, data), step.executable(state, *data).memory.temp_size_in_bytes
 
 
-def by_hand(sizes: Mapping[str, int], count: int, checkpoint: bool = False) -> tuple[Side, int]:
+def by_hand(model: Model, count: int) -> tuple[Side, int]:
     """The step of a scan over stacked layers under ``jax.jit``, and its temporary memory on each device."""
-    loss, params, data = transformer(**sizes, checkpoint=checkpoint, scanned=True)
+    loss, params, data = model
+    params = params | {"layers": _stacked(params["layers"])}
     mesh = Mesh(jax.devices()[:count], ("data",))
     slots = tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
     split = {"layers": _split(params["layers"], mesh, 1)}
@@ -99,12 +108,16 @@ def _split(params: Any, mesh: Mesh, leading: int = 0) -> Any:
     return jax.tree.map(spec, params)
 
 
+def _stacked(layers: list[Any]) -> Any:
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+
+
 def check_agreement(ours: Side, peer: Side, steps: int = 3) -> None:
     """Raise ``AssertionError`` unless both sides have moved the parameters to the same place."""
     ours.seconds(steps)
     peer.seconds(steps)
-    found = dict(ours.state.parameters)
-    found["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *found["layers"])
+    found = ours.state.parameters
+    found = {**found, "layers": _stacked(found["layers"])}
     for a, b in zip(*map(jax.tree.leaves, (found, peer.state[0])), strict=True):
         apart, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (a - b, b))
         assert apart <= 1e-3 * size, f"parameters of size {size} are {apart} apart"

@@ -160,7 +160,7 @@ def test_a_word_of_another_library_is_said_once_and_is_no_name_of_ours():
 
 
 def test_an_attribute_of_another_library_says_what_to_write():
-    owners = (ow.Trainer, ow.Model, ow.Evaluator, ow.Step, ow.State, ow.Program, ow.Out)
+    owners = (ow.Trainer, ow.Model, ow.Evaluator, ow.Step, ow.State, ow.Program, ow.History, ow.Out)
     assert {owner.__name__ for owner in owners} == set(vocabulary.METHODS)
     for owner in owners:
         there = {vocabulary.plain(word) for word in dir(owner) if not word.startswith("_")}

@@ -110,6 +110,18 @@ CALLS = {
         ow.ArgumentError,
         ["minimize has no argument 'x'", "by place: minimize(loss, params, x, y)"],
     ),
+    "an argument of Keras": (
+        lambda: ow.Trainer.train(None, (), validation_data=()),
+        ow.ArgumentError,
+        ["Trainer.train has no argument 'validation_data'. Here it is 'test'."],
+    ),
+    "a size of Keras": (lambda: ow.layer.fc(X, units=3), ow.ArgumentError, ["Here it is 'size'."]),
+    "steps of optax": (
+        lambda: ow.schedule.cosine(0.1, decay_steps=3),
+        ow.HyperparameterError,
+        ["cosine has no argument 'decay_steps'. Here it is 'steps'."],
+    ),
+    "a column of a history": (lambda: ow.History().loss, AttributeError, ['Write history["loss"]']),
     "parameters for an optimizer": (
         lambda: ow.Adam(PARAMS, 0.1),
         ow.HyperparameterError,

@@ -91,6 +91,7 @@ from onward.develop.rewrite.rewrite import rewrite as rewrite
 from onward.develop.roll.roll import roll as roll
 from onward.develop.watch.watch import watch as watch
 from onward.distribute import merges as _merges
+from onward.distribute.layout.search import layout as layout
 from onward.distribute.merge import Average as Average
 from onward.distribute.merge import Merge as Merge
 from onward.distribute.merge import Sum as Sum

@@ -8,6 +8,12 @@ from onward.derive.update.loss import Loss as Loss
 from onward.derive.update.plan import UpdatePlan as UpdatePlan
 from onward.develop.watch.statistics import Histogram as Histogram
 from onward.develop.watch.statistics import Statistic as Statistic
+from onward.distribute.pipeline.cut import Pipeline as Pipeline
+from onward.distribute.pipeline.schedule import PipelineSchedule as PipelineSchedule
+from onward.distribute.layout.accelerators import Accelerator as Accelerator
+from onward.distribute.layout.accelerators import Interconnect as Interconnect
+from onward.distribute.layout.layouts import DeviceLayout as DeviceLayout
+from onward.distribute.layout.layouts import DeviceLayouts as DeviceLayouts
 from onward.distribute.plan import Plan as Plan
 from onward.distribute.split.cut import Split as Split
 from onward.distribute.split.shards import Shard as Shard

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import onward as ow
 from onward.core.meshes import specs_of
 from onward.core.program import Program
+from onward.execute.memory.held import MemoryShare
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, 16)).astype("float32")
@@ -120,6 +121,23 @@ def test_repeated_layers_are_one_loop_over_split_stacks(program: Program, alone:
     gathered = [c for c in ow.collectives(step, found[0], X) if c.kind == "all-gather"]
     assert gathered
     assert {c.times for c in gathered} == {4}
+
+
+def test_fsdp_gathers_parameters_layer_by_layer_and_never_the_batch() -> None:
+    def wide(params: Any, x: Any) -> Any:
+        for up, down in params:
+            x = x + jnp.tanh(x @ up) @ down
+        return jnp.mean(x**2)
+
+    pair = np.ones((16, 64), "float32"), np.ones((64, 16), "float32")
+    program = ow.roll(ow.SGD(1e-2).minimize(wide, [pair] * 6, X))
+    split = ow.partition(program, {"data": 4}, {"*": "data"})
+    found = ow.collectives(split).expect("all-gather", "all-reduce")
+    gathered = [(v.type, c.times) for c in found if c.kind == "all-gather" for v in c.values]
+    assert sorted(gathered) == [("f32[16,64]", 6)] * 2 + [("f32[64,16]", 6)] * 2  # forward and backward
+    layer = 2 * pair[0].nbytes
+    gradients = 6 * layer / 4
+    assert ow.memory(split).each_device[MemoryShare.TEMPORARIES] < gradients + 3 * layer < 6 * layer
 
 
 @pytest.mark.parametrize(

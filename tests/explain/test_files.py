@@ -36,6 +36,7 @@ def test_pictures_and_tables_are_files(tmp_path):
         assert DARK["page"] in dark, name
         assert not [ink for ink in LIGHT.values() if ink in dark + page], name
         assert page.startswith("<!DOCTYPE html>"), name
+        assert ("main { padding" in page) != (name == "draw"), name
 
 
 def test_words_stand_where_the_columns_are():

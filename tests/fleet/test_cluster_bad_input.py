@@ -12,7 +12,7 @@ from tests.fleet.on_threads import WAIT
 
 import onward as ow
 from onward.core import extras
-from onward.define.traces import Traces
+from onward.core.traces import Traces
 from onward.fleet.train import _sums
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property, singledispatch
+from functools import cached_property, partial, singledispatch
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +22,7 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Primitive, Runs
 from onward.core.source import Source
 from onward.core.structure import Signature
+from onward.core.traces import Traces
 from onward.core.treescope_view import foldable_text
 from onward.core.variable import Partition, Replicas, Variable
 from onward.core.words import Kind, Pass, UpdateType
@@ -178,11 +179,13 @@ class Recipe:
         origin: the traced function.
         ops: those of the Program, as the last step left them.
         steps: the transforms, in the order in which they act.
+        updates: what rules were traced to, which are the same wherever these steps are taken again.
     """
 
     origin: Origin
     ops: tuple[Op, ...] = ()
     steps: tuple[Applied, ...] = ()
+    updates: Traces = field(default_factory=partial(Traces, 64), compare=False, repr=False)
 
     @property
     def phase(self) -> Phase:

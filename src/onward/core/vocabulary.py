@@ -150,7 +150,7 @@ _METHODS: Mapping[str, Mapping[str, str]] = {
         "load loadcheckpoint resume": "Write trainer.restore(folder).",
         "parameters params": "Write trainer.model.parameters.",
         "summary": "Write ow.summary(trainer.program).",
-        "learningrate lr": 'Write trainer.replace({"learning_rate": 1e-4}).',
+        "learningrate lr optimizer": 'Write trainer.replace({"learning_rate": 1e-4}), to set it.',
     },
     "Model": {
         "fit trainonbatch train": _TRAIN,
@@ -205,6 +205,11 @@ _METHODS: Mapping[str, Mapping[str, str]] = {
         "nodes": "Write program.ops.",
         "params": "Write program.parameters.",
         "eval test": "Write ow.for_test(program).",
+    },
+    "History": {
+        "loss accuracy metrics": 'Write history["loss"]; list(history) has the names.',
+        "history": 'It is the history itself: history["loss"].',
+        "last": 'Write history["loss"][-1].',
     },
     "Out": {
         "metrics accuracy logs": "Write out.aux: what the loss returned beside its value.",

@@ -25,6 +25,7 @@ from onward.core.jaxprs.tracing import along, current_axis, traced
 from onward.core.program import Program, Recipe, Replicas
 from onward.core.source import line_of
 from onward.core.structure import Static, describe
+from onward.core.traces import Traces
 from onward.core.walk import name_of
 from onward.core.words import Kind
 from onward.define.arguments import Leaf, Specification, Type, specify, type_of
@@ -32,7 +33,6 @@ from onward.define.assembly import Traced, assemble
 from onward.define.context import Context, current_context
 from onward.define.lazy import Lazy, LazyCall, data_in, has_lazy, lazies_in, leaves, made, resolved
 from onward.define.purity import LeakWatch
-from onward.define.traces import Traces
 
 
 def trace(

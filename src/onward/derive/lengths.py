@@ -46,7 +46,7 @@ def squares(
 
     Of arrays that lie in several places these sums may be added up.
     """
-    sizes = [jnp.abs(x) for x in arrays]
+    sizes = [jnp.abs(x) if jnp.iscomplexobj(x) else x for x in arrays]  # a number's sign leaves its square
     dtype = jnp.result_type(*sizes)
     sizes = [x.astype(dtype) for x in sizes]
     small = _small(dtype)
@@ -71,9 +71,15 @@ def _small(dtype: Any) -> Any:
 
 def shortened(gradient: Any, its: Length, longest: Any) -> Any:
     """A gradient times the factor that makes a norm at most so long; 1 for a norm of 0."""
+    return all_shortened([gradient], its, longest)[0]
+
+
+def all_shortened(gradients: Sequence[Any], its: Length, longest: Any) -> tuple[Any, ...]:
+    """Gradients times the one factor that makes a norm at most so long."""
     factor = jnp.minimum(1 / its.down, longest / jnp.maximum(its.scaled, np.finfo(its.scaled.dtype).tiny))
-    real = jnp.abs(gradient).dtype
-    return gradient * its.down.astype(real) * factor.astype(real)
+    reals = [jnp.finfo(g.dtype).dtype for g in gradients]  # of a complex number that of its parts
+    factors = {real: (its.down.astype(real), factor.astype(real)) for real in dict.fromkeys(reals)}
+    return tuple(g * factors[real][0] * factors[real][1] for g, real in zip(gradients, reals, strict=True))
 
 
 def _added(terms: Sequence[Any]) -> Any:

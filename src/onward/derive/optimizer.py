@@ -48,7 +48,7 @@ _ELSEWHERE = {
     "state_dict": "What it keeps is in the State: ow.Checkpoints(folder).save(state, step_number).",
     "step": "Here a compiled Program takes the step: step = ow.compile(optimizer.minimize(loss, params, x)), "
     "then state, out = step(state, x). The number of updates, self.step, is for update and evaluated alone.",
-    "zero_grad": "Gradients are made anew at each step, so there is nothing to set to zero.",
+    "zero_grad": "Each step computes new gradients, so there is nothing to set to zero.",
 }  # what other libraries, and the early designs of Paddle, call its methods
 
 

@@ -69,7 +69,7 @@ def _page(shown: Any) -> str:
         body = str(shown._repr_html_())
     else:
         body = _svg(shown) if hasattr(shown, "svg") else f"<pre>{text(shown)}</pre>"
-    return page(type(shown).__name__, body)
+    return page(type(shown).__name__, f"<main>{body}</main>", "main { padding: 1rem 1.4rem; }")
 
 
 def _svg(shown: Any) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.words import UpdateType
-from onward.derive.lengths import Length, length, rooted, shortened, squares
+from onward.derive.lengths import Length, all_shortened, length, rooted, shortened, squares
 from onward.derive.rule import GradientRule, Hyperparameter, Pieces, Slots
 
 
@@ -89,7 +89,7 @@ class ClipByGlobalNorm(GradientRule):
         self, parameter: Sequence[Any], gradient: Sequence[Any], slots: Sequence[Slots]
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """The gradients, together no longer than allowed."""
-        return _all_shortened(gradient, length(gradient), self.max_norm), slots
+        return all_shortened(gradient, length(gradient), self.max_norm), slots
 
     def sums(self, gradient: Sequence[Any]) -> Sequence[Any]:
         """The squares of all numbers, as they are and scaled down."""
@@ -99,7 +99,7 @@ class ClipByGlobalNorm(GradientRule):
         self, parameter: Sequence[Any], gradient: Sequence[Any], slots: Sequence[Slots], share: Pieces
     ) -> tuple[Sequence[Any], Sequence[Slots]]:
         """Some of the gradients, all together no longer than allowed."""
-        return _all_shortened(gradient, rooted(*share.sums), self.max_norm), slots
+        return all_shortened(gradient, rooted(*share.sums), self.max_norm), slots
 
 
 class AdaptiveClip(GradientRule):
@@ -130,10 +130,6 @@ class AdaptiveClip(GradientRule):
         """The gradient, unit by unit no longer than allowed."""
         longest = self.ratio * jnp.maximum(_unit_lengths(parameter).norm, self.epsilon)
         return shortened(gradient, _unit_lengths(gradient), longest), slots
-
-
-def _all_shortened(gradients: Sequence[Any], together: Length, longest: Any) -> tuple[Any, ...]:
-    return tuple(shortened(g, together, longest) for g in gradients)
 
 
 def _unit_lengths(x: Any) -> Length:

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import GraphError
+from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.tracing import current_axis
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Placement, UpdateType
 from onward.define.trace import explaining
@@ -264,13 +266,25 @@ class Update:
         if rule.type is UpdateType.ACROSS and self.sharing is not None:
             shared = self.sharing(self.draft, rule, [t.parameter for t in members], columns["gradient"])
         act = Act(rule, columns, slots, values, results, loss, shared)
-        said = f"The update of {type(rule).__name__}"
-        body, taken = self.draft.once(act.key, lambda: explaining(said, act.tight))
+        body, taken = self.draft.once(act.key, lambda: self.traced(act))
         old = [v for kept_slots in slots for slot in kept_slots.values() for v in slot.arrays]
         made = [self.draft.named(v.name, v, kind) for v in results]
         inputs = tuple(act.inputs[i] for i in taken)
         self.draft.add(rule.name, inputs, made, body, rule.type, replaces=old)
         return made
+
+    def traced(self, act: Act) -> tuple[Body, tuple[int, ...]]:
+        """The body of an op of a rule, and which inputs it reads; as it was, where a recipe is built again.
+
+        The act is kept beside it, so that no other rule is taken for this one.
+        """
+        said, recipe = f"The update of {type(act.rule).__name__}", self.source.recipe
+        if recipe is None or act.loss is not None:
+            found: tuple[Body, tuple[int, ...]] = explaining(said, act.tight)
+            return found
+        key = (act.key, current_axis())
+        found, _ = recipe.updates.found(key, lambda: (explaining(said, act.tight), act))
+        return found
 
     def number_of(self, rule: Rule) -> int:
         """The number of a rule."""

@@ -23,7 +23,7 @@ _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 @dataclass(frozen=True)
 class Interconnect:
-    """What one device sends to others.
+    """The link from one device to others.
 
     Attributes:
         bandwidth: bytes a second, in one direction.
@@ -50,7 +50,8 @@ class Accelerator:
 
     Example:
         >>> from onward.typing import Accelerator, Interconnect
-        >>> mine = Accelerator("mine", {4: 1e12}, 8 * 2**30, 1e11, Interconnect(1e10, 1e-6), Interconnect(1e9, 1e-5), 4, "measured")
+        >>> near, far = Interconnect(1e10, 1e-6), Interconnect(1e9, 1e-5)
+        >>> mine = Accelerator("mine", {4: 1e12}, 8 * 2**30, 1e11, near, far, 4, "measured")
         >>> mine.flops_of(2)
         1000000000000.0
     """
@@ -78,7 +79,7 @@ def _flops(half: float, single: float, double: float) -> Mapping[int, float]:
     return MappingProxyType({2: half, 4: single, 8: double})
 
 
-# Latencies are those by which NCCL chooses its rings (NVIDIA/nccl, src/graph/tuning.cc, ring, simple protocol).
+# Latencies are those by which NCCL chooses its rings (NVIDIA/nccl, src/graph/tuning.cc, simple protocol).
 _NVLINK, _NETWORK = 3.4e-6, 14e-6
 
 A100 = Accelerator(
@@ -116,7 +117,7 @@ V5P = Accelerator(
     Interconnect(90e9, 1e-6),
     Interconnect(90e9, 1e-6),
     8960,
-    "Google Cloud TPU v5p documentation, 2024; Austin et al., How to Scale Your Model, 2025, chapter 2 (links)",
+    "Google Cloud TPU v5p documentation, 2024; Austin et al., How to Scale Your Model, 2025, chapter 2",
 )
 KNOWN = MappingProxyType({a.name: a for a in (A100, H100, H200, V5P)})
 

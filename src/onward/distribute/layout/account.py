@@ -1,4 +1,4 @@
-"""What one step of a Program computes, moves, sums and holds, once for each way to split its layers.
+"""An account of one step of a Program: what it computes, moves, sums and holds, split in one way.
 
 Every amount is one of two kinds: what is as long as the batch, and shrinks with the rows that a device reads,
 and what does not. So an account that was made once tells the amounts for any number of devices and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,17 @@ import numpy as np
 from onward.core.cost import size
 from onward.core.flops import flops
 from onward.core.liveness import Array, Lifetimes
+from onward.core.marks import STACK, gradient_type
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves
 from onward.core.program import Program, Variable
 from onward.core.words import Kind, Pass
 from onward.distribute.layout.accelerators import Accelerator
 from onward.distribute.layout.families import Dimension, Families, WalkedStep
-from onward.distribute.layout.layers import Part, RepeatedLayers
+from onward.distribute.layout.layers import LayerPart, RepeatedLayers
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
+_STACKS = (STACK, gradient_type(STACK))
 _CUTS = (Moves.LOOKS_UP, Moves.CUTS, Moves.CUTS_AT)
 
 
@@ -74,11 +76,14 @@ class Account:
         self._split = frozenset(map(found.find, split))
         self._rows = frozenset(found.find((v, 0)) for v in batch)
         self._kept: dict[Variable, tuple[float, float]] = {}
+        self.seconds = cache(self._seconds)
+        self.curve = cache(self._curve)
+        self.within = cache(self._within_all)
 
     # How much of a Variable a device has: of what is whole, and of what is as long as the batch.
 
     def held(self, v: Variable) -> tuple[float, float]:
-        """The bytes of a Variable on a device: those that it always has, and those that shrink with its rows."""
+        """The bytes of a Variable on a device: those that stay, and those that shrink with its rows."""
         if v not in self._kept:
             families = self.found.of(v)
             bytes_ = size(v) / (self.parts if not self._split.isdisjoint(families) else 1)
@@ -92,7 +97,7 @@ class Account:
 
     # Time.
 
-    def seconds(self, rows: int, part: Part, made_by: Pass) -> Seconds:
+    def _seconds(self, rows: int, part: LayerPart, made_by: Pass) -> Seconds:
         """The time of one micro-batch in a part and pass, with the batch in so many ``rows``-fold parts."""
         table = self._tables.get((part, made_by))
         if table is None:
@@ -103,9 +108,9 @@ class Account:
         return Seconds(float(compute[is_bound].sum()), float(memory[~is_bound].sum()))
 
     @cached_property
-    def _tables(self) -> Mapping[tuple[Part, Pass], Numbers]:
-        """For each part and pass a column for each equation: seconds of arithmetic and of moving, and how often."""
-        columns: dict[tuple[Part, Pass], list[tuple[float, ...]]] = {}
+    def _tables(self) -> Mapping[tuple[LayerPart, Pass], Numbers]:
+        """For each part and pass a column for each equation: seconds of both kinds, and how often."""
+        columns: dict[tuple[LayerPart, Pass], list[tuple[float, ...]]] = {}
         existing = {id(lives): _existing(lives) for lives in self.found.lives.values()}
         for step in self.found.steps:
             if step.call is not None and step.step.outputs:
@@ -113,7 +118,7 @@ class Account:
                 columns.setdefault(key, []).append(self._column(step, existing[id(step.lives)]))
         return {key: np.array(rows).T for key, rows in columns.items()}
 
-    def _part(self, step: WalkedStep) -> Part:
+    def _part(self, step: WalkedStep) -> LayerPart:
         return self.layers.part(self.program.ops[step.op])
 
     def _column(self, step: WalkedStep, existing: set[Variable]) -> tuple[float, ...]:
@@ -125,15 +130,15 @@ class Account:
         work /= self.parts if not self._split.isdisjoint(families) else 1
         work_pair = (0.0, work) if not self._rows.isdisjoint(families) else (work, 0.0)
         moved = self._sum(v for v in _moved(step) if v in existing)
-        if row.is_view:
+        if row.is_view or self.program.ops[step.op].type in _STACKS:
             return 0.0, 0.0, 0.0, 0.0, step.times
         return (*work_pair, *(n / self.device.bandwidth for n in moved), step.times)
 
     # What tensor parallelism sends.
 
     @cached_property
-    def _sums(self) -> Mapping[tuple[Part, Pass], tuple[float, float, int]]:
-        """For each part and pass the bytes that devices sum, whole and by rows, and how many sums there are."""
+    def _sums(self) -> Mapping[tuple[LayerPart, Pass], tuple[float, float, int]]:
+        """For each part and pass the bytes that devices sum, and in how many sums."""
         partial: dict[Variable, WalkedStep] = {}
         for step in self.found.steps:
             contracted = {self.found.find(d) for group in step.sums for d in group}
@@ -145,7 +150,7 @@ class Account:
                     for v in read:
                         partial.pop(v, None)  # summed once, behind the addition
                     partial.update((v, step) for v in step.step.outputs)
-        found: dict[tuple[Part, Pass], tuple[float, float, int]] = {}
+        found: dict[tuple[LayerPart, Pass], tuple[float, float, int]] = {}
         for v, step in partial.items():
             key, (whole, rows) = (self._part(step), step.made_by), self.held(v)
             known = found.get(key, (0.0, 0.0, 0))
@@ -153,7 +158,7 @@ class Account:
             found[key] = more
         return found
 
-    def summed(self, rows: int, part: Part, made_by: Pass) -> tuple[float, int]:
+    def summed(self, rows: int, part: LayerPart, made_by: Pass) -> tuple[float, int]:
         """The bytes that devices sum for one micro-batch, and in how many sums."""
         whole, by_rows, count = self._sums.get((part, made_by), (0.0, 0.0, 0))
         return whole + by_rows / rows, count
@@ -162,18 +167,23 @@ class Account:
 
     @cached_property
     def _curves(self) -> Mapping[str, Numbers]:
-        """The bytes that each step of the whole Program holds, whole and by rows, by what they are held for."""
+        """The bytes held at each step, those that stay and those by rows, by what they are held for."""
         lives = self.found.lives[self.program]
         curves: dict[str, Numbers] = {}
         gradients = {g for _, g in self.program.gradients}
         for array in lives.arrays:
-            if array.begin >= 0 and not self.found.read.isdisjoint(array.variables):
+            if array.begin >= 0 and self._is_written(array, lives):
                 kind = self._held_for(array, lives, gradients)
                 curve = curves.setdefault(kind, np.zeros((2, len(lives.steps) + 2)))
                 amount = np.array(self.held(array.variables[0])) if array.bytes else np.zeros(2)
                 curve[:, array.begin] += amount
                 curve[:, min(array.end, len(lives.steps)) + 1] -= amount
         return {kind: curve.cumsum(1)[:, : len(lives.steps)] for kind, curve in curves.items()}
+
+    def _is_written(self, array: Array, lives: Lifetimes) -> bool:
+        """Whether an array is made: something reads it, and it is no stack of parameters, stored so."""
+        made = self.program.ops[lives.steps[array.begin].op]
+        return made.type not in _STACKS and not self.found.read.isdisjoint(array.variables)
 
     def _held_for(self, array: Array, lives: Lifetimes, gradients: set[Variable]) -> str:
         made = self.program.ops[lives.steps[array.begin].op]
@@ -186,7 +196,7 @@ class Account:
         is_of_parameter = made.made_by is Pass.BACKWARD and self.held(array.variables[0])[0] > 0
         return GRADIENTS if is_of_parameter or made.made_by is Pass.UPDATE else WORKING
 
-    def curve(self, kind: str, rows: int) -> Numbers | float:
+    def _curve(self, kind: str, rows: int) -> Numbers | float:
         """The bytes held for something, step by step."""
         found = self._curves.get(kind)
         return 0.0 if found is None else found[0] + found[1] / rows
@@ -195,7 +205,7 @@ class Account:
         """The most bytes that are held for something."""
         return float(np.max(self.curve(kind, rows), initial=0.0))
 
-    def within(self, rows: int) -> Numbers:
+    def _within_all(self, rows: int) -> Numbers:
         """The bytes that each step takes while it runs: a loop for one turn."""
         return self._within(self.found.lives[self.program], rows)
 
@@ -231,12 +241,12 @@ GRADIENTS, SAVED, WORKING = "gradients", "saved", "working"
 
 
 def _existing(lives: Lifetimes) -> set[Variable]:
-    """What is written into memory."""
+    """The Variables that are written into memory."""
     return {v for array in lives.arrays for v in array.variables}
 
 
 def _moved(step: WalkedStep) -> list[Variable]:
-    """What an equation reads from memory and writes."""
+    """The Variables that an equation reads from memory and writes."""
     row, read = of(step.step.kind), list(step.operands)
     written: list[Variable | None] = list(step.step.outputs)
     if row.moves in _CUTS:

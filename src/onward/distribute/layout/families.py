@@ -118,9 +118,9 @@ class Families:
 
     def _one(self, step: Equation, op: int, times: int, made_by: Pass, lives: Lifetimes) -> WalkedStep:
         if step.body is None or len(step.body.operands) == 0 or len(step.body.equations) != 1:
-            for a, b in zip(step.inputs, step.outputs, strict=False):
+            for source, copy in zip(step.inputs, step.outputs, strict=False):
                 if step.body is None:
-                    self._tie_all(a, b)
+                    self._tie_all(source, copy)
             self.read.update(step.inputs)
             return WalkedStep(step, op, None, step.inputs, times, made_by, lives=lives)
         operands = tuple(step.inputs[x] if isinstance(x, int) else None for x in step.body.operands)
@@ -135,6 +135,9 @@ class Families:
             if (first := values[a]) is not None and (second := values[b]) is not None:
                 self._tie((first, i), (second, j))
         sums = tuple(tuple((v, i) for k, i in group if (v := values[k]) is not None) for group in found.sums)
+        for group in sums:
+            for other in group[1:]:
+                self._tie(group[0], other)
         told = {place for pair in found.ties for place in pair} | {p for group in found.sums for p in group}
         needs = tuple(
             (v, i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from math import ceil
 
 import numpy as np
@@ -13,10 +13,11 @@ from onward.core.cost import size
 from onward.core.program import Program, Variable
 from onward.core.words import Pass
 from onward.develop.batch import WEIGHT, batch_names
+from onward.develop.recompute.loops import is_recomputed
 from onward.distribute.layout.accelerators import Accelerator
 from onward.distribute.layout.account import GRADIENTS, SAVED, WORKING, Account, Seconds
 from onward.distribute.layout.families import families
-from onward.distribute.layout.layers import Part, layers_of
+from onward.distribute.layout.layers import LayerPart, layers_of
 from onward.distribute.layout.placing import DATA, FSDP, TENSOR, Placing, StageShare
 from onward.distribute.layout.tensor import split_families
 
@@ -25,7 +26,7 @@ _PASSES = (Pass.FORWARD, Pass.BACKWARD)
 
 
 @dataclass(frozen=True, order=True)
-class Choice:
+class Spreading:
     """One way to spread a step: the lengths of the axes, how many micro-batches, what is computed again."""
 
     data: int = 1
@@ -68,7 +69,7 @@ class KeptBytes:
 
     @property
     def arguments(self) -> float:
-        """What lies in memory between steps, with the data."""
+        """The bytes that are in memory between steps, with the data."""
         return self.parameters + self.state + self.data
 
     @property
@@ -79,7 +80,7 @@ class KeptBytes:
 
 @dataclass(frozen=True)
 class SentBytes:
-    """The bytes that each device sends along one axis in one way at a step, and the seconds that this takes."""
+    """The bytes that each device sends along one axis in one way at a step, and the seconds it takes."""
 
     axis: str
     by: str
@@ -98,9 +99,11 @@ class Foretelling:
     def __init__(self, program: Program, device: Accelerator) -> None:
         self.program, self.device = program, device
         self.found = families(program)
-        self.layers = layers_of(program)
+        self.layers = layers_of(program, self.found.weights)
         self.families = split_families(self.found)
         self.placing = Placing(self.found, self.layers, self.families)
+        self.account = cache(self._account)
+        self.stages = cache(self._stages)
 
     @cached_property
     def batch(self) -> tuple[Variable, ...]:
@@ -113,21 +116,19 @@ class Foretelling:
         """How many rows a batch has; 1 where no data has any."""
         return self.batch[0].shape[0] if self.batch else 1
 
-    @lru_cache(maxsize=None)  # noqa: B019
-    def account(self, tensor: int) -> Account:
+    def _account(self, tensor: int) -> Account:
         """The account with the layers split over so many devices."""
         split = (one.family for one in self.placing.split(tensor))
         return Account(self.found, self.layers, split, tensor, self.batch, self.device)
 
     # Stages.
 
-    @lru_cache(maxsize=None)  # noqa: B019
-    def stages(self, tensor: int, count: int) -> tuple[StageShare, ...]:
+    def _stages(self, tensor: int, count: int) -> tuple[StageShare, ...]:
         """The shares of the first, a middle and the last stage, so that the slowest takes the least time."""
         layers = self.layers.count
         if count == 1:
             return (StageShare(layers),)
-        before, each, after = (self._seconds(tensor, 1, part).all for part in Part)
+        before, each, after = (self._seconds(tensor, 1, part).all for part in LayerPart)
         each /= layers
         best = min(
             self._shares(count),
@@ -149,37 +150,37 @@ class Foretelling:
                 if (rest := layers - first - last) >= count - 2:
                     yield first, ceil(rest / (count - 2)), last
 
-    def _seconds(self, tensor: int, rows: int, part: Part) -> Seconds:
+    def _seconds(self, tensor: int, rows: int, part: LayerPart) -> Seconds:
         account = self.account(tensor)
         return account.seconds(rows, part, Pass.FORWARD) + account.seconds(rows, part, Pass.BACKWARD)
 
-    def stage_seconds(self, choice: Choice, stage: StageShare) -> Seconds:
-        """What one micro-batch takes in a stage, but for what is sent."""
+    def stage_seconds(self, choice: Spreading, stage: StageShare) -> Seconds:
+        """The seconds of one micro-batch in a stage, but for what is sent."""
         account, total = self.account(choice.tensor), Seconds()
-        for part in Part:
+        for part in LayerPart:
             share = stage.of({part}, self.layers.count)
             total += self._seconds(choice.tensor, choice.rows, part) * share
-            if choice.recompute and part is Part.LAYERS:
+            if choice.recompute and part is LayerPart.LAYERS:
                 total += account.seconds(choice.rows, part, Pass.FORWARD) * share
         return total
 
-    def update_seconds(self, choice: Choice, stage: StageShare) -> Seconds:
-        """What the update takes."""
+    def update_seconds(self, choice: Spreading, stage: StageShare) -> Seconds:
+        """The seconds of the update."""
         whole = self.placing.kept(choice.tensor, 1, StageShare(self.layers.count))[0]
         part = self.placing.kept(choice.tensor, choice.fsdp, stage)[0]
         all_ = sum(
-            (self.account(choice.tensor).seconds(1, p, Pass.UPDATE) for p in Part),
+            (self.account(choice.tensor).seconds(1, p, Pass.UPDATE) for p in LayerPart),
             Seconds(),
         )
         return all_ * (part / whole if whole else 0.0)
 
     # What is sent.
 
-    def sent(self, choice: Choice, stage: StageShare) -> tuple[SentBytes, ...]:
-        """What each device of a stage sends at a step, axis by axis."""
+    def sent(self, choice: Spreading, stage: StageShare) -> tuple[SentBytes, ...]:
+        """The bytes that each device of a stage sends at a step, axis by axis."""
         return tuple(s for s in self._all_sent(choice, stage) if s.bytes)
 
-    def _all_sent(self, choice: Choice, stage: StageShare) -> Iterator[SentBytes]:
+    def _all_sent(self, choice: Spreading, stage: StageShare) -> Iterator[SentBytes]:
         d, f, t, m = choice.data, choice.fsdp, choice.tensor, choice.micro_batches
         parameters, _, gradients = self.placing.kept(t, f, stage)
         whole, _, whole_gradients = self.placing.kept(t, 1, stage)
@@ -195,14 +196,14 @@ class Foretelling:
         yield self._handed(choice, stage)
 
     def _ring(self, axis: str, by: str, length: int, stride: int, amount: float, times: int) -> SentBytes:
-        """What a device sends on a ring for whole arrays of so many bytes, in so many rounds."""
+        """The bytes that a device sends on a ring for whole arrays of so many, in so many rounds."""
         if length == 1 or amount < 1:
             return SentBytes(axis, by, 0.0, 0.0)
         link = self.device.link(stride, length)
         sent = (length - 1) / length * amount
         return SentBytes(axis, by, sent, sent / link.bandwidth + times * (length - 1) * link.latency)
 
-    def _handed(self, choice: Choice, stage: StageShare) -> SentBytes:
+    def _handed(self, choice: Spreading, stage: StageShare) -> SentBytes:
         """Activations that a stage hands on, and their gradients that it hands back."""
         ways = 2 - stage.begins - stage.ends
         amount = choice.micro_batches * ways * self.account(choice.tensor).carried(choice.rows)
@@ -214,12 +215,12 @@ class Foretelling:
             amount / link.bandwidth + choice.micro_batches * ways * link.latency if amount else 0.0,
         )
 
-    def _summed(self, choice: Choice, stage: StageShare) -> tuple[float, int]:
+    def _summed(self, choice: Spreading, stage: StageShare) -> tuple[float, int]:
         """The bytes that tensor parallelism sums for one micro-batch, and in how many sums."""
         account, amount, count = self.account(choice.tensor), 0.0, 0.0
-        for part in Part:
+        for part in LayerPart:
             share = stage.of({part}, self.layers.count)
-            again = (Pass.FORWARD,) if choice.recompute and part is Part.LAYERS else ()
+            again = (Pass.FORWARD,) if choice.recompute and part is LayerPart.LAYERS else ()
             for made_by in (*_PASSES, *again):
                 more, sums = account.summed(choice.rows, part, made_by)
                 amount, count = amount + share * more, count + share * sums
@@ -227,17 +228,17 @@ class Foretelling:
 
     # Memory.
 
-    def kept(self, choice: Choice, stage: StageShare, in_flight: int) -> KeptBytes:
-        """What a device of a stage keeps at its moment of most memory."""
+    def kept(self, choice: Spreading, stage: StageShare, in_flight: int) -> KeptBytes:
+        """The bytes that a device of a stage keeps at its moment of most memory."""
         account, rows = self.account(choice.tensor), choice.rows
         parameters, state, gradients = self.placing.kept(choice.tensor, choice.fsdp, stage)
         whole = self.placing.kept(choice.tensor, 1, StageShare(self.layers.count))[2]
         saved = sum(
-            (self._saved(choice, stage, part, in_flight) for part in Part), np.zeros(len(account.passes))
+            (self._saved(choice, stage, part, in_flight) for part in LayerPart), np.zeros(len(account.passes))
         )
         slopes = account.curve(GRADIENTS, rows) * (gradients / whole if whole else 0.0)
         working = account.curve(WORKING, rows) + account.within(rows) + self._gathered(choice)
-        there = np.isin(account.passes, [str(p) for p in Part if stage.of({p}, 1)])
+        there = np.isin(account.passes, [str(p) for p in LayerPart if stage.of({p}, 1)])
         total = np.where(there, saved + slopes + working, 0.0)
         at = int(np.argmax(total))
         added_up = gradients if choice.micro_batches > 1 else 0.0
@@ -245,38 +246,42 @@ class Foretelling:
         slope, save, work = found
         return KeptBytes(parameters, state, self._data(choice), slope + added_up, save, work)
 
-    def _saved(self, choice: Choice, stage: StageShare, part: Part, in_flight: int) -> np.ndarray | float:
+    def _saved(
+        self, choice: Spreading, stage: StageShare, part: LayerPart, in_flight: int
+    ) -> np.ndarray | float:
         account, rows = self.account(choice.tensor), choice.rows
         share = stage.of({part}, self.layers.count) * in_flight
         curve = account.curve(f"{SAVED} {part}", rows) * share
-        if not choice.recompute or part is not Part.LAYERS:
+        if not choice.recompute or part is not LayerPart.LAYERS:
             return curve
         most = account.most(f"{SAVED} {part}", rows)
         return curve * min(1.0, self._fraction(choice)) + most / self.layers.count
 
-    def _fraction(self, choice: Choice) -> float:
+    def _fraction(self, choice: Spreading) -> float:
         """Of what layers save, the part that they save if they keep but what enters them."""
         account = self.account(choice.tensor)
-        most = account.most(f"{SAVED} {Part.LAYERS}", choice.rows)
+        most = account.most(f"{SAVED} {LayerPart.LAYERS}", choice.rows)
         return self.layers.count * account.carried(choice.rows) / most if most else 1.0
 
     def saves_by_recompute(self, tensor: int) -> bool:
         """Whether layers that keep but what enters them keep less."""
-        return self.layers.count > 1 and self._fraction(Choice(tensor=tensor)) < 0.9
+        if is_recomputed(self.program):
+            return False
+        return self.layers.count > 1 and self._fraction(Spreading(tensor=tensor)) < 0.9
 
-    def left(self, choice: Choice) -> float:
+    def left(self, choice: Spreading) -> float:
         """Of the memory that a step takes beside its arguments, the part that is left by recompute."""
         whole = StageShare(self.layers.count)
         plain = self.kept(replace(choice, stages=1, recompute=False), whole, 1)
         less = self.kept(replace(choice, stages=1, recompute=True), whole, 1)
         return (less.all - less.arguments) / max(plain.all - plain.arguments, 1.0)
 
-    def _gathered(self, choice: Choice) -> float:
+    def _gathered(self, choice: Spreading) -> float:
         """Parameters that FSDP has gathered: of this layer and the next, and this layer's gradients."""
         if choice.fsdp == 1:
             return 0.0
         inside, outside = self.placing.one_layer(choice.tensor)
         return max(3 * inside, 2 * outside) if self.layers.count > 1 else inside + outside
 
-    def _data(self, choice: Choice) -> float:
+    def _data(self, choice: Spreading) -> float:
         return sum(size(v) / (choice.copies if v in self.batch else 1) for v in self.program.inputs)

@@ -11,10 +11,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from onward.core.cost import cost, size
+from onward.core.jaxprs.loops import carry_of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.turn import ScanTurn
@@ -26,7 +27,7 @@ from onward.develop.roll.line import line_of
 from onward.develop.roll.run import From, LayerRun
 
 
-class Part(Words):
+class LayerPart(Words):
     """Where an op stands: before the layers, in one of them, or behind them."""
 
     BEFORE = "before"
@@ -40,47 +41,63 @@ class RepeatedLayers:
 
     Attributes:
         count: how many; 1 where nothing repeats.
-        carried: the Variables that one layer hands to the next.
+        handed: what the first layer is handed, as each hands it to the next.
         parts: the part of each op of forward and backward pass.
+        in_loop: whether they are the turns of a loop.
     """
 
     count: int
     handed: tuple[Variable, ...]
-    parts: Mapping[Op, Part]
+    parts: Mapping[Op, LayerPart]
+    in_loop: bool = False
 
     @property
     def carried(self) -> int:
         """The bytes that one layer hands to the next."""
         return sum(map(size, self.handed))
 
-    def part(self, op: Op) -> Part:
+    def part(self, op: Op) -> LayerPart:
         """The part of an op; an update stands behind all."""
-        return self.parts.get(op, Part.AFTER)
+        return self.parts.get(op, LayerPart.AFTER)
 
 
-def layers_of(program: Program) -> RepeatedLayers:
-    """Find the layers that do most of the work."""
+def layers_of(program: Program, weights: Container[Variable] = ()) -> RepeatedLayers:
+    """Find the layers that do most of the work.
+
+    Args:
+        program: a training Program.
+        weights: what holds numbers of parameters, beside these: of a loop each turn reads some of its own.
+    """
     forward = [op for op in program.ops if op.made_by is Pass.FORWARD]
     work = {op: cost(op).flops for op in forward}
     loops = [op for op in forward if op.primitive.runs is Runs.SCAN]
     largest = max(loops, key=work.__getitem__, default=None)
     if largest is not None and 2 * work[largest] > sum(work.values()):
-        count, inside, handed = _loop(largest)
+        count, inside, handed = _loop(largest, {*program.parameters}, weights)
     else:
         count, inside, handed = _run(program, forward)
-    return RepeatedLayers(count, handed, _parts(program, forward, inside))
+    in_loop = largest is not None and largest in inside
+    return RepeatedLayers(count, handed, _parts(program, forward, inside), in_loop)
 
 
-def _loop(op: Op) -> tuple[int, set[Op], tuple[Variable, ...]]:
+def _loop(
+    op: Op, parameters: Container[Variable], weights: Container[Variable]
+) -> tuple[int, set[Op], tuple[Variable, ...]]:
+    """The turns of a loop, unless all read the same parameters, as those over time do."""
     turn = ScanTurn.of(op.primal or op.body)
     if turn is None:
         return 1, set(), ()
-    return turn.length, {op}, tuple(v for v in turn.carried if v.ndim)
+    first, count = carry_of(op.primal or op.body)
+    cut = [op.inputs[x] for x in turn.operands[first + count :] if isinstance(x, int)]
+    if not any(v in parameters or v in weights for v in cut):
+        return 1, set(), ()
+    handed = (op.inputs[x] for x in turn.operands[first : first + count] if isinstance(x, int))
+    return turn.length, {op}, tuple(v for v in handed if v.ndim)
 
 
 def _run(program: Program, forward: list[Op]) -> tuple[int, set[Op], tuple[Variable, ...]]:
     line = line_of(replace(program, ops=forward_ops(program)), frozenset(), frozenset())
-    runs = [run for run in find_runs(line).runs if run.is_chain]
+    runs = [run for run in find_runs(line).runs if run.is_chain and run.parameters]
     if not runs:
         return 1, set(), ()
     run = max(runs, key=lambda run: sum(cost(op).flops for layer in run.layers for op in layer))
@@ -93,15 +110,15 @@ def _handed(run: LayerRun) -> tuple[Variable, ...]:
     return tuple(run.layers[0][i].outputs[k] for i, k in sorted(p for p in places if p is not None))
 
 
-def _parts(program: Program, forward: list[Op], inside: set[Op]) -> Mapping[Op, Part]:
-    """The part of each op: of a gradient that of the op it belongs to, of a sum of gradients the one before."""
+def _parts(program: Program, forward: list[Op], inside: set[Op]) -> Mapping[Op, LayerPart]:
+    """The part of each op: of a gradient that of its op, of a sum of gradients the one before."""
     numbers = [i for i, op in enumerate(forward) if op in inside]
     last = numbers[-1] if numbers else len(forward)
     parts = {
-        op: Part.LAYERS if op in inside else Part.AFTER if i > last else Part.BEFORE
+        op: LayerPart.LAYERS if op in inside else LayerPart.AFTER if i > last else LayerPart.BEFORE
         for i, op in enumerate(forward)
     }
-    made, now = producers(program), Part.AFTER
+    made, now = producers(program), LayerPart.AFTER
     for op in program.ops:
         if op.made_by is Pass.BACKWARD:
             of = made.get(op.of) if op.of is not None else None

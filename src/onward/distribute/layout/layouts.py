@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import ceil
 from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
-from onward.core.errors import GraphError
+from onward.core.errors import GraphError, UnknownNameError, nearest
 from onward.core.program import Program
 from onward.develop.accumulation.accumulate import accumulate
 from onward.develop.recompute.recompute import recompute
 from onward.distribute.layout.accelerators import Accelerator
 from onward.distribute.layout.account import Seconds
-from onward.distribute.layout.foretold import STAGES, Choice, Foretelling, KeptBytes, SentBytes
+from onward.distribute.layout.foretold import STAGES, Foretelling, KeptBytes, SentBytes, Spreading
 from onward.distribute.layout.placing import DATA, FSDP, TENSOR, StageShare
 from onward.distribute.layout.text import code, difference, explanation, table
 from onward.distribute.partition import partition
@@ -41,9 +40,11 @@ class DeviceLayout:
         update: the seconds of the update.
         bubble: the part of the step in which a stage waits for others.
         where: how parameters are split, as ``partition`` takes it.
+        fraction: of the memory beside what lies there between steps, the part that recompute leaves.
+        in_loop: whether the layers are the turns of a loop.
     """
 
-    choice: Choice
+    choice: Spreading
     device: Accelerator
     kept: KeptBytes
     sent: tuple[SentBytes, ...]
@@ -51,8 +52,8 @@ class DeviceLayout:
     update: float
     bubble: float
     where: Mapping[str, PartitionSpec]
-    rows: int = field(default=1, kw_only=True)
     fraction: float = field(default=1.0, kw_only=True)
+    in_loop: bool = field(default=False, kw_only=True)
 
     def along(self, axis: str) -> float:
         """The seconds that what is sent along an axis takes."""
@@ -65,22 +66,22 @@ class DeviceLayout:
 
     @property
     def _stepwise(self) -> float:
-        """What comes one after the other: arithmetic, sums of tensor parallelism, waiting for other stages."""
+        """The seconds of what is done in turn: arithmetic, sums of tensor parallelism, other stages."""
         return (self.working.all + self.along(TENSOR)) / (1 - self.bubble)
 
     @property
     def _beside(self) -> float:
-        """What is sent while devices compute."""
+        """The seconds of what is sent while devices compute."""
         return sum(map(self.along, (DATA, FSDP, STAGES)))
 
     @property
     def limit(self) -> str:
-        """What takes the most of a step: compute, memory, the bubble, or the link of an axis."""
+        """The cause of most of a step: compute, memory bandwidth, bubble, or the link of an axis."""
         if self._beside > self._stepwise:
             return f"link of {max((DATA, FSDP, STAGES), key=self.along)}"
         spent = {
             "compute": self.working.compute,
-            "memory": self.working.memory + self.update,
+            "memory bandwidth": self.working.memory + self.update,
             f"link of {TENSOR}": self.along(TENSOR),
             "bubble": self.bubble * self._stepwise,
         }
@@ -105,7 +106,7 @@ class DeviceLayout:
 
     @property
     def code(self) -> str:
-        """What one writes to have a Program laid out so."""
+        """The calls to write to have a Program laid out so."""
         return code(self)
 
     def explain(self) -> str:
@@ -113,7 +114,7 @@ class DeviceLayout:
         return explanation(self)
 
     def diff(self, other: DeviceLayout) -> str:
-        """What differs from this layout to another one, line by line."""
+        """List what differs from this layout to another one, line by line."""
         return difference(self, other)
 
     def apply(self, program: Program) -> Program:
@@ -127,8 +128,8 @@ class DeviceLayout:
         """
         if self.choice.stages > 1:
             raise GraphError(
-                f"layout: apply makes one Program, and this layout has {self.choice.stages} stages. Write:\n\n"
-                f"{self.code}"
+                f"layout: apply makes one Program, and this layout has {self.choice.stages} stages. "
+                f"Write:\n\n{self.code}"
             )
         if self.budget is not None:
             program = recompute(program, self.budget)
@@ -136,7 +137,8 @@ class DeviceLayout:
             program = accumulate(program, self.choice.micro_batches)
         if self.choice.copies * self.choice.tensor == 1:
             return program
-        return partition(program, self.mesh, self.where, batch=self.batch or None)
+        where: dict[Any, PartitionSpec] = dict(self.where)
+        return partition(program, self.mesh, where, batch=self.batch or None)
 
     def __str__(self) -> str:
         return self.explain()
@@ -184,14 +186,13 @@ class DeviceLayouts(Sequence[DeviceLayout]):
 
     def find(self, **wanted: int | bool) -> DeviceLayout:
         """The fastest layout with these lengths of axes, such as ``find(tensor=8, stages=16)``."""
-        known = Choice.__dataclass_fields__
-        for name in wanted:
-            if name not in known:
-                raise GraphError(f"layout: there is no axis {name!r}; a layout has {', '.join(known)}.")
+        known = Spreading.__dataclass_fields__
+        if unknown := [name for name in wanted if name not in known]:
+            raise UnknownNameError(f"layout: a layout has no {unknown[0]!r}. {nearest(unknown[0], known)}")
         for one in self:
             if all(getattr(one.choice, name) == value for name, value in wanted.items()):
                 return one
-        raise GraphError(f"layout: of {len(self)} layouts that fit none has {wanted}.")
+        raise UnknownNameError(f"layout: none of the {len(self)} layouts that fit has {wanted}.")
 
     def __str__(self) -> str:
         return table(self)
@@ -199,7 +200,7 @@ class DeviceLayouts(Sequence[DeviceLayout]):
     __repr__ = __str__
 
 
-def foretold(about: Foretelling, choice: Choice) -> DeviceLayout:
+def foretold(about: Foretelling, choice: Spreading) -> DeviceLayout:
     """One layout with its bytes and seconds."""
     stages = about.stages(choice.tensor, choice.stages)
     return DeviceLayout(
@@ -209,23 +210,22 @@ def foretold(about: Foretelling, choice: Choice) -> DeviceLayout:
         *_slowest(about, choice, stages),
         bubble=(choice.stages - 1) / (choice.micro_batches + choice.stages - 1),
         where=about.placing.specs(choice.tensor, choice.fsdp),
-        rows=about.rows,
-        fraction=about.left(choice),
+        in_loop=about.layers.in_loop,
+        fraction=about.left(choice) if choice.recompute else 1.0,
     )
 
 
-def _kept(about: Foretelling, choice: Choice, stages: Sequence[StageShare]) -> Iterator[KeptBytes]:
-    """What each kind of stage keeps; by 1F1B the first has as many micro-batches in flight as there are
-    stages."""
+def _kept(about: Foretelling, choice: Spreading, stages: Sequence[StageShare]) -> Iterator[KeptBytes]:
+    """The bytes of each kind of stage: by 1F1B the first has a micro-batch in flight for each stage."""
     for number, stage in enumerate(stages):
         behind = 1 if stage.ends else choice.stages - number
         yield about.kept(choice, stage, min(behind, choice.micro_batches))
 
 
 def _slowest(
-    about: Foretelling, choice: Choice, stages: Sequence[StageShare]
+    about: Foretelling, choice: Spreading, stages: Sequence[StageShare]
 ) -> tuple[tuple[SentBytes, ...], Seconds, float]:
-    """What the stage that takes longest sends, computes, and updates."""
+    """Tell what the stage that takes longest sends, computes, and updates."""
     found = []
     for stage in stages:
         sent = about.sent(choice, stage)

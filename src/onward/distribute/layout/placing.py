@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from jax.sharding import PartitionSpec
 
@@ -13,7 +13,7 @@ from onward.core.meshes import parameters_of, part_size
 from onward.core.program import Variable
 from onward.core.words import Kind, Pass
 from onward.distribute.layout.families import Families
-from onward.distribute.layout.layers import Part, RepeatedLayers
+from onward.distribute.layout.layers import LayerPart, RepeatedLayers
 from onward.distribute.layout.tensor import SplitFamily
 
 FSDP, TENSOR, DATA = "fsdp", "tensor", "data"
@@ -22,19 +22,19 @@ Specs = Mapping[str, PartitionSpec]
 
 @dataclass(frozen=True)
 class StageShare:
-    """What one stage of a pipeline computes: so many layers, and what is before or behind all of them."""
+    """The share of one stage of a pipeline: so many layers, and what is before or behind all of them."""
 
     layers: int
     begins: bool = True
     ends: bool = True
 
-    def of(self, parts: Iterable[Part], count: int) -> float:
+    def of(self, parts: Iterable[LayerPart], count: int) -> float:
         """Which part of something that belongs to these parts a stage has."""
-        whole = {Part.BEFORE: self.begins, Part.AFTER: self.ends}
+        whole = {LayerPart.BEFORE: self.begins, LayerPart.AFTER: self.ends}
         return (
             1.0
             if any(whole.get(part, False) for part in parts)
-            else (self.layers / count if Part.LAYERS in parts else 0.0)
+            else (self.layers / count if LayerPart.LAYERS in parts else 0.0)
         )
 
 
@@ -52,9 +52,12 @@ class Placing:
         self.used = self._used()
         self._like = parameters_of(self.program)
         self._gradients = dict(self.program.gradients)
+        self.specs = cache(self._specs)
+        self.kept = cache(self._kept)
+        self.one_layer = cache(self._one_layer)
 
-    def _used(self) -> Mapping[Variable, frozenset[Part]]:
-        used: dict[Variable, set[Part]] = {v: set() for v in self.program.parameters}
+    def _used(self) -> Mapping[Variable, frozenset[LayerPart]]:
+        used: dict[Variable, set[LayerPart]] = {v: set() for v in self.program.parameters}
         for step in self.found.steps:
             makes_weights = all(v in self.found.weights for v in step.step.outputs)
             if step.made_by is Pass.FORWARD and not makes_weights:
@@ -62,14 +65,13 @@ class Placing:
                 for v in step.operands:
                     for parameter in self.found.weights.get(v, ()) if v is not None else ():
                         used[parameter].add(part)
-        return {v: frozenset(parts or {Part.AFTER}) for v, parts in used.items()}
+        return {v: frozenset(parts or {LayerPart.AFTER}) for v, parts in used.items()}
 
     def split(self, tensor: int) -> list[SplitFamily]:
         """The families that so many devices split."""
         return [one for one in self.families if tensor > 1 and one.divides % tensor == 0]
 
-    @lru_cache(maxsize=None)  # noqa: B019
-    def specs(self, tensor: int, fsdp: int) -> Specs:
+    def _specs(self, tensor: int, fsdp: int) -> Specs:
         """How each parameter is split; what is whole is not among them."""
         at = dict(d for one in self.split(tensor) for d in one.parameters)
         found = ((v.name, self._spec(v, at.get(v), tensor, fsdp)) for v in self.program.parameters)
@@ -86,7 +88,7 @@ class Placing:
                 axes[split] = TENSOR, FSDP
         return PartitionSpec(*(axes.get(i) for i in range(max(axes, default=-1) + 1)))
 
-    def kept(self, tensor: int, fsdp: int, stage: StageShare) -> tuple[float, float, float]:
+    def _kept(self, tensor: int, fsdp: int, stage: StageShare) -> tuple[float, float, float]:
         """The bytes of parameters, of other state, and of gradients that a device of a stage keeps."""
         specs, mesh = self.specs(tensor, fsdp), {TENSOR: tensor, FSDP: fsdp}
         parameters = other = gradients = 0.0
@@ -102,14 +104,13 @@ class Placing:
                 other += share * part
         return parameters, other, gradients
 
-    @lru_cache(maxsize=None)  # noqa: B019
-    def one_layer(self, tensor: int) -> tuple[float, float]:
-        """The bytes of the parameters of one layer, and of the largest parameter of no layer, split so far."""
+    def _one_layer(self, tensor: int) -> tuple[float, float]:
+        """The bytes of the parameters of one layer, and of the largest parameter of no layer."""
         sizes = {
             v: size(v) / v.size * part_size(v, self.specs(tensor, 1).get(v.name), {TENSOR: tensor})
             for v in self.program.parameters
             if v.size
         }
-        inside = sum(n for v, n in sizes.items() if self.used[v] == {Part.LAYERS})
-        outside = max((n for v, n in sizes.items() if self.used[v] != {Part.LAYERS}), default=0.0)
+        inside = sum(n for v, n in sizes.items() if self.used[v] == {LayerPart.LAYERS})
+        outside = max((n for v, n in sizes.items() if self.used[v] != {LayerPart.LAYERS}), default=0.0)
         return inside / self.layers.count, outside

@@ -13,7 +13,7 @@ from onward.core.show import human_bytes
 from onward.core.structure import describe, is_count
 from onward.core.words import Pass
 from onward.distribute.layout.accelerators import Accelerator, accelerator
-from onward.distribute.layout.foretold import Choice, Foretelling
+from onward.distribute.layout.foretold import Foretelling, Spreading
 from onward.distribute.layout.layouts import DeviceLayout, DeviceLayouts, foretold
 from onward.distribute.layout.tensor import NOTHING_FITS
 
@@ -69,7 +69,7 @@ def layout(
         >>> program = ow.Adam(1e-3).minimize(loss, params, shape((64, 4096), "float32"))
         >>> best = ow.layout(program, devices=8, memory="1GB")[0]
         >>> best.choice.tensor, best.where["up"], best.limit
-        (8, P(None, 'tensor'), 'memory')
+        (8, P(None, 'tensor'), 'memory bandwidth')
     """
     _expect_fit(program, devices)
     about = Foretelling(program, accelerator(device, memory, link))
@@ -104,7 +104,7 @@ def _rank(one: DeviceLayout) -> Any:
     )
 
 
-def choices(about: Foretelling, devices: int) -> Iterator[Choice]:
+def choices(about: Foretelling, devices: int) -> Iterator[Spreading]:
     """All layouts that the axes of a Program allow."""
     for tensor in _tensor(about, devices):
         for stages in _divisors(devices // tensor):
@@ -114,13 +114,13 @@ def choices(about: Foretelling, devices: int) -> Iterator[Choice]:
                     yield from _of_batch(about, tensor, stages, copies)
 
 
-def _of_batch(about: Foretelling, tensor: int, stages: int, copies: int) -> Iterator[Choice]:
+def _of_batch(about: Foretelling, tensor: int, stages: int, copies: int) -> Iterator[Spreading]:
     again = (False, True) if about.saves_by_recompute(tensor) else (False,)
     for micro_batches in _divisors(about.rows // copies):
         if micro_batches <= _MOST_MICRO_BATCHES and (stages == 1 or micro_batches > 1):
             for fsdp in _divisors(copies):
                 for recompute in again:
-                    yield Choice(copies // fsdp, fsdp, tensor, stages, micro_batches, recompute)
+                    yield Spreading(copies // fsdp, fsdp, tensor, stages, micro_batches, recompute)
 
 
 def _tensor(about: Foretelling, devices: int) -> list[int]:
@@ -141,12 +141,12 @@ def _no_axes(about: Foretelling, devices: int) -> str:
     tensor = max((one.divides for one in about.families), default=1)
     layers = about.layers.count
     takes = [
-        f"data and fsdp divide the {about.rows} rows of the batch",
+        f"data and fsdp divide the {about.rows} rows of the batch" if about.batch else "no data is a batch",
         f"tensor divides {tensor}" if tensor > 1 else NOTHING_FITS.rstrip("."),
         f"there may be up to {layers} stages" if layers > 1 else _NO_LAYERS.rstrip("."),
     ]
     fewer = next((n for n in range(devices - 1, 0, -1) if next(choices(about, n), None)), 1)
-    return f"layout: no axes make {devices} devices: {'; '.join(takes)}. {fewer} devices can be laid out."
+    return f"layout: no axes make {devices} devices: {'; '.join(takes)}. Take {fewer}."
 
 
 def _too_little(about: Foretelling, found: list[DeviceLayout], devices: int) -> str:
@@ -156,10 +156,11 @@ def _too_little(about: Foretelling, found: list[DeviceLayout], devices: int) -> 
         for name in ("parameters", "state", "gradients", "activations", "temporaries")
     }
     most = max(kept, key=kept.__getitem__)
+    room, needed = (human_bytes(round(n)) for n in (about.device.memory, least.kept.all))
     return (
-        f"layout: nothing fits {human_bytes(about.device.memory)} on each of {devices} devices. The least that is "
-        f"needed is {human_bytes(round(least.kept.all))}, of which {human_bytes(round(kept[most]))} {most}, by:\n\n"
-        f"{least.code}\n\nTake more devices, a smaller batch, or an optimizer that keeps less."
+        f"layout: nothing fits {room} on each of {devices} devices. The least that is needed is {needed}, of "
+        f"which {human_bytes(round(kept[most]))} {most}, by:\n\n{least.code}\n\nTake more devices, a smaller "
+        "batch, or an optimizer that keeps less."
     )
 
 

@@ -20,7 +20,7 @@ from onward.core.words import Kind, Pass
 from onward.distribute.layout.families import Dimension, Families, WalkedStep
 
 NOTHING_FITS = (
-    "tensor parallelism is left out: no product by a parameter is followed, number by number, by a product that "
+    "tensor parallelism is left out: no product by a parameter is followed, number by number, by one that "
     "contracts its columns with the rows of another parameter."
 )
 
@@ -45,8 +45,7 @@ class SplitFamily:
 
 
 def split_families(found: Families) -> tuple[SplitFamily, ...]:
-    """The families that may be split, no parameter in two of them; those first that send least for what they
-    split.
+    """The families that may be split, no parameter in two; first those that send least for what they split.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> from onward.distribute.layout.families import families
@@ -69,7 +68,7 @@ def split_families(found: Families) -> tuple[SplitFamily, ...]:
 
 
 class _Uses:
-    """What the forward pass does along each family."""
+    """A walk that notes what the forward pass does along each family."""
 
     def __init__(self, found: Families) -> None:
         self.found = found
@@ -77,8 +76,7 @@ class _Uses:
         self.rows: set[Dimension] = set()
         self.whole: set[Dimension] = set()
         self.summed: dict[Dimension, int] = {}
-        given = (v for v in found.program.inputs for _ in range(v.ndim))
-        self.whole.update(found.find((v, i)) for v in given for i in range(v.ndim))
+        self.whole.update(found.find((v, i)) for v in found.program.inputs for i in range(v.ndim))
         for step in found.steps:
             if step.made_by is Pass.FORWARD:
                 self._note(step)

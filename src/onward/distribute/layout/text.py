@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,12 +15,13 @@ from onward.core.show import human_bytes
 _SHOWN = 12
 _AXES = ("data", "fsdp", "tensor", "stages")
 _ASSUMED = """\
-assumed: arithmetic at the published peak of {name} ({source}),
-  each array that XLA keeps read and written once at {bandwidth} a second; sums of tensor parallelism are waited
-  for, all else is sent while devices compute; {near} a second to the {node} devices of a node ({near_us:.1f} us),
-  {far} to others ({far_us:.1f} us); tensor is the innermost axis, then fsdp, data, stages; stages by 1F1B; FSDP
-  gathers each layer twice and scatters its gradient once for each micro-batch. So the seconds are the least that
-  can be hoped for: they rank layouts, and are no promise."""
+assumed of {name} ({source}):
+  products at the published peak; each array that XLA keeps is read and written at {bandwidth} a second;
+  {near} a second to the {node} devices of a node ({near_us:.1f} us), {far} to others ({far_us:.1f} us).
+  tensor is the innermost axis, then fsdp, data, stages. Sums of tensor parallelism are waited for; all else
+  is sent while devices compute. FSDP gathers each layer twice, and scatters its gradient, for each
+  micro-batch; data sums gradients once. Stages run by 1F1B. Products seldom reach the peak, and kernels such
+  as flash attention move less: the seconds rank layouts, and are no promise."""
 
 
 def table(layouts: Any) -> str:
@@ -30,7 +31,9 @@ def table(layouts: Any) -> str:
         f"{len(layouts)} of {layouts.tried} layouts of {layouts.program} on {layouts.devices} devices fit "
         f"({layouts.device.name}, {memory}), the fastest first"
     )
-    rows = [("", *_AXES, "micro-batches", "recompute", "keeps", "sends", "bubble", "seconds", "limited by")]
+    rows: list[tuple[str, ...]] = [
+        ("", *_AXES, "micro-batches", "recompute", "keeps", "sends", "bubble", "seconds", "limited by")
+    ]
     for number, one in enumerate(layouts[:_SHOWN]):
         rows.append((str(number), *_words(one)))
     shown = columns(rows, right=[0, 1, 2, 3, 4, 5, 7, 8, 9, 10])
@@ -120,7 +123,7 @@ def _all_rows(one: Any) -> dict[str, str]:
 
 def code(one: Any) -> str:
     """The calls that lay a Program out so."""
-    c, lines = one.choice, []
+    c, lines = one.choice, list(_not_yet(one))
     if one.budget is not None:
         lines.append(f"program = ow.recompute(program, {one.budget:.2g})")
     if c.micro_batches > 1 and c.stages == 1:
@@ -137,6 +140,15 @@ def code(one: Any) -> str:
             'schedule="1f1b")'
         )
     return "\n".join(lines) or "# as it is, on one device"
+
+
+def _not_yet(one: Any) -> Iterator[str]:
+    """Remarks on what of a layout with stages ``pipeline`` does not do."""
+    each = one.choice.copies * one.choice.tensor
+    if one.choice.stages > 1 and each > 1:
+        yield f"# Foretold, and not yet made: pipeline gives each stage one device, here it would be {each}."
+    if one.choice.stages > 1 and one.in_loop:
+        yield "# pipeline cuts between ops: write the layers one by one, not as a loop."
 
 
 def _spec(spec: PartitionSpec) -> str:

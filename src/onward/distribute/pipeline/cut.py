@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from onward.core.check import check
 from onward.core.columns import columns
 from onward.core.cost import cost, size
 from onward.core.errors import GraphError
@@ -91,33 +92,50 @@ class Pipeline:
         made = [v for (of, _), part in self.parts.items() if of == stage for v in part.outputs]
         return sum(size(v) * len({s for s, _ in self.readers.get(v, ())} - {stage}) for v in made)
 
+    def _first(self, stage: int) -> Op:
+        """The first op of a stage that reads what came before: the batch, or what stages before it send."""
+        part = self.parts[stage, F]
+        keys = {*self.ahead.outputs}
+        return next(
+            (op for op in part.ops if not {*part.inputs}.isdisjoint({*op.inputs} - keys)), part.ops[0]
+        )
+
     def __str__(self) -> str:
-        own = [[v for v in self.accumulated.state if self.homes[v] == s] for s in range(self.schedule.stages)]
-        rows = [("stage", "parameters", "other state", "operations", "holds", "of", "sends", "begins with")]
-        for stage, variables in enumerate(own):
-            parameters = sum(size(v) for v in variables if v.kind is Kind.PARAMETER)
-            work = sum(cost(part).flops for (of, _), part in self.parts.items() if of == stage)
-            first = self.parts[stage, F].ops[0]
-            rows.append(
-                (
-                    str(stage),
-                    human_bytes(parameters),
-                    human_bytes(sum(map(size, variables)) - parameters),
-                    f"{work:,}",
-                    str(self.schedule.held[stage]),
-                    human_bytes(self.kept(stage)),
-                    human_bytes(self.sent(stage)),
-                    f"{first.outputs[0].name}{first.at}",
-                )
-            )
-        shared = [
-            f"{name} lies in stage {self.homes[self.accumulated[name]]}, which sends it to "
-            f"{' and '.join(map(str, stages))} at each step"
-            for name, stages in self.borrowed.items()
-        ]
-        table = columns(rows, right=[1, 2, 3, 4, 5, 6])
-        note = "operations, what is held and what is sent are those of one micro-batch"
-        return "\n".join([f"Pipeline of {self.program.name}", table, note, *shared, "", str(self.schedule)])
+        head = ("stage", "parameters", "other state", "work", "holds", "of", "sends", "begins with")
+        table = columns([head, *map(self._row, range(self.schedule.stages))], right=[1, 2, 3, 4, 5, 6])
+        return "\n".join([f"Pipeline of {self.program.name}", table, *self._notes, "", str(self.schedule)])
+
+    def _row(self, stage: int) -> tuple[str, ...]:
+        own = [v for v in self.accumulated.state if self.homes[v] == stage]
+        parameters = sum(size(v) for v in own if v.kind is Kind.PARAMETER)
+        work = sum(cost(part).flops for (of, _), part in self.parts.items() if of == stage)
+        first = self._first(stage)
+        return (
+            str(stage),
+            human_bytes(parameters),
+            human_bytes(sum(map(size, own)) - parameters),
+            f"{100 * work / max(sum(cost(part).flops for part in self.parts.values()), 1):.0f} %",
+            str(self.schedule.held[stage]),
+            human_bytes(self.kept(stage)),
+            human_bytes(self.sent(stage)),
+            f"{first.outputs[0].name}{first.at}",
+        )
+
+    @property
+    def _notes(self) -> list[str]:
+        notes = ["what is held and sent is that of one micro-batch; work is counted in operations"]
+        for name, stages in self.borrowed.items():
+            home, others = self.homes[self.accumulated[name]], " and ".join(map(str, stages))
+            notes.append(f"{name} lies in stage {home}, which sends it to {others} at each step")
+        whole = [str(s) for s, works in enumerate(self._late) if works == {B}]
+        if self.schedule.splits_backward and whole:
+            notes.append(f"W of stage {' and '.join(whole)} is done in B: one loop computes both gradients")
+        return notes
+
+    @property
+    def _late(self) -> list[set[StageWork]]:
+        """For each stage the works that have ops after the forward pass."""
+        return [{w for w in (B, W) if (s, w) in self.parts} for s in range(self.schedule.stages)]
 
 
 def cut(program: Program, accumulated: Program, schedule: PipelineSchedule, at: Sequence[str]) -> Pipeline:
@@ -131,37 +149,41 @@ def cut(program: Program, accumulated: Program, schedule: PipelineSchedule, at: 
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = _ahead(program, loop)
-    inside = stages_of(turn, frozenset(ahead), schedule.stages, at)
-    groups = _groups(turn, inside, schedule)
+    groups = _groups(turn, stages_of(turn, frozenset(ahead), schedule.stages, at), schedule)
     makers = {v: place for place, ops in groups.items() for o in ops for v in o.outputs}
-    results = {v: makers.get(v, (0, F)) for v in turn.outputs}
-    threaded = [old for old, *_ in loop.threaded]
-    parts = parts_of(turn, groups, results, threaded)
-    read = {v for part in parts.values() for v in part.inputs}
-    told = {v for o in ahead for v in o.outputs} | set(threaded)
-    wanted = tuple(dict.fromkeys((*(new for _, new, _ in loop.threaded), *(v for v in told if v in read))))
-    given = {r.whole: results[r.part][0] for r in (*loop.sums, *loop.joined)}
+    makers = {v: makers.get(v, (0, F)) for v in turn.outputs}
+    parts = parts_of(turn, groups, makers, [old for old, *_ in loop.threaded])
+    given = {r.whole: makers[r.part][0] for r in (*loop.sums, *loop.joined)}
     given |= {new: 0 for *_, new in loop.threaded}
-    first: dict[str, int] = {}
-    for (stage, _), part in parts.items():
-        first.update((v.name, min(stage, first.get(v.name, stage))) for v in part.state)
-    placing = UpdatePlacing(accumulated, [o for o in accumulated.ops if o is not op], given, first)
-    return Pipeline(
-        program,
-        accumulated,
-        loop,
-        schedule,
+    rest = [o for o in accumulated.ops if o is not op]
+    placing = UpdatePlacing(accumulated, rest, given, _first_readers(parts))
+    updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop))
+    before = _before(program, loop, ahead, parts)
+    return Pipeline(program, accumulated, loop, schedule, before, parts, updates, placing.homes)
+
+
+def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Place, Program]) -> Program:
+    """The Program of what micro-batches hand on: its outputs are what the stages read of that."""
+    read = {v for part in parts.values() for v in part.inputs}
+    olds = tuple(old for old, *_ in loop.threaded)
+    return check(
         Program(
             f"{program.name}_ahead",
-            state=tuple(threaded),
-            constants=turn.constants,
+            state=olds,
+            constants=loop.turn.constants,
             ops=tuple(ahead),
-            outputs=wanted,
-        ),
-        parts,
-        parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop)),
-        placing.homes,
+            outputs=tuple(v for v in (*olds, *(v for o in ahead for v in o.outputs)) if v in read),
+            next_state={old: new for old, new, _ in loop.threaded},
+        )
     )
+
+
+def _first_readers(parts: Mapping[Place, Program]) -> dict[str, int]:
+    """For what the stages read of the state, by name, the first that does."""
+    found: dict[str, int] = {}
+    for (stage, _), part in parts.items():
+        found.update((v.name, min(stage, found.get(v.name, stage))) for v in part.state)
+    return found
 
 
 def _groups(turn: Program, inside: Stages, schedule: PipelineSchedule) -> dict[Place, list[Op]]:

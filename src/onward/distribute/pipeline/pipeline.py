@@ -21,13 +21,17 @@ from onward.develop.accumulation.accumulate import accumulate
 from onward.distribute.pipeline.cut import Pipeline, cut
 from onward.distribute.pipeline.schedule import schedule_of
 
-_INSTEAD = {
+_REFUSED = {
     Phase.ROLL: "folds layers into a loop, which cannot be cut. Leave it out",
     Phase.KEEP: "folds layers into a loop, which cannot be cut. Leave it out",
-    Phase.LOOK: "looks at values that stages compute apart. Leave it out",
+    Phase.LOOK: "looks at values of a whole step, which stages compute apart. Leave it out",
     Phase.DEVICES: "lays it out over devices already. Leave it out: each stage has a device of its own",
     Phase.MICRO_BATCHES: "takes its batch in parts already. Leave it out, and say micro_batches=",
     Phase.STEP: "decides about a step as a whole, of which each stage sees a part. Leave it out",
+}
+_BY_NAME = {
+    "adjust_scale": "scales the loss of float16, and leaves out steps as a whole. Take bfloat16",
+    "partitioned": "splits its arrays over a mesh already. Leave partition out",
 }
 
 
@@ -87,7 +91,7 @@ def pipeline(
         >>> program = ow.SGD(0.1).minimize(loss, params, jnp.ones((8, 3)))
         >>> cut = ow.pipeline(program, stages=2, micro_batches=4)
         >>> [op.type for op in cut.parts[0, "F"].ops], [v.name for v in cut.parts[1, "F"].state]
-        (['dot_general', 'tanh'], ['params/w2'])
+        (['dot_general', 'tanh'], ['w2'])
         >>> print(cut.schedule)
         1f1b: 2 stages, 4 micro-batches, idle 20 %
                  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15  holds  idle
@@ -116,9 +120,9 @@ def _scopes(at: Iterable[str]) -> Sequence[str]:
 def _expect_fit(program: Program, recipe: Recipe) -> None:
     """Raise ``GraphError`` for what no pipeline can be made of."""
     for step in recipe.steps:
-        if step.phase in _INSTEAD:
-            name = step.function.__name__.strip("_")
-            raise GraphError(f"pipeline: {name} of {program.name!r} {_INSTEAD[step.phase]}.")
+        name = step.function.__name__.strip("_")
+        if (why := _BY_NAME.get(name, _REFUSED.get(step.phase))) is not None:
+            raise GraphError(f"pipeline: {name} of {program.name!r} {why}.")
     updated = {p for p, _ in program.gradients} & program.next_state.keys()
     if not updated or not any(op.made_by is Pass.UPDATE for op in program.ops):
         raise GraphError(

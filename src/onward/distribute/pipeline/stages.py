@@ -171,8 +171,11 @@ class _ForwardLine:
             now, chosen = np.full(count + 1, np.inf), np.zeros(count + 1, int)
             for end in range(1, count + 1):
                 if first[end] < behind[end]:
-                    begin = int(first[end] + np.argmin(sent[first[end] : behind[end]]))
-                    now[end], chosen[end] = sent[begin] + self.sent[end], begin
+                    window = slice(first[end], behind[end])
+                    share = (self.costs[end] - self.costs[window]) / self.costs[-1]
+                    totals = sent[window] + share**2 / 2  # of cuts that send as much, the evenest
+                    begin = int(first[end] + np.argmin(totals))
+                    now[end], chosen[end] = np.min(totals) + self.sent[end], begin
             sent = now
             choices.append(chosen)
         if not np.isfinite(sent[-1]):

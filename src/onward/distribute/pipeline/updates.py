@@ -107,13 +107,12 @@ class UpdatePlacing:
             else:
                 body = body_of(lambda x: [x], inner.aval)
                 copies.append(Op("copy", (ends.get(inner, inner),), (outer,), body))
-        told = {"made_by": op.made_by, "scope": op.scope, "source": op.source, "update": op.update}
 
         def mapped(variables: Sequence[Variable]) -> tuple[Variable, ...]:
             return tuple(ends.get(v, v) for v in variables)
 
         return [
-            replace(o, inputs=mapped(o.inputs), outputs=mapped(o.outputs), **told)
+            replace(op, type=o.type, inputs=mapped(o.inputs), outputs=mapped(o.outputs), body=o.body)
             for o in (*read.ops, *copies)
         ]
 

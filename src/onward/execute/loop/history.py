@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.pointing import Pointing
 from onward.core.structure import describe
 from onward.execute.loop.watch_history import WatchHistory
 
@@ -33,7 +34,7 @@ WAITING = (
 NAN = float("nan")
 
 
-class History(Mapping[str, np.ndarray]):
+class History(Mapping[str, np.ndarray], Pointing):
     """Metrics by name, each an array of one float64 a record, NaN where a record lacks that metric.
 
     ``"step"`` and ``"epoch"`` are names like the others, and come first. Reading waits for the device.
@@ -116,7 +117,7 @@ class History(Mapping[str, np.ndarray]):
             UnknownNameError: no record has it.
         """
         if name not in self._columns:
-            raise UnknownNameError(f"The history has no {name!r}. {nearest(name, self._columns)}")
+            raise UnknownNameError(f"The history has no {name!r}. {nearest(str(name), self._columns)}")
         with self._lock:
             self._fetch(len(self._waiting))
             return np.array(self._columns[name])

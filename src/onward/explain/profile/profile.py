@@ -89,7 +89,7 @@ class Profile:
         rule = "─" * max(map(len, table))
         end = 1 + len(self.rows)
         head = f"{1e3 * self.seconds:.3f} ms a step by the clock (median of {self.steps})"
-        return "\n".join([head, "", table[0], rule, *table[1:end], rule, *table[end:], _NOTE])
+        return "\n".join([head, "", table[0], rule, *table[1:end], rule, *table[end:], "", _NOTE])
 
     __repr__ = __str__
 

@@ -1,0 +1,49 @@
+"""What was traced, to be found again: a function is traced once for each length, a rule once for a recipe."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+from onward.core.jaxprs.tracing import settings_now
+
+
+class Traces:
+    """What was made by tracing, and asked for last. In another process it begins empty.
+
+    Args:
+        most: how much is kept; a chain of transforms asks for a function at some lengths of the batch.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._known: OrderedDict[Any, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def found(self, key: tuple[Any, ...], trace: Callable[[], Any]) -> Any:
+        """What is known by this key, and under JAX's settings of now; else it is traced."""
+        try:
+            with self._lock:
+                known = self._known.get((*key, settings_now()))
+        except TypeError:  # data that cannot be compared
+            return trace()
+        known = trace() if known is None else known
+        self.keep(key, known)
+        return known
+
+    def keep(self, key: tuple[Any, ...], made: Any) -> None:
+        """Let this be found by the key; what nobody asked for longest is let go."""
+        now = (*key, settings_now())
+        try:
+            with self._lock:
+                self._known[now] = made
+                self._known.move_to_end(now)
+                while len(self._known) > self._most:
+                    self._known.popitem(last=False)
+        except TypeError:
+            return
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Traces, (self._most,)
