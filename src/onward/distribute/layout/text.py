@@ -21,7 +21,7 @@ assumed of {name} ({source}):
   tensor is the innermost axis, then fsdp, data, stages. Sums of tensor parallelism are waited for; all else
   is sent while devices compute. FSDP gathers each layer twice, and scatters its gradient, for each
   micro-batch; data sums gradients once. Stages run by 1F1B. Products seldom reach the peak, and kernels such
-  as flash attention move less: the seconds rank layouts, and are no promise."""
+  as flash attention move less: the seconds rank layouts and promise nothing."""
 
 
 def table(layouts: Any) -> str:

@@ -86,7 +86,7 @@ class _ForwardLine:
         self.sent = self._sent()
 
     def _parameters_read(self, forward: Sequence[Op]) -> Mapping[Op, frozenset[Variable]]:
-        """The parameters that each op reads, be it by way of ops that depend on no data."""
+        """The parameters that each op reads, also through ops that depend on no data."""
         behind: dict[Variable, frozenset[Variable]] = {
             v: frozenset([v]) for v in self.turn.state if v.kind is Kind.PARAMETER
         }
