@@ -181,7 +181,7 @@ class Account:
         return {kind: curve.cumsum(1)[:, : len(lives.steps)] for kind, curve in curves.items()}
 
     def _is_written(self, array: Array, lives: Lifetimes) -> bool:
-        """Whether an array is made: something reads it, and it is not a stack of parameters that is stored so."""
+        """Whether an array is made: something reads it, and it is not a stored stack of parameters."""
         made = self.program.ops[lives.steps[array.begin].op]
         return made.type not in _STACKS and not self.found.read.isdisjoint(array.variables)
 
