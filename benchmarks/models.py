@@ -146,8 +146,7 @@ def transformer(
 
     def loss(params: Params, words: Array, following: Array) -> Array:
         x = params["words"][words] + params["places"]
-        for layer in params["layers"]:
-            x = one(layer, x)
+        x = _through(one, x, params["layers"])
         return cross_entropy(dense(params["last"], normalized(params["norm"], x)), following)
 
     rng = np.random.default_rng(0)
@@ -166,6 +165,16 @@ def transformer(
     }
     text = _whole_numbers(rng, (batch, seq + 1), words)
     return Model(loss, params, (text[:, :-1], text[:, 1:] % _WORDS))
+
+
+def _through(block: Callable[[Params, Array], Array], x: Array, layers: Params) -> Array:
+    """Behind all layers: a list of them, unrolled; or a scan over one of them whose arrays are stacked."""
+    if isinstance(layers, list):
+        for layer in layers:
+            x = block(layer, x)
+        return x
+    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, layers)
+    return x
 
 
 def lstm(hidden: int = 128, features: int = 32, seq: int = 64, batch: int = 32) -> Model:
@@ -207,9 +216,7 @@ def residual_mlp(layers: int = 100, width: int = 32, batch: int = 32, checkpoint
     one = jax.checkpoint(block) if checkpoint else block
 
     def loss(params: Params, x: Array, labels: Array) -> Array:
-        for layer in params["layers"]:
-            x = one(layer, x)
-        return cross_entropy(dense(params["last"], x), labels)
+        return cross_entropy(dense(params["last"], _through(one, x, params["layers"])), labels)
 
     rng = np.random.default_rng(0)
     params = {

@@ -36,6 +36,7 @@ CASES = {
     "derive_time": ["derive, 3 layers", "and lower, 3 layers", "roll and lower, 3 layers"],
     "first_step_time": ["24-layer transformer, first step"],
     "options_time": ["MLP, Adam"],
+    "partition_time": ["residual MLP, 2 layers, 8 devices"],
     "recompute_time": ["100-layer MLP"],
     "step_time": ["MLP, Adam", "CNN, Momentum"],
     "update_time": [

@@ -107,6 +107,8 @@ POINTERS = {
     "adam": "It is ow.Adam.",
     "crossentropy": "It is ow.layer.cross_entropy.",
     "minimize": "It is ow.Optimizer.minimize.",
+    "freeze": "Write ow.Adam(1e-3, groups=[ow.Group('embed/*', frozen=True)]).",
+    "load_checkpoint": "It is ow.Checkpoints.",
     "replicated": "The nearest names are ow.replicate.",
     "zzz": "dir(ow) lists the names that there are.",
 }
@@ -142,7 +144,8 @@ def test_a_name_that_a_module_does_not_have_says_where_it_is(path, pointer):
 
 def test_what_other_libraries_call_it_is_there():
     assert [p for p in vocabulary.PATHS.values() if attrgetter(p)(ow) is None] == []
-    told = [*vocabulary.SENTENCES.values(), *(s for m in vocabulary.METHODS.values() for s in m.values())]
+    told = [*vocabulary.SENTENCES.values(), *vocabulary.HYPERPARAMETERS.values()]
+    told += [sentence for words in vocabulary.METHODS.values() for sentence in words.values()]
     paths = {path for sentence in told for path in re.findall(r"\bow\.([A-Za-z_.]*\w)", sentence)}
     assert len(paths) > 15
     assert [p for p in paths if attrgetter(p)(ow) is None] == []
@@ -157,7 +160,7 @@ def test_a_word_of_another_library_is_said_once_and_is_no_name_of_ours():
 
 
 def test_an_attribute_of_another_library_says_what_to_write():
-    owners = (ow.Trainer, ow.Model, ow.Evaluator, ow.Step, ow.State, ow.Program, ow.Out)
+    owners = (ow.Trainer, ow.Model, ow.Evaluator, ow.Step, ow.State, ow.Program, ow.History, ow.Out)
     assert {owner.__name__ for owner in owners} == set(vocabulary.METHODS)
     for owner in owners:
         there = {vocabulary.plain(word) for word in dir(owner) if not word.startswith("_")}

@@ -105,6 +105,33 @@ CALLS = {
         ow.ArgumentError,
         ["traced already"],
     ),
+    "data by name": (
+        lambda: ow.SGD(0.1).minimize(loss, PARAMS, x=X, y=Y),
+        ow.ArgumentError,
+        ["minimize has no argument 'x'", "by place: minimize(loss, params, x, y)"],
+    ),
+    "an argument of Keras": (
+        lambda: ow.Trainer.train(None, (), validation_data=()),
+        ow.ArgumentError,
+        ["Trainer.train has no argument 'validation_data'. Here it is 'test'."],
+    ),
+    "a size of Keras": (lambda: ow.layer.fc(X, units=3), ow.ArgumentError, ["Here it is 'size'."]),
+    "steps of optax": (
+        lambda: ow.schedule.cosine(0.1, decay_steps=3),
+        ow.HyperparameterError,
+        ["cosine has no argument 'decay_steps'. Here it is 'steps'."],
+    ),
+    "a column of a history": (lambda: ow.History().loss, AttributeError, ['Write history["loss"]']),
+    "parameters for an optimizer": (
+        lambda: ow.Adam(PARAMS, 0.1),
+        ow.HyperparameterError,
+        ["learning_rate is a dict of 2.", "Parameters go to minimize(loss, params, *data)"],
+    ),
+    "a Model of a pure function": (
+        lambda: ow.Model(loss, PARAMS),
+        ow.ArgumentError,
+        ["Model(trace(function, params, x), params)"],
+    ),
     "no floats": (
         lambda: ow.SGD(0.1).minimize(lambda n: n * 1.0, jnp.int32(3)),
         ow.LossError,
@@ -249,6 +276,30 @@ def test_wrong_data_at_a_step(step, data, words):
     for word in words:
         assert word in str(raised.value)
     step(state, X, Y)  # nothing is lost: the state is as usable as before
+
+
+def test_a_step_in_place_of_a_program_and_data_in_place_of_a_count(step):
+    wrong = {
+        "summary was given a Step; expected a Program. Give the one": lambda: ow.summary(step),
+        "given a dict of 2; expected a Program. Make one": lambda: ow.summary(PARAMS),
+        "profile: steps is an array of shape (8, 1)": lambda: ow.profile(step, step.init(PARAMS), X, Y),
+        "loss begins with parameters of yours: step.init(params)": step.init,
+    }
+    for words, call in wrong.items():
+        with pytest.raises(ow.ArgumentError, match=re.escape(words)):
+            call()
+
+
+def test_an_auxiliary_output_is_asked_for_by_its_name():
+    def with_aux(w, x):
+        return jnp.sum(w * x), {"most": jnp.max(x)}
+
+    step = ow.compile(ow.SGD(0.1).minimize(with_aux, X, X, has_aux=True))
+    _, out = step(step.init(X), X)
+    with pytest.raises(ow.UnknownNameError, match=r"out\.aux\['most'\]"):
+        out["most"]
+    with pytest.raises(ow.UnknownNameError, match="The step does not return 'least'"):
+        out["least"]
 
 
 def test_params_in_place_of_the_state(step):

@@ -73,7 +73,8 @@ TOPICS = {
     "derive-schedules": Topic("Schedules", ("derive.schedules",)),
     "develop-transforms": Topic("Transforms", ("derive.for_", "develop.")),
     "distribute-replicate": Topic(
-        "Many devices", ("distribute.replicate", "distribute.partition", "distribute.plan")
+        "Many devices",
+        ("distribute.replicate", "distribute.partition", "distribute.plan", "distribute.layout"),
     ),
     "distribute-merge": Topic(
         "Merge strategies",
@@ -85,6 +86,7 @@ TOPICS = {
             "distribute.local",
         ),
     ),
+    "distribute-pipeline": Topic("Pipelines", ("distribute.pipeline", "execute.pipelined")),
     "distribute-split": Topic("Parameter servers", ("distribute.split",)),
     "execute-compile": Topic(
         "Compile and step",

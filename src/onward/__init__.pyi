@@ -91,10 +91,12 @@ from onward.develop.rewrite.rewrite import rewrite as rewrite
 from onward.develop.roll.roll import roll as roll
 from onward.develop.watch.watch import watch as watch
 from onward.distribute import merges as _merges
+from onward.distribute.layout.search import layout as layout
 from onward.distribute.merge import Average as Average
 from onward.distribute.merge import Merge as Merge
 from onward.distribute.merge import Sum as Sum
 from onward.distribute.partition import partition as partition
+from onward.distribute.pipeline.pipeline import pipeline as pipeline
 from onward.distribute.plan import plan as plan
 from onward.distribute.replicate import replicate as replicate
 from onward.distribute.sharded import Sharded as Sharded

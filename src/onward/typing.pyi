@@ -8,6 +8,12 @@ from onward.derive.update.loss import Loss as Loss
 from onward.derive.update.plan import UpdatePlan as UpdatePlan
 from onward.develop.watch.statistics import Histogram as Histogram
 from onward.develop.watch.statistics import Statistic as Statistic
+from onward.distribute.layout.accelerators import Accelerator as Accelerator
+from onward.distribute.layout.accelerators import Interconnect as Interconnect
+from onward.distribute.layout.layouts import DeviceLayout as DeviceLayout
+from onward.distribute.layout.layouts import DeviceLayouts as DeviceLayouts
+from onward.distribute.pipeline.cut import Pipeline as Pipeline
+from onward.distribute.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from onward.distribute.plan import Plan as Plan
 from onward.distribute.split.cut import Split as Split
 from onward.distribute.split.shards import Shard as Shard
@@ -18,6 +24,7 @@ from onward.execute.loop.watch_history import WatchHistory as WatchHistory
 from onward.execute.nonfinite.finding import NonFinite as NonFinite
 from onward.execute.options import OptionSet as OptionSet
 from onward.execute.outs import Outs as Outs
+from onward.execute.pipelined import PipelineStep as PipelineStep
 from onward.execute.restore import Restored as Restored
 from onward.execute.storage.storage import Storage as Storage
 from onward.execute.trials.tune import Trials as Trials

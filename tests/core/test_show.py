@@ -75,6 +75,8 @@ def test_literals_and_attributes_are_shown():
     text = str(ow.trace(lambda w: jnp.sum(jnp.maximum(w, 0.5)), jnp.ones(3)))
     assert "max = max(w, 0.5)" in text
     assert "reduce_sum(max, axes=(0,))" in text
+    half = str(ow.mixed_precision(program(1, ow.SGD(0.1))))  # of a cast JAX tells how it lies on no mesh
+    assert "cast_grad(grad(bfloat16(params/0)), new_dtype=float32)" in half
 
 
 def test_types_are_short_and_repeated_ones_counted():

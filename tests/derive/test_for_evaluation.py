@@ -117,6 +117,8 @@ def test_averages_are_those_of_a_program_and_its_state(averaged):
         ow.averaged(program, state.parameters)
     with pytest.raises(ow.ArgumentError, match="expected a Program"):
         ow.averaged(state, program)
+    with pytest.raises(ow.ArgumentError, match="trains nothing, so it tells of no averages"):
+        ow.averaged(ow.for_test(program), state)
 
 
 def test_its_own_beginning_are_the_parameters(averaged):

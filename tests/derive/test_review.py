@@ -265,6 +265,11 @@ def test_a_function_in_place_of_a_program_is_named(name):
 OTHER_WORDS = {
     "lr": (lambda: ow.Adam(lr=0.1), "Adam has no hyperparameter 'lr'. Here it is 'learning_rate'."),
     "eps": (lambda: ow.RMSProp(eps=0.1), "Here it is 'epsilon'."),
+    "of another optimizer": (
+        lambda: ow.Adam(weight_decay=0.1),
+        "Write ow.AdamW(1e-3, weight_decay=0.01), or",
+    ),
+    "of Keras": (lambda: ow.Adam(global_clipnorm=1.0), "Write rules=[ow.ClipByGlobalNorm(1.0)]."),
     "misspelt": (lambda: ow.Adam(beta3=0.1), "The nearest names are 'beta1', 'beta2'."),
     "no field": (lambda: ow.Adam(below_one=("beta1",)), "Adam has no hyperparameter 'below_one'."),
     "too many": (lambda: ow.ClipByValue(1.0, -1.0), "ClipByValue was given 2 values; it has max_value, in"),

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import onward as ow
 from onward.core.meshes import specs_of
 from onward.core.program import Program
+from onward.execute.memory.held import MemoryShare
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, 16)).astype("float32")
@@ -122,6 +123,23 @@ def test_repeated_layers_are_one_loop_over_split_stacks(program: Program, alone:
     assert {c.times for c in gathered} == {4}
 
 
+def test_fsdp_gathers_parameters_layer_by_layer_and_never_the_batch() -> None:
+    def wide(params: Any, x: Any) -> Any:
+        for up, down in params:
+            x = x + jnp.tanh(x @ up) @ down
+        return jnp.mean(x**2)
+
+    pair = np.ones((16, 64), "float32"), np.ones((64, 16), "float32")
+    program = ow.roll(ow.SGD(1e-2).minimize(wide, [pair] * 6, X))
+    split = ow.partition(program, {"data": 4}, {"*": "data"})
+    found = ow.collectives(split).expect("all-gather", "all-reduce")
+    gathered = [(v.type, c.times) for c in found if c.kind == "all-gather" for v in c.values]
+    assert sorted(gathered) == [("f32[16,64]", 6)] * 2 + [("f32[64,16]", 6)] * 2  # forward and backward
+    layer = 2 * pair[0].nbytes
+    gradients = 6 * layer / 4
+    assert ow.memory(split).each_device[MemoryShare.TEMPORARIES] < gradients + 3 * layer < 6 * layer
+
+
 @pytest.mark.parametrize(
     "then",
     [
@@ -209,7 +227,18 @@ def test_the_plan_says_what_each_device_keeps(tensor: Program, step: Any) -> Non
     fed = X.nbytes // 2
     assert plan.kept == fed + sum(x.addressable_shards[0].data.nbytes for x in state.buffers)
     assert plan.whole == X.nbytes + sum(x.nbytes for x in state.buffers)
-    assert "not of their parts on data 2 x model 4" in str(ow.memory(tensor))
+
+
+def test_the_memory_of_each_device_is_its_parts_and_what_is_compiled(tensor: Program, step: Any) -> None:
+    memory = ow.memory(tensor)
+    state = step.init(PARAMS)
+    compiled = step.executable(state, X).memory
+    found = dict(memory.each_device)
+    assert found.pop("temporaries") == compiled.temp_size_in_bytes > 0
+    assert found.pop("results") == compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+    assert sum(found.values()) == compiled.argument_size_in_bytes == ow.plan(tensor).kept
+    assert str(memory).startswith("Each device of data 2 x model 4 takes ")
+    assert "in whole arrays" in str(memory)
 
 
 def test_collectives_that_were_not_foretold_are_refused(tensor: Program) -> None:
@@ -238,6 +267,9 @@ def test_wrong_arguments(program: Program, tensor: Program, tmp_path: Any) -> No
         (split(MESH, {"w0": P("data", "data")}), ow.ArgumentError, "two dimensions over one axis"),
         (split(MESH, {"w0": P(None, None, "data")}), ow.ArgumentError, "with 2 dimensions, and"),
         (split(MESH, {"w0": 3}), ow.ArgumentError, "expected a PartitionSpec, the name of an axis"),
+        (split(MESH, {"w0": P(P.UNCONSTRAINED)}), ow.ArgumentError, "expected axes of the mesh by name"),
+        (split(MESH, {"w0": P(1)}), ow.ArgumentError, "splits a dimension by 1; expected axes"),
+        (split(MESH, [("w0", "data")]), ow.ArgumentError, "where is a list of 1; expected a dict"),
         (split(MESH, {}, batch="rows"), ow.ArgumentError, "'x' is to be split over 'rows'"),
         (lambda: ow.partition(tensor, MESH, {}), ow.GraphError, "partitioned already"),
         (lambda: ow.partition(ow.replicate(program, 2), MESH, {}), ow.GraphError, "replicated already"),

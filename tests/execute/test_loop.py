@@ -56,12 +56,21 @@ def test_every_step_of_a_run_is_noted(step):
     assert loop.state is state
 
 
-def test_a_callback_ends_the_block_and_an_error_leaves_it():
+def test_a_callback_ends_the_block_and_an_error_leaves_it(step):
     with ow.Loop([ow.EarlyStop("loss", patience=1)]) as loop:
         for _ in range(5):
             loop.step(loss=1.0)
             loop.epoch(loss=1.0)
     assert (loop.steps, loop.stopped) == (2, "loss has not improved on 1 in 1 epoch")
+
+    def third(event):
+        if event.step == 3:
+            raise ow.StopTraining("three")
+
+    with ow.Loop([third]) as loop:
+        state, outs = step.run(step.init(jnp.ones(2)), [jnp.ones(2)] * 5)
+        loop.step(outs, state)
+    assert (loop.steps, loop.stopped, len(loop.history["loss"])) == (5, "three", 5)
 
     def fails_at_the_end(event):
         if event.kind is ow.typing.EventKind.END:
@@ -81,6 +90,64 @@ def test_a_callback_ends_the_block_and_an_error_leaves_it():
         pass
     with pytest.raises(ow.ArgumentError, match="3 is not a function of an Event"):
         ow.Loop([3])
+
+
+def test_wrong_steps_and_metrics_are_refused_where_they_are_given(step):
+    state, out = step(step.init(jnp.ones(2)), jnp.ones(2))
+    loop = ow.Loop()
+    loop.step(out)
+    wrong = [
+        (lambda: ow.Loop(ow.Live()), "callbacks is a Live; expected a list"),
+        (lambda: loop.step(0.5), r"is 0.5; expected what the step returned .* loop.step\(loss=0.5\)"),
+        (lambda: loop.step((state, out)), "the first argument is"),
+        (lambda: loop.step(step=3), "no metric is named 'step'"),
+        (lambda: loop.test(epoch=3), "no metric is named 'epoch'"),
+        (
+            lambda: loop.test(accuracy=np.ones(3)),
+            r"'accuracy' is an array of shape \(3,\); expected one number",
+        ),
+    ]
+    for call, words in wrong:
+        with pytest.raises(ow.ArgumentError, match=words):
+            call()
+    assert loop.history["step"][0] == 1
+
+
+def test_a_test_before_the_first_step_is_at_step_0():
+    with ow.Loop() as loop:
+        loop.test(accuracy=0.1)
+        loop.step(loss=1.0)
+    assert loop.history.of("accuracy")[0].tolist() == [0.0]
+
+
+def test_all_callbacks_hear_of_the_end_and_one_that_ends_it_at_the_beginning_ends_it():
+    kinds = []
+
+    def ends(event):
+        if event.kind is not ow.typing.EventKind.STEP:
+            raise ow.StopTraining(str(event.kind))
+
+    with ow.Loop([ends, lambda event: kinds.append(str(event.kind))]) as loop:
+        loop.step(loss=1.0)
+        kinds.append("not reached")
+    assert (loop.stopped, loop.steps, kinds) == ("begin", 0, ["end"])
+
+
+def test_rows_that_a_tracker_did_not_take_wait(step):
+    rows, is_down = [], [True]
+
+    def write(found, step):
+        if is_down[0] and step == 2:
+            raise ConnectionError
+        rows.append(step)
+
+    with ow.Loop([ow.log_metrics(write, every=3)]) as loop:
+        loop.step(loss=1.0)
+        loop.step(loss=1.0)
+        with pytest.raises(ConnectionError):
+            loop.step(loss=1.0)
+        is_down[0] = False
+    assert rows == [1, 2, 3]
 
 
 def test_trackers_hear_of_every_step_many_at_once(step):

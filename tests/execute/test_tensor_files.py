@@ -130,6 +130,18 @@ def test_numbers_are_rounded_where_that_is_asked_for_and_never_lost(tmp_path):
             ow.load_safetensors(path, {"w": jax.ShapeDtypeStruct((2,), dtype)}, cast=True)
 
 
+def test_whole_numbers_that_a_float_does_not_hold_are_refused(tmp_path):
+    path = tmp_path / "w.safetensors"
+    with jax.enable_x64(True):
+        for number, dtype in ((2**60 + 1, "float64"), (np.int8(127), jnp.float8_e4m3fn)):
+            save_file({"w": np.array([number])}, path)
+            with pytest.raises(ow.CheckpointError, match=r"'w' is u?int\d+\[1\], which it does not hold"):
+                ow.load_safetensors(path, {"w": jnp.zeros(1, dtype)}, cast=True)
+        for number, dtype in ((np.uint8(255), "bfloat16"), (np.int32(2**31 - 1), "float64")):
+            save_file({"w": np.array([number])}, path)
+            assert ow.load_safetensors(path, {"w": jnp.zeros(1, dtype)})["w"].tolist() == [int(number)]
+
+
 def test_the_other_order_of_bytes_and_float64(tmp_path):
     path, numbers = tmp_path / "w.safetensors", np.array([1.0, 1e-3])
     ow.save_safetensors(path, {"big": numbers.astype(">f4"), "w": numbers})
@@ -138,6 +150,8 @@ def test_the_other_order_of_bytes_and_float64(tmp_path):
     like = {"big": jnp.zeros(2), "w": jax.ShapeDtypeStruct((2,), "float64")}
     with pytest.raises(ow.CheckpointError, match=r"'w' is float32\[2\] in the tree; 'w' is float64"):
         ow.load_safetensors(path, like)
+    big = {"big": np.zeros(2, ">f4")}
+    assert ow.load_safetensors(path, big, {"w": None})["big"].tolist() == numbers.astype("float32").tolist()
     with jax.enable_x64(True):
         assert ow.load_safetensors(path, like)["w"].tolist() == numbers.tolist()
 
@@ -146,6 +160,13 @@ def test_many_problems_are_counted(tmp_path):
     save_file({f"a{i}": np.ones(1) for i in range(50)}, tmp_path / "w.safetensors")
     with pytest.raises(ow.CheckpointError, match=r"and 10 more$"):
         ow.load_safetensors(tmp_path, {})
+
+
+def test_metadata_is_text(tmp_path):
+    for metadata in ({"step": 3}, {3: "step"}, "pt"):
+        with pytest.raises(ow.ArgumentError, match="expected texts by name"):
+            ow.save_safetensors(tmp_path / "w.safetensors", {"w": np.ones(1)}, metadata=metadata)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_transposed_shape_is_shown_both_ways(theirs):

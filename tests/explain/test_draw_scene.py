@@ -111,7 +111,16 @@ def test_edges_begin_and_end_at_boxes(name, is_open):
         for key, (x, y) in ((edge.source, edge.points[0]), (edge.target, edge.points[-1])):
             box = boxes[key]
             assert box.x - 1e-6 <= x <= box.right + 1e-6
-            assert box.y - 1e-6 <= y <= box.bottom + 1e-6
+            assert box.y - 1e-6 <= y <= box.bottom + max(box.cards, default=0) + 1e-6
+
+
+def test_an_arrow_up_to_equal_layers_ends_below_their_cards():
+    made = scene("transformer", is_open=False)
+    stacks = {box.key: box for box in made.boxes if box.cards}
+    points = [e.points for e in made.edges if e.target in stacks and e.lane == "backward" and not e.sideways]
+    ends = {box.bottom + 6 for box in stacks.values()}
+    assert points
+    assert all(end in ends and begin > end for (*_, (_, begin), (_, end)) in points)
 
 
 @EVERY

@@ -36,6 +36,7 @@ def test_pictures_and_tables_are_files(tmp_path):
         assert DARK["page"] in dark, name
         assert not [ink for ink in LIGHT.values() if ink in dark + page], name
         assert page.startswith("<!DOCTYPE html>"), name
+        assert ("main { padding" in page) != (name == "draw"), name
 
 
 def test_words_stand_where_the_columns_are():
@@ -53,6 +54,12 @@ def test_a_png_is_drawn_by_resvg(tmp_path):
             ow.save_picture(PROGRAM, tmp_path / "a.png")
         return
     assert ow.draw(PROGRAM).save(tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_new_folder_capital_letters_and_letters_that_xml_has_not(tmp_path):
+    path = ow.save_picture("a\x1b[31m\x00b\udc80 é😀", tmp_path / "new" / "folder" / "A.SVG")
+    (word, *_) = ET.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    assert word.text == "a\ufffd[31m\ufffdb\ufffd é😀"
 
 
 def test_another_ending_is_refused(tmp_path):

@@ -504,6 +504,24 @@ def test_branches_that_train_are_opened(step, parts, trains):
     assert ow.summary(program).total.flops == ow.cost(program).flops
 
 
+def test_branches_that_train_different_parameters_train_all_of_them():
+    def by_turns(params, is_first, x):
+        def half(mine, theirs, swap):
+            def loss(w):
+                a, b = (theirs, w) if swap else (w, theirs)
+                return jnp.mean(jnp.tanh(x * a) * b)
+
+            value, gradient = jax.value_and_grad(loss)(mine)
+            new = mine - 0.1 * gradient
+            return ((theirs, new) if swap else (new, theirs)), value
+
+        a, b = params
+        return jax.lax.cond(is_first, lambda: half(a, b, False), lambda: half(b, a, True))
+
+    program = ow.inspect(by_turns, (jnp.ones(3), jnp.ones(3)), jnp.asarray(True), jnp.ones(3))
+    assert [v.name for v in program.parameters] == ["params/0", "params/1"]
+
+
 def test_a_branch_runs_as_it_did():
     params = layers(4, 8, 1)
     step = ow.compile(ow.inspect(skipped, params, jnp.asarray(False), X, Y))

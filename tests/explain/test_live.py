@@ -78,6 +78,18 @@ def test_what_is_still_computing_is_shown_later():
     assert [line[1][:6] for line in lines(file)[2:]] == ["loss 0", "loss 0", "loss 3"]
 
 
+def test_a_loss_that_is_not_a_number_is_shown_and_what_is_measured_now_and_then_stays():
+    file = io.StringIO()
+    live = ow.Live(every=0, file=file)
+    with ow.Loop([live]) as loop:
+        for loss in (100.0, 1.0, float("nan"), float("-inf"), float("nan")):
+            metrics = {"accuracy": 0.5} if loop.steps == 1 else {}
+            loop.step(loss=loss, **metrics)
+    (*_, last) = lines(file)
+    assert (last[1], last[3]) == ("loss nan █▁", "accuracy 0.5")
+    assert "nan" in LiveChart(live.curves, "").svg
+
+
 def test_it_looks_at_the_clock_first():
     file = io.StringIO()
     with ow.Loop([ow.Live(every=3600, file=file)]) as loop:

@@ -191,6 +191,16 @@ def test_the_history():
     assert history.of("test_loss")[0].tolist() == [3, 6]
 
 
+def test_a_metric_is_not_named_as_what_every_record_counts():
+    def named(w, x):
+        return jnp.mean(x @ w), {"epoch": jnp.sum(x)}
+
+    x = jnp.ones((2, 1))
+    trainer = ow.Trainer(ow.Model(ow.trace(named, x[0], x, has_aux=True), x[0]), ow.SGD(0.1))
+    with pytest.raises(ow.ArgumentError, match="no metric is named 'epoch'"):
+        trainer.train([x], epochs=1)
+
+
 def test_a_test_is_of_the_parameters_as_they_are():
     trainer = trained(test=lambda: uneven())
     last = trainer.history["test_loss"][-1]

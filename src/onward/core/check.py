@@ -8,6 +8,7 @@ from typing import Any
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.placement import check_placement
 from onward.core.program import SEED, Op, Program, Variable
+from onward.core.structure import describe
 from onward.core.whole import expect_whole
 from onward.core.words import Placement
 
@@ -15,7 +16,8 @@ from onward.core.words import Placement
 def expect_program(program: Any, what: str) -> None:
     """Raise ``ArgumentError`` for what is not a Program, such as the function to trace one from."""
     if not isinstance(program, Program):
-        found = f"the function {getattr(program, '__name__', '')!r}" if callable(program) else repr(program)
+        called = getattr(program, "__name__", None)
+        found = f"the function {called!r}" if callable(program) and called else describe(program)
         advice = getattr(program, "advice", None) if hasattr(type(program), "advice") else None
         raise ArgumentError(f"{what} was given {found}; expected a Program. {advice or _MAKE_ONE}")
 

@@ -23,9 +23,14 @@
 Every message says what was found, what was expected, and what to write instead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import Any, ClassVar, NoReturn
+from functools import wraps
+from types import FunctionType
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class OnwardError(Exception):
@@ -129,13 +134,24 @@ _ELSEWHERE = {
     "bias": "b",
     "bias_attr": "b",
     "eps": "epsilon",
+    "decay_steps": "steps",
     "input": "x",
+    "kernel_size": "size",
     "lr": "learning_rate",
+    "num_epochs": "epochs",
     "num_filters": "filters",
+    "out_channels": "filters",
+    "out_features": "size",
+    "p": "rate",
     "param_attr": "w",
     "params": "parameter_list",
     "kernel": "w",
+    "strides": "stride",
+    "units": "size",
+    "validation_data": "test",
     "var_list": "parameter_list",
+    "verbose": "progress",
+    "warmup_steps": "warmup",
     "wd": "weight_decay",
     "weight": "w",
 }  # what other libraries, and the early designs of Paddle, call arguments
@@ -150,6 +166,26 @@ def known_as(name: str, names: Iterable[str]) -> str:
     names = list(names)
     here = name.lower() if name.lower() in names else _ELSEWHERE.get(name, name)
     return f"Here it is {here!r}." if here in names and here != name else nearest(name, names)
+
+
+def answering(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which says what an argument that it does not have is called here.
+
+    >>> answering(lambda epochs: epochs)(num_epochs=3)
+    Traceback (most recent call last):
+    onward.core.errors.ArgumentError: <lambda> has no argument 'num_epochs'. Here it is 'epochs'.
+    """
+    code = cast("FunctionType", function).__code__
+    names = [n for n in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if n != "self"]
+
+    @wraps(function)
+    def called(*args: P.args, **options: P.kwargs) -> R:
+        for name in options:
+            if name not in names:
+                raise ArgumentError(f"{code.co_qualname} has no argument {name!r}. {known_as(name, names)}")
+        return function(*args, **options)
+
+    return called
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -14,12 +14,13 @@ from onward.core.words import Kind, Pass
 
 
 def axes_of(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
-    """For each dimension the axes of the mesh that split it.
+    """For each dimension the axes of the mesh that split it; none of one that is left to the partitioner.
 
-    >>> axes_of(PartitionSpec(None, "model", ("data", "model")))
-    ((), ('model',), ('data', 'model'))
+    >>> axes_of(PartitionSpec(None, "model", ("data", "model"), PartitionSpec.UNCONSTRAINED))
+    ((), ('model',), ('data', 'model'), ())
     """
-    return tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in spec)
+    free = PartitionSpec.UNCONSTRAINED
+    return tuple((a,) if isinstance(a, str) else () if a is free else tuple(a or ()) for a in spec)
 
 
 def parts(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[int, ...]:

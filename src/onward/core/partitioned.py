@@ -11,6 +11,7 @@ from onward.core.errors import ArgumentError
 from onward.core.meshes import axes_of, parts
 from onward.core.program import Partition, Phase, Program, Variable
 from onward.core.transform import transform
+from onward.core.words import Kind
 
 
 @transform(phase=Phase.STEP)
@@ -20,6 +21,12 @@ def partitioned(program: Program, how: Partition) -> Program:
         if name in program.variables:
             expect_fit(program.variables[name], spec, how.mesh)
     return replace(program, partition=how)
+
+
+def does_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> bool:
+    """Whether a Variable has these dimensions, and their axes divide them."""
+    counts = parts(spec, mesh)
+    return len(counts) <= v.ndim and not any(n % count for n, count in zip(v.shape, counts, strict=False))
 
 
 def expect_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> None:
@@ -32,7 +39,9 @@ def expect_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> Non
         if v.shape[i] % count:
             below = v.shape[i] // count * count
             sizes = f"{below} or {below + count}" if below else f"{count}"
+            rest = "leave a short last batch out" if v.kind is Kind.DATA else "split another dimension"
+            advice = f"Make it {sizes}, {rest}, or leave it whole."
             raise ArgumentError(
                 f"partition: {v.name!r} is {v.type}, and {' x '.join(axes)} ({count} parts) does not divide "
-                f"its dimension {i}. Make it {sizes}, split another dimension, or leave it whole."
+                f"its dimension {i}. {advice}"
             )

@@ -27,7 +27,8 @@ _SAME = "copy"
 class Equation:
     """One equation: the number of the op it belongs to, its primitive, what it reads and computes.
 
-    ``programs`` are those of the turn of a loop, or of the branches of a choice.
+    ``programs`` are those of the turn of a loop, or of the branches of a choice; ``body`` holds the equation
+    itself, and is None for a copy, which stands in no code.
     """
 
     op: int
@@ -35,6 +36,7 @@ class Equation:
     inputs: tuple[Variable, ...]
     outputs: tuple[Variable, ...]
     programs: tuple[Program, ...] = ()
+    body: Body | None = None
 
 
 def steps(program: Program) -> tuple[Equation, ...]:
@@ -55,7 +57,7 @@ class _OpOpener:
             yield from self._one(number, op, op.inputs, op.outputs)
         elif not op.body.holds_functions:
             (kind,) = op.body.primitives
-            yield Equation(number, kind, op.inputs, op.outputs)
+            yield Equation(number, kind, op.inputs, op.outputs, (), op.body)
         else:
             yield from self._inside(number, self._program(op.body), op.inputs, op.outputs)
 
@@ -89,13 +91,13 @@ class _OpOpener:
         inner = tuple(programs_within(op.body).values())
         kind = op.type if isinstance(op.body, DescribedBody) else next(op.body.calls).primitive
         if of(kind).is_loop:
-            yield Equation(number, kind, inputs, outputs, inner)
+            yield Equation(number, kind, inputs, outputs, inner, op.body)
         elif len(inner) == 1 and _is_called(inner[0], op):
             operands = zip(op.body.operands, inner[0].inputs, strict=True)
             given = tuple(inputs[x] if isinstance(x, int) else replace(v) for x, v in operands)
             yield from self._inside(number, inner[0], given, outputs)
         else:
-            yield Equation(number, kind, inputs, outputs)
+            yield Equation(number, kind, inputs, outputs, (), op.body)
 
 
 def _is_called(program: Program, op: Op) -> bool:

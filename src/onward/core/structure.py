@@ -162,9 +162,11 @@ def expect_flag(value: Any, what: str) -> None:
 def describe(value: Any) -> str:
     """Describe a value in a few words.
 
-    >>> describe({"a": 1}), describe((1, 2)), describe(np.ones(3)), describe("fast")
-    ('a dict of 1', 'a tuple of 2', 'an array of shape (3,)', "'fast'")
+    >>> describe({"a": 1}), describe((1, 2)), describe(np.ones(3)), describe("fast"), describe(int)
+    ('a dict of 1', 'a tuple of 2', 'an array of shape (3,)', "'fast'", 'int, a class')
     """
+    if isinstance(value, type):
+        return f"{value.__name__}, a class"
     if isinstance(value, tuple | list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, jax.Array | np.ndarray | np.generic):

@@ -32,7 +32,8 @@ _PATHS = {
     "layer": "nn layers losses functional metrics",
     "optimizer": "optim optimizers",
     "schedule": "lrscheduler schedules schedulers",
-    "schedule.cosine": "cosinedecay cosinedecayschedule cosineannealinglr warmupcosinedecayschedule",
+    "schedule.cosine": "cosinedecay cosinedecayschedule cosineannealinglr warmupcosine warmupcosinedecay "
+    "warmupcosinedecayschedule",
     "schedule.exponential": "exponentiallr exponentialdecay",
     "schedule.piecewise": "steplr multisteplr piecewiseconstantdecay piecewiseconstantschedule",
     "schedule.linear": "linearlr linearschedule",
@@ -46,7 +47,7 @@ _PATHS = {
     "ClipByValue": "clipgradvalue",
     "WeightDecay": "adddecayedweights",
     "EMA": "averagedmodel exponentialmovingaverage",
-    "Group": "multitransform paramgroups freeze",
+    "Group": "multitransform paramgroups",
     "accumulate": "multisteps gradientaccumulation microbatches",
     "guard": "applyiffinite",
     "mixed_precision": "autocast gradscaler amp jmp dynamicscale",
@@ -56,14 +57,13 @@ _PATHS = {
     "compile": "jit nnxjit filterjit execute",
     "train": "fit",
     "State": "trainstate optstate",
-    "Checkpoints": "modelcheckpoint checkpointmanager checkpointer backupandrestore savecheckpoint",
+    "Checkpoints": "modelcheckpoint checkpointmanager checkpointer backupandrestore savecheckpoint "
+    "loadcheckpoint restorecheckpoint",
     "EarlyStop": "earlystopping",
-    "Event": "callback callbacks",
     "Evaluator": "predict evaluate eval inference",
     "batches": "dataloader dataset tensordataset",
     "data": "input placeholder inputspec",
     "parameter": "param getparameter variable addweight createparameter",
-    "key": "rngs makerng nextrngkey prngkey",
     "save": "export savemodel saveweights dump",
     "load": "loadmodel loadweights",
     "summary": "tabulate modelsummary explain",
@@ -87,6 +87,8 @@ _NETWORK = "A network is a function that calls layers: def network(): return ow.
 _MODES = (
     "Training and evaluation are two Programs over one State: ow.for_test(program), or ow.Evaluator(model)."
 )
+_CALLBACK = "A callback is a function of an ow.Event: trainer.train(reader, callbacks=[note])."
+_RANDOM = "Write jax.random.key(0) in a loop of your own, ow.key() in a loss, ow.Model(network, seed=0)."
 _PLAIN = "Between layers everything is plain JAX: "
 _SENTENCES = {
     "grad": _GRADIENTS,
@@ -108,6 +110,12 @@ _SENTENCES = {
     "vmap": "Write jax.vmap: a step is a pure function, and a State is a pytree.",
     "makejaxpr": "Write print(ow.trace(loss, params, x)), or jax.make_jaxpr.",
     "stopgradient": "Write jax.lax.stop_gradient; or freeze by ow.Group('*/w', frozen=True).",
+    "callback": _CALLBACK,
+    "callbacks": _CALLBACK,
+    "freeze": "Write ow.Adam(1e-3, groups=[ow.Group('embed/*', frozen=True)]).",
+    "restore": "Write state = step.restore(folder), or trainer.restore(folder).",
+    "trainstep": "Write step = ow.compile(program), then state, out = step(state, batch).",
+    **dict.fromkeys(("random", "manualseed", "prngkey", "rngs", "makerng", "nextrngkey"), _RANDOM),
     "nograd": _MODES,
     "trainmode": _MODES,
     "detectanomaly": "Write ow.compile(program, check_finite=True).",
@@ -116,8 +124,21 @@ _SENTENCES = {
     "checkpoint": "It is ow.recompute for activations, ow.Checkpoints for files.",
     "device": "Arrays are put on a device by jax.device_put; ow.replicate(program, devices=8) uses several.",
 }
+_HYPERPARAMETERS = {
+    "weightdecay": "Write ow.AdamW(1e-3, weight_decay=0.01), or rules=[ow.WeightDecay(0.01)].",
+    "momentum nesterov": "Write ow.Momentum(0.1, 0.9, nesterov=True).",
+    "clipnorm": "Write rules=[ow.ClipByNorm(1.0)].",
+    "globalclipnorm maxnorm maxgradnorm": "Write rules=[ow.ClipByGlobalNorm(1.0)].",
+    "clipvalue": "Write rules=[ow.ClipByValue(1.0)].",
+    "useema": "Write rules=[ow.EMA(0.999)].",
+    "trainable requiresgrad": "Write frozen=True, in a group: ow.Group('embed/*', frozen=True).",
+    "mask": "Write groups=[ow.Group('*/b', weight_decay=0.0)].",
+}
 
-_PREDICT = "Write ow.Evaluator(model).forward(x=x), and read a layer by .activation(name)."
+_PREDICT = (
+    "Write model(model.parameters, x); or ow.Evaluator(model).forward(x=x), to read a layer by "
+    ".activation(name) too."
+)
 _TRAIN = "Write ow.Trainer(model, ow.Adam(1e-3)).train(reader, epochs=10)."
 _METHODS: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
@@ -129,7 +150,7 @@ _METHODS: Mapping[str, Mapping[str, str]] = {
         "load loadcheckpoint resume": "Write trainer.restore(folder).",
         "parameters params": "Write trainer.model.parameters.",
         "summary": "Write ow.summary(trainer.program).",
-        "learningrate lr": 'Write trainer.replace({"learning_rate": 1e-4}).',
+        "learningrate lr optimizer": 'Write trainer.replace({"learning_rate": 1e-4}), to set it.',
     },
     "Model": {
         "fit trainonbatch train": _TRAIN,
@@ -163,6 +184,9 @@ _METHODS: Mapping[str, Mapping[str, str]] = {
         "step": 'Write int(state["step"]).',
         "optstate": 'The optimizer state is in it by name: state["w/mean"]; list(state) has the names.',
         "loss": "Write out.loss, of what the step returned: state, out = step(state, batch).",
+        "statedict": "Write dict(state) for every value by its name, "
+        "ow.Checkpoints(folder).save(state, step_number) for a file.",
+        "load loadstatedict restore": "Write step.restore(folder).",
         "applygradients": "A step applies them: state, out = step(state, batch).",
         "save": "Write ow.Checkpoints(folder).save(state, step_number).",
         "batchstats stats": "Write state.model_state.",
@@ -170,7 +194,8 @@ _METHODS: Mapping[str, Mapping[str, str]] = {
     },
     "Program": {
         "compile jit": "Write ow.compile(program).",
-        "run call apply": "Write step = ow.compile(program); state, out = step(step.init(params), batch).",
+        "run call apply step train": "Write step = ow.compile(program); "
+        "state, out = step(step.init(params), batch).",
         "backward grad": "Write ow.append_backward(program), or ow.SGD(0.1).minimize(program).",
         "summary tabulate": "Write ow.summary(program).",
         "draw plot": "Write ow.draw(program).",
@@ -181,8 +206,13 @@ _METHODS: Mapping[str, Mapping[str, str]] = {
         "params": "Write program.parameters.",
         "eval test": "Write ow.for_test(program).",
     },
+    "History": {
+        "loss accuracy metrics": 'Write history["loss"]; list(history) has the names.',
+        "history": 'It is the history itself: history["loss"].',
+        "last": 'Write history["loss"][-1].',
+    },
     "Out": {
-        "metrics": "Write out.aux: what the loss returned beside its value.",
+        "metrics accuracy logs": "Write out.aux: what the loss returned beside its value.",
         "grads gradients": 'Write ow.compile(program, fetch=["grad(w)"]), then out["grad(w)"].',
         "item": "Write float(out.loss).",
         "backward": "The step has done it: state, out = step(state, batch).",
@@ -205,4 +235,5 @@ def plain(word: str) -> str:
 
 PATHS: Mapping[str, str] = {plain(word): path for path, words in _PATHS.items() for word in words.split()}
 SENTENCES: Mapping[str, str] = dict(_by_word(_SENTENCES))
+HYPERPARAMETERS: Mapping[str, str] = dict(_by_word(_HYPERPARAMETERS))
 METHODS: Mapping[str, Mapping[str, str]] = {owner: dict(_by_word(table)) for owner, table in _METHODS.items()}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from types import ModuleType
 
-from onward.core.errors import nearest
-from onward.core.vocabulary import METHODS, PATHS, SENTENCES, plain
+from onward.core.errors import known_as, nearest
+from onward.core.vocabulary import HYPERPARAMETERS, METHODS, PATHS, SENTENCES, plain
 
 
 def whereabouts(name: str, module: ModuleType, known_as: str) -> str:
@@ -54,6 +54,15 @@ def advice(owner: type, name: str) -> str:
         if plain(name) in METHODS.get(kind.__name__, ()):
             return METHODS[kind.__name__][plain(name)]
     return nearest(name, (word for word in dir(owner) if not word.startswith("_")))
+
+
+def hyperparameter(name: str, names: Sequence[str]) -> str:
+    """The words to write in place of a hyperparameter that an optimizer or a rule does not have.
+
+    >>> hyperparameter("lr", ["learning_rate"]), hyperparameter("clipnorm", ["learning_rate"])
+    ("Here it is 'learning_rate'.", 'Write rules=[ow.ClipByNorm(1.0)].')
+    """
+    return HYPERPARAMETERS.get(plain(name)) or known_as(name, names)
 
 
 def public_paths(module: ModuleType) -> Sequence[str]:

@@ -23,7 +23,8 @@ def loss_of(program: Program, loss: str | Variable | None) -> Variable:
     else:
         raise LossError(
             f"{program.name} returns {len(program.outputs)} arrays; which one is the loss? Return "
-            "(loss, aux) and trace with has_aux=True, or name it: append_backward(program, loss=...)."
+            "(loss, aux) and say so, minimize(loss, params, x, has_aux=True) or trace(..., has_aux=True); or "
+            "name it: append_backward(program, loss=...)."
         )
     if target.shape:
         raise LossError(

@@ -45,8 +45,10 @@ _ELSEWHERE = {
     "apply_gradients": f"{_UPDATE} {_APPLY}",
     "backward": _BACKWARD,
     "compute_gradients": _BACKWARD,
-    "step": "Here optimizer.minimize(cost) makes a Program that takes the step when it is run. The "
-    "number of updates made before, self.step, is for update and evaluated alone.",
+    "state_dict": "What it keeps is in the State: ow.Checkpoints(folder).save(state, step_number).",
+    "step": "Here a compiled Program takes the step: step = ow.compile(optimizer.minimize(loss, params, x)), "
+    "then state, out = step(state, x). The number of updates, self.step, is for update and evaluated alone.",
+    "zero_grad": "Each step computes new gradients, so there is nothing to set to zero.",
 }  # what other libraries, and the early designs of Paddle, call its methods
 
 
@@ -240,4 +242,7 @@ def _expect_trace_options(options: Mapping[str, Any]) -> None:
     known = ("parameter_list", "no_grad_set", *_OF_TRACE)
     for name in options:
         if name not in known:
-            raise ArgumentError(f"minimize has no argument {name!r}. {known_as(name, known)}")
+            raise ArgumentError(
+                f"minimize has no argument {name!r}. {known_as(name, known)} The loss itself is given its "
+                "arguments by place: minimize(loss, params, x, y)."
+            )

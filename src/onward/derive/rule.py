@@ -28,8 +28,9 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 import jax
 import numpy as np
 
-from onward.core.errors import HyperparameterError, known_as
-from onward.core.structure import expect_count, is_number
+from onward.core.errors import HyperparameterError
+from onward.core.first_use import at_first_call
+from onward.core.structure import describe, expect_count, is_number
 from onward.core.walk import Where
 from onward.core.words import UpdateType
 
@@ -37,6 +38,7 @@ Schedule = Callable[[jax.Array], jax.Array]
 Hyperparameter = jax.Array | Any  # the array of this step in ``update``; a number or a Schedule is given
 Slots = Mapping[str, jax.Array]
 R = TypeVar("R", bound="Rule")
+_instead = at_first_call("onward.core.whereabouts", "hyperparameter")
 
 _IN_UPDATE = {
     "step": "the number of updates made before this one",
@@ -125,7 +127,7 @@ class Rule:
         for name in options:
             if name not in names:
                 raise HyperparameterError(
-                    f"{cls.__name__} has no hyperparameter {name!r}. {known_as(name, names)}"
+                    f"{cls.__name__} has no hyperparameter {name!r}. {_instead(name, names)}"
                 )
         by_place = [f.name for f in fields(cls) if not f.kw_only]
         if len(args) > len(by_place):
@@ -198,7 +200,8 @@ class Rule:
             number = math.nan if isinstance(value, bool) else float(value + 0)
         except (TypeError, ValueError):
             raise HyperparameterError(
-                f"{cls.__name__}: {name} is {value!r}. Give a number, or a schedule: a function of the step."
+                f"{cls.__name__}: {name} is {describe(value)}. Give a number, or a schedule: a function of "
+                "the step. Parameters go to minimize(loss, params, *data)."
             ) from None
         if not math.isfinite(number) or number < 0:
             raise HyperparameterError(

@@ -20,7 +20,7 @@ from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.meshes import abstract_mesh, axes_of
-from onward.core.partitioned import expect_fit, partitioned
+from onward.core.partitioned import does_fit, expect_fit, partitioned
 from onward.core.program import Applied, Partition, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.structure import describe, is_count
@@ -48,8 +48,9 @@ def partition(
     rounding. ``collectives(program)`` compiles it and tells each exchange between devices with the line that
     needs it; ``plan(program)`` what each device keeps.
 
-    Splitting every parameter over the axis that splits the batch is known as FSDP or ZeRO-3; splitting the
-    first matrix of a block by columns and the second by rows as tensor parallelism.
+    Splitting every parameter over the axis that splits the batch is known as FSDP or ZeRO-3: parameters are
+    gathered where they are read, and the batch stays split. Splitting the first matrix of a block by columns
+    and the second by rows is known as tensor parallelism.
 
     Args:
         program: a Program that was traced, for one device.
@@ -87,6 +88,8 @@ def partition(
     """
     expect_program(program, "partition")
     _expect_whole(program)
+    if not isinstance(where, Mapping):
+        raise ArgumentError(f"partition: where is {describe(where)}; expected a dict, {{'*/w1': 'model'}}.")
     recipe = recipe_of(program, "over a mesh", "Compile it as it is and give it sharded arrays")
     lengths, devices = _mesh(mesh)
     found = _Found(program, lengths)
@@ -94,22 +97,28 @@ def partition(
     found.search(where, forward)
     found.split_batch(batch, batch_names(program, (), WEIGHT, recipe.origin.fixed_data))
     grown = recipe
-    for specs, phase in ((found.activations, Phase.FORWARD), (found.gradients, Phase.GRADIENT)):
+    for specs, phase, must in (
+        (found.activations, Phase.FORWARD, True),
+        (found.rows_of(forward), Phase.FORWARD, False),
+        (found.gradients, Phase.GRADIENT, True),
+    ):
         if specs:
-            grown = grown.including(Applied(constrained, (lengths, specs), {}, phase))
+            grown = grown.including(Applied(constrained, (lengths, specs, must), {}, phase))
     program = program if grown is recipe else build(grown, whole_types(program))
     return partitioned(program, Partition(lengths, found.placed, devices))
 
 
 @transform(phase=Phase.FORWARD)
-def constrained(program: Program, mesh: Mapping[str, int], specs: _Specs) -> Program:
+def constrained(program: Program, mesh: Mapping[str, int], specs: _Specs, must: bool) -> Program:
     """The Program with an op behind each of these values, which lets it be split so.
 
-    Some may not be there: a test Program has no gradients, and a loop hands out none of its own.
+    Some may not be there: a test Program has no gradients, and a loop hands out none of its own. Unless they
+    ``must``, those that the axes do not divide, such as the rows of a small micro-batch, stay as they are.
     """
     how = {program.variables[name]: spec for name, spec in specs if name in program.variables}
-    for v, spec in how.items():
+    for v, spec in how.items() if must else ():
         expect_fit(v, spec, mesh)
+    how = {v: spec for v, spec in how.items() if does_fit(v, spec, mesh)}
 
     def body(v: Variable) -> Body:
         sharding = NamedSharding(abstract_mesh(mesh), how[v])
@@ -132,6 +141,7 @@ class _Found:
     def __init__(self, program: Program, mesh: Mapping[str, int]) -> None:
         self.program, self.mesh = program, mesh
         self.placed: dict[str, PartitionSpec] = {}
+        self._batch: tuple[str, tuple[str, ...]] = "", ()
         self._activations: dict[str, PartitionSpec] = {}
         self._gradients: dict[str, PartitionSpec] = {}
 
@@ -155,14 +165,39 @@ class _Found:
             else:
                 select((*self.program.variables.values(), *computed), [choice], "partition")
 
-    def split_batch(self, axes: str | tuple[str, ...] | None, names: Iterable[str]) -> None:
+    def split_batch(self, axes: str | tuple[str, ...] | None, names: Sequence[str]) -> None:
         """Split the first dimension of the data of these names."""
         axes = axes or ("data" if "data" in self.mesh else None)
         if axes is None:
             return
+        self._batch = next(iter(names), ""), axes_of(PartitionSpec(axes))[0]
         for name in names:
             v = self.program.variables[name]
             self.placed.setdefault(name, _spec(v, PartitionSpec(axes), self.mesh))
+
+    def rows_of(self, forward: Program) -> _Specs:
+        """Rows of the batch that are made of a matrix which an axis of the batch splits too.
+
+        There the partitioner has to gather either of them, and may choose the rows. With FSDP it is the
+        matrix that is to be whole for a moment, while the batch stays split.
+        """
+        name, axes = self._batch
+        if not name:
+            return ()
+        length, fed = max(1, self.program.variables[name].shape[0]), set(forward.inputs)
+        split = {v for v in forward.parameters if set(axes) & set(sum(axes_of(self._of(v)), ()))}
+        found = {}
+        for op in forward.ops:
+            is_fed = not fed.isdisjoint(op.inputs)
+            is_split = any(v in split and v.ndim > 1 for v in op.inputs)
+            (fed if is_fed else split if is_split else set()).update(op.outputs)
+            for v in op.outputs if is_fed and is_split else ():
+                if v.ndim and v.shape[0] % length == 0 and v.name not in self._activations:
+                    found[v.name] = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * (v.ndim - 1))
+        return tuple(found.items())
+
+    def _of(self, v: Variable) -> PartitionSpec:
+        return self.placed.get(v.name, PartitionSpec())
 
     @property
     def activations(self) -> _Specs:
@@ -195,6 +230,11 @@ def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
             "of an axis of the mesh, or None."
         )
     spec = split if isinstance(split, PartitionSpec) else PartitionSpec(*(split or ()))
+    if odd := [a for a in spec if not isinstance(a, str | tuple | None)]:
+        raise ArgumentError(
+            f"partition: {v.name!r}: {spec} splits a dimension by {describe(odd[0])}; expected axes of the "
+            "mesh by name, or None."
+        )
     axes = [a for dimension in axes_of(spec) for a in dimension]
     _expect_axes(v, axes, mesh)
     if len(set(axes)) < len(axes):

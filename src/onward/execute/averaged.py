@@ -27,7 +27,7 @@ def averaged(program: Program, state: State) -> Any:
         state: a State of its step.
 
     Raises:
-        ArgumentError: something else than a Program and a State.
+        ArgumentError: something else than a training Program and a State.
         GraphError: every device keeps a part of the averages, or its own.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         StateError: a State that was given to a step before.
@@ -45,6 +45,11 @@ def averaged(program: Program, state: State) -> Any:
         raise ArgumentError(
             f"averaged: the second argument is a State of the Program's step, not {describe(state)}: "
             "ow.averaged(program, state)."
+        )
+    if not program.updates:
+        raise ArgumentError(
+            f"averaged: {program.name!r} trains nothing, so it tells of no averages; expected the training "
+            "Program, of which for_test and for_evaluation made theirs."
         )
     values = dict(zip(program.parameters, averages(program, state), strict=True))
     signature = program.signature

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from onward.core.errors import ArgumentError
 from onward.core.first_use import at_first_call
 from onward.core.program import Program, Variable
-from onward.core.structure import describe, is_word
+from onward.core.structure import is_word
 from onward.core.walk import Where, listed
 from onward.develop.check_finite import check_finite as checked
 from onward.execute.cores import Cores
@@ -17,11 +17,43 @@ from onward.execute.spread import By
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 
+if TYPE_CHECKING:  # most scripts compile no Pipeline
+    from onward.distribute.pipeline.cut import Pipeline
+    from onward.execute.pipelined import PipelineStep
+
+_pipelined = at_first_call("onward.execute.pipelined", "pipelined")
 _remembered = at_first_call("onward.execute.trials.remembered", "remembered")
 
 
+@overload
 def compile(  # noqa: A001
     program: Program,
+    fetch: Sequence[str | Variable] = ...,
+    donate: bool | Iterable[Where] = ...,
+    check_feeds: bool = ...,
+    by: str = ...,
+    deadline: float | None = ...,
+    roll: bool | None = ...,
+    tune: bool = ...,
+    check_finite: bool = ...,
+    keep_memory: bool | None = ...,
+    options: Mapping[str, Value] | OptionSet | str | None = ...,
+    cores: int | str | None = ...,
+) -> Step: ...
+
+
+@overload
+def compile(  # noqa: A001
+    program: Pipeline,
+    *,
+    donate: bool | Iterable[Where] = ...,
+    check_feeds: bool = ...,
+    options: Mapping[str, Value] | OptionSet | None = ...,
+) -> PipelineStep: ...
+
+
+def compile(  # noqa: A001
+    program: Program | Pipeline,
     fetch: Sequence[str | Variable] = (),
     donate: bool | Iterable[Where] = True,
     check_feeds: bool = True,
@@ -33,11 +65,12 @@ def compile(  # noqa: A001
     keep_memory: bool | None = None,
     options: Mapping[str, Value] | OptionSet | str | None = None,
     cores: int | str | None = None,
-) -> Step:
+) -> Step | PipelineStep:
     """Compile a Program to one XLA computation, ahead of time.
 
     Args:
-        program: a Program, with or without backward and update.
+        program: a Program, with or without backward and update; or a Pipeline, each stage of which is
+            compiled for a device of its own, with ``donate``, ``check_feeds`` and ``options`` alone.
         fetch: names of further Variables that ``out[name]`` should hold: activations, gradients,
             hyperparameters. A fetched parameter is its value before the update.
         donate: let the step reuse the buffers of the State it is given. The State is spent then. A list of
@@ -91,10 +124,18 @@ def compile(  # noqa: A001
         [0.9 0.8]
     """
     if not isinstance(program, Program):
-        raise ArgumentError(
-            f"compile takes a Program, not {describe(program)}. Make one: trace(function, params, *data), or "
-            "optimizer.minimize(loss, params, *data) to train."
-        )
+        beside = {
+            "fetch": bool(listed(fetch)),
+            "by": by != By.SHARD_MAP,
+            "deadline": deadline is not None,
+            "roll": roll is not None,
+            "tune": tune is not True,
+            "check_finite": check_finite is not False,
+            "keep_memory": keep_memory is not None,
+            "cores": cores is not None,
+        }
+        step: PipelineStep = _pipelined(program, donate, check_feeds, options, beside)
+        return step
     switches = (
         ("roll", roll),
         ("keep_memory", keep_memory),

@@ -106,6 +106,11 @@ class Executable:
         return found or ""
 
     @property
+    def memory(self) -> Any:
+        """The bytes that XLA plans to take on each device, as it tells them; None before it is compiled."""
+        return None if self._compiled is None else self._compiled.memory_analysis()
+
+    @property
     def is_compiled(self) -> bool:
         """Whether it can be called on arrays."""
         return self._compiled is not None

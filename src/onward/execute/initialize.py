@@ -101,6 +101,36 @@ def _everywhere(value: Any, v: Variable, program: Program) -> Any:
     return spread(value, whole_shape(v, program.replicas))
 
 
+def first_values(
+    program: Program, parameters: Any, state: Any, seed: int, place: Place
+) -> dict[Variable, Any]:
+    """Every state Variable with its first value, of what a person gives to ``init``.
+
+    Raises:
+        ArgumentError: containers, shapes or dtypes that differ from the traced ones.
+    """
+    signature = program.signature
+    if signature is None:
+        raise ArgumentError(f"Program {program.name!r} was not traced, so it has no init.")
+    if is_declared(program):
+        given = by_name(program, parameters, place)
+    else:
+        if parameters is None:
+            raise ArgumentError(
+                f"{program.name} begins with parameters of yours: step.init({signature.names[0]})."
+            )
+        given = by_structure(signature.parameters, parameters, signature.names[0], place)
+    if (signature.model_state is None) != (state is None):
+        if state is None:
+            advice = f"carries model state: step.init({', '.join(signature.names[:2])})"
+        else:
+            advice = f"was traced without state=, and data is for the step: step.init({signature.names[0]})"
+        raise ArgumentError(f"{program.name} {advice}.")
+    if signature.model_state is not None:
+        given |= by_structure(signature.model_state, state, signature.names[1], place)
+    return initialized(program, given, seed, place)
+
+
 def is_declared(program: Program) -> bool:
     """Whether the Program declares all its parameters itself, so that none need be given."""
     made = {v for op in program.initializers for v in op.outputs}

@@ -77,10 +77,17 @@ class Out(Pointing):
         try:
             return self.values[self.results.position[name]]
         except KeyError:
-            raise UnknownNameError(
-                f"The step does not return {name!r}. {nearest(name, self.results.position)} "
-                f"Ask for it when compiling: compile(program, fetch=[{name!r}])."
-            ) from None
+            raise UnknownNameError(self._unknown(name)) from None
+
+    def _unknown(self, name: str) -> str:
+        signature = self.results.signature
+        aux = self.aux if signature is not None and signature.has_aux and self.results.places else None
+        if isinstance(aux, Mapping) and name in aux:
+            return f"{name!r} is among what the loss returned beside its value: out.aux[{name!r}]."
+        return (
+            f"The step does not return {name!r}. {nearest(name, self.results.position)} "
+            f"Ask for it when compiling: compile(program, fetch=[{name!r}])."
+        )
 
     @property
     def loss(self) -> jax.Array:
@@ -107,8 +114,8 @@ class Out(Pointing):
         signature = self.results.signature
         if signature is None or not signature.has_aux:
             raise UnknownNameError(
-                "The Program has no auxiliary outputs. Let the function return (loss, aux) and trace it "
-                "with has_aux=True."
+                "The Program has no auxiliary outputs; out.value is all that was returned. To have some, let "
+                "the loss return (loss, aux) and trace it with has_aux=True."
             )
         return self.value[1]
 

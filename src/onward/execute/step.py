@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
@@ -18,7 +18,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, find, select
 from onward.execute.executable import Executable
 from onward.execute.executables import Executables
-from onward.execute.initialize import by_name, by_structure, initialized, is_declared, where_it_is
+from onward.execute.initialize import first_values, where_it_is
 from onward.execute.layout import Layout
 from onward.execute.line import follow
 from onward.execute.loop.interrupt import uninterrupted, while_a_step_runs
@@ -52,6 +52,7 @@ class Step(NotPickled, Pointing):
     """
 
     unpickled = ("A Step", "onward.save(step, path, state) writes both, onward.load_step(path) reads them.")
+    advice: ClassVar[str] = "Give the one that it was made of, step.program; transforms come before compile."
 
     def __init__(
         self,
@@ -111,25 +112,8 @@ class Step(NotPickled, Pointing):
         Raises:
             ArgumentError: containers, shapes or dtypes that differ from the traced ones.
         """
-        signature = self.program.signature
-        if signature is None:
-            raise ArgumentError(f"Program {self.program.name!r} was not traced, so it has no init.")
         place = where_it_is if self.program.partition is None else self._first.place
-        if is_declared(self.program):
-            given = by_name(self.program, parameters, place)
-        else:
-            given = by_structure(signature.parameters, parameters, signature.names[0], place)
-        if (signature.model_state is None) != (state is None):
-            if state is None:
-                advice = f"carries model state: step.init({', '.join(signature.names[:2])})"
-            else:
-                advice = (
-                    f"was traced without state=, and data is for the step: step.init({signature.names[0]})"
-                )
-            raise ArgumentError(f"{self.program.name} {advice}.")
-        if signature.model_state is not None:
-            given |= by_structure(signature.model_state, state, signature.names[1], place)
-        values = initialized(self.program, given, seed, place)
+        values = first_values(self.program, parameters, state, seed, place)
         return self._stored([values[v] for v in self.layout.variables])
 
     @uninterrupted

@@ -27,7 +27,7 @@ def save_picture(shown: Any, path: str | PathLike[str], dark: bool = False) -> P
 
     Args:
         shown: the picture or table.
-        path: the file to write.
+        path: the file to write; its folder is made if there is none.
         dark: with the colours of a dark page wherever it is shown.
 
     Returns:
@@ -45,14 +45,16 @@ def save_picture(shown: Any, path: str | PathLike[str], dark: bool = False) -> P
         'costs.svg'
     """
     made = Path(path)
-    if made.suffix not in ENDINGS:
+    ending = made.suffix.lower()
+    if ending not in ENDINGS:
         raise ArgumentError(
             f"{describe(shown)} cannot be saved as {made.name!r}: the name ends in {made.suffix!r}. "
             f"End it in one of {', '.join(ENDINGS)}."
         )
-    found = _page(shown) if made.suffix == ".html" else _svg(shown)
+    found = _page(shown) if ending == ".html" else _svg(shown)
     found = dark_only(found) if dark else found
-    if made.suffix == ".png":
+    made.parent.mkdir(parents=True, exist_ok=True)
+    if ending == ".png":
         made.write_bytes(require("resvg_py", "png").svg_to_bytes(svg_string=found, zoom=2))
     else:
         made.write_text(found, encoding="utf-8")
@@ -67,7 +69,7 @@ def _page(shown: Any) -> str:
         body = str(shown._repr_html_())
     else:
         body = _svg(shown) if hasattr(shown, "svg") else f"<pre>{text(shown)}</pre>"
-    return page(type(shown).__name__, body)
+    return page(type(shown).__name__, f"<main>{body}</main>", "main { padding: 1rem 1.4rem; }")
 
 
 def _svg(shown: Any) -> str:

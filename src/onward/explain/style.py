@@ -62,6 +62,7 @@ MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
 _PLAIN = re.compile(r"#[0-9a-f]{6}\b")
+_NO_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # which XML cannot have
 _VARIABLE = re.compile(r"var\(--ow-([\w-]+)\)")
 
 
@@ -132,7 +133,7 @@ def text(value: object) -> str:
     >>> text("a < b")
     'a &lt; b'
     """
-    return escape(str(value))
+    return escape(_NO_TEXT.sub("\ufffd", str(value)))
 
 
 def page(title: str, body: str, css: str = "", script: str = "") -> str:

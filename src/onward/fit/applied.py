@@ -27,7 +27,7 @@ def applied(program: Program, state: State, parameters: Any, data: Sequence[Any]
         names = () if signature is None else signature.names[-len(signature.data) :] if signature.data else ()
         raise ArgumentError(
             f"{program.name!r} was called with {len(data)} arguments after the parameters; expected "
-            f"model(parameters, {', '.join(names)})."
+            f"model(parameters, {', '.join(names)}), where model.parameters are its own."
         )
     given = _values(signature.parameters, parameters, signature.names[0])
     for v, x in given.items():

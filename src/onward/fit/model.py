@@ -15,7 +15,7 @@ from onward.core.structure import describe
 from onward.core.walk import descendants, prune
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
-from onward.define.trace import trace
+from onward.define.trace import takes_arguments, trace
 from onward.derive.for_test import quietly_for_test
 from onward.develop.seam import forward_pass
 from onward.execute.checkpoint.checkpoints import Checkpoints
@@ -251,6 +251,11 @@ def _topology(network: Any, options: dict[str, Any]) -> Program:
         raise ArgumentError(
             f"Model was given {describe(network)}; expected a function that declares its data and layers, a "
             "traced Program, or what a layer returned."
+        )
+    if takes_arguments(network):
+        raise ArgumentError(
+            "Model was given a function that takes arguments. Trace it with them, parameters first: "
+            "Model(trace(function, params, x), params)."
         )
     return trace(network, **options)
 

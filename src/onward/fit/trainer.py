@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from onward.core.errors import answering
 from onward.execute.averaged import averages
 from onward.execute.loop.history import History
 from onward.execute.loop.interrupt import Interruptible
@@ -102,6 +103,7 @@ class Trainer(TrainerParts):
         with self._kept():
             self._applier(gradients)
 
+    @answering
     def train(
         self,
         reader: Any,

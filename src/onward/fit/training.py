@@ -21,6 +21,7 @@ from onward.develop.guard import is_guarded
 from onward.execute.feeds import unshared
 from onward.execute.fingerprints import differences, of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining
+from onward.execute.loop.history import expect_metrics
 from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.loop.prefetch import prefetched
 from onward.execute.loop.reader import LoopReader
@@ -253,6 +254,7 @@ class Training:
             trainer.standing.position = self._ahead.pop(trainer.batch)
             trainer.standing.batch += 1
         trainer.standing.metrics = metrics_of(out)
+        expect_metrics(trainer.standing.metrics)
         trainer.history.record(step=trainer.step, epoch=trainer.epoch, **trainer.standing.metrics)
         trainer.history.watched.record(out.watched, step=trainer.step, epoch=trainer.epoch)
         if "loss" in trainer.standing.metrics:

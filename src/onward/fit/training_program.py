@@ -57,7 +57,8 @@ def _minimized(
         return optimizer
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
-            f"Trainer was given {describe(optimizer)} as the optimizer; expected one such as Adam(1e-3)."
+            f"Trainer was given {describe(optimizer)} as the optimizer; expected one such as Adam(1e-3), or "
+            "from_optax(optax.adam(1e-3))."
         )
     chosen = None if parameter_list is None else listed(parameter_list)
     return optimizer.minimize(model.topology, parameter_list=chosen)

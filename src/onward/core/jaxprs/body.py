@@ -293,7 +293,8 @@ class Body(NotPickled):
             return {}
         shown = {}
         for key, value in self.equations[0].params.items():
-            if not callable(value) and not jaxprs_in(value) and value is not None:
+            is_nowhere = getattr(getattr(value, "mesh", None), "empty", False)  # how it lies on no mesh
+            if not (callable(value) or jaxprs_in(value) or value is None or is_nowhere):
                 key, value = ("spec", value.spec) if hasattr(value, "spec") else (key, value)
                 text = str(_plain(value))
                 shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."

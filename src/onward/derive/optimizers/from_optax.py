@@ -238,7 +238,7 @@ def _lacking(text: str) -> str:
 def _found(value: Any) -> str:
     if callable(value) and not isinstance(value, type):
         return f"the function {getattr(value, '__name__', value)!r}"
-    return f"{value.__name__}, a class" if isinstance(value, type) else describe(value)
+    return describe(value)
 
 
 _MANY = 100

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.core.errors import ArgumentError, HyperparameterError, nearest
+from onward.core.errors import ArgumentError, HyperparameterError, known_as
 from onward.core.structure import describe
 from onward.derive.schedules.checks import LAST, Factor, checked
 
@@ -49,7 +49,7 @@ class Schedule:
         """Refuse an argument that does not exist, and offer the nearest."""
         for name in options:
             if name not in (known := cls.__dataclass_fields__):
-                raise HyperparameterError(f"{cls.__name__} has no argument {name!r}. {nearest(name, known)}")
+                raise HyperparameterError(f"{cls.__name__} has no argument {name!r}. {known_as(name, known)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

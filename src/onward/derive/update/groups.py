@@ -117,9 +117,8 @@ class Group:
                 "optimizer, frozen=True. Give one of them, and no groups inside a group."
             )
         if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "minimize")):
-            found = f"{optimizer.__name__}, a class" if isinstance(optimizer, type) else describe(optimizer)
             raise HyperparameterError(
-                f"Group {where!r} was given {found}; expected an optimizer, such as SGD(0.1)."
+                f"Group {where!r} was given {describe(optimizer)}; expected an optimizer, such as SGD(0.1)."
             )
         if optimizer is not None and optimizer.groups:
             raise HyperparameterError(

@@ -26,9 +26,8 @@ def shown_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     found = tuple(rules) if isinstance(rules, list | tuple) else (rules,)
     for i, rule in enumerate(found):
         if not isinstance(rule, GradientRule | ParameterRule):
-            made = rule.__name__ + ", a class" if isinstance(rule, type) else describe(rule)
             raise HyperparameterError(
-                f"rules holds {made}; expected gradient rules and parameter rules, such as "
+                f"rules holds {describe(rule)}; expected gradient rules and parameter rules, such as "
                 "[ClipByGlobalNorm(1.0), WeightDecay(0.01)]."
             )
         if rule.where is not None:

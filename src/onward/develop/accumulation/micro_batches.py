@@ -68,14 +68,14 @@ class Accumulation:
 class MicroBatchLoop(Body):
     """The body of an ``accumulate`` op, which lets the Program of one iteration be inspected."""
 
-    def __init__(self, closed: Any, steps: int, turn: Program) -> None:
+    def __init__(self, closed: Any, plan: LoopPlan) -> None:
         super().__init__(closed)
-        self._steps, self.turn = steps, turn
+        self.plan, self.turn = plan, plan.turn
 
     @property
     def attributes(self) -> Mapping[str, str]:
         """How many micro-batches there are."""
-        return {"steps": str(self._steps)}
+        return {"steps": str(self.plan.how.steps)}
 
 
 @programs_within.register
@@ -97,7 +97,7 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
     whole, part = LoopCut(program), LoopCut(micro)
     expect_same_graph(whole, part)
     expect_no_data_in_updates(whole, how.split)
-    plan = _LoopPlan(whole, part, how)
+    plan = LoopPlan(whole, part, how)
     op = plan.op()
     ops = (*whole.before, op, *whole.after)
     carried = {program[old.name]: new for old, _, new in plan.threaded}
@@ -115,7 +115,7 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
 
 
 @dataclass(frozen=True)
-class _LoopResult:
+class LoopResult:
     """The result of the loop for a Variable: a sum over micro-batches, or their parts along an axis."""
 
     whole: Variable
@@ -139,7 +139,7 @@ class _LoopResult:
         return whole.astype(self.whole.dtype) if self.is_weighed else whole
 
 
-class _LoopPlan:
+class LoopPlan:
     """The plan of the loop: the Variables that it is given, carries, adds up and joins."""
 
     def __init__(self, whole: LoopCut, part: LoopCut, how: Accumulation) -> None:
@@ -150,7 +150,7 @@ class _LoopPlan:
         self.added = {results[i] for i in how.sums}
         names = Names(whole.program.variables)
         self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
-        found: dict[Variable, _LoopResult] = {}
+        found: dict[Variable, LoopResult] = {}
         carried = {new for _, _, new in self.threaded}
         for v, p in zip(whole.ports, part.ports, strict=True):
             if v in whole.made and v not in carried and v not in found:
@@ -179,7 +179,7 @@ class _LoopPlan:
             following = Variable(names.new(f"next({old.name})"), old.shape, old.dtype)
         return old, new, following
 
-    def _result(self, whole: Variable, part: Variable) -> _LoopResult:
+    def _result(self, whole: Variable, part: Variable) -> LoopResult:
         """How a Variable of the whole batch comes from those of the micro-batches."""
         lengths = zip(whole.shape, part.shape, strict=False)
         grown = [axis for axis, (n, m) in enumerate(lengths) if n != m]
@@ -195,7 +195,7 @@ class _LoopPlan:
         of_loss = whole in self.whole.late or whole in self.whole.of_loss
         is_mean = not (self.how.is_sum and of_loss) and whole not in self.added
         weighed = whole.is_float and is_mean and (not grown or whole in self.whole.late)
-        return _LoopResult(whole, part, grown[0] if grown else None, weighed)
+        return LoopResult(whole, part, grown[0] if grown else None, weighed)
 
     def _turn(self) -> Program:
         """The Program of one turn."""
@@ -240,15 +240,15 @@ class _LoopPlan:
         axis = program.replicas
         with nullcontext() if axis is None else along(axis):
             closed = traced(run, *(v.aval for v in inputs.values()))
-        body = MicroBatchLoop(closed, self.how.steps, turn)
+        body = MicroBatchLoop(closed, self)
         return Op(ACCUMULATE, tuple(inputs.values()), tuple(outputs), body, Pass.BACKWARD)
 
     def run(self, env: Values) -> Values:
         """The values that the loop makes, from those it is given."""
         cut = [v for v in self.turn.inputs if v.name in self.how.split]
-        pieces = [self._pieces(env[v], v) for v in cut]
+        pieces = [self.pieces(env[v], v) for v in cut]
         weights = [x for v, x in zip(cut, pieces, strict=True) if v.name == self.how.weight]
-        scales = self._scales(*weights) if weights else None
+        scales = self.scales(*weights) if weights else None
 
         def body(carry: Any, given: Any) -> tuple[Any, list[Any]]:
             mine = dict(zip((*(old for old, *_ in self.threaded), *cut), (*carry[0], *given[0]), strict=True))
@@ -271,10 +271,10 @@ class _LoopPlan:
         run = lower(turn, [*(new for _, new, _ in self.threaded), *turn.outputs], scopes=own_scopes(turn))
         found = run([env[v] for v in turn.state], [env[v] for v in turn.inputs])
         pairs = zip((*self.sums, *self.joined), found[count:], strict=True)
-        scaled = [self._scaled(x, scale) if r.is_weighed else x for r, x in pairs]
+        scaled = [self.scaled(x, scale) if r.is_weighed else x for r, x in pairs]
         return list(map(_strong, found[:count])), scaled[: len(self.sums)], scaled[len(self.sums) :]
 
-    def _pieces(self, x: Any, v: Variable) -> Any:
+    def pieces(self, x: Any, v: Variable) -> Any:
         """An array over the batch as ``[steps, rows, ...]``, padded with examples of weight 0."""
         steps, rows = self.how.steps, v.shape[0]
         if steps * rows != x.shape[0]:
@@ -285,7 +285,7 @@ class _LoopPlan:
                 x = jnp.where(counts, x, jnp.zeros((), x.dtype))
         return x.reshape(steps, rows, *x.shape[1:])
 
-    def _scales(self, weights: Any) -> Any:
+    def scales(self, weights: Any) -> Any:
         """The share of each micro-batch in the weights of all, of all devices."""
         loss, replicas = self.whole.program.loss, self.whole.program.replicas
         dtype = jnp.promote_types(weights.dtype, np.float32 if loss is None else loss.dtype)
@@ -295,7 +295,7 @@ class _LoopPlan:
         total = jnp.sum(each)
         return jnp.where(total == 0, 1 / self.how.steps, each / jnp.where(total == 0, 1, total))
 
-    def _scaled(self, x: Any, scale: Any) -> Any:
+    def scaled(self, x: Any, scale: Any) -> Any:
         """The part of a mean that a micro-batch adds; 0 if none of its examples counts, even if it is NaN."""
         wide = x.astype(jnp.promote_types(x.dtype, np.float32))
         if scale is None:

@@ -35,11 +35,13 @@ BARRIER = Mark("optimization_barrier")
 
 
 @transform(phase=Phase.BACKWARD)
-def keeping(program: Program, kept: tuple[str, ...], begins: tuple[str, ...]) -> Program:
+def keeping(program: Program, kept: tuple[str, ...], begins: tuple[str, ...], tied: bool = True) -> Program:
     """Keep the values of the forward pass with these names; recompute all else that the backward pass reads.
 
     Adds ops, and changes what ops of the backward pass read. ``begins``: what the first op of each segment
-    computes. A name that no Variable has is passed over.
+    computes. A name that no Variable has is passed over. ``tied``: let kept values wait for the gradient that
+    arrives, also where barriers are forgotten; within a turn of a loop that has no forward pass of its own
+    there is nothing to keep apart.
 
     Raises:
         GraphError: most of these names are unknown.
@@ -59,14 +61,14 @@ def keeping(program: Program, kept: tuple[str, ...], begins: tuple[str, ...]) ->
             "transform put others in their place. Recompute after it: recompute(roll(program), budget)."
         )
     found = Activations(program, [known[name] for name in kept if name in known])
-    return _Recomputing(found, set(begins)).program()
+    return _Recomputing(found, set(begins), tied).program()
 
 
 class _Recomputing:
     """One walk over the ops: ``stands[v]`` is what an op of the backward pass reads in place of v."""
 
-    def __init__(self, found: Activations, begins: set[str]) -> None:
-        self.found = found
+    def __init__(self, found: Activations, begins: set[str], tied: bool) -> None:
+        self.found, self.tied = found, tied
         self.names = Names(found.program.variables)
         forward = found.forward
         self.begins = [i for i, op in enumerate(forward) if any(v.name in begins for v in op.outputs)]
@@ -133,7 +135,7 @@ class _Recomputing:
                 type=BARRIER,
                 inputs=inputs,
                 outputs=outputs,
-                body=_barrier_of(tuple(v.aval for v in inputs), len(leaves)),
+                body=_barrier_of(tuple(v.aval for v in inputs), len(leaves) if self.tied else len(inputs)),
                 made_by=Pass.BACKWARD,
                 scope=ops[0].scope,
             )

@@ -104,7 +104,7 @@ class _Turn:
 
     def loop(self, kept: Sequence[str]) -> Body:
         """The loop whose turns keep what has these names."""
-        turn = self.rule(keeping(self.differentiated, tuple(kept), ()))
+        turn = self.rule(keeping(self.differentiated, tuple(kept), (), False))
         return body_of(lambda *values: self.parts.scan(turn, values), *self.op.body.in_types)
 
     def rule(self, program: Program) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,6 +35,11 @@ class NameRow:
     here: str | None
     axes: Axes = None
 
+    @cached_property
+    def patterns(self) -> tuple[re.Pattern[str], re.Pattern[str] | None]:
+        """Those names there and here that fit, with a group for each field."""
+        return _pattern(self.there), None if self.here is None else _pattern(self.here)
+
 
 class NameTable:
     """Rows from names there to names here; the first that fits counts, a name without a row is the same.
@@ -55,14 +61,14 @@ class NameTable:
     def here(self, name: str) -> tuple[str, Axes] | None:
         """The name here of an array there, and its axes; None for one that is left out."""
         for row in self.rows:
-            if (found := _fields(row.there, name)) is not None:
+            if found := row.patterns[0].fullmatch(name):
                 return None if row.here is None else (_filled(row.here, found), row.axes)
         return name, None
 
     def there(self, name: str) -> tuple[str, Axes]:
         """The name there of an array here, and the axes that undo those of the row."""
         for row in self.rows:
-            if row.here is not None and (found := _fields(row.here, name)) is not None:
+            if row.patterns[1] is not None and (found := row.patterns[1].fullmatch(name)):
                 back = None if row.axes is None else tuple(int(axis) for axis in np.argsort(row.axes))
                 return _filled(row.there, found), back
         return name, None
@@ -86,13 +92,12 @@ def _row(there: str, row: Any) -> NameRow:
     return NameRow(there, here, None if axes is None else tuple(axes))
 
 
-def _fields(pattern: str, name: str) -> dict[str, str] | None:
-    """The text of each field where a name fits a pattern."""
-    parts = _FIELD.split(pattern)
-    odd = (rf"(?P<{part}>[^./]+)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
-    found = re.fullmatch("".join(odd), name)
-    return None if found is None else found.groupdict()
+def _pattern(names: str) -> re.Pattern[str]:
+    parts = _FIELD.split(names)
+    return re.compile(
+        "".join(rf"(?P<{part}>[^./]+)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+    )
 
 
-def _filled(pattern: str, fields: Mapping[str, str]) -> str:
+def _filled(pattern: str, fields: re.Match[str]) -> str:
     return _FIELD.sub(lambda field: fields[field[1]], pattern)

@@ -6,6 +6,7 @@ array of someone else's file is called, and every array has to find its place.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.core.structure import describe, path_name
-from onward.core.variable import holds_keys
+from onward.core.variable import holds_keys, limits_of
 from onward.core.words import some
 from onward.define.arguments import Type, type_of
 from onward.execute.disk.durable import appearing, make_folder, sync
@@ -151,7 +152,7 @@ def save_safetensors(
 
     Raises:
         ArgumentError: a leaf that is not an array of numbers, two arrays of one name, a table of another
-            form.
+            form, metadata that is not text.
         CheckpointError: the file cannot be written.
 
     Example:
@@ -170,8 +171,14 @@ def save_safetensors(
         if name in arrays or name == METADATA:
             raise ArgumentError(f"save_safetensors: {name!r} would be the name of {place!r} and of another.")
         arrays[name] = _written(place, leaf, axes)
+    about = metadata or {"format": "pt"}
+    if not isinstance(about, Mapping) or not all(isinstance(x, str) for x in (*about, *about.values())):
+        raise ArgumentError(
+            f"save_safetensors: metadata is {metadata!r}; expected texts by name, {{'step': '300'}}; "
+            "no library reads a file with others."
+        )
     final = Path(path).absolute()
-    head, pieces = packed(arrays, metadata or {"format": "pt"}, EXCHANGED)
+    head, pieces = packed(arrays, about, EXCHANGED)
     try:
         make_folder(final.parent)
         with appearing(final) as part:
@@ -187,7 +194,7 @@ def _places(tree: Any, what: str) -> tuple[list[str], list[Any], Any]:
         raise ArgumentError(f"{what} is a State; pass its parameters, state.parameters.")
     found, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path_name(path) for path, _ in found]
-    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+    if twice := sorted(path for path, count in Counter(paths).items() if count > 1):
         raise ArgumentError(f"{what}: {some(twice, 6)} stands for two places of the tree; rename one.")
     return paths, [leaf for _, leaf in found], treedef
 
@@ -197,7 +204,8 @@ def _numbers(leaf: Any) -> Type | None:
     found = type_of(leaf, numbers=False)
     if found is None or holds_keys(found.dtype):
         return None
-    return Type(found.shape, jax.dtypes.canonicalize_dtype(found.dtype))  # float64 is not there without x64
+    dtype = jax.dtypes.canonicalize_dtype(found.dtype)  # float64 is not there without x64
+    return Type(found.shape, dtype.newbyteorder("="))
 
 
 def _files(given: FilePath | Sequence[FilePath]) -> list[Path]:
@@ -237,7 +245,8 @@ def _fitting(
             continue
         here, axes = place
         if here not in expected:
-            fitting.problems.append(_surplus(array, here, expected))
+            among = expected if len(fitting.problems) < MOST else ()  # to compare names takes long
+            fitting.problems.append(_surplus(array, here, among))
         elif here in fitting.chosen:
             first = fitting.chosen[here][0]
             fitting.problems.append(
@@ -252,11 +261,11 @@ def _fitting(
     return fitting
 
 
-def _surplus(array: StoredArray, here: str, expected: Mapping[str, Type]) -> str:
+def _surplus(array: StoredArray, here: str, among: Iterable[str]) -> str:
     renamed = "" if here == array.name else f", {here!r} here,"
     return (
         f"{array.name!r}{renamed} {array.type(None)} is in the file and not in the tree; None in names "
-        f"leaves it out. {nearest(here, expected)}"
+        f"leaves it out. {nearest(here, among)}"
     )
 
 
@@ -274,11 +283,19 @@ def _misfits(array: StoredArray, here: str, axes: Axes, expected: Type, cast: bo
     said = f"{here!r} is {wanted} in the tree; {array.name!r} is {array.type(axes)}"
     if _moved(array.shape, axes) != expected.shape:
         yield said
-    elif not np.can_cast(array.dtype, expected.dtype):
+    elif not _holds(expected.dtype, array.dtype):
         if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (array.dtype, expected.dtype)):
             yield f"{said}, which it does not hold"
         elif not cast:
             yield f"{said}. cast=True rounds it"
+
+
+def _holds(wide: Any, dtype: Any) -> bool:
+    """Whether a dtype holds every number of another; for NumPy float64 holds int64, and float8 holds int8."""
+    if np.issubdtype(dtype, np.integer) and jnp.issubdtype(wide, jnp.floating):
+        whole = np.iinfo(dtype)
+        return bool(whole.bits - (whole.min < 0) <= limits_of(wide).nmant + 1)
+    return np.can_cast(dtype, wide)
 
 
 def turned(array: np.ndarray, axes: Axes) -> np.ndarray:
@@ -295,7 +312,7 @@ def _held(array: StoredArray, axes: Axes, expected: Type) -> jax.Array:
     numbers = array.read(axes)
     with np.errstate(over="ignore"):
         held = numbers.astype(expected.dtype, order="C")
-    is_rounded = not np.can_cast(array.dtype, expected.dtype)
+    is_rounded = not _holds(expected.dtype, array.dtype)
     if is_rounded and (lost := int(np.sum(np.isfinite(numbers) & ~np.isfinite(held)))):
         raise CheckpointError(f"{array.name!r}: {lost} numbers are too large for {expected.dtype}.")
     return jnp.asarray(held)

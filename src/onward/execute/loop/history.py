@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
+from onward.core.pointing import Pointing
 from onward.core.structure import describe
 from onward.execute.loop.watch_history import WatchHistory
 
@@ -33,7 +34,7 @@ WAITING = (
 NAN = float("nan")
 
 
-class History(Mapping[str, np.ndarray]):
+class History(Mapping[str, np.ndarray], Pointing):
     """Metrics by name, each an array of one float64 a record, NaN where a record lacks that metric.
 
     ``"step"`` and ``"epoch"`` are names like the others, and come first. Reading waits for the device.
@@ -61,12 +62,7 @@ class History(Mapping[str, np.ndarray]):
             ArgumentError: a value that is not a scalar.
         """
         row = {"step": step, "epoch": epoch, **values}
-        for name, value in row.items():
-            if getattr(value, "shape", None) != () and not isinstance(value, int | float):
-                raise ArgumentError(
-                    f"History: {name!r} is {describe(value)}; expected one number. Record its mean, or a "
-                    "metric for each of its entries."
-                )
+        _expect_numbers(row)
         with self._lock:
             for name in row:
                 if name not in self._columns:
@@ -89,6 +85,8 @@ class History(Mapping[str, np.ndarray]):
             raise ArgumentError(
                 "History.amend: there is no record yet; record(step=..., epoch=...) comes first."
             )
+        expect_metrics(values)
+        _expect_numbers(values)
         for name, value in values.items():
             self._columns.setdefault(name, array("d"))
             if self._waiting:
@@ -119,7 +117,7 @@ class History(Mapping[str, np.ndarray]):
             UnknownNameError: no record has it.
         """
         if name not in self._columns:
-            raise UnknownNameError(f"The history has no {name!r}. {nearest(name, self._columns)}")
+            raise UnknownNameError(f"The history has no {name!r}. {nearest(str(name), self._columns)}")
         with self._lock:
             self._fetch(len(self._waiting))
             return np.array(self._columns[name])
@@ -215,6 +213,24 @@ class History(Mapping[str, np.ndarray]):
         names = [name for name in self._columns if name not in ("step", "epoch")][:3]
         shown = ", ".join(f"{name} {_ends(self[name])}" for name in names)
         return f"History({steps} step{'s' * (steps != 1)}{': ' * bool(shown)}{shown})"
+
+
+def expect_metrics(values: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError`` for a metric that would stand in the place of the step or the epoch."""
+    if taken := values.keys() & {"step", "epoch"}:
+        raise ArgumentError(
+            f"History: no metric is named {min(taken)!r}, which every record counts itself; give it another "
+            "name."
+        )
+
+
+def _expect_numbers(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if getattr(value, "shape", None) != () and not isinstance(value, int | float):
+            raise ArgumentError(
+                f"History: {name!r} is {describe(value)}; expected one number. Record its mean, or a "
+                "metric for each of its entries."
+            )
 
 
 def _send(rows: Sequence[Mapping[str, Any]]) -> None:

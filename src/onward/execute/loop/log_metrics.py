@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,13 +35,14 @@ class log_metrics:  # noqa: N801
     def __init__(self, write: Callable[..., Any], every: int = 100) -> None:
         expect_count(every, "log_metrics: every")
         self.write, self.every = write, every
-        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
+        self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
 
     def __call__(self, event: Event) -> None:
         """Take note of a step or a test; pass on what has come when it is much, or an epoch is over."""
         if event.kind in (EventKind.STEP, EventKind.TEST) and event.metrics:
             self._waiting.append((event.step, event.metrics))
         if event.kind in (EventKind.EPOCH, EventKind.END) or len(self._waiting) >= self.every:
-            waiting, self._waiting = self._waiting, []
-            for step, metrics in waiting:
+            while self._waiting:  # what could not be written waits for the next time
+                step, metrics = self._waiting[0]
                 self.write({name: float(value) for name, value in metrics.items()}, step=step)
+                self._waiting.popleft()

@@ -13,15 +13,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
 from onward.core.errors import ArgumentError
 from onward.core.structure import describe
 from onward.execute.loop.events import Event, EventKind, StopTraining
-from onward.execute.loop.history import History
+from onward.execute.loop.history import History, expect_metrics
 from onward.execute.out import Out
 from onward.execute.outs import Outs
 from onward.execute.state import State
@@ -46,7 +46,7 @@ class Loop:
         stopped: why a callback ended the loop; None unless one did.
 
     Raises:
-        ArgumentError: a callback that cannot be called.
+        ArgumentError: a callback that cannot be called; a step or a metric of another form.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -61,18 +61,25 @@ class Loop:
     """
 
     def __init__(self, callbacks: Sequence[Callable[[Event], Any]] = ()) -> None:
+        if not isinstance(callbacks, Iterable):
+            raise ArgumentError(f"Loop: callbacks is {describe(callbacks)}; expected a list of functions.")
+        callbacks = tuple(callbacks)
         for callback in callbacks:
             if not callable(callback):
                 raise ArgumentError(f"Loop: {describe(callback)} is not a function of an Event.")
-        self.callbacks = tuple(callbacks)
+        self.callbacks = callbacks
         self.history = History()
         self.steps = self.epochs = 0
         self.state: State | None = None
         self.stopped: str | None = None
         self._batch = 0
+        self._ending: StopTraining | None = None
 
     def __enter__(self) -> Self:
-        self._tell(EventKind.BEGIN, {})
+        try:
+            self._tell(EventKind.BEGIN, {})
+        except StopTraining as reason:  # only what is raised within the block ends the block
+            self._ending = reason
         return self
 
     def step(self, out: Out | Outs | None = None, state: State | None = None, **metrics: Any) -> None:
@@ -83,17 +90,29 @@ class Loop:
             state: the State after it, for callbacks that look at one.
             metrics: more scalars by name; they may still be computing.
         """
+        if out is not None and not isinstance(out, Out | Outs):
+            raise ArgumentError(
+                f"Loop.step: the first argument is {describe(out)}; expected what the step returned "
+                "beside the State, loop.step(out, state). Give numbers by name: loop.step(loss=0.5)."
+            )
+        if self._ending is not None:
+            raise self._ending
         self.state = state if state is not None else self.state
-        if isinstance(out, Outs):
-            for one in out:
+        reasons = []
+        for one in out if isinstance(out, Outs) else (out,):
+            try:
                 self._step(one, metrics)
-        else:
-            self._step(out, metrics)
+            except StopTraining as reason:  # the steps of a run are made, all of them, and so are noted
+                reasons.append(reason)
+        if reasons:
+            raise reasons[0]
 
     def test(self, **metrics: Any) -> None:
-        """Note what a test measured after the last step."""
-        if self.steps:
+        """Note what a test measured after the last step, or before the first one."""
+        if self.history:
             self.history.amend(**metrics)
+        else:
+            self.history.record(step=self.steps, epoch=self.epochs, **metrics)
         self._tell(EventKind.TEST, metrics)
 
     def epoch(self, **metrics: Any) -> None:
@@ -106,21 +125,26 @@ class Loop:
     ) -> bool:
         if isinstance(error, StopTraining):
             self.stopped = str(error)
-        # What ended the loop is told, not what a callback says of it.
-        with suppress(StopTraining if error is None else Exception):
-            self._tell(EventKind.END, {})
+        # What ended the loop is told, not what a callback says of it; and all callbacks hear of the end.
+        with suppress(StopTraining if error is None else Exception), ExitStack() as told:
+            for callback in reversed(self.callbacks):
+                told.callback(callback, self._event(EventKind.END, {}))
         return isinstance(error, StopTraining)
 
     def _step(self, out: Out | None, metrics: Mapping[str, Any]) -> None:
         self.steps, self._batch = self.steps + 1, self._batch + 1
         if out is not None and out.results.loss is not None:
             metrics = {"loss": out.loss, **metrics}
+        expect_metrics(metrics)
         self.history.record(step=self.steps, epoch=self.epochs, **metrics)
         if out is not None:
             self.history.watched.record(out.watched, step=self.steps, epoch=self.epochs)
         self._tell(EventKind.STEP, metrics)
 
     def _tell(self, kind: EventKind, metrics: Mapping[str, Any]) -> None:
-        event = Event(kind, self.epochs, self._batch, self.steps, metrics, self)
+        event = self._event(kind, metrics)
         for callback in self.callbacks:
             callback(event)
+
+    def _event(self, kind: EventKind, metrics: Mapping[str, Any]) -> Event:
+        return Event(kind, self.epochs, self._batch, self.steps, metrics, self)

@@ -133,11 +133,11 @@ def _of_state(found: Shortage) -> Iterator[str]:
     if 2 * kept <= found.use.peak:
         return
     yield f"parameters and state take {human_bytes(kept)}, however small the batch"
-    if 4 * state > found.use.peak and found.use.program.replicas is None:
-        yield (
-            f"ow.replicate(program, devices, merge=ow.Sharded()): each device keeps a part of the "
-            f"{human_bytes(state)} of the optimizer; or an optimizer that keeps less, such as ow.Adafactor"
-        )
+    program = found.use.program
+    if program.replicas is None and program.partition is None and program.recipe is not None:
+        yield 'ow.partition(program, {"data": devices}, {"*": "data"}): each device keeps its part of them'
+    if 4 * state > found.use.peak:
+        yield f"an optimizer that keeps less than {human_bytes(state)}, such as ow.Adafactor"
 
 
 def _rows(program: Program) -> int:

@@ -74,7 +74,8 @@ def out_of_memory(
         limit = _of_machine()
     others, told_others = _others(arrays, device)
     beside = () if donated is None else (v for v in program.next_state if v.name not in donated)
-    room = None if limit is None else max(limit - others, 0)
+    is_whole = program.partition is None  # of parts nothing is known before the compiler splits them
+    room = max(limit - others, 0) if limit is not None and is_whole else None
     shortage = Shortage(MemoryUse(program), sum(map(nbytes, beside)), device.platform, room)
     parts = [
         _first(program, device, asked, free, limit),
@@ -103,8 +104,9 @@ def _held(found: Shortage, compiled: Any) -> str:
     """The peak of the Program, the arrays that are there, and what to write instead."""
     use, op = found.use, found.use.peak_op
     shares = ", ".join(f"{share} {human_bytes(n)}" for share, n in use.shares.items() if n)
-    replicas = use.program.replicas
+    replicas, mesh = use.program.replicas, use.program.partition
     holder = "it" if replicas is None or replicas.count == 1 else "each device"
+    holder = holder if mesh is None else "a single device, without the mesh,"
     at = (
         ""
         if op is None

@@ -27,13 +27,18 @@ def text(
     if curve:
         op = curve[number].op
         head += f", at op {number + 1:,} of {len(curve):,}: {op.made_by}  {place(op)}"
-    whole = max(peak, 1)
+    return f"{head}\n\n{bars(shares)}\n\n{columns(rows(held, names), right=(0,))}"
+
+
+def bars(shares: Mapping[MemoryShare, int]) -> str:
+    """The bytes for each purpose, a row each, with a bar for its part of all."""
+    whole = max(sum(shares.values()), 1)
     told = [
         (str(share), human_bytes(n), f"{100 * n / whole:.0f} %", "█" * round(_WIDTH * n / whole))
         for share, n in shares.items()
         if n
     ]
-    return f"{head}\n\n{columns(told, right=(1, 2))}\n\n{columns(rows(held, names), right=(0,))}"
+    return columns(told, right=(1, 2))
 
 
 def side_by_side(memories: Sequence[tuple[Mapping[MemoryShare, int], int]], labels: Sequence[str]) -> str:

@@ -145,7 +145,7 @@ class Lines:
         start, end = self.boxes[source], self.boxes[target]
         is_up = bends[0][1] < start.y if bends else start.y > end.y
         first = start.middle[0], start.y if is_up else start.bottom
-        last = end.middle[0], end.bottom if is_up else end.y
+        last = end.middle[0], end.bottom + max(end.cards, default=0.0) if is_up else end.y
         if not bends and abs(first[1] - last[1]) < _CLOSE:
             both = (max(start.x, end.x) + min(start.right, end.right)) / 2
             first, last = (both, first[1]), (both, last[1])

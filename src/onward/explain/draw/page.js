@@ -44,7 +44,7 @@ function (key) {
     number = next;
     view = data.views[next];
     svg.removeAttribute("viewBox");
-    svg.innerHTML = '<g class="ow-world">' + view.svg + "</g>";
+    svg.innerHTML = '<g class="ow-world' + (before ? " opened" : "") + '">' + view.svg + "</g>";
     world = svg.firstChild;
     choose(null);
     Object.keys(view.goes).forEach(mark);

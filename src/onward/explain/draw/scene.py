@@ -63,6 +63,11 @@ class Box:
         """Its centre."""
         return self.x + self.width / 2, self.y + self.height / 2
 
+    @property
+    def cards(self) -> tuple[float, ...]:
+        """How far the cards of equal layers stand out below it and to its right, the lowest first."""
+        return (6.0, 3.0) if self.form == "fold" and self.note else ()
+
     def moved(self, x: float, y: float) -> Box:
         """The same box elsewhere."""
         return replace(self, x=self.x + x, y=self.y + y)

@@ -15,6 +15,7 @@ from onward.explain.draw.scene import Box, shortened, small_width, title_width
 ROW, SMALL, GAP = 40.0, 20.0, 4.0
 FOLDED = 58.0
 BESIDE = 16.0
+_ARROW = 12.0
 _PADDING = 20.0
 _LONGEST_TITLE, _LONGEST_SMALL, _LONGEST_NAME = 24, 30, 16
 _NARROWEST = 96.0
@@ -95,7 +96,7 @@ class _Shaper:
         y = self.made.top
         for box in boxes:
             into.append(replace(box, x=-width / 2, y=y, width=width))
-            y += box.height + GAP + 2
+            y += box.height + _ARROW
 
     def column(self, into: list[Box], boxes: Sequence[Box], side: int) -> None:
         """Small boxes below each other, on the left (-1) or on the right (1) of the main one."""

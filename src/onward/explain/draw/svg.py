@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from onward.explain.draw.scene import SMALL_SIZE, SMALL_WIDTH, TITLE_SIZE, Box, Edge, Lane, Point, Scene
+from onward.explain.draw.scene import SMALL_SIZE, TITLE_SIZE, Box, Edge, Lane, Point, Scene
 from onward.explain.style import FONT, MONO, colour, text, with_plain_colours
 
 STYLE = f"""
@@ -134,8 +134,7 @@ def _box(box: Box) -> str:
     fill = colour(box.lane) if box.emphasis else "var(--ow-page)" if box.form in ("chip", "gate") else soft
     radius = {"pill": box.height / 2, "chip": 6, "fold": 10}.get(box.form, 7)
     more = ' stroke-opacity=".55"' if box.form == "pill" else ' stroke-width="1.6"' * (box.form == "fold")
-    cards = (6, 3) if box.form == "fold" and box.note else ()
-    under = "".join(_rect(box, soft, radius, ' stroke-opacity=".5"', shift) for shift in cards)
+    under = "".join(_rect(box, soft, radius, ' stroke-opacity=".5"', shift) for shift in box.cards)
     write = {"pill": _small_words, "chip": _small_words, "gate": _upright_words}.get(box.form, _words)
     return (
         f'<g class="box {box.form}" data-key="{box.key}" data-node="{box.node}">'
@@ -152,7 +151,7 @@ def _small_words(box: Box) -> str:
     """The one line of text in a small box: a name, and its type."""
     x, y = box.middle
     name, *rest = box.lines
-    more = "".join(f'<tspan class="faint" dx="{SMALL_WIDTH}">{text(word)}</tspan>' for word in rest)
+    more = "".join(f'<tspan class="faint">&#160;{text(word)}</tspan>' for word in rest)
     bold = ' class="name"' if box.form == "pill" else ""
     return _line("small", x, y + 3.7, f"<tspan{bold}>{text(name)}</tspan>{more}")
 
@@ -170,7 +169,7 @@ def _words(box: Box) -> str:
     ink = page or f' style="fill:{colour(box.lane)}"'
     x, y = box.middle
     title, *below = (line for line in box.lines if line)
-    note = f'<tspan dx="8"{ink}>{text(box.note)}</tspan>' if box.note else ""
+    note = f"<tspan{ink}>&#160;{text(box.note)}</tspan>" if box.note else ""
     top = y - (len(below) * 14 - 8) / 2
     rest = (_line("faint", x, top + 14 * (i + 1), text(line), page) for i, line in enumerate(below))
     return _line("title", x, top, text(title) + note, page) + "".join(rest)

@@ -205,8 +205,8 @@ def _names(step: Any, title: str, args: tuple[Any, ...], kwargs: Mapping[str, An
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ArgumentError(
-            f"{title}{signature} cannot be called with what inspect was given: {error}. inspect takes the "
-            "step and then the arguments that it is called with, or their shapes."
+            f"{title}{signature} cannot be called with these arguments: {error}. Give the step, then all "
+            "that it is called with, or their shapes."
         ) from None
     names: list[str] = []
     for p in signature.parameters.values():

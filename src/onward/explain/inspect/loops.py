@@ -134,14 +134,17 @@ def _trained_within(ops: Sequence[Op], following: Mapping[Variable, Variable]) -
 
 
 def _carried_parameters(op: Op) -> list[Pair]:
-    """The parameters that a loop is given and trains, as they stand outside, before and after it."""
-    if not isinstance(op.body, OpenedBody):
-        return []
-    told, turn = op.body.first.told, op.body.first.turn
+    """The parameters that a loop or a branch is given and trains, as they stand outside, before and after."""
+    turns = op.body.turns if isinstance(op.body, OpenedBody) else ()
+    return [pair for opened in turns for pair in _carried_by(op, opened)]
+
+
+def _carried_by(op: Op, opened: OpenedTurn) -> list[Pair]:
+    told, turn = opened.told, opened.turn
     outside = dict(zip(told.results, op.outputs, strict=True))
     return [
         (op.inputs[at], outside[j])
-        for i, j in op.body.first.handed
+        for i, j in opened.handed
         if (at := told.given[i]) is not None and j in outside and turn.inputs[i].kind is Kind.PARAMETER
     ]
 

@@ -33,18 +33,32 @@ random numbers drawn in the loss (- 41 %), a scan that stacks what its turns ret
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from onward.core.check import expect_program
 from onward.core.program import Program
 from onward.core.show import human_bytes
-from onward.execute.memory.table import place, rows, side_by_side, text
+from onward.execute.memory.held import MemoryShare
+from onward.execute.memory.table import bars, place, rows, side_by_side, text
 from onward.execute.memory.use import MemoryUse
+from onward.explain.memory.meshed import on_each_device
 from onward.explain.memory.plot import Chart, OpPoint, Picture, picture
 
 
 class Memory(MemoryUse):
     """The bytes that a Program takes, op by op; print it, plot it, or put it beside another."""
+
+    @cached_property
+    def each_device(self) -> Mapping[MemoryShare, int]:
+        """The bytes that one device takes, by what for.
+
+        Of a partitioned Program, whose ops are over whole arrays, it is compiled: parameters, state and feeds
+        are those of ``plan(program)``, results and temporaries what XLA plans for a device. Of any other
+        Program they are ``shares``.
+        """
+        return self.shares if self.program.partition is None else on_each_device(self.program)
 
     def beside(self, other: Memory | Program, labels: tuple[str, str] = ("before", "after")) -> Beside:
         """This and another memory on one scale.
@@ -62,7 +76,7 @@ class Memory(MemoryUse):
             OpPoint(str(m.op.made_by), place(m.op), m.bytes, {str(s): n for s, n in m.shares.items()})
             for m in self.curve
         ]
-        return Chart(title or f"Memory of {self.program.name}", tuple(points))
+        return Chart(title or self._title, tuple(points))
 
     def plot(self) -> Picture:
         """The picture: bytes over the ops of the step. ``plot().save("memory.svg")`` writes it to a file."""
@@ -75,9 +89,19 @@ class Memory(MemoryUse):
         return f"Memory({self.program.name!r}, {human_bytes(self.peak)} at the peak)"
 
     def __str__(self) -> str:
-        over = f", of whole arrays, not of their parts on {on}" if (on := self.program.partition) else ""
-        title = f"Memory of {self.program.name}{over}"
-        return text(title, self.peak, self.curve, self.peak_number, self.shares, self.held, self.names)
+        told = text(self._title, self.peak, self.curve, self.peak_number, self.shares, self.held, self.names)
+        return told if self.program.partition is None else f"{self._on_mesh}\n\n{told}"
+
+    @property
+    def _title(self) -> str:
+        over = ", in whole arrays" if self.program.partition is not None else ""
+        return f"Memory of {self.program.name}{over}"
+
+    @property
+    def _on_mesh(self) -> str:
+        most = human_bytes(sum(self.each_device.values()))
+        head = f"Each device of {self.program.partition} takes {most} for {self.program.name}, as compiled"
+        return f"{head}\n\n{bars(self.each_device)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +126,9 @@ def memory(program: Program) -> Memory:
     """How much memory a Program takes while it runs: over its ops, and what holds most at the peak.
 
     An estimate; how far it is from what a compiler makes of it is told in ``onward.explain.memory.memory``.
-    Of a replicated Program it tells what one device takes, of a partitioned one what a single device would:
-    how far that is split is up to JAX's partitioner. Nothing is compiled or run.
+    Of a replicated Program it tells what one device takes. Of a partitioned one the ops are over whole
+    arrays, and how far these are split is up to JAX's partitioner: ``each_device`` tells what one device
+    takes, and compiles it for that, as printing does. Otherwise nothing is compiled, and nothing is run.
 
     Args:
         program: at any stage.

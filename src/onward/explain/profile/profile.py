@@ -89,7 +89,7 @@ class Profile:
         rule = "─" * max(map(len, table))
         end = 1 + len(self.rows)
         head = f"{1e3 * self.seconds:.3f} ms a step by the clock (median of {self.steps})"
-        return "\n".join([head, "", table[0], rule, *table[1:end], rule, *table[end:], _NOTE])
+        return "\n".join([head, "", table[0], rule, *table[1:end], rule, *table[end:], "", _NOTE])
 
     __repr__ = __str__
 
@@ -126,7 +126,10 @@ def profile(step: Step, state: State, data: Any, steps: int = 10, depth: int = 1
             f"profile takes a step, not {describe(step)}. Make one: step = onward.compile(program)."
         )
     if not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"profile: steps is {steps!r}; expected a whole number, at least 1.")
+        raise ArgumentError(
+            f"profile: steps is {describe(steps)}; expected a whole number, at least 1. The data of a step "
+            "is one argument: profile(step, state, (x, y))."
+        )
     arguments, named = Intake(step.feeds, False).arguments(data)
     state, out = step(jax.tree.map(jnp.copy, state), *arguments, **named)
     executable = step.executable(state, *arguments, **named)

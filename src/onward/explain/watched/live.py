@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from math import isfinite
 from os import PathLike
@@ -66,9 +66,13 @@ class Live:
         self._width = 0
         self._facts = ""
         self._closed = False
+        self._always: set[str] | None = None  # the metrics of every step, of which NaN is a number
 
     def __call__(self, event: Event) -> None:
         """Look at the clock, and show what is known when it is time, or when the training is over."""
+        if event.kind is EventKind.STEP:
+            names = event.metrics.keys()
+            self._always = set(names) if self._always is None else self._always & names
         if event.kind is EventKind.BEGIN:
             self._begin(event.step)
         elif event.kind is EventKind.END:
@@ -95,7 +99,7 @@ class Live:
         self._read_rate(event.step, getattr(trainer, "state", None), last)
         columns = dict(trainer.history) if last else trainer.history.known()
         moments = trainer.history.watched if last else trainer.history.watched.known()
-        self.curves = _curves(columns, moments, self._rates)
+        self.curves = _curves(columns, moments, self._rates, self._always or ())
         self._facts = "  ".join([f"step {event.step:,}", *self._use(event.step, last)])
         self._show(last)
         if self.every is None:
@@ -183,13 +187,16 @@ def _memory() -> str:
     return human_bytes(held)
 
 
-def _curves(columns: Mapping[str, Any], moments: Any, rates: Curve) -> tuple[Curve, ...]:
+def _curves(
+    columns: Mapping[str, Any], moments: Any, rates: Curve, always: Collection[str]
+) -> tuple[Curve, ...]:
     """The metrics, the learning rate and the norm of all watched gradients, over the steps."""
     found = {name: Curve(name, columns["step"], values) for name, values in columns.items()}
     found |= _watched(moments)
     if RATE not in found and len(rates.steps):
         found[RATE] = rates
-    made = (curve.measured() for name, curve in found.items() if name not in ("step", "epoch"))
+    shown = (curve for name, curve in found.items() if name not in ("step", "epoch"))
+    made = (curve.measured(curve.name in always and curve.name in columns) for curve in shown)
     return tuple(curve for curve in made if len(curve.steps))
 
 

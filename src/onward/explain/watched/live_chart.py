@@ -30,10 +30,10 @@ class Curve(NamedTuple):
         self.steps.append(float(step))
         self.values.append(value)
 
-    def measured(self) -> Curve:
-        """The same without the steps in which it was not measured, as arrays."""
+    def measured(self, always: bool = False) -> Curve:
+        """The same without the steps in which it was not measured, as arrays; with all, if it always was."""
         steps, values = np.asarray(self.steps, float), np.asarray(self.values, float)
-        here = ~np.isnan(values)
+        here = ~np.isnan(values) | always
         return Curve(self.name, steps[here], values[here])
 
 
@@ -49,11 +49,12 @@ class LiveChart:
         across = min(_ACROSS, max(len(self.curves), 1))
         width = across * (_WIDTH + _LEFT) + 16
         height = ceil(len(self.curves) / _ACROSS) * (_HEIGHT + _TOP + 22) + 26
-        panels = "".join(
-            f'<g transform="translate({_LEFT + i % across * (_WIDTH + _LEFT)} '
-            f'{_TOP + i // across * (_HEIGHT + _TOP + 22)})">{"".join(_panel(curve))}</g>'
-            for i, curve in enumerate(self.curves)
-        )
+        with np.errstate(all="ignore"):  # of infinities and their differences
+            panels = "".join(
+                f'<g transform="translate({_LEFT + i % across * (_WIDTH + _LEFT)} '
+                f'{_TOP + i // across * (_HEIGHT + _TOP + 22)})">{"".join(_panel(curve))}</g>'
+                for i, curve in enumerate(self.curves)
+            )
         ground = f'<rect width="{width}" height="{height}" style="fill:var(--ow-page)"/>'
         below = f'<text x="{_LEFT}" y="{height - 10}">{text(self.facts)}</text>'
         return (

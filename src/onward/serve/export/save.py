@@ -135,7 +135,8 @@ def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, di
         hint = "Its model: save(trainer.model, path). " * hasattr(what, "model")
         raise ArgumentError(
             f"{hint}save was given {describe(what)}; expected a Model, save(model, path), or a compiled step "
-            "with its State, save(step, path, state)."
+            "with its State, save(step, path, state). A function becomes a Model with its parameters: "
+            "Model(trace(function, params, x), params)."
         )
     if not isinstance(state, State):
         raise ArgumentError(

@@ -1,0 +1,1 @@
+"""Ways to spread one training over many devices, ranked before any device is there."""

@@ -1,0 +1,1 @@
+"""One Program cut into stages, which work on several micro-batches at once: ``pipeline``."""

@@ -1,0 +1,237 @@
+"""A training Program that is cut into stages: the Programs of each, and what lies where; see ``pipeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from onward.core.check import check
+from onward.core.columns import columns
+from onward.core.cost import cost, size
+from onward.core.errors import GraphError
+from onward.core.marks import ACCUMULATE
+from onward.core.program import Op, Program, Variable
+from onward.core.show import human_bytes
+from onward.core.walk import ancestors, needed_ops
+from onward.core.words import Kind, Pass
+from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.distribute.pipeline.parts import apart, parts_of
+from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
+from onward.distribute.pipeline.stages import Stages, stages_of
+from onward.distribute.pipeline.updates import UpdatePlacing
+
+F, B, W = StageWork
+Place = tuple[int, StageWork]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """The Programs of each stage, the order in which they run, and the stage where each value lies.
+
+    Attributes:
+        program: the training Program that was cut.
+        accumulated: the same over micro-batches, on one device, whose numbers a step of the pipeline gives.
+        loop: how it puts together what micro-batches make.
+        schedule: which stage does what when.
+        ahead: what a micro-batch hands on to the next one without its data, such as random keys: it runs for
+            all of them before the first.
+        parts: for each stage and each of its works the Program; none where there is nothing to compute.
+        updates: for each phase of the update and each stage the Program.
+        homes: the stage where each Variable of state lies, and each result.
+    """
+
+    program: Program
+    accumulated: Program
+    loop: LoopPlan
+    schedule: PipelineSchedule
+    ahead: Program
+    parts: Mapping[Place, Program]
+    updates: Mapping[tuple[int, int], Program]
+    homes: Mapping[Variable, int]
+
+    @property
+    def advice(self) -> str:
+        """The advice for a call that expects a Program and is given a Pipeline."""
+        return "A Pipeline is many already. Transform the Program first; compile and save_picture take it."
+
+    @property
+    def results(self) -> tuple[LoopResult, ...]:
+        """The values of micro-batches that are added up or joined."""
+        return (*self.loop.sums, *self.loop.joined)
+
+    @cached_property
+    def readers(self) -> Mapping[Variable, tuple[Place, ...]]:
+        """For each value of a micro-batch the works that are given it, in the order of ``parts``."""
+        found: dict[Variable, tuple[Place, ...]] = {}
+        for place, part in self.parts.items():
+            for v in part.inputs:
+                found[v] = (*found.get(v, ()), place)
+        return found
+
+    @cached_property
+    def borrowed(self) -> Mapping[str, tuple[int, ...]]:
+        """The other stages that read state of a stage, such as a table that two of them share, by name."""
+        homes = {v.name: self.homes[v] for v in self.accumulated.state}
+        found: dict[str, set[int]] = {}
+        for (stage, _), part in self.parts.items():
+            for v in part.state:
+                if homes[v.name] != stage:
+                    found.setdefault(v.name, set()).add(stage)
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    def kept(self, stage: int) -> int:
+        """The bytes that a stage keeps of a micro-batch from its forward pass on to its backward pass."""
+        made = {v for (_, work), part in self.parts.items() if work is F for v in part.outputs}
+        later = [v for work in (B, W) for v in getattr(self.parts.get((stage, work)), "inputs", ())]
+        return sum(size(v) for v in dict.fromkeys(later) if v in made)
+
+    def sent(self, stage: int) -> int:
+        """The bytes that a stage sends to others for each micro-batch."""
+        made = [v for (of, _), part in self.parts.items() if of == stage for v in part.outputs]
+        return sum(size(v) * len({s for s, _ in self.readers.get(v, ())} - {stage}) for v in made)
+
+    def _first(self, stage: int) -> Op:
+        """The first op of a stage that reads what came before: the batch, or what stages before it send."""
+        part = self.parts[stage, F]
+        keys = {*self.ahead.outputs}
+        return next(
+            (op for op in part.ops if not {*part.inputs}.isdisjoint({*op.inputs} - keys)), part.ops[0]
+        )
+
+    def __str__(self) -> str:
+        head = ("stage", "parameters", "other state", "work", "holds", "of", "sends", "begins with")
+        table = columns([head, *map(self._row, range(self.schedule.stages))], right=[1, 2, 3, 4, 5, 6])
+        return "\n".join([f"Pipeline of {self.program.name}", table, *self._notes, "", str(self.schedule)])
+
+    def _row(self, stage: int) -> tuple[str, ...]:
+        own = [v for v in self.accumulated.state if self.homes[v] == stage]
+        parameters = sum(size(v) for v in own if v.kind is Kind.PARAMETER)
+        work = sum(cost(part).flops for (of, _), part in self.parts.items() if of == stage)
+        first = self._first(stage)
+        return (
+            str(stage),
+            human_bytes(parameters),
+            human_bytes(sum(map(size, own)) - parameters),
+            f"{100 * work / max(sum(cost(part).flops for part in self.parts.values()), 1):.0f} %",
+            str(self.schedule.held[stage]),
+            human_bytes(self.kept(stage)),
+            human_bytes(self.sent(stage)),
+            f"{first.outputs[0].name}{first.at}",
+        )
+
+    @property
+    def _notes(self) -> list[str]:
+        notes = ["what is held and sent is that of one micro-batch; work is counted in operations"]
+        for name, stages in self.borrowed.items():
+            home, others = self.homes[self.accumulated[name]], " and ".join(map(str, stages))
+            notes.append(f"{name} lies in stage {home}, which sends it to {others} at each step")
+        whole = [str(s) for s, works in enumerate(self._late) if works == {B}]
+        if self.schedule.splits_backward and whole:
+            notes.append(f"W of stage {' and '.join(whole)} is done in B: one loop computes both gradients")
+        return notes
+
+    @property
+    def _late(self) -> list[set[StageWork]]:
+        """For each stage the works that have ops after the forward pass."""
+        return [{w for w in (B, W) if (s, w) in self.parts} for s in range(self.schedule.stages)]
+
+
+def cut(program: Program, accumulated: Program, schedule: PipelineSchedule, at: Sequence[str]) -> Pipeline:
+    """Cut a Program that accumulates into stages.
+
+    Raises:
+        GraphError: micro-batches hand on what depends on their data, or ops stand before the forward pass.
+    """
+    op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
+    loop: LoopPlan = op.body.plan  # type: ignore[attr-defined]
+    turn = loop.turn
+    _expect_nothing_before(program, loop)
+    ahead = _ahead(program, loop)
+    groups = _groups(turn, stages_of(turn, frozenset(ahead), schedule.stages, at), schedule)
+    makers = {v: place for place, ops in groups.items() for o in ops for v in o.outputs}
+    makers = {v: makers.get(v, (0, F)) for v in turn.outputs}
+    parts = parts_of(turn, groups, makers, [old for old, *_ in loop.threaded])
+    given = {r.whole: makers[r.part][0] for r in (*loop.sums, *loop.joined)}
+    given |= {new: 0 for *_, new in loop.threaded}
+    rest = [o for o in accumulated.ops if o is not op]
+    placing = UpdatePlacing(accumulated, rest, given, _first_readers(parts))
+    updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop))
+    before = _before(program, loop, ahead, parts)
+    return Pipeline(program, accumulated, loop, schedule, before, parts, updates, placing.homes)
+
+
+def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Place, Program]) -> Program:
+    """The Program of what micro-batches hand on: its outputs are what the stages read of that."""
+    read = {v for part in parts.values() for v in part.inputs}
+    olds = tuple(old for old, *_ in loop.threaded)
+    return check(
+        Program(
+            f"{program.name}_ahead",
+            state=olds,
+            constants=loop.turn.constants,
+            ops=tuple(ahead),
+            outputs=tuple(v for v in (*olds, *(v for o in ahead for v in o.outputs)) if v in read),
+            next_state={old: new for old, new, _ in loop.threaded},
+        )
+    )
+
+
+def _first_readers(parts: Mapping[Place, Program]) -> dict[str, int]:
+    """For what the stages read of the state, by name, the first that does."""
+    found: dict[str, int] = {}
+    for (stage, _), part in parts.items():
+        found.update((v.name, min(stage, found.get(v.name, stage))) for v in part.state)
+    return found
+
+
+def _groups(turn: Program, inside: Stages, schedule: PipelineSchedule) -> dict[Place, list[Op]]:
+    """The ops of each stage and work."""
+    groups: dict[Place, list[Op]] = {}
+    for stage in range(schedule.stages):
+        own = [op for op in turn.ops if inside.get(op) == stage]
+        groups[stage, F] = [op for op in own if op.made_by is Pass.FORWARD]
+        late = [op for op in own if op.made_by is not Pass.FORWARD]
+        if schedule.splits_backward:
+            elsewhere = {v for op in turn.ops if inside.get(op, stage) != stage for v in op.inputs}
+            groups[stage, B], groups[stage, W] = apart(late, elsewhere, turn.outputs)
+        else:
+            groups[stage, B] = late
+    return {place: ops for place, ops in groups.items() if ops or place[1] is F}
+
+
+def _ends(program: Program, placing: UpdatePlacing, loop: LoopPlan) -> dict[Variable, tuple[int, int]]:
+    """The part of the update that hands out each result and each next value of state."""
+    made = {v: place for place, ops in placing.groups.items() for op in ops for v in op.outputs}
+    looped = {r.whole for r in (*loop.sums, *loop.joined)}
+    ends = dict.fromkeys((*program.next_state.values(), *program.outputs))
+    return {v: made.get(v, (0, placing.homes.get(v, 0))) for v in ends if v in made or v in looped}
+
+
+def _ahead(program: Program, loop: LoopPlan) -> list[Op]:
+    """The ops that make what a micro-batch hands on to the next one, which need not wait for its data."""
+    following = [new for _, new, _ in loop.threaded]
+    turn = loop.turn
+    if not following:
+        return []
+    waits: Collection[Variable] = {*turn.inputs, *turn.parameters}
+    for old, new, _ in loop.threaded:
+        if not ancestors(turn, [new]).isdisjoint(waits):
+            raise GraphError(
+                f"pipeline: {program.name!r} hands {old.name!r} on from one micro-batch to the next, and "
+                "makes it of their data, as batch norm does with its statistics. The stages of a pipeline "
+                "work on several at once. Take what normalizes each example by itself (layer_norm, "
+                "group_norm), or accumulate(program, micro_batches) on one device."
+            )
+    return needed_ops(turn, following)
+
+
+def _expect_nothing_before(program: Program, loop: LoopPlan) -> None:
+    if loop.part.before:
+        op: Any = loop.part.before[0]
+        raise GraphError(
+            f"pipeline: {op!r} of {program.name!r} belongs to the update and stands before the forward pass, "
+            "which reads it, so that no stage can begin without the update of others. Take an optimizer that "
+            "changes parameters after the backward pass."
+        )

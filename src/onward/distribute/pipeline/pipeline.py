@@ -1,0 +1,136 @@
+"""One training Program becomes stages on devices of their own, each with its part of the parameters.
+
+A model that does not fit one device is cut where the forward pass goes on; a batch goes through the stages in
+micro-batches, so that they work at the same time. The Program has forward, backward and update as ops, so the
+work of each stage is a choice of them, and a schedule is nothing but an order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from onward.core.check import expect_program
+from onward.core.errors import ArgumentError, GraphError
+from onward.core.marks import ACCUMULATE
+from onward.core.program import Phase, Program, Recipe
+from onward.core.recipe import recipe_of
+from onward.core.structure import expect_count
+from onward.core.walk import Where
+from onward.core.words import Pass
+from onward.develop.accumulation.accumulate import accumulate
+from onward.distribute.pipeline.cut import Pipeline, cut
+from onward.distribute.pipeline.schedule import schedule_of
+
+_REFUSED = {
+    Phase.ROLL: "folds layers into a loop, which cannot be cut. Leave it out",
+    Phase.KEEP: "folds layers into a loop, which cannot be cut. Leave it out",
+    Phase.LOOK: "looks at values of a whole step, which stages compute apart. Leave it out",
+    Phase.DEVICES: "lays it out over devices already. Leave it out: each stage has a device of its own",
+    Phase.MICRO_BATCHES: "takes its batch in parts already. Leave it out, and say micro_batches=",
+    Phase.STEP: "decides about a step as a whole, of which each stage sees a part. Leave it out",
+}
+_BY_NAME = {
+    "adjust_scale": "scales the loss of float16, and leaves out steps as a whole. Take bfloat16",
+    "partitioned": "splits its arrays over a mesh already. Leave partition out",
+}
+
+
+def pipeline(
+    program: Program,
+    stages: int,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    at: Iterable[str] = (),
+    whole: Iterable[Where] = (),
+    is_sum: bool | None = None,
+) -> Pipeline:
+    """Cut a training Program into stages, each on a device of its own, that work on micro-batches at once.
+
+    Each stage holds a part of the parameters, with what the optimizer keeps of them, and a batch goes through
+    the stages in micro-batches, forward and back. The numbers are those of ``accumulate(program,
+    micro_batches)``, whatever the schedule, and for a loss that is a mean or a sum over examples those of the
+    whole batch on one device. ``compile`` makes a step of it; ``print`` shows what each stage holds and
+    sends, and what it does when.
+
+    The forward pass is cut where the stages cost about the same, counted in operations and bytes, and of such
+    cuts where the fewest bytes are sent. A parameter lies in the first stage that reads it; if others read it
+    too, such as an embedding that is also the last layer, that stage sends it to them at each step, and they
+    send it their part of its gradient for each micro-batch. Rules that look at all gradients, such as
+    ``ClipByGlobalNorm``, exchange numbers, not arrays.
+
+    Args:
+        program: a training Program, as ``minimize`` makes it, for one device.
+        stages: how many.
+        micro_batches: how many parts each batch is cut into; at least as many as stages, better four times.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"zero_bubble"``: the order of the work of each stage, which
+            decides how long stages wait and how many micro-batches they hold. The results are equal to the
+            bit.
+        at: the scopes with which all stages but the first begin (``jax.named_scope``), as names or patterns.
+        whole: data that every micro-batch gets whole, as in ``accumulate``.
+        is_sum: the loss is a sum over examples, as in ``accumulate``; as the graph tells unless given.
+
+    Raises:
+        ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
+            that do not divide the batch, or fewer than 2.
+        GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
+            norm); a Program that is replicated, accumulated, partitioned, rolled, watched or guarded.
+        UnknownNameError: no op stands in a scope of ``at``.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+
+    Warns:
+        UserWarning: examples see each other, or the loss is neither a mean nor a sum: see ``accumulate``.
+
+    Source: Huang et al., GPipe, 2019; Narayanan et al., Efficient Large-Scale Language Model Training on GPU
+    Clusters Using Megatron-LM, 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, 2023.
+
+    Example:
+        >>> import jax.numpy as jnp, onward as ow
+        >>> def loss(params, x):
+        ...     return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"]) ** 2)
+        >>> params = {"w1": jnp.ones((3, 8)), "w2": jnp.ones((8, 2))}
+        >>> program = ow.SGD(0.1).minimize(loss, params, jnp.ones((8, 3)))
+        >>> cut = ow.pipeline(program, stages=2, micro_batches=4)
+        >>> [op.type for op in cut.parts[0, "F"].ops], [v.name for v in cut.parts[1, "F"].state]
+        (['dot_general', 'tanh'], ['w2'])
+        >>> print(cut.schedule)
+        1f1b: 2 stages, 4 micro-batches, idle 20 %
+                 1  2  3  4  5  6  7  8  9  10 11 12 13 14 15  holds  idle
+        stage 0  F0 F1       B0 .  F2 B1 .  F3 B2 .     B3 .       2   20 %
+        stage 1     F0 B0 .  F1 B1 .  F2 B2 .  F3 B3 .             1   20 %
+    """
+    expect_program(program, "pipeline")
+    order = schedule_of(schedule, stages, micro_batches)
+    expect_count(micro_batches, "pipeline: micro_batches", least=2, of="how many")
+    at = _scopes(at)
+    recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
+    _expect_fit(program, recipe)
+    accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
+    if not any(op.type is ACCUMULATE for op in accumulated.ops):
+        raise ArgumentError(f"pipeline: the batch of {program.name!r} has one row, which cannot be cut.")
+    return cut(program, accumulated, order, at)
+
+
+def _scopes(at: Iterable[str]) -> Sequence[str]:
+    found = (at,) if isinstance(at, str) else tuple(at)
+    if not all(isinstance(scope, str) for scope in found):
+        raise ArgumentError(f"pipeline: at is {found!r}; expected names of scopes, such as ['block_2'].")
+    return found
+
+
+def _expect_fit(program: Program, recipe: Recipe) -> None:
+    """Raise ``GraphError`` for what no pipeline can be made of."""
+    for step in recipe.steps:
+        name = step.function.__name__.strip("_")
+        if (why := _BY_NAME.get(name, _REFUSED.get(step.phase))) is not None:
+            raise GraphError(f"pipeline: {name} of {program.name!r} {why}.")
+    updated = {p for p, _ in program.gradients} & program.next_state.keys()
+    if not updated or not any(op.made_by is Pass.UPDATE for op in program.ops):
+        raise GraphError(
+            f"pipeline: {program.name!r} has no update. Make a training Program first: "
+            "optimizer.minimize(loss, params, *batch)."
+        )
+    if odd := [op for op in program.ops if op.body.has_effects]:
+        raise GraphError(
+            f"pipeline: {odd[0]!r}{odd[0].at} prints or calls back, in an order that stages on several "
+            "devices do not keep. Leave it out, and return the value beside the loss (has_aux=True)."
+        )

@@ -1,0 +1,120 @@
+"""One step of a pipeline as it is issued: what is there of each micro-batch, and what is sent where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from onward.core.program import Variable
+from onward.distribute.pipeline.schedule import StageWork
+from onward.execute.stage_executables import StageExecutables
+
+Values = dict[Variable, Any]
+
+
+class PipelineRun:
+    """One step as it is issued.
+
+    Attributes:
+        at: for each stage and micro-batch the values that are there.
+        given: for each micro-batch its part of the batch, and what was handed on to it.
+        totals: the sums so far.
+        pieces: of what is joined, those of all micro-batches.
+        raw: the sums and pieces of all micro-batches.
+        made: what the update has made.
+    """
+
+    def __init__(self, stages: StageExecutables, own: dict[str, Any], fed: Mapping[str, Any]) -> None:
+        self.stages, self.own, self.fed = stages, own, fed
+        self.at: dict[tuple[int, int], Values] = {}
+        self._borrowed: dict[tuple[str, int], Any] = {}
+        pipeline = stages.pipeline
+        ahead = pipeline.ahead
+        batch = [self._sent(fed[v.name], 0) for v in stages.split]
+        pieces, handed, last, self.scales = stages.begin(
+            (), [self._state(v.name, 0) for v in ahead.state], batch
+        )
+        self.given = [
+            {**dict(zip(stages.split, mine, strict=True)), **dict(zip(ahead.outputs, hers, strict=True))}
+            for mine, hers in zip(pieces, handed, strict=True)
+        ]
+        self.made: Values = dict(zip((new for *_, new in pipeline.loop.threaded), last, strict=True))
+        self.raw: Values = {}
+        self.totals = {place: zeros() for place, zeros in stages.zeros.items()}
+        self.pieces: list[list[Any]] = [[None] * pipeline.loop.how.steps for _ in pipeline.loop.joined]
+
+    def _sent(self, value: Any, stage: int) -> Any:
+        return jax.device_put(value, self.stages.devices[stage])
+
+    def _state(self, name: str, stage: int) -> Any:
+        """A value of state where a stage reads it; that of another stage is sent once a step."""
+        device = self.stages.devices[stage]
+        if self.stages.home[name] == device:
+            return self.own[name]
+        if (name, stage) not in self._borrowed:
+            self._borrowed[name, stage] = jax.device_put(self.own[name], device)
+        return self._borrowed[name, stage]
+
+    def micro_batches(self) -> None:
+        """Issue the work of all stages on all micro-batches."""
+        for stage, work, i in self.stages.order:
+            self._work(stage, work, i)
+
+    def _work(self, stage: int, work: StageWork, i: int) -> None:
+        part = self.stages.parts[stage, work]
+        here = self.at.setdefault((stage, i), {})
+        inputs = [self._input(v, stage, i, here) for v in part.program.inputs]
+        state = [self._state(v.name, stage) for v in part.program.state]
+        scale = self._scale(stage, i)
+        grown, pieces, outputs = part.call(self.totals.get((stage, work), []), state, inputs, scale)
+        if part.sums:
+            self.totals[stage, work] = grown
+        for place, piece in zip(part.pieces, pieces, strict=True):
+            self.pieces[place][i] = piece
+        for v, value in zip(part.sends, outputs, strict=True):
+            for to in dict.fromkeys(of for of, _ in self.stages.pipeline.readers[v]):
+                self.at.setdefault((to, i), {})[v] = value if to == stage else self._sent(value, to)
+        for v in part.program.inputs:
+            if self.stages.last[v, stage] is work:
+                here.pop(v, None)
+
+    def _input(self, v: Variable, stage: int, i: int, here: Values) -> Any:
+        if v not in here:
+            given = self.given[i].get(v)
+            here[v] = self._sent(self.fed[v.name] if given is None else given, stage)
+        return here[v]
+
+    def _scale(self, stage: int, i: int) -> Any:
+        return None if self.stages.scale is None else self._sent(self.scales[i], stage)
+
+    def update(self) -> None:
+        """Issue the update, phase by phase."""
+        loop = self.stages.pipeline.loop
+        for (stage, work), grown in self.totals.items():
+            part = self.stages.parts[stage, work]
+            self.raw.update((loop.sums[i].whole, x) for i, x in zip(part.sums, grown, strict=True))
+        self.raw.update((r.whole, pieces) for r, pieces in zip(loop.joined, self.pieces, strict=True))
+        for phase in self.stages.updates:
+            found = phase.call(
+                *([self._read(v, phase.stage) for v in group] for group in (phase.taken, phase.lent))
+            )
+            self.made.update(zip(phase.program.outputs, found, strict=True))
+
+    def _read(self, v: Variable, stage: int) -> Any:
+        """A value as a stage reads it in the update."""
+        if v.name in self.own:
+            return self._state(v.name, stage)
+        return self._sent(self.raw[v] if v in self.raw else self.value(v), stage)
+
+    def value(self, v: Variable) -> Any:
+        """The value of a result, or of what a step is given."""
+        if v in self.made:
+            return self.made[v]
+        return self.own[v.name] if v.name in self.own else self.fed[v.name]
+
+    def following(self, v: Variable) -> Any:
+        """The next value of state, with the stage that owns it."""
+        new = self.stages.program.next_state.get(v, v)
+        return jax.device_put(self.value(new), self.stages.home[v.name])

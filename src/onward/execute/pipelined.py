@@ -1,0 +1,187 @@
+"""A pipeline on its devices: one executable for each stage and work, issued in the order of the schedule.
+
+The host only issues: calls return before they are computed, so that the devices work at once, each in the
+order of its own stage. A value is sent as soon as it is issued, and let go after its last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+
+from onward.core.errors import ArgumentError, NotPickled, StateError
+from onward.core.program import Variable
+from onward.core.structure import describe
+from onward.core.walk import Where, select
+from onward.distribute.pipeline.cut import Pipeline
+from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.loaded import Checkpoint
+from onward.execute.feeds import Feeds, key_of
+from onward.execute.initialize import first_values
+from onward.execute.layout import Layout
+from onward.execute.line import follow
+from onward.execute.loop.interrupt import uninterrupted
+from onward.execute.options import OptionSet, Value, option_set
+from onward.execute.out import Out, Results
+from onward.execute.pipeline_run import PipelineRun
+from onward.execute.restore import restored
+from onward.execute.stage_executables import StageExecutables
+from onward.execute.state import State
+
+_NOT_YET = (
+    "compile: {word} says how one Program runs, and a Pipeline is one for each stage. Leave it out{instead}."
+)
+
+
+def pipelined(
+    pipeline: Any,
+    donate: bool | Iterable[Where],
+    check_feeds: bool,
+    options: Any,
+    others: Mapping[str, bool],
+) -> PipelineStep:
+    """The Step of a Pipeline; ``others`` says which options of ``compile`` were given beside.
+
+    Raises:
+        ArgumentError: it is no Pipeline, an option that pipelines do not have, or too few devices.
+    """
+    if not isinstance(pipeline, Pipeline):
+        raise ArgumentError(
+            f"compile takes a Program, not {describe(pipeline)}. Make one: trace(function, params, *data), "
+            "or optimizer.minimize(loss, params, *data) to train."
+        )
+    for word in (word for word, is_given in others.items() if is_given):
+        instead = ": return it beside the loss (has_aux=True)" if word == "fetch" else ""
+        raise ArgumentError(_NOT_YET.format(word=word, instead=instead))
+    found: OptionSet = option_set(options)
+    return PipelineStep(pipeline, donate, check_feeds, found.compiler)
+
+
+class PipelineStep(NotPickled):
+    """A Pipeline compiled for one device a stage; made by ``compile``.
+
+    ``state, out = step(state, *data)`` takes a whole batch. The State has the names and types that it has on
+    one device, so that a checkpoint of either is one of the other; each value lies with the stage that owns
+    it. ``out`` lies on the devices that made it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> def loss(params, x):
+        ...     return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"]) ** 2)
+        >>> params, x = {"w1": jnp.ones((3, 8)), "w2": jnp.ones((8, 2))}, jnp.ones((8, 3))
+        >>> step = ow.compile(ow.pipeline(ow.SGD(0.1).minimize(loss, params, x), 2, micro_batches=4))
+        >>> state, out = step(step.init(params), x)
+        >>> round(float(out.loss), 3), state["w2"].devices() == {jax.devices()[1]}
+        (63.369, True)
+    """
+
+    unpickled = ("A PipelineStep", "Make the Pipeline again where it is needed, and restore a checkpoint.")
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        donate: bool | Iterable[Where] = True,
+        check_feeds: bool = True,
+        options: Mapping[str, Value] | None = None,
+    ) -> None:
+        self.pipeline, self.program = pipeline, pipeline.accumulated
+        self.layout = Layout.of(self.program)
+        self._checks = check_feeds and bool(self.program.bounds)
+        self.feeds = Feeds(self.program)
+        self._shapes = key_of(self.program.inputs)
+        changed = self.layout.changed
+        chosen = select(changed, () if isinstance(donate, bool) else donate, "donate")
+        chosen = changed if donate is True else chosen
+        self.stages = StageExecutables(pipeline, {v.name for v in chosen}, options or {})
+        self._results = Results(self.program.outputs, self.program.loss, self.program.signature)
+
+    @uninterrupted
+    def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
+        """The State before the first step, each value with the stage that owns it; see ``Step.init``.
+
+        Raises:
+            ArgumentError: containers, shapes or dtypes that differ from the traced ones.
+        """
+        values = first_values(self.program, parameters, state, seed, self._placed)
+        return State(self.layout, [values[v] for v in self.layout.variables])
+
+    def restore(
+        self,
+        source: Checkpoint | Checkpoints | str | PathLike[str],
+        *,
+        which: Any = "latest",
+        fallback: bool = False,
+        reader: Any = None,
+    ) -> State:
+        """The State that ``checkpoints.save(state, ...)`` saved, on one device or several; see ``Step``.
+
+        Raises:
+            CheckpointError: nothing whole is there, or something that this step keeps is not in it.
+        """
+        values = restored(self.layout, source, which, fallback, reader)
+        return State(self.layout, list(map(self._placed, self.layout.variables, values)))
+
+    def plan(self) -> Pipeline:
+        """The Pipeline, whose text says what each stage holds and does."""
+        return self.pipeline
+
+    def _placed(self, v: Variable, value: Any) -> Any:
+        return jax.device_put(value, self.stages.home[v.name])
+
+    @uninterrupted
+    def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
+        """Run one step on a whole batch.
+
+        Raises:
+            ArgumentError: data of another number, structure, shape or dtype than was traced.
+            StateError: a State that was given to a step before, or that lacks what this Program keeps.
+        """
+        values = self._fed(data, feed)
+        own = self._own(state)
+        fed = dict(zip((v.name for v in self.program.inputs), values, strict=True))
+        run = PipelineRun(self.stages, own, fed)
+        run.micro_batches()
+        run.update()
+        following = State(self.layout, [run.following(v) for v in self.layout.variables])
+        follow(state, following)
+        return following, Out(self._results, [run.value(v) for v in self.program.outputs])
+
+    def _fed(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> Sequence[Any]:
+        values = self.feeds.read(self.feeds.named(data, feed) if feed else data)
+        if self._checks:
+            self.feeds.check_bounds(values)
+        values = self.feeds.convert(values)
+        for v, x in zip(self.program.inputs, values, strict=True):
+            if tuple(x.shape) != v.shape:
+                raise ArgumentError(
+                    f"{self.program.name}: {v.name!r} is {x.dtype}{list(x.shape)}; the pipeline was cut for "
+                    f"{v.type}. Make one for batches of this length: pipeline(program traced for it, ...)."
+                )
+        return values
+
+    def _own(self, state: State) -> dict[str, Any]:
+        """The values of a State, each with the stage that owns it."""
+        if not isinstance(state, State):
+            raise ArgumentError(
+                f"The first argument of a step is its State, not {describe(state)}. Begin with "
+                "state = step.init(params); then state, out = step(state, *data)."
+            )
+        if any(isinstance(x, jax.core.Tracer) for x in state.buffers):
+            raise ArgumentError(
+                "The step of a pipeline is many executables on several devices, so it cannot be traced: call "
+                "it outside of jax.jit, jax.lax.scan and jax.vmap."
+            )
+        state.expect_whole()
+        if lacking := [v.name for v in self.layout.variables if v.name not in state.layout.position]:
+            raise StateError(
+                f"This State has no {', '.join(map(repr, lacking[:5]))}, which {self.program.name} keeps. "
+                "Make one with this step's own init."
+            )
+        return {name: jax.device_put(state[name], device) for name, device in self.stages.home.items()}
+
+    def __repr__(self) -> str:
+        schedule = self.pipeline.schedule
+        return f"PipelineStep({self.program.name!r}, {schedule.stages} stages, {schedule.name})"

@@ -1,0 +1,223 @@
+"""The executables of a pipeline: one for each stage and work, each compiled for the device of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from onward.core.errors import ArgumentError
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.distribute.pipeline.cut import Pipeline, Place
+from onward.execute.options import Value, all_options
+
+
+class StagePart(NamedTuple):
+    """An executable of a stage, and what it takes and gives.
+
+    Attributes:
+        stage: its number.
+        program: what it computes.
+        call: from the arrays that it takes over, state, data and a scale to the sums, pieces and outputs.
+        sums: the places of the sums that it adds to, among those of the loop.
+        pieces: the places of what it gives a piece of, among what is joined.
+        sends: its outputs that others read.
+    """
+
+    stage: int
+    program: Program
+    call: Any
+    sums: tuple[int, ...]
+    pieces: tuple[int, ...]
+    sends: tuple[Variable, ...]
+
+
+class StageExecutables:
+    """Everything that is compiled of a Pipeline, and where its values lie.
+
+    Args:
+        pipeline: the Programs and their order.
+        donate: the names of the state whose buffers a step may reuse.
+        options: for the compiler.
+
+    Attributes:
+        devices: of each stage.
+        home: the device of each state Variable, by name.
+        split: the data that is cut into micro-batches.
+        parts: of each stage and work.
+        zeros: the first sums of a part.
+        last: the work in which a stage reads a value of a micro-batch for the last time.
+        order: stage, work and micro-batch, as they are issued.
+        begin: cuts a batch, and makes what micro-batches hand on.
+        updates: the phases of the update, in order.
+    """
+
+    def __init__(self, pipeline: Pipeline, donate: Collection[str], options: Mapping[str, Value]) -> None:
+        self.pipeline, self.program, self.donate = pipeline, pipeline.accumulated, donate
+        self.devices = _devices(pipeline)
+        self.home = {v.name: self.devices[pipeline.homes[v]] for v in self.program.state}
+        self._options = dict(all_options(options))
+        loop = pipeline.loop
+        self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
+        self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
+        self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
+        self.last = {
+            (v, stage): [work for of, work in places if of == stage][-1]
+            for v, places in pipeline.readers.items()
+            for stage in {of for of, _ in places}
+        }
+        self.order = [
+            (moment.stage, *moment.task)
+            for moment in pipeline.schedule.moments
+            if (moment.stage, moment.task.work) in self.parts
+        ]
+        self.begin = self._beginning()
+        self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
+
+    def compiled(self, run: Any, stage: int, *types: Any) -> Any:
+        """A function compiled for the device of a stage, which takes over its first argument."""
+        sharding = SingleDeviceSharding(self.devices[stage])
+        jitted = jax.jit(run, donate_argnums=(0,) if types else (), out_shardings=sharding)
+
+        def placed(kind: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+
+        return jitted.lower(*jax.tree.map(placed, types)).compile(self._options)
+
+    def _part(self, place: Place, program: Program) -> StagePart:
+        loop, (stage, _) = self.pipeline.loop, place
+        wanted = set(program.outputs)
+        sums = tuple(i for i, r in enumerate(loop.sums) if r.part in wanted)
+        pieces = tuple(i for i, r in enumerate(loop.joined) if r.part in wanted)
+        sends = tuple(v for v in program.outputs if v in self.pipeline.readers)
+        run = lower(program, program.outputs, at_once=True)
+
+        def call(totals: Any, state: Any, inputs: Any, scale: Any) -> Any:
+            found = dict(zip(program.outputs, run(state, inputs), strict=True))
+            added = [scaled(loop, loop.sums[i], found[loop.sums[i].part], scale) for i in sums]
+            grown = [total + x.astype(total.dtype) for total, x in zip(totals, added, strict=True)]
+            given = [scaled(loop, loop.joined[i], found[loop.joined[i].part], scale) for i in pieces]
+            return grown, given, [found[v] for v in sends]
+
+        types = [[v.aval for v in group] for group in (program.state, program.inputs)]
+        call.__name__ = program.name if program.name.isidentifier() else "stage"
+        totals = [loop.sums[i].sum_type for i in sums]
+        made = self.compiled(call, stage, totals, *types, self.scale)
+        return StagePart(stage, program, made, sums, pieces, sends)
+
+    def _zeros_of(self, part: StagePart) -> Any:
+        kinds = [self.pipeline.loop.sums[i].sum_type for i in part.sums]
+        return self.compiled(lambda: [jnp.zeros(kind.shape, kind.dtype) for kind in kinds], part.stage)
+
+    @cached_property
+    def scale(self) -> Any:
+        """The type of the share of a micro-batch; None where all count alike."""
+        loop = self.pipeline.loop
+        weights = [v for v in loop.whole.program.inputs if v.name == loop.how.weight]
+        return jax.eval_shape(self._scales, [v.aval for v in weights])[0] if weights else None
+
+    def _scales(self, weights: Sequence[Any]) -> Any:
+        loop = self.pipeline.loop
+        v = next(v for v in self.split if v.name == loop.how.weight)
+        found = loop.scales(loop.pieces(weights[0], v))
+        return [found[i] for i in range(loop.how.steps)]
+
+    def _beginning(self) -> Any:
+        """From the batch and what is handed on to the micro-batches, what is handed on, and their shares."""
+        pipeline, loop = self.pipeline, self.pipeline.loop
+        ahead, count = pipeline.ahead, loop.how.steps
+        following = [ahead.next_state[v] for v in ahead.state]
+        run = lower(ahead, (*following, *ahead.outputs))
+
+        def call(_: Any, state: Any, batch: Any) -> Any:
+            pieces = [loop.pieces(x, v) for x, v in zip(batch, self.split, strict=True)]
+            handed = []
+            for _i in range(count):
+                found = run(state, ())
+                state = found[: len(following)]
+                handed.append(found[len(following) :])
+            weights = [x for x, v in zip(batch, self.split, strict=True) if v.name == loop.how.weight]
+            scales = self._scales(weights) if weights else [None] * count
+            return [[x[i] for x in pieces] for i in range(count)], handed, state, scales
+
+        batch = [self.program[v.name].aval for v in self.split]
+        return self.compiled(call, 0, (), [v.aval for v in ahead.state], batch)
+
+
+class StageUpdate:
+    """One phase of the update in one stage, compiled."""
+
+    def __init__(self, stages: StageExecutables, phase: int, stage: int) -> None:
+        pipeline = stages.pipeline
+        self.stage, self.program = stage, pipeline.updates[phase, stage]
+        self.results = {r.whole: r for r in pipeline.results}
+        later = [part for key, part in pipeline.updates.items() if key > (phase, stage)]
+        ends = {*stages.program.outputs, *stages.program.next_state.values()}
+        self.taken = [v for v in self.program.state if self._may_take(stages, v, later, ends)]
+        given = (*self.program.state, *self.program.inputs)
+        self.lent = [v for v in given if v not in set(self.taken)]
+        run = lower(self.program, self.program.outputs, at_once=True)
+        state = len(self.program.state)
+
+        def call(taken: Any, lent: Any) -> Any:
+            found = dict(zip((*self.taken, *self.lent), (*taken, *lent), strict=True))
+            values = [self._whole(v, found[v]) for v in given]
+            return run(values[:state], values[state:])
+
+        call.__name__ = "update"
+        types = [[self._type(stages, v) for v in group] for group in (self.taken, self.lent)]
+        self.call = stages.compiled(call, stage, *types)
+
+    def _may_take(
+        self, stages: StageExecutables, v: Variable, later: Collection[Program], ends: Collection[Variable]
+    ) -> bool:
+        """Whether the buffer of a state Variable may become that of its next value."""
+        own = v.name in stages.donate and stages.pipeline.homes[v] == self.stage and v not in ends
+        made = {o for op in self.program.ops for o in op.outputs}
+        return own and stages.program.next_state[v] in made and not any(v in part.state for part in later)
+
+    def _type(self, stages: StageExecutables, v: Variable) -> Any:
+        """The type of what it is given for a Variable: a sum, or all pieces, of what micro-batches made."""
+        result, loop = self.results.get(v), stages.pipeline.loop
+        if result is None:
+            return v.aval
+        if result.axis is None:
+            return result.sum_type
+        found = jax.eval_shape(
+            lambda x, scale: scaled(loop, result, x, scale), result.part.aval, stages.scale
+        )
+        return [found] * loop.how.steps
+
+    def _whole(self, v: Variable, value: Any) -> Any:
+        """A result of all micro-batches, put together."""
+        result = self.results.get(v)
+        if result is None:
+            return value
+        return value.astype(v.dtype) if result.axis is None else result.joined(jnp.stack(value))
+
+
+def scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:
+    """The share of a micro-batch in a sum, or its piece of what is joined."""
+    return loop.scaled(x, scale) if result.is_weighed else x
+
+
+def _devices(pipeline: Pipeline) -> Sequence[Any]:
+    found, count = jax.devices(), pipeline.schedule.stages
+    if jax.process_count() > 1:
+        raise ArgumentError(
+            f"{pipeline.program.name} is a pipeline, whose stages lie on the devices of one process, and "
+            f"there are {jax.process_count()}. Several take replicate(program, devices)."
+        )
+    if len(found) < count:
+        raise ArgumentError(
+            f"{pipeline.program.name} is cut into {count} stages, each on a device of its own, and JAX shows "
+            f"{len(found)} ({found[0].platform}). Cut it into {len(found)}, or, to try more on the host, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts."
+        )
+    return found[:count]

@@ -1,0 +1,279 @@
+"""Stages on devices of their own: the numbers of one device, in the order that the schedule says."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.core.program import Program
+from onward.distribute.pipeline.schedule import SCHEDULES, PipelineSchedule, StageTask, StageWork, schedule_of
+from onward.execute.pipeline_run import PipelineRun
+
+RANDOM = np.random.default_rng(0)
+WIDE, TALL, WORDS = 4, 3, 7
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+CLIPPED = ow.AdamW(1e-2, rules=[ow.ClipByGlobalNorm(0.1)])
+
+
+def normal(*shape: int) -> Any:
+    return RANDOM.normal(0, 0.4, shape)
+
+
+def gpt(params: Any, words: Any) -> Any:
+    h = params["embed"][words]
+    for i, block in enumerate(params["blocks"]):
+        with jax.named_scope(f"block_{i}"):
+            scores = jnp.where(np.tri(TALL), h @ h.swapaxes(1, 2), -1e9)
+            h = h + jax.nn.softmax(scores) @ h
+            h = h + jnp.tanh(h @ block["up"]) @ block["down"]
+    logits = h @ params["embed"].T
+    told = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), words[:, 1:, None], -1)
+    return -told.mean(), logits
+
+
+def mixer(params: Any, x: Any) -> Any:
+    for w in params:
+        x = x + jnp.tanh(x.swapaxes(1, 2) @ w["tall"]).swapaxes(1, 2)
+        x = x + jnp.tanh(x @ w["wide"])
+    return jnp.sum(x**2), x.mean((1, 2))
+
+
+def lstm(params: Any, x: Any) -> Any:
+    h = x.swapaxes(0, 1)
+    for w in params:
+
+        def cell(carry: Any, x: Any, w: Any = w) -> Any:
+            i, f, o = jnp.split(jnp.concatenate([x, carry[0]], -1) @ w, 3, -1)
+            c = jax.nn.sigmoid(f) * carry[1] + jnp.tanh(i)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), carry[0]
+
+        zero = jnp.zeros_like(h[0])
+        _, h = jax.lax.scan(cell, (zero, zero), h)
+    return jnp.mean(h**2), ()
+
+
+NETWORKS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "gpt": (
+        gpt,
+        {
+            "embed": normal(WORDS, WIDE),
+            "blocks": [{"up": normal(WIDE, 8), "down": normal(8, WIDE)} for _ in range(2)],
+        },
+        RANDOM.integers(0, WORDS, (8, TALL)),
+    ),
+    "mixer": (
+        mixer,
+        [{"tall": normal(TALL, TALL), "wide": normal(WIDE, WIDE)} for _ in range(2)],
+        normal(8, TALL, WIDE),
+    ),
+    "lstm": (lstm, [normal(2 * WIDE, 3 * WIDE) for _ in range(2)], normal(8, TALL, WIDE)),
+}
+
+
+def mlp(params: Any, x: Any) -> Any:
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+MLP, X = [normal(WIDE, WIDE) for _ in range(3)], normal(12, WIDE)
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return ow.SGD(0.1).minimize(mlp, MLP, X)
+
+
+def trained(step: Any, params: Any, data: Any, steps: int) -> tuple[Any, Any]:
+    state = step.init(params)
+    for _ in range(steps):
+        state, out = step(state, data)
+    return state, out
+
+
+@pytest.mark.parametrize(
+    ("network", "stages", "schedule", "optimizer"),
+    [
+        ("gpt", 2, "zero_bubble", CLIPPED),  # embedding and last layer are one parameter
+        ("mixer", 4, "gpipe", ow.SGD(0.01)),
+        ("lstm", 2, "1f1b", ow.Momentum(0.1)),
+    ],
+)
+def test_twenty_steps_are_those_of_one_device(network: str, stages: int, schedule: str, optimizer: Any):
+    function, params, data = NETWORKS[network]
+    with jax.enable_x64(True):
+        program = optimizer.minimize(function, params, data, has_aux=True)
+        state, out = trained(ow.compile(program), params, data, 20)
+        step = ow.compile(ow.pipeline(program, stages, 4, schedule), options=QUICK)
+        piped, seen = trained(step, params, data, 20)
+        for name in state:
+            np.testing.assert_allclose(piped[name], state[name], rtol=0, atol=1e-9, err_msg=name)
+        for mine, theirs in zip(jax.tree.leaves(seen.value), jax.tree.leaves(out.value), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-9)
+        assert {next(iter(piped[v].devices())).id for v in program.parameters} == set(range(stages))
+
+
+def test_schedules_give_the_same_bits_and_hold_as_many_micro_batches_as_they_say(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+):
+    """Counted of the arrays that are alive: of each micro-batch a stage keeps as many, until it goes back."""
+    most: dict[int, int] = {}
+    work = PipelineRun._work
+
+    def counted(run: Any, stage: int, *task: Any) -> None:
+        work(run, stage, *task)
+        alive = [
+            x for x in jax.live_arrays() if x.shape == (2, WIDE) and x.devices() == {jax.devices()[stage]}
+        ]
+        most[stage] = max(most.get(stage, 0), len(alive))
+
+    monkeypatch.setattr(PipelineRun, "_work", counted)
+    states, held = [], {}
+    for name in SCHEDULES:
+        most.clear()
+        step = ow.compile(ow.pipeline(program, 3, 6, name), options=QUICK)
+        states.append(trained(step, MLP, X, 2)[0])
+        held[name] = most[1], step.pipeline.schedule.held[1]
+    each = step.pipeline.kept(1) // (2 * WIDE * 4)  # activations of a micro-batch
+    assert held["gpipe"][1] == 6
+    assert held["1f1b"][1] == 2
+    assert held["zero_bubble"][1] == 3
+    for alive, said in held.values():
+        assert each * said - 1 <= alive <= each * said + 2  # and what has just come, or is on its way on
+    for name in states[0]:
+        assert len({np.asarray(state[name]).tobytes() for state in states}) == 1, name
+
+
+def test_what_is_known_of_the_schedules():
+    for stages in range(1, 6):
+        for count in range(1, 13):
+            made = {name: schedule_of(name, stages, count) for name in SCHEDULES}
+            bubble = (stages - 1) / (count + stages - 1)
+            assert made["gpipe"].idle == pytest.approx(bubble)
+            assert made["1f1b"].idle == pytest.approx(bubble)
+            assert made["gpipe"].held == (count,) * stages
+            assert made["1f1b"].held == tuple(min(count, stages - s) for s in range(stages))
+            assert max(made["zero_bubble"].held) <= stages
+            if stages > 1:
+                assert made["zero_bubble"].idle < made["1f1b"].idle
+            if count >= stages:
+                assert made["zero_bubble"].span == 3 * count + stages - 1
+
+
+def test_orders_that_no_stages_can_keep_are_refused():
+    f, b = StageTask(StageWork.FORWARD, 0), StageTask(StageWork.BACKWARD, 0)
+    with pytest.raises(ow.GraphError, match="never ends: stage 0 waits with B0"):
+        _ = PipelineSchedule("mine", 1, ((b, f),)).moments
+    with pytest.raises(ow.GraphError, match="has 3 tasks in stage 0; expected 2"):
+        _ = PipelineSchedule("mine", 1, ((f, f, b),)).moments
+
+
+def test_a_checkpoint_of_one_layout_is_one_of_the_other(program: Program):
+    one, piped = ow.compile(program), ow.compile(ow.pipeline(program, 2, 3), options=QUICK)
+    state, _ = trained(piped, MLP, X, 2)
+    with ow.Checkpoints(tempfile.mkdtemp()) as checkpoints:
+        path = checkpoints.save(state, 2)
+    for restored in (one.restore(path), piped.restore(path)):
+        assert all(np.array_equal(restored[name], state[name]) for name in state)
+    assert restored["params/2"].devices() == {jax.devices()[1]}
+    moved, _ = piped(one.restore(path), X)  # a State of one device is taken over
+    state, _ = piped(state, X)
+    assert all(np.array_equal(moved[name], state[name]) for name in state)
+    with pytest.raises(ow.ArgumentError, match="the pipeline was cut for float32"):
+        piped(state, X[:6])
+    with pytest.raises(ow.ArgumentError, match="cannot be traced"):
+        jax.jit(piped)(state, X)
+    piped(restored, X)
+    with pytest.raises(ow.StateError, match="donated"):
+        piped(restored, X)
+
+
+def test_stages_begin_with_the_scopes_that_are_named(program: Program):
+    cut = ow.pipeline(program, 2, 3, at=["layer_1"])
+    assert [v.name for v in cut.parts[1, "F"].state] == ["params/1", "params/2"]
+    with pytest.raises(ow.ArgumentError, match="do not begin one after the other"):
+        ow.pipeline(program, 3, 3, at=["layer_2", "layer_1"])
+    with pytest.raises(ow.ArgumentError, match="3 stages begin with 2 of them"):
+        ow.pipeline(program, 3, 3, at="layer_1")
+    with pytest.raises(ow.UnknownNameError, match=r"'layer_9'.*nearest names are 'layer_0'"):
+        ow.pipeline(program, 2, 3, at=["layer_9"])
+    with pytest.raises(ow.GraphError, match="stage 1 reads no parameter"):
+        ow.pipeline(ow.SGD(0.1).minimize(ends_plainly, MLP, X), 2, 3, at=["end"])
+
+
+def ends_plainly(params: Any, x: Any) -> Any:
+    loss = mlp(params, x)
+    with jax.named_scope("end"):
+        return 2 * loss
+
+
+def normalized(params: Any, x: Any) -> Any:
+    return jnp.mean(ow.layer.batch_norm(x @ params[0]) @ params[1])
+
+
+def printing(params: Any, x: Any) -> Any:
+    loss = mlp(params, x)
+    jax.debug.print("{}", loss)
+    return loss
+
+
+def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
+    forward = ow.trace(mlp, MLP, X)
+    refused = {
+        "decides about a step as a whole": ow.guard(program),
+        "check_finite of 'mlp' decides": ow.check_finite(program),
+        "watched of 'mlp' looks": ow.watch(program, ["*"]),
+        "replicated of 'mlp' lays it out over devices": ow.replicate(program, 2),
+        "say micro_batches=": ow.accumulate(program, 2),
+        "Leave partition out": ow.partition(program, {"data": 2}, {}),
+        "Take bfloat16": ow.mixed_precision(program, "float16"),
+        "has no update": ow.append_backward(forward),
+        "prints or calls back": ow.SGD(0.1).minimize(printing, MLP, X),
+        "as batch norm does": ow.SGD(0.1).minimize(normalized, MLP[:2], X),
+    }
+    for words, given in refused.items():
+        with pytest.raises(ow.GraphError, match=words):
+            ow.pipeline(given, 2, 3)
+    for words, more in {
+        "there is no schedule 'zerobubble'. The nearest names are 'zero_bubble'": (2, 3, "zerobubble"),
+        "cannot be cut into 4 stages: 3 of its": (4, 3),
+        "12 rows .'x'., which 5 micro-batches do not divide. Feed 10 or 15": (2, 5),
+        "stages is 0; expected how many": (0, 3),
+        "micro_batches is 1; expected how many, at least 2": (2, 1),
+    }.items():
+        with pytest.raises(ow.ArgumentError, match=words):
+            ow.pipeline(program, *more)
+    with pytest.raises(ow.ArgumentError, match="a Pipeline is one for each stage"):
+        ow.compile(ow.pipeline(program, 2, 3), roll=True)  # type: ignore[call-overload]
+    deep = ow.SGD(0.1).minimize(mlp, MLP * 3, X)
+    with pytest.raises(ow.ArgumentError, match="9 stages, each on a device of its own, and JAX shows 8"):
+        ow.compile(ow.pipeline(deep, 9, 3))
+
+
+def test_what_micro_batches_hand_on_is_made_ahead_and_examples_are_weighed():
+    """Random keys, a count that both stages read after it has grown, and a batch that is filled up."""
+
+    def loss(params: Any, count: Any, x: Any, example_weight: Any) -> Any:
+        count = count + 1
+        h = jnp.tanh(x @ params[0]) * count
+        each = jnp.sum((ow.layer.dropout(h, 0.5) @ params[1]) ** 2 / count, 1)
+        return jnp.sum(each * example_weight) / jnp.sum(example_weight), count
+
+    weights = np.arange(12, dtype="float32")
+    program = ow.SGD(0.1).minimize(loss, MLP[:2], X, weights, state=jnp.float32(1))
+    steps = ow.compile(ow.accumulate(program, 5)), ow.compile(ow.pipeline(program, 2, 5), options=QUICK)
+    states = [step.init(MLP[:2], jnp.float32(1)) for step in steps]
+    for _ in range(2):
+        states = [step(state, X, weights)[0] for step, state in zip(steps, states, strict=True)]
+    one, piped = states
+    assert float(piped.model_state) == 11
+    for name in ("params/0", "params/1"):
+        np.testing.assert_allclose(piped[name], one[name], rtol=1e-5, atol=1e-6)
