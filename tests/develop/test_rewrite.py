@@ -10,6 +10,7 @@ from tests.compiled import at_once
 import onward as ow
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.patterns import primitives_in, windows_of
+from onward.core.jaxprs.products import in_other_order
 from onward.derive.differentiate import rule_for
 from onward.develop.rewrite.rewrite import rewrite, rewritten_ops
 from onward.develop.rewrite.windows import touching_windows
@@ -161,3 +162,59 @@ def test_the_pool_layer_makes_no_windows_where_they_touch():
     assert not any("window" in op.type for op in program.ops)
     x = values((2, 5, 4, 3))
     np.testing.assert_array_equal(ow.layer.pool(jnp.asarray(x), 2), pool((1, 2, 2, 1))(x))
+
+
+def whole(*shape):
+    """Whole numbers, whose products and sums have no rounding."""
+    return jnp.asarray(values(shape, seed=len(shape)))
+
+
+def test_a_gradient_that_sums_over_several_axes_is_a_product_without_a_transpose():
+    x, w, g = whole(2, 3, 4), whole(4, 5), whole(2, 3, 5)
+
+    def both(x, w, g):
+        with jax.default_matmul_precision("highest"):
+            return jax.vjp(lambda x, w: x @ w, x, w)[1](g)
+
+    body = body_of(both, x, w, g)
+    exchanged = in_other_order(body)
+    assert "transpose" in set(primitives_in(body))
+    assert "transpose" not in set(primitives_in(exchanged))
+    assert exchanged.out_types == body.out_types
+    for found, expected in zip(exchanged(x, w, g), body(x, w, g), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_products_that_are_no_such_gradient_stay():
+    x, g = whole(2, 3, 4), whole(2, 3, 5)
+
+    def product(x, g, axes=(0, 1)):
+        return lax.dot_general(g, x, ((axes, axes), ((), ())))
+
+    def read_twice(x, g):
+        found = product(x, g)
+        return [found.T, found + 1]
+
+    def given_out(x, g):
+        found = product(x, g)
+        return [found.T, found]
+
+    others = {
+        "over one axis": lambda x, g: [product(x[0], g[0], (0,)).T],
+        "another order of axes": lambda x, g: [product(x[..., None], g).transpose(2, 0, 1)],
+        "axes side by side": lambda x, g: [lax.dot_general(g, x, (((1,), (1,)), ((0,), (0,)))).mT],
+        "not transposed": lambda x, g: [product(x, g)],
+        "read by others": read_twice,
+        "given out as it is": given_out,
+    }
+    assert [name for name, f in others.items() if in_other_order(body_of(f, x, g)) is not None] == []
+
+
+def test_the_gradient_of_every_weight_of_a_network_is_rewritten():
+    def loss(ws, x):
+        return jnp.mean((jnp.tanh(x @ ws[0]) @ ws[1]) ** 2)
+
+    ws, x = [jnp.ones((4, 5)), jnp.ones((5, 3))], jnp.ones((2, 3, 4))
+    program = ow.append_backward(ow.trace(loss, ws, x))
+    assert [op.type for op in rewritten_ops(program, "cpu")] == ["dot_general_grad"] * 2
+    assert rewritten_ops(rewrite(program), "cpu") == () == rewritten_ops(program, "gpu")

@@ -12,21 +12,24 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.products import in_other_order
 from onward.core.program import Op, Program
 from onward.core.transform import transform
 from onward.develop.rewrite.windows import touching_windows
 
 BodyRule: TypeAlias = Callable[[Body], Body | None]
 
-RULES: dict[str, tuple[BodyRule, ...]] = {"cpu": (touching_windows,)}
+RULES: dict[str, tuple[BodyRule, ...]] = {"cpu": (touching_windows, in_other_order)}
 
 
 @transform
 def rewrite(program: Program, platform: str = "cpu") -> Program:
     """Replace the bodies of ops by equal formulations that are faster on a platform.
 
-    On CPU: max pooling with windows that touch, forward and backward, by comparing whole arrays. Changes
-    bodies, and nothing else: types, names and wiring stay, and so does every number.
+    On CPU: max pooling with windows that touch, forward and backward, by comparing whole arrays, which gives
+    the same numbers; and gradients of weights that are sums over several axes, such as examples and tokens,
+    as products without a transpose, the same within rounding. Changes bodies, and nothing else: types, names
+    and wiring stay.
 
     Args:
         program: a Program, with or without backward and update; a backward pass that is derived later is not

@@ -1,0 +1,61 @@
+"""Products that are transposed, as products of the operands in the other order.
+
+The gradient of a weight comes out of JAX as such a product. Where it adds up over two axes, such as examples
+and tokens, it takes on a CPU 1.4 to 2.5 times as long as in the other order, which needs no transpose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from jax.extend import core as jex
+
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.equations import close
+
+
+def in_other_order(body: Body) -> Body | None:
+    """The same with the operands of such products exchanged; None where there is none.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from onward.core.jaxprs.body import body_of
+        >>> x, w, g = jnp.ones((2, 3, 4)), jnp.ones((4, 5)), jnp.ones((2, 3, 5))
+        >>> body = body_of(lambda x, w, g: jax.vjp(lambda w: x @ w, w)[1](g), x, w, g)
+        >>> [eqn.primitive.name for eqn in in_other_order(body).equations][-1]
+        'dot_general'
+    """
+    reads = Counter(v for e in body.equations for v in e.invars if not isinstance(v, jex.Literal))
+    reads.update(v for v in body.parts.outvars if not isinstance(v, jex.Literal))
+    makers = {e.outvars[0]: e for e in body.equations if e.primitive.name == "dot_general"}
+    found: dict[Any, Any] = {}
+    for eqn in body.equations:
+        product = makers.get(eqn.invars[0]) if eqn.primitive.name == "transpose" else None
+        if product is not None and reads[eqn.invars[0]] == 1 and _exchanges(product, eqn):
+            found[product.outvars[0]] = _exchanged(product, eqn)
+    if not found:
+        return None
+    kept = (e for e in body.equations if e.primitive.name != "transpose" or e.invars[0] not in found)
+    jaxpr = body.closed.jaxpr.replace(eqns=[found.get(e.outvars[0], e) if e.outvars else e for e in kept])
+    return Body(close(jaxpr, body.closed.consts))
+
+
+def _exchanges(product: Any, transposed: Any) -> bool:
+    """Whether a transpose only puts the axes of the right operand before those of the left one."""
+    (left, _), batch = product.params["dimension_numbers"]
+    if any(batch) or len(left) < 2 or product.params.get("out_sharding") is not None:
+        return False
+    count, own = product.outvars[0].aval.ndim, product.invars[0].aval.ndim - len(left)
+    return tuple(transposed.params["permutation"]) == (*range(own, count), *range(own))
+
+
+def _exchanged(product: Any, transposed: Any) -> Any:
+    (left, right), batch = product.params["dimension_numbers"]
+    precision = product.params["precision"]
+    params = {
+        **product.params,
+        "dimension_numbers": ((right, left), batch),
+        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+    }
+    return product.replace(invars=product.invars[::-1], outvars=transposed.outvars, params=params)
