@@ -72,7 +72,12 @@ def weight(*shape):
     return rng.normal(0, 0.5 * shape[-2] ** -0.5, shape).astype(np.float32)
 
 
-SHAPES = {"attend": (WIDTH, 3 * WIDTH), "mix": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+SHAPES = {
+    "attend": (WIDTH, 3 * WIDTH),
+    "mix": (WIDTH, WIDTH),
+    "up": (WIDTH, 4 * WIDTH),
+    "down": (4 * WIDTH, WIDTH),
+}
 params = {
     "embed": weight(128, WIDTH),
     "place": weight(CONTEXT, WIDTH),

@@ -43,6 +43,14 @@ if FOLDER in os.environ:
 # and in the processes that tests start. What users run, and what has pooling in it, takes ``optimized``.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+# The threads of NumPy's OpenBLAS run in circles while they wait, 0.06 seconds in each process that starts.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Where bytecode is forbidden each process that a test starts compiles the house, in a quarter of its time.
+# The faults that are planted come with a cache of their own, and want their files read anew.
+if MADE is not None:
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Imported whole before its files are collected: pytest would make a package whose folder comes first a second
 # time, without its modules. A name is loaded when it is first asked for, so each of them is.
 import onward  # noqa: E402
@@ -74,11 +82,14 @@ LONGEST = (
     "tests/test_notebooks.py",
     "tests/test_docs.py",
     "tests/test_benchmarks.py",
+    "tests/test_cookbook.py",
+    "tests/shell/test_launch.py",
+    "tests/derive/test_gradient_table.py",
+    "tests/test_foreign_models.py",
     "tests/test_house.py",
     "tests/fleet/test_faults.py",
     "tests/fleet/test_engine.py",
-    "tests/shell/test_launch.py",
-    "tests/test_foreign_models.py",
+    "tests/test_typing.py",
     "tests/develop/test_accumulate.py",
     "tests/test_parameter_server_benchmark.py",
 )
@@ -104,7 +115,7 @@ def pytest_collection_finish(session):
     """What is there before the first test is not looked through in every collection of garbage."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 10, 10)  # what tests leave is looked through now and then
+    gc.set_threshold(20_000, 5, 5)  # the youngest of what tests leave is looked through rarely
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ class Quick:
         self.running: pytest.Item | None = None
         self.seconds: dict[str, float] = {}
         self.started: set[str] = set()
-        sys.addaudithook(self.heard)
+        if self.only or config.option.list_not_quick:  # JAX alone makes thousands of events a second
+            sys.addaudithook(self.heard)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -210,6 +210,9 @@ def test_columns_and_rows_are_told_from_the_graph(small: Program, program: Progr
         f"{{'params/{i}/down': 0, 'params/{i}/up': 1}}" for i in range(4)
     ]
 
+    (rolled,) = split_of(ow.roll(small))
+    assert rolled == {f"params/{i}/{name}": name == "up" for i in range(4) for name in ("up", "down")}
+
     def joined(w: Any, x: Any) -> Any:  # queries, keys and values in one matrix, which is cut
         q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
         return jnp.mean((jax.nn.softmax(q @ k.T) @ v @ w["o"]) ** 2)
@@ -250,6 +253,12 @@ def test_stages_share_layers_so_that_the_slowest_has_the_least(small: Program, p
     assert one.kept.parameters == parameters
     (handed,) = (s for s in about.sent(one.choice, about.stages(1, 4)[1]) if s.axis == "stages")
     assert handed.bytes == 6 * 2 * (12 // 6) * 8 * 4  # forth and back: 2 rows of 8 numbers
+
+    def over_time(w: Any, x: Any) -> Any:  # no layers: all turns read the same weight
+        return jnp.sum(jax.lax.scan(lambda h, now: (jnp.tanh(h @ w + now), None), x[0], x)[0])
+
+    recurrent = ow.SGD(0.1).minimize(over_time, np.eye(4, dtype="float32"), np.ones((6, 2, 4), "float32"))
+    assert Foretelling(recurrent, H100).layers.count == 1
     loop = Foretelling(program, H100)
     two, begin = Spreading(stages=2, micro_batches=4), StageShare(1, ends=False)
     assert loop.kept(two, begin, 2).activations == 2 * loop.kept(two, begin, 1).activations > 0
@@ -269,7 +278,13 @@ def test_its_code_is_what_apply_does_and_trains_as_one_device(small: Program) ->
         state, _ = step(step.init(CHAIN), x)
         losses.append(step(state, x)[1].loss)
     np.testing.assert_allclose(*losses, rtol=1e-5)
+    names["program"] = small
+    exec(ow.layout(small, 4).find(stages=4, recompute=False).code, names)
+    assert type(names["program"]) is not Program  # stages, each with a device of its own
     staged = layouts.find(stages=4)
+    assert staged.code.startswith(
+        "# Foretold, and not yet made: pipeline gives each stage one device, here it"
+    )
     with pytest.raises(ow.GraphError, match=r"(?s)has 4 stages.*\n\n.*ow.pipeline\(program, stages=4"):
         staged.apply(small)
 
@@ -307,7 +322,7 @@ def test_bad_input_is_refused_with_what_to_write_instead(small: Program) -> None
         ((small, 4, "80 gigs"), ow.ArgumentError, r"memory is '80 gigs'; expected bytes .* '80GB'"),
         ((small, 4, "1GB", "-3GB/s"), ow.ArgumentError, "link is '-3GB/s'.*'50GB/s'"),
         ((small, 4, None, None, "H10"), ow.UnknownNameError, "there is no device 'H10'.*H100"),
-        ((small, 13), ow.ArgumentError, r"no axes make 13 devices: .* 12 rows .* 12 devices can be laid out"),
+        ((small, 13), ow.ArgumentError, r"no axes make 13 devices: .* 12 rows .* Take 12"),
         ((ow.replicate(small, 2), 4), ow.GraphError, "is replicated already"),
         ((ow.partition(small, {"data": 2}, {}), 4), ow.GraphError, "is partitioned already"),
         ((ow.accumulate(small, 2), 4), ow.GraphError, "is accumulated already"),

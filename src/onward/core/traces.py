@@ -1,4 +1,4 @@
-"""What was traced, to be found again: a function is traced once for each length, a rule once for a recipe."""
+"""Traces that are found again: a function is traced once for each length, a rule once for a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onward.core.jaxprs.tracing import settings_now
 
 
 class Traces:
-    """What was made by tracing, and asked for last. In another process it begins empty.
+    """The traces that were asked for last. In another process there are none.
 
     Args:
         most: how much is kept; a chain of transforms asks for a function at some lengths of the batch.
@@ -23,7 +23,7 @@ class Traces:
         self._lock = Lock()
 
     def found(self, key: tuple[Any, ...], trace: Callable[[], Any]) -> Any:
-        """What is known by this key, and under JAX's settings of now; else it is traced."""
+        """The trace of this key under JAX's settings of now, made if there is none."""
         try:
             with self._lock:
                 known = self._known.get((*key, settings_now()))

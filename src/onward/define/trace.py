@@ -172,7 +172,8 @@ class _TracedFunction:
 
     def program(self) -> Program:
         """The forward Program, as it was traced if it was traced for this already."""
-        return self.traces.found((*self._lengths(), self.batch_size), self._program)
+        found: Program = self.traces.found((*self._lengths(), self.batch_size), self._program)
+        return found
 
     def _lengths(self) -> tuple[Any, ...]:
         """All that the graph of the function depends on, except for what it reads from outside."""

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from onward.core.variable import limits_of
+
 
 class Length(NamedTuple):
     """A norm times a power of two, which is below 1 for a norm whose square would overflow."""
@@ -77,7 +79,7 @@ def shortened(gradient: Any, its: Length, longest: Any) -> Any:
 def all_shortened(gradients: Sequence[Any], its: Length, longest: Any) -> tuple[Any, ...]:
     """Gradients times the one factor that makes a norm at most so long."""
     factor = jnp.minimum(1 / its.down, longest / jnp.maximum(its.scaled, np.finfo(its.scaled.dtype).tiny))
-    reals = [jnp.finfo(g.dtype).dtype for g in gradients]  # of a complex number that of its parts
+    reals = [limits_of(g.dtype).dtype for g in gradients]  # of a complex number that of its parts
     factors = {real: (its.down.astype(real), factor.astype(real)) for real in dict.fromkeys(reals)}
     return tuple(g * factors[real][0] * factors[real][1] for g, real in zip(gradients, reals, strict=True))
 

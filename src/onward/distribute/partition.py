@@ -48,8 +48,9 @@ def partition(
     rounding. ``collectives(program)`` compiles it and tells each exchange between devices with the line that
     needs it; ``plan(program)`` what each device keeps.
 
-    Splitting every parameter over the axis that splits the batch is known as FSDP or ZeRO-3; splitting the
-    first matrix of a block by columns and the second by rows as tensor parallelism.
+    Splitting every parameter over the axis that splits the batch is known as FSDP or ZeRO-3: parameters are
+    gathered where they are read, and the batch stays split. Splitting the first matrix of a block by columns
+    and the second by rows is known as tensor parallelism.
 
     Args:
         program: a Program that was traced, for one device.
@@ -183,7 +184,7 @@ class _Found:
         name, axes = self._batch
         if not name:
             return ()
-        length, fed = self.program.variables[name].shape[0], set(forward.inputs)
+        length, fed = max(1, self.program.variables[name].shape[0]), set(forward.inputs)
         split = {v for v in forward.parameters if set(axes) & set(sum(axes_of(self._of(v)), ()))}
         found = {}
         for op in forward.ops:

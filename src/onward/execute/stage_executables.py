@@ -195,7 +195,7 @@ class StageUpdate:
         return [found] * loop.how.steps
 
     def _whole(self, v: Variable, value: Any) -> Any:
-        """A result of all micro-batches, put together."""
+        """The value of a result, put together of what micro-batches made."""
         result = self.results.get(v)
         if result is None:
             return value

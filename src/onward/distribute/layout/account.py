@@ -17,6 +17,7 @@ import numpy as np
 from onward.core.cost import size
 from onward.core.flops import flops
 from onward.core.liveness import Array, Lifetimes
+from onward.core.marks import STACK, gradient_type
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves
 from onward.core.program import Program, Variable
@@ -26,6 +27,7 @@ from onward.distribute.layout.families import Dimension, Families, WalkedStep
 from onward.distribute.layout.layers import LayerPart, RepeatedLayers
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
+_STACKS = (STACK, gradient_type(STACK))
 _CUTS = (Moves.LOOKS_UP, Moves.CUTS, Moves.CUTS_AT)
 
 
@@ -128,7 +130,7 @@ class Account:
         work /= self.parts if not self._split.isdisjoint(families) else 1
         work_pair = (0.0, work) if not self._rows.isdisjoint(families) else (work, 0.0)
         moved = self._sum(v for v in _moved(step) if v in existing)
-        if row.is_view:
+        if row.is_view or self.program.ops[step.op].type in _STACKS:
             return 0.0, 0.0, 0.0, 0.0, step.times
         return (*work_pair, *(n / self.device.bandwidth for n in moved), step.times)
 
@@ -170,13 +172,18 @@ class Account:
         curves: dict[str, Numbers] = {}
         gradients = {g for _, g in self.program.gradients}
         for array in lives.arrays:
-            if array.begin >= 0 and not self.found.read.isdisjoint(array.variables):
+            if array.begin >= 0 and self._is_written(array, lives):
                 kind = self._held_for(array, lives, gradients)
                 curve = curves.setdefault(kind, np.zeros((2, len(lives.steps) + 2)))
                 amount = np.array(self.held(array.variables[0])) if array.bytes else np.zeros(2)
                 curve[:, array.begin] += amount
                 curve[:, min(array.end, len(lives.steps)) + 1] -= amount
         return {kind: curve.cumsum(1)[:, : len(lives.steps)] for kind, curve in curves.items()}
+
+    def _is_written(self, array: Array, lives: Lifetimes) -> bool:
+        """Whether an array is made: something reads it, and it is no stack of parameters, stored so."""
+        made = self.program.ops[lives.steps[array.begin].op]
+        return made.type not in _STACKS and not self.found.read.isdisjoint(array.variables)
 
     def _held_for(self, array: Array, lives: Lifetimes, gradients: set[Variable]) -> str:
         made = self.program.ops[lives.steps[array.begin].op]

@@ -135,9 +135,9 @@ class Families:
             if (first := values[a]) is not None and (second := values[b]) is not None:
                 self._tie((first, i), (second, j))
         sums = tuple(tuple((v, i) for k, i in group if (v := values[k]) is not None) for group in found.sums)
-        for first, *others in sums:
-            for other in others:
-                self._tie(first, other)
+        for group in sums:
+            for other in group[1:]:
+                self._tie(group[0], other)
         told = {place for pair in found.ties for place in pair} | {p for group in found.sums for p in group}
         needs = tuple(
             (v, i)

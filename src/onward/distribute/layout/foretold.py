@@ -13,6 +13,7 @@ from onward.core.cost import size
 from onward.core.program import Program, Variable
 from onward.core.words import Pass
 from onward.develop.batch import WEIGHT, batch_names
+from onward.develop.recompute.loops import is_recomputed
 from onward.distribute.layout.accelerators import Accelerator
 from onward.distribute.layout.account import GRADIENTS, SAVED, WORKING, Account, Seconds
 from onward.distribute.layout.families import families
@@ -98,7 +99,7 @@ class Foretelling:
     def __init__(self, program: Program, device: Accelerator) -> None:
         self.program, self.device = program, device
         self.found = families(program)
-        self.layers = layers_of(program)
+        self.layers = layers_of(program, self.found.weights)
         self.families = split_families(self.found)
         self.placing = Placing(self.found, self.layers, self.families)
         self.account = cache(self._account)
@@ -264,6 +265,8 @@ class Foretelling:
 
     def saves_by_recompute(self, tensor: int) -> bool:
         """Whether layers that keep but what enters them keep less."""
+        if is_recomputed(self.program):
+            return False
         return self.layers.count > 1 and self._fraction(Spreading(tensor=tensor)) < 0.9
 
     def left(self, choice: Spreading) -> float:

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from onward.core.cost import cost, size
@@ -43,11 +43,13 @@ class RepeatedLayers:
         count: how many; 1 where nothing repeats.
         handed: what the first layer is handed, as each hands it to the next.
         parts: the part of each op of forward and backward pass.
+        in_loop: whether they are the turns of a loop.
     """
 
     count: int
     handed: tuple[Variable, ...]
     parts: Mapping[Op, LayerPart]
+    in_loop: bool = False
 
     @property
     def carried(self) -> int:
@@ -59,31 +61,43 @@ class RepeatedLayers:
         return self.parts.get(op, LayerPart.AFTER)
 
 
-def layers_of(program: Program) -> RepeatedLayers:
-    """Find the layers that do most of the work."""
+def layers_of(program: Program, weights: Container[Variable] = ()) -> RepeatedLayers:
+    """Find the layers that do most of the work.
+
+    Args:
+        program: a training Program.
+        weights: what holds numbers of parameters, beside these: of a loop each turn reads some of its own.
+    """
     forward = [op for op in program.ops if op.made_by is Pass.FORWARD]
     work = {op: cost(op).flops for op in forward}
     loops = [op for op in forward if op.primitive.runs is Runs.SCAN]
     largest = max(loops, key=work.__getitem__, default=None)
     if largest is not None and 2 * work[largest] > sum(work.values()):
-        count, inside, handed = _loop(largest)
+        count, inside, handed = _loop(largest, {*program.parameters}, weights)
     else:
         count, inside, handed = _run(program, forward)
-    return RepeatedLayers(count, handed, _parts(program, forward, inside))
+    in_loop = largest is not None and largest in inside
+    return RepeatedLayers(count, handed, _parts(program, forward, inside), in_loop)
 
 
-def _loop(op: Op) -> tuple[int, set[Op], tuple[Variable, ...]]:
+def _loop(
+    op: Op, parameters: Container[Variable], weights: Container[Variable]
+) -> tuple[int, set[Op], tuple[Variable, ...]]:
+    """The turns of a loop, unless all read the same parameters, as those over time do."""
     turn = ScanTurn.of(op.primal or op.body)
     if turn is None:
         return 1, set(), ()
     first, count = carry_of(op.primal or op.body)
+    cut = [op.inputs[x] for x in turn.operands[first + count :] if isinstance(x, int)]
+    if not any(v in parameters or v in weights for v in cut):
+        return 1, set(), ()
     handed = (op.inputs[x] for x in turn.operands[first : first + count] if isinstance(x, int))
     return turn.length, {op}, tuple(v for v in handed if v.ndim)
 
 
 def _run(program: Program, forward: list[Op]) -> tuple[int, set[Op], tuple[Variable, ...]]:
     line = line_of(replace(program, ops=forward_ops(program)), frozenset(), frozenset())
-    runs = [run for run in find_runs(line).runs if run.is_chain]
+    runs = [run for run in find_runs(line).runs if run.is_chain and run.parameters]
     if not runs:
         return 1, set(), ()
     run = max(runs, key=lambda run: sum(cost(op).flops for layer in run.layers for op in layer))

@@ -40,6 +40,8 @@ class DeviceLayout:
         update: the seconds of the update.
         bubble: the part of the step in which a stage waits for others.
         where: how parameters are split, as ``partition`` takes it.
+        fraction: of the memory beside what lies there between steps, the part that recompute leaves.
+        in_loop: whether the layers are the turns of a loop.
     """
 
     choice: Spreading
@@ -50,8 +52,8 @@ class DeviceLayout:
     update: float
     bubble: float
     where: Mapping[str, PartitionSpec]
-    rows: int = field(default=1, kw_only=True)
     fraction: float = field(default=1.0, kw_only=True)
+    in_loop: bool = field(default=False, kw_only=True)
 
     def along(self, axis: str) -> float:
         """The seconds that what is sent along an axis takes."""
@@ -135,7 +137,8 @@ class DeviceLayout:
             program = accumulate(program, self.choice.micro_batches)
         if self.choice.copies * self.choice.tensor == 1:
             return program
-        return partition(program, self.mesh, {**self.where}, batch=self.batch or None)
+        where: dict[Any, PartitionSpec] = dict(self.where)
+        return partition(program, self.mesh, where, batch=self.batch or None)
 
     def __str__(self) -> str:
         return self.explain()
@@ -207,7 +210,7 @@ def foretold(about: Foretelling, choice: Spreading) -> DeviceLayout:
         *_slowest(about, choice, stages),
         bubble=(choice.stages - 1) / (choice.micro_batches + choice.stages - 1),
         where=about.placing.specs(choice.tensor, choice.fsdp),
-        rows=about.rows,
+        in_loop=about.layers.in_loop,
         fraction=about.left(choice) if choice.recompute else 1.0,
     )
 

@@ -141,12 +141,12 @@ def _no_axes(about: Foretelling, devices: int) -> str:
     tensor = max((one.divides for one in about.families), default=1)
     layers = about.layers.count
     takes = [
-        f"data and fsdp divide the {about.rows} rows of the batch",
+        f"data and fsdp divide the {about.rows} rows of the batch" if about.batch else "no data is a batch",
         f"tensor divides {tensor}" if tensor > 1 else NOTHING_FITS.rstrip("."),
         f"there may be up to {layers} stages" if layers > 1 else _NO_LAYERS.rstrip("."),
     ]
     fewer = next((n for n in range(devices - 1, 0, -1) if next(choices(about, n), None)), 1)
-    return f"layout: no axes make {devices} devices: {'; '.join(takes)}. {fewer} devices can be laid out."
+    return f"layout: no axes make {devices} devices: {'; '.join(takes)}. Take {fewer}."
 
 
 def _too_little(about: Foretelling, found: list[DeviceLayout], devices: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -123,7 +123,7 @@ def _all_rows(one: Any) -> dict[str, str]:
 
 def code(one: Any) -> str:
     """The calls that lay a Program out so."""
-    c, lines = one.choice, []
+    c, lines = one.choice, list(_not_yet(one))
     if one.budget is not None:
         lines.append(f"program = ow.recompute(program, {one.budget:.2g})")
     if c.micro_batches > 1 and c.stages == 1:
@@ -140,6 +140,15 @@ def code(one: Any) -> str:
             'schedule="1f1b")'
         )
     return "\n".join(lines) or "# as it is, on one device"
+
+
+def _not_yet(one: Any) -> Iterator[str]:
+    """Remarks on what of a layout with stages ``pipeline`` does not do."""
+    each = one.choice.copies * one.choice.tensor
+    if one.choice.stages > 1 and each > 1:
+        yield f"# Foretold, and not yet made: pipeline gives each stage one device, here it would be {each}."
+    if one.choice.stages > 1 and one.in_loop:
+        yield "# pipeline cuts between ops: write the layers one by one, not as a loop."
 
 
 def _spec(spec: PartitionSpec) -> str:

@@ -74,13 +74,19 @@ def _each(call: Call, along: Sequence[int]) -> Ties:
 
 
 def _alike(call: Call) -> Ties:
-    """Dimensions that are as long in an operand as in the result, of as many dimensions."""
+    """Dimensions that are as long in an operand as in the result, but for one that joins arrays."""
     for j, result in enumerate(call.results):
         for k, operand in enumerate(call.operands):
-            if len(operand.shape) == len(result.shape):
-                for i, (n, m) in enumerate(zip(operand.shape, result.shape, strict=True)):
-                    if n == m:
-                        yield (k, i), _result(call, i, j)
+            before, after = (list(range(len(x.shape))) for x in (operand, result))
+            axis = call.params.get("axis")
+            if (
+                len(before) != len(after) and axis is not None
+            ):  # arrays that are stacked, or taken apart again
+                (after if len(after) > len(before) else before).pop(axis)
+            if len(before) == len(after):
+                for i, m in zip(before, after, strict=True):
+                    if operand.shape[i] == result.shape[m]:
+                        yield (k, i), _result(call, m, j)
 
 
 def _cut(call: Call) -> Ties:

@@ -58,7 +58,7 @@ class Pipeline:
 
     @property
     def results(self) -> tuple[LoopResult, ...]:
-        """The values of micro-batches that are added up or joined."""
+        """The results that are added up or joined over micro-batches."""
         return (*self.loop.sums, *self.loop.joined)
 
     @cached_property

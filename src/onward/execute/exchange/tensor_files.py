@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.core.structure import describe, path_name
-from onward.core.variable import holds_keys
+from onward.core.variable import holds_keys, limits_of
 from onward.core.words import some
 from onward.define.arguments import Type, type_of
 from onward.execute.disk.durable import appearing, make_folder, sync
@@ -294,7 +294,7 @@ def _holds(wide: Any, dtype: Any) -> bool:
     """Whether a dtype holds every number of another; for NumPy float64 holds int64, and float8 holds int8."""
     if np.issubdtype(dtype, np.integer) and jnp.issubdtype(wide, jnp.floating):
         whole = np.iinfo(dtype)
-        return bool(whole.bits - (whole.min < 0) <= jnp.finfo(wide).nmant + 1)
+        return bool(whole.bits - (whole.min < 0) <= limits_of(wide).nmant + 1)
     return np.can_cast(dtype, wide)
 
 

@@ -66,9 +66,10 @@ class Buffer:
         if any(isinstance(x, jax.core.Tracer) for x in values):
             return stacked(values) if self.form is BufferForm.STACKED else end_to_end(values)
         arrays = [np.asarray(x) for x in values]  # on the host: no program of a thousand arguments to compile
-        if self.form is BufferForm.STACKED:
-            return jnp.array(np.stack(arrays), self.variable.dtype)
-        return jnp.array(np.concatenate([x.ravel() for x in arrays]), self.variable.dtype)
+        is_stack = self.form is BufferForm.STACKED
+        whole = np.stack(arrays) if is_stack else np.concatenate([x.ravel() for x in arrays])
+        # By jnp.array a kernel would be compiled for each shape.
+        return jax.device_put(whole.astype(self.variable.dtype, copy=False))
 
 
 class Storage:

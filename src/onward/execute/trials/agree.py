@@ -15,16 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.program import Program
-from onward.core.variable import holds_keys
+from onward.core.variable import holds_keys, limits_of
 
-_limits: Any = jnp.finfo
 _TIMES, _LEAST = 32.0, 16.0  # the distance that rounding makes, and the least in units of the last place
 
 
 def rounding_of(program: Program) -> float:
     """The largest last place, relative to 1, of the floats that a Program computes with; 0 without any."""
     dtypes = {v.dtype for v in program.variables.values() if v.is_float}
-    return max((float(_limits(d).eps) for d in dtypes), default=0.0)
+    return max((float(limits_of(d).eps) for d in dtypes), default=0.0)
 
 
 def agree(
