@@ -126,3 +126,24 @@ def test_names_and_slots_of_one_name():
 def test_a_parameter_that_is_none(programs):
     with pytest.raises(ow.UnknownNameError, match=r"no parameter named 'haed'.*'head'"):
         MIXED.plan(programs["forward"])["haed"]
+
+
+def test_a_rule_is_traced_once_however_often_a_recipe_is_taken_again():
+    traced = []
+
+    class Counted(ow.GradientRule):
+        def update(self, parameter, gradient, slots):
+            traced.append(gradient.shape)
+            return gradient, slots
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    program = ow.SGD(0.1, rules=[Counted()]).minimize(loss, [jnp.eye(4)] * 6, jnp.ones((2, 4)))
+    assert ow.graph.rolls_of(ow.roll(program))
+    assert traced == [(4, 4)]
+    with jax.default_matmul_precision("highest"):
+        ow.roll(program)
+    assert traced == [(4, 4)] * 2
