@@ -289,6 +289,19 @@ def test_its_code_is_what_apply_does_and_trains_as_one_device(small: Program) ->
         staged.apply(small)
 
 
+def test_its_patterns_meet_no_parameter_that_stays_whole() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((x * w["b1"] + w["b2"]) ** 2) * w["b3"].sum()
+
+    params = {name: np.ones(n, "float32") for name, n in (("b1", 8), ("b2", 8), ("b3", 3))}
+    uneven = ow.SGD(0.1).minimize(loss, params, np.ones((8, 8), "float32"))
+    names: dict[str, Any] = {"ow": ow, "P": P, "program": uneven}
+    exec(ow.layout(uneven, 4).find(fsdp=4).code, names)
+    found = dict(names["program"].partition.specs)
+    assert found["b1"] == found["b2"] == P("fsdp")
+    assert not found.get("b3")
+
+
 def test_a_model_of_405_billion_is_planned_from_shapes() -> None:
     """Llama 3.1 405B on 512 devices; what torchtitan runs (fsdp 8, tensor 8, stages 8) is among what fits."""
     loss, params = gpt(126, 16384, 128, 8, 53248, 128256, "bfloat16", blocks=16)
@@ -321,6 +334,8 @@ def test_bad_input_is_refused_with_what_to_write_instead(small: Program) -> None
         ((small, 0), ow.ArgumentError, "devices is 0"),
         ((small, 4, "80 gigs"), ow.ArgumentError, r"memory is '80 gigs'; expected bytes .* '80GB'"),
         ((small, 4, "1GB", "-3GB/s"), ow.ArgumentError, "link is '-3GB/s'.*'50GB/s'"),
+        ((small, 4, "1GB", "400Gb/s"), ow.ArgumentError, "link is '400Gb/s'.*'50GB/s', which is 400 Gb/s"),
+        ((small, 10**9), ow.ArgumentError, r"no axes make 1000000000 devices: .* Take 768"),
         ((small, 4, None, None, "H10"), ow.UnknownNameError, "there is no device 'H10'.*H100"),
         ((small, 13), ow.ArgumentError, r"no axes make 13 devices: .* 12 rows .* Take 12"),
         ((ow.replicate(small, 2), 4), ow.GraphError, "is replicated already"),

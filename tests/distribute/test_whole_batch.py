@@ -406,6 +406,15 @@ def test_micro_batches_that_do_not_add_up_to_the_loss_are_warned_of(name):
     ow.accumulate(program, 4, is_sum=False)
 
 
+def test_a_number_that_counts_the_batch_otherwise_than_a_mean_does_is_warned_of():
+    for scale in (len, lambda x: 1 / len(x) ** 2, lambda x: len(x) ** -0.5):
+        program = ow.trace(lambda w, x, scale=scale: (x @ w).sum() * scale(x), W, X)
+        program = ow.SGD(0.1).minimize(program)
+        with pytest.warns(UserWarning, match="neither a mean over examples nor a sum: 'mul'"):
+            ow.accumulate(program, 4)
+    ow.accumulate(ow.SGD(0.1).minimize(lambda w, x: (x @ w).mean() * len(x), W, X), 4)
+
+
 # ---------------------------------------------------------------- batch normalization of other libraries
 
 

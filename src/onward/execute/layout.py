@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from onward.core.errors import StateError
 from onward.core.placement import local_copies, whole_shape
 from onward.core.program import Program, Replicas, Variable
 from onward.core.structure import Signature
@@ -68,6 +69,15 @@ class Layout:
     def identity_of(self, v: Variable) -> tuple[str, tuple[int, ...], Any]:
         """The identity of a Variable across Programs: its name, its shape over all devices, and its dtype."""
         return v.name, whole_shape(v, self.replicas), v.dtype
+
+    def expect_all(self, other: Layout, name: str, added: Iterable[Variable] = ()) -> None:
+        """Raise ``StateError`` unless a State of another layout, and what is added, has all of this one."""
+        known = {*map(other.identity_of, other.variables), *map(self.identity_of, added)}
+        if lacking := [v for v in self.variables if self.identity_of(v) not in known]:
+            raise StateError(
+                f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which {name} "
+                "keeps. Make one with this step's own init."
+            )
 
     def whole(self, v: Variable) -> Variable:
         """A Variable as it is over all devices together, as people feed it and see it."""

@@ -112,6 +112,8 @@ class PipelineRun:
         """The value of a result, or of what a step is given."""
         if v in self.made:
             return self.made[v]
+        if v in self.stages.program.constants:
+            return self.stages.program.constants[v]
         return self.own[v.name] if v.name in self.own else self.fed[v.name]
 
     def following(self, v: Variable) -> Any:

@@ -175,11 +175,7 @@ class PipelineStep(NotPickled):
                 "it outside of jax.jit, jax.lax.scan and jax.vmap."
             )
         state.expect_whole()
-        if lacking := [v.name for v in self.layout.variables if v.name not in state.layout.position]:
-            raise StateError(
-                f"This State has no {', '.join(map(repr, lacking[:5]))}, which {self.program.name} keeps. "
-                "Make one with this step's own init."
-            )
+        self.layout.expect_all(state.layout, self.program.name)
         return {name: jax.device_put(state[name], device) for name, device in self.stages.home.items()}
 
     def __repr__(self) -> str:

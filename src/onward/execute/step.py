@@ -339,22 +339,13 @@ class Step(NotPickled, Pointing):
         if state.layout not in self._known:
             begun = {} if self._checks is None else self._checks.begun
             added = {v: x for v, x in begun.items() if v.name not in state.layout.position}
-            self._expect_all(state.layout, added)
+            self.layout.expect_all(state.layout, self.program.name, added)
             if added:
                 values = {v.name: jax.numpy.array(x, v.dtype) for v, x in added.items()}
                 values |= {name: state[name] for name in state}
                 return self._stored([values[v.name] for v in self.layout.variables])
             self._known.add(state.layout)
         return state
-
-    def _expect_all(self, layout: Layout, added: Iterable[Variable]) -> None:
-        """Raise ``StateError`` unless the State of another Step, and what is added, is all that is needed."""
-        known = {*map(layout.identity_of, layout.variables), *map(self.layout.identity_of, added)}
-        if lacking := [v for v in self.layout.variables if self.layout.identity_of(v) not in known]:
-            raise StateError(
-                f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which "
-                f"{self.program.name} keeps. Make one with this step's own init."
-            )
 
     def __copy__(self) -> Step:
         return self

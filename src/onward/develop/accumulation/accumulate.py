@@ -67,7 +67,8 @@ def accumulate(
         RecipeError: the Program was not traced, or its ops were changed by hand.
 
     Warns:
-        UserWarning: the loss is neither (the root of a mean, a quotient of sums, a sum beside a penalty), so
+        UserWarning: the loss is neither (the root of a mean, a quotient of sums, a sum beside a penalty, a
+            sum times a number that counts the batch otherwise than a mean does), so
             that the mean over micro-batches is not the loss of the big batch; examples see each other, as
             in a graph whose nodes are the batch; or a result holds all of them several times.
 

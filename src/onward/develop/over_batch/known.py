@@ -86,7 +86,8 @@ class Following:
             return not needed.isdisjoint(op.outputs)
 
         mixing = [(op, why) for op, why in self.mixing if kept(op)]
-        return replace(self, mixing=mixing, bent=list(filter(kept, self.bent)))
+        numbers = {op: body for op, body in self.numbers.items() if kept(op)}
+        return replace(self, mixing=mixing, numbers=numbers, bent=list(filter(kept, self.bent)))
 
 
 class BatchWalk:

@@ -29,8 +29,11 @@ def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is
     loss = part.loss
     if loss is None:
         return False
-    bent = following.reaching(part, [loss]).bent
-    if following.found[loss].kind in (How.MOST, How.LEAST):
+    found = following.found[loss]
+    is_added = found == Follows(How.MEAN, 1)
+    near = following.reaching(part, [loss])
+    bent = [*near.bent, *near.numbers]  # parts read numbers that count the examples of their own
+    if found.kind in (How.MOST, How.LEAST) or (found.power and not is_added):
         bent = [producers(part)[loss]]
     if bent:
         warnings.warn(
@@ -40,7 +43,7 @@ def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is
             f"batch. Return the mean or the sum itself; {meant} says that it is meant so.",
             stacklevel=user_level(),
         )
-    return following.found[loss] == Follows(How.MEAN, 1)
+    return is_added
 
 
 def loss_is_sum(program: Program, otherwise: str, meant: str) -> bool:

@@ -147,9 +147,11 @@ def bytes_of(given: Any, what: str) -> int:
         if isinstance(given, str)
         else None
     )
+    if what == "link" and found and "b" in found[0]:  # bits, as networks are sold
+        found = None
     count = float(found[1]) * _UNITS[(found[2] or "").lower()] if found else given
     if not is_number(count) or not 0 < count < float("inf"):
-        examples = "'80GB', '40 GiB'" if what == "memory" else "'50GB/s'"
+        examples = "'80GB', '40 GiB'" if what == "memory" else "'50GB/s', which is 400 Gb/s"
         raise ArgumentError(
             f"layout: {what} is {given!r}; expected bytes as a number above 0, or with a unit: {examples}."
         )

@@ -40,6 +40,7 @@ class DeviceLayout:
         update: the seconds of the update.
         bubble: the part of the step in which a stage waits for others.
         where: how parameters are split, as ``partition`` takes it.
+        names: of all parameters, so that a pattern in ``code`` meets no other.
         fraction: of the memory beside what lies there between steps, the part that recompute leaves.
         in_loop: whether the layers are the turns of a loop.
     """
@@ -52,6 +53,7 @@ class DeviceLayout:
     update: float
     bubble: float
     where: Mapping[str, PartitionSpec]
+    names: tuple[str, ...] = field(default=(), kw_only=True)
     fraction: float = field(default=1.0, kw_only=True)
     in_loop: bool = field(default=False, kw_only=True)
 
@@ -210,6 +212,7 @@ def foretold(about: Foretelling, choice: Spreading) -> DeviceLayout:
         *_slowest(about, choice, stages),
         bubble=(choice.stages - 1) / (choice.micro_batches + choice.stages - 1),
         where=about.placing.specs(choice.tensor, choice.fsdp),
+        names=tuple(v.name for v in about.program.parameters),
         in_loop=about.layers.in_loop,
         fraction=about.left(choice) if choice.recompute else 1.0,
     )

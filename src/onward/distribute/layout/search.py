@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 from typing import Any
 
 from onward.core.check import expect_program
@@ -129,7 +130,8 @@ def _tensor(about: Foretelling, devices: int) -> list[int]:
 
 
 def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, isqrt(n) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]
 
 
 def _notes(about: Foretelling) -> list[str]:
@@ -145,7 +147,8 @@ def _no_axes(about: Foretelling, devices: int) -> str:
         f"tensor divides {tensor}" if tensor > 1 else NOTHING_FITS.rstrip("."),
         f"there may be up to {layers} stages" if layers > 1 else _NO_LAYERS.rstrip("."),
     ]
-    fewer = next((n for n in range(devices - 1, 0, -1) if next(choices(about, n), None)), 1)
+    most = about.rows * max(tensor, 1) * max(layers, 1)  # no axes make more
+    fewer = next((n for n in range(min(devices - 1, most), 0, -1) if next(choices(about, n), None)), 1)
     return f"layout: no axes make {devices} devices: {'; '.join(takes)}. Take {fewer}."
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -131,7 +131,8 @@ def code(one: Any) -> str:
     if c.copies * c.tensor > 1:
         axes = ", ".join(f'"{axis}": {n}' for axis, n in one.mesh.items())
         batch = f", batch={one.batch!r}" if one.batch else ""
-        where = "\n".join(f"    {name!r}: {_spec(spec)}," for name, spec in patterns(one.where).items())
+        found = patterns(one.where, one.names).items()
+        where = "\n".join(f"    {name!r}: {_spec(spec)}," for name, spec in found)
         table_ = f"{{\n{where}\n}}" if where else "{}"
         lines.append(f"program = ow.partition(program, {{{axes}}}, {table_}{batch})".replace("'", '"'))
     if c.stages > 1:
@@ -155,11 +156,12 @@ def _spec(spec: PartitionSpec) -> str:
     return f"P({', '.join(map(repr, spec))})"
 
 
-def patterns(where: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """The same table with one entry for names that differ in numbers only, if it meets no others.
+def patterns(where: Mapping[str, PartitionSpec], known: Iterable[str]) -> dict[str, PartitionSpec]:
+    """The same table with one entry for names that differ in numbers only, if it meets no others that are known.
 
     >>> P = PartitionSpec
-    >>> patterns({"layers/0/w": P("fsdp"), "layers/1/w": P("fsdp"), "head": P(None, "fsdp")})
+    >>> where = {"layers/0/w": P("fsdp"), "layers/1/w": P("fsdp"), "head": P(None, "fsdp")}
+    >>> patterns(where, where)
     {'layers/*/w': P('fsdp',), 'head': P(None, 'fsdp')}
     """
     groups: dict[tuple[str, PartitionSpec], list[str]] = {}
@@ -167,10 +169,10 @@ def patterns(where: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
         groups.setdefault((re.sub(r"\d+", "*", name), spec), []).append(name)
     found: dict[str, PartitionSpec] = {}
     for (pattern, spec), names in groups.items():
-        is_exact = len(names) > 1 and _met(where, pattern) == names
+        is_exact = len(names) > 1 and _met(known, pattern) == names
         found.update({pattern: spec} if is_exact else dict.fromkeys(names, spec))
     return found
 
 
-def _met(where: Mapping[str, PartitionSpec], pattern: str) -> Sequence[str]:
-    return [name for name in where if fnmatchcase(name, pattern)]
+def _met(known: Iterable[str], pattern: str) -> Sequence[str]:
+    return [name for name in known if fnmatchcase(name, pattern)]

@@ -129,7 +129,10 @@ class Pipeline:
             notes.append(f"{name} lies in stage {home}, which sends it to {others} at each step")
         whole = [str(s) for s, works in enumerate(self._late) if works == {B}]
         if self.schedule.splits_backward and whole:
-            notes.append(f"W of stage {' and '.join(whole)} is done in B: one loop computes both gradients")
+            notes.append(
+                f"W of stage {' and '.join(whole)} is done in B: other stages wait for these gradients, or one "
+                "loop computes both"
+            )
         return notes
 
     @property
