@@ -147,3 +147,19 @@ def test_a_rule_is_traced_once_however_often_a_recipe_is_taken_again():
     with jax.default_matmul_precision("highest"):
         ow.roll(program)
     assert traced == [(4, 4)] * 2
+
+
+def test_a_rule_whose_list_was_changed_in_place_is_traced_again():
+    class Scaled(ow.GradientRule):
+        by: list[float]
+
+        def update(self, parameter, gradient, slots):
+            return gradient * self.by[0], slots
+
+    backward = ow.append_backward(ow.trace(lambda w, x: jnp.sum(w * x), jnp.ones(3), jnp.ones(3)))
+    optimizer = ow.SGD(0.1, rules=[Scaled(by=[2.0])])
+    for factor in (2.0, 5.0):
+        optimizer.rules[0].by[0] = factor
+        program = ow.append_update(backward, optimizer)
+        (op,) = (op for op in program.ops if op.type == "scaled")
+        assert op.body(jnp.ones(3))[0][0] == factor

@@ -276,13 +276,14 @@ class Update:
     def traced(self, act: Act) -> tuple[Body, tuple[int, ...]]:
         """The body of an op of a rule, and which inputs it reads; as it was, where a recipe is built again.
 
-        The act is kept beside it, so that no other rule is taken for this one.
+        The act is kept beside it, so that no other rule is taken for this one. A rule with a field that can
+        be changed in place, such as a list, is traced each time.
         """
         said, recipe = f"The update of {type(act.rule).__name__}", self.source.recipe
         if recipe is None or act.loss is not None:
             found: tuple[Body, tuple[int, ...]] = explaining(said, act.tight)
             return found
-        key = (act.key, current_axis())
+        key = (act.key, *vars(act.rule).values(), current_axis())
         found, _ = recipe.updates.found(key, lambda: (explaining(said, act.tight), act))
         return found
 
