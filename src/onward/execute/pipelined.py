@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from onward.core.errors import ArgumentError, NotPickled, StateError
+from onward.core.errors import ArgumentError, NotPickled
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, select

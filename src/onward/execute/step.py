@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
-from onward.core.errors import ArgumentError, NotPickled, StateError
+from onward.core.errors import ArgumentError, NotPickled
 from onward.core.first_use import at_first_call
 from onward.core.pointing import Pointing
 from onward.core.program import Op, Program, Variable

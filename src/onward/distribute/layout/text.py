@@ -157,7 +157,7 @@ def _spec(spec: PartitionSpec) -> str:
 
 
 def patterns(where: Mapping[str, PartitionSpec], known: Iterable[str]) -> dict[str, PartitionSpec]:
-    """The same table with one entry for names that differ in numbers only, if it meets no others that are known.
+    """The same table with one entry for names that differ in numbers only, if it meets no others.
 
     >>> P = PartitionSpec
     >>> where = {"layers/0/w": P("fsdp"), "layers/1/w": P("fsdp"), "head": P(None, "fsdp")}

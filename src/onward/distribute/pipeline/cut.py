@@ -130,8 +130,8 @@ class Pipeline:
         whole = [str(s) for s, works in enumerate(self._late) if works == {B}]
         if self.schedule.splits_backward and whole:
             notes.append(
-                f"W of stage {' and '.join(whole)} is done in B: other stages wait for these gradients, or one "
-                "loop computes both"
+                f"W of stage {' and '.join(whole)} is done in B: other stages wait for these gradients, or "
+                "one loop computes both"
             )
         return notes
 
