@@ -206,6 +206,7 @@ def test_a_checkpoint_of_one_layout_is_one_of_the_other(program: Program):
 def test_stages_begin_with_the_scopes_that_are_named(program: Program):
     cut = ow.pipeline(program, 2, 3, at=["layer_1"])
     assert [v.name for v in cut.parts[1, "F"].state] == ["params/1", "params/2"]
+    assert ow.plan(cut) is cut
     with pytest.raises(ow.ArgumentError, match="do not begin one after the other"):
         ow.pipeline(program, 3, 3, at=["layer_2", "layer_1"])
     with pytest.raises(ow.ArgumentError, match="3 stages begin with 2 of them"):
@@ -258,9 +259,7 @@ def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
     }.items():
         with pytest.raises(ow.ArgumentError, match=words):
             ow.pipeline(program, *more)
-    with pytest.raises(
-        ow.ArgumentError, match="4 rows, which data=3 does not divide. Feed 9 rows or a multip"
-    ):
+    with pytest.raises(ow.ArgumentError, match="4 rows, which data=3 does not divide"):
         ow.pipeline(program, 2, 3, data=3)
     with pytest.raises(ow.ArgumentError, match="4 devices of its own, and JAX shows 8"):
         ow.compile(ow.pipeline(program, 3, 3, data=4))

@@ -84,7 +84,7 @@ class StageExecutables:
         self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
     def lies(self, v: Variable, stage: int) -> Sharding:
-        """How a value lies in a stage: its devices have a part each of what differs from example to example."""
+        """How a value lies in a stage: what has an axis of examples is shared out to its devices."""
         found = self.whole[stage]
         if not isinstance(found, NamedSharding) or v not in self.pipeline.split_axes:
             return found

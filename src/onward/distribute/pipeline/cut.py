@@ -56,7 +56,9 @@ class Pipeline:
     @property
     def advice(self) -> str:
         """The advice for a call that expects a Program and is given a Pipeline."""
-        return "A Pipeline is many already. Transform the Program first; compile and save_picture take it."
+        return (
+            "A Pipeline is many already. Transform the Program first; compile, plan and save_picture take it."
+        )
 
     @property
     def results(self) -> tuple[LoopResult, ...]:
@@ -74,7 +76,7 @@ class Pipeline:
 
     @cached_property
     def split_axes(self) -> Mapping[Variable, int]:
-        """The axis of examples of each value whose parts along it are shared out to the devices of a stage."""
+        """The axis of examples of each value that is shared out along it to the devices of a stage."""
         loop = self.loop
         found = {v: 0 for v in loop.turn.inputs if v.name in loop.how.split}
         ops = zip(loop.whole.loop, loop.part.loop, strict=False)

@@ -74,7 +74,7 @@ def pipeline(
 
     Raises:
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
-            that do not divide the batch, or fewer than 2; devices of a stage that do not divide a micro-batch.
+            that do not divide the batch, or fewer than 2; more devices a stage than divide a micro-batch.
         GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
             norm); a Program that is replicated, accumulated, partitioned, rolled, watched or guarded.
         UnknownNameError: no op stands in a scope of ``at``.
