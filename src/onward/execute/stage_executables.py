@@ -18,6 +18,8 @@ from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.cut import Pipeline, Place
 from onward.execute.options import Value, all_options
 
+StagePlace = Sharding | jax.Device  # to send to a device takes less time than to its sharding
+
 
 class StagePart(NamedTuple):
     """An executable of a stage, and what it takes and gives.
@@ -83,7 +85,7 @@ class StageExecutables:
         self.begin = self._beginning()
         self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
-    def lies(self, v: Variable, stage: int) -> Sharding:
+    def lies(self, v: Variable, stage: int) -> StagePlace:
         """How a value lies in a stage: what has an axis of examples is shared out to its devices."""
         found = self.whole[stage]
         if not isinstance(found, NamedSharding) or v not in self.pipeline.split_axes:
@@ -93,15 +95,16 @@ class StageExecutables:
 
     def typed(self, v: Variable, stage: int) -> jax.ShapeDtypeStruct:
         """The type of a value as it lies in a stage."""
-        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.lies(v, stage))
+        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_sharding(self.lies(v, stage)))
 
     def compiled(self, run: Any, stage: int, *types: Any, outs: Any = None) -> Any:
         """A function compiled for the devices of a stage, which takes over its first argument.
 
         All devices have all of what no ``outs`` or type lays out.
         """
-        whole = self.whole[stage]
-        jitted = jax.jit(run, donate_argnums=(0,) if types else (), out_shardings=outs or whole)
+        whole = _sharding(self.whole[stage])
+        laid = jax.tree.map(_sharding, outs or whole)
+        jitted = jax.jit(run, donate_argnums=(0,) if types else (), out_shardings=laid)
 
         def placed(kind: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding or whole)
@@ -218,7 +221,8 @@ class StageUpdate:
         found = jax.eval_shape(
             lambda x, scale: scaled(loop, result, x, scale), result.part.aval, stages.scale
         )
-        return [found.update(sharding=stages.lies(result.part, self.stage))] * loop.how.steps
+        laid = _sharding(stages.lies(result.part, self.stage))
+        return [found.update(sharding=laid)] * loop.how.steps
 
     def _whole(self, v: Variable, value: Any) -> Any:
         """A result of all micro-batches, put together."""
@@ -233,7 +237,11 @@ def scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:
     return loop.scaled(x, scale) if result.is_weighed else x
 
 
-def _stages(pipeline: Pipeline) -> Sequence[Sharding]:
+def _sharding(place: StagePlace) -> Sharding:
+    return place if isinstance(place, Sharding) else SingleDeviceSharding(place)
+
+
+def _stages(pipeline: Pipeline) -> Sequence[StagePlace]:
     """How a value lies that all devices of a stage have, for each stage: a row of devices."""
     found, stages, each = jax.devices(), pipeline.schedule.stages, pipeline.data
     if jax.process_count() > 1:
@@ -249,6 +257,6 @@ def _stages(pipeline: Pipeline) -> Sequence[Sharding]:
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts."
         )
     if each == 1:
-        return [SingleDeviceSharding(device) for device in found[:stages]]
+        return found[:stages]
     rows = np.array(found[:count]).reshape(stages, each)
     return [NamedSharding(Mesh(row, ("data",)), PartitionSpec()) for row in rows]
