@@ -18,7 +18,7 @@ from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.cut import Pipeline, Place
 from onward.execute.options import Value, all_options
 
-StagePlace = Sharding | jax.Device  # to send to a device takes less time than to its sharding
+StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
 
 
 class StagePart(NamedTuple):
