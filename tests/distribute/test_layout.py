@@ -281,10 +281,11 @@ def test_its_code_is_what_apply_does_and_trains_as_one_device(small: Program) ->
     names["program"] = small
     exec(ow.layout(small, 4).find(stages=4, recompute=False).code, names)
     assert type(names["program"]) is not Program  # stages, each with a device of its own
-    staged = layouts.find(stages=4)
-    assert staged.code.startswith(
-        "# Foretold, and not yet made: pipeline gives each stage one device, here it"
-    )
+    names["program"] = small
+    exec(layouts.find(stages=4, data=2, recompute=False).code, names)
+    assert names["program"].data == 2
+    staged = layouts.find(stages=4, tensor=2)
+    assert staged.code.startswith("# Foretold, and not yet made: pipeline shares the examples in a stage")
     with pytest.raises(ow.GraphError, match=r"(?s)has 4 stages.*\n\n.*ow.pipeline\(program, stages=4"):
         staged.apply(small)
 

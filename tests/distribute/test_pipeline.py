@@ -100,25 +100,32 @@ def trained(step: Any, params: Any, data: Any, steps: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("network", "stages", "schedule", "optimizer"),
+    ("network", "stages", "data", "schedule", "optimizer"),
     [
-        ("gpt", 2, "zero_bubble", CLIPPED),  # embedding and last layer are one parameter
-        ("mixer", 4, "gpipe", ow.SGD(0.01)),
-        ("lstm", 2, "1f1b", ow.Momentum(0.1)),
+        ("gpt", 2, 1, "zero_bubble", CLIPPED),  # embedding and last layer are one parameter
+        ("mixer", 4, 2, "gpipe", ow.SGD(0.01)),
+        ("lstm", 2, 2, "1f1b", ow.Momentum(0.1)),
     ],
 )
-def test_twenty_steps_are_those_of_one_device(network: str, stages: int, schedule: str, optimizer: Any):
-    function, params, data = NETWORKS[network]
+def test_twenty_steps_are_those_of_one_device(
+    network: str, stages: int, data: int, schedule: str, optimizer: Any
+):
+    function, params, x = NETWORKS[network]
     with jax.enable_x64(True):
-        program = optimizer.minimize(function, params, data, has_aux=True)
-        state, out = trained(ow.compile(program), params, data, 20)
-        step = ow.compile(ow.pipeline(program, stages, 4, schedule), options=QUICK)
-        piped, seen = trained(step, params, data, 20)
+        program = optimizer.minimize(function, params, x, has_aux=True)
+        state, out = trained(ow.compile(program), params, x, 20)
+        step = ow.compile(ow.pipeline(program, stages, 4, schedule, data=data), options=QUICK)
+        piped, seen = trained(step, params, x, 20)
         for name in state:
             np.testing.assert_allclose(piped[name], state[name], rtol=0, atol=1e-9, err_msg=name)
         for mine, theirs in zip(jax.tree.leaves(seen.value), jax.tree.leaves(out.value), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-9)
-        assert {next(iter(piped[v].devices())).id for v in program.parameters} == set(range(stages))
+        rows = [range(data * stage, data * (stage + 1)) for stage in range(stages)]
+        assert {frozenset(d.id for d in piped[v].devices()) for v in program.parameters} == set(
+            map(frozenset, rows)
+        )
+        for made in jax.tree.leaves(seen.aux):  # of each example
+            assert made.addressable_shards[0].data.shape[0] == 8 // data
 
 
 def test_schedules_give_the_same_bits_and_hold_as_many_micro_batches_as_they_say(
@@ -177,13 +184,13 @@ def test_orders_that_no_stages_can_keep_are_refused():
 
 
 def test_a_checkpoint_of_one_layout_is_one_of_the_other(program: Program):
-    one, piped = ow.compile(program), ow.compile(ow.pipeline(program, 2, 3), options=QUICK)
+    one, piped = ow.compile(program), ow.compile(ow.pipeline(program, 2, 3, data=2), options=QUICK)
     state, _ = trained(piped, MLP, X, 2)
     with ow.Checkpoints(tempfile.mkdtemp()) as checkpoints:
         path = checkpoints.save(state, 2)
     for restored in (one.restore(path), piped.restore(path)):
         assert all(np.array_equal(restored[name], state[name]) for name in state)
-    assert restored["params/2"].devices() == {jax.devices()[1]}
+    assert restored["params/2"].devices() == {*jax.devices()[2:4]}
     moved, _ = piped(one.restore(path), X)  # a State of one device is taken over
     state, _ = piped(state, X)
     assert all(np.array_equal(moved[name], state[name]) for name in state)
@@ -203,6 +210,7 @@ def test_a_checkpoint_of_one_layout_is_one_of_the_other(program: Program):
 def test_stages_begin_with_the_scopes_that_are_named(program: Program):
     cut = ow.pipeline(program, 2, 3, at=["layer_1"])
     assert [v.name for v in cut.parts[1, "F"].state] == ["params/1", "params/2"]
+    assert ow.plan(cut) is cut
     with pytest.raises(ow.ArgumentError, match="do not begin one after the other"):
         ow.pipeline(program, 3, 3, at=["layer_2", "layer_1"])
     with pytest.raises(ow.ArgumentError, match="3 stages begin with 2 of them"):
@@ -255,6 +263,10 @@ def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
     }.items():
         with pytest.raises(ow.ArgumentError, match=words):
             ow.pipeline(program, *more)
+    with pytest.raises(ow.ArgumentError, match="4 rows, which data=3 does not divide"):
+        ow.pipeline(program, 2, 3, data=3)
+    with pytest.raises(ow.ArgumentError, match="4 devices of its own, and JAX shows 8"):
+        ow.compile(ow.pipeline(program, 3, 3, data=4))
     with pytest.raises(ow.ArgumentError, match="a Pipeline is one for each stage"):
         ow.compile(ow.pipeline(program, 2, 3), roll=True)  # type: ignore[call-overload]
     deep = ow.SGD(0.1).minimize(mlp, MLP * 3, X)
@@ -273,7 +285,10 @@ def test_what_micro_batches_hand_on_is_made_ahead_and_examples_are_weighed():
 
     weights = np.arange(12, dtype="float32")
     program = ow.SGD(0.1).minimize(loss, MLP[:2], X, weights, state=jnp.float32(1))
-    steps = ow.compile(ow.accumulate(program, 5)), ow.compile(ow.pipeline(program, 2, 5), options=QUICK)
+    steps = (
+        ow.compile(ow.accumulate(program, 5)),
+        ow.compile(ow.pipeline(program, 2, 5, data=3), options=QUICK),
+    )
     states = [step.init(MLP[:2], jnp.float32(1)) for step in steps]
     for _ in range(2):
         states = [step(state, X, weights)[0] for step, state in zip(steps, states, strict=True)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import onward as ow
+from onward.distribute.pipeline.schedule import schedule_of
 from onward.explain.files import text_svg
 from onward.explain.style import DARK, LIGHT
 
@@ -22,6 +23,7 @@ def shown():
         "plot": ow.memory(PROGRAM).plot(),
         "diff": ow.diff(PROGRAM, ow.guard(PROGRAM)),
         "program": PROGRAM,
+        "schedule": schedule_of("zero_bubble", 3, 4),
     }
 
 

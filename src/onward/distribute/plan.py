@@ -37,6 +37,7 @@ from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind, Placement
 from onward.distribute.mesh_plan import MeshPlan, mesh_plan
+from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.split.cut import Split
 from onward.distribute.split.traffic import Traffic, traffic
 
@@ -113,11 +114,15 @@ def plan(program: Program) -> Plan | Any: ...  # a MeshPlan where it is partitio
 def plan(program: Split) -> Traffic: ...
 
 
-def plan(program: Program | Split) -> Plan | MeshPlan | Traffic:
+@overload
+def plan(program: Pipeline) -> Pipeline: ...
+
+
+def plan(program: Program | Split | Pipeline) -> Plan | MeshPlan | Traffic | Pipeline:
     """Compute the bytes that each device, or each server of a Split, sends at a step and keeps.
 
     Of a partitioned Program, what each device keeps: what it sends is for JAX's partitioner to find, and
-    ``collectives`` tells it.
+    ``collectives`` tells it. A Pipeline prints what each of its stages keeps and sends, and is its own plan.
 
     Bytes sent are those of the ring algorithms, which send least: 2 (n - 1) / n of what goes into an
     all-reduce, (n - 1) / n of what goes into a reduce-scatter or comes out of an all-gather. What a ``while``
@@ -140,6 +145,8 @@ def plan(program: Program | Split) -> Plan | MeshPlan | Traffic:
     """
     if isinstance(program, Split):
         return traffic(program)
+    if isinstance(program, Pipeline):
+        return program
     expect_program(program, "plan")
     if program.partition is not None:
         return mesh_plan(program)

@@ -32,7 +32,7 @@ class PipelineRun:
         self._borrowed: dict[tuple[str, int], Any] = {}
         pipeline = stages.pipeline
         ahead = pipeline.ahead
-        batch = [self._sent(fed[v.name], 0) for v in stages.split]
+        batch = [jax.device_put(fed[v.name], stages.whole[0]) for v in stages.split]
         pieces, handed, last, self.scales = stages.begin(
             (), [self._state(v.name, 0) for v in ahead.state], batch
         )
@@ -45,16 +45,16 @@ class PipelineRun:
         self.totals = {place: zeros() for place, zeros in stages.zeros.items()}
         self.pieces: list[list[Any]] = [[None] * pipeline.loop.how.steps for _ in pipeline.loop.joined]
 
-    def _sent(self, value: Any, stage: int) -> Any:
-        return jax.device_put(value, self.stages.devices[stage])
+    def _sent(self, v: Variable, value: Any, stage: int) -> Any:
+        return jax.device_put(value, self.stages.lies(v, stage))
 
     def _state(self, name: str, stage: int) -> Any:
         """A value of state where a stage reads it; that of another stage is sent once a step."""
-        device = self.stages.devices[stage]
-        if self.stages.home[name] == device:
+        whole = self.stages.whole[stage]
+        if self.stages.home[name] == whole:
             return self.own[name]
         if (name, stage) not in self._borrowed:
-            self._borrowed[name, stage] = jax.device_put(self.own[name], device)
+            self._borrowed[name, stage] = jax.device_put(self.own[name], whole)
         return self._borrowed[name, stage]
 
     def micro_batches(self) -> None:
@@ -75,7 +75,7 @@ class PipelineRun:
             self.pieces[place][i] = piece
         for v, value in zip(part.sends, outputs, strict=True):
             for to in dict.fromkeys(of for of, _ in self.stages.pipeline.readers[v]):
-                self.at.setdefault((to, i), {})[v] = value if to == stage else self._sent(value, to)
+                self.at.setdefault((to, i), {})[v] = value if to == stage else self._sent(v, value, to)
         for v in part.program.inputs:
             if self.stages.last[v, stage] is work:
                 here.pop(v, None)
@@ -83,11 +83,11 @@ class PipelineRun:
     def _input(self, v: Variable, stage: int, i: int, here: Values) -> Any:
         if v not in here:
             given = self.given[i].get(v)
-            here[v] = self._sent(self.fed[v.name] if given is None else given, stage)
+            here[v] = self._sent(v, self.fed[v.name] if given is None else given, stage)
         return here[v]
 
     def _scale(self, stage: int, i: int) -> Any:
-        return None if self.stages.scale is None else self._sent(self.scales[i], stage)
+        return None if self.stages.scale is None else jax.device_put(self.scales[i], self.stages.whole[stage])
 
     def update(self) -> None:
         """Issue the update, phase by phase."""
@@ -106,7 +106,9 @@ class PipelineRun:
         """A value as a stage reads it in the update."""
         if v.name in self.own:
             return self._state(v.name, stage)
-        return self._sent(self.raw[v] if v in self.raw else self.value(v), stage)
+        if (result := self.stages.results.get(v)) is not None:
+            return self._sent(result.part, self.raw[v], stage)
+        return self._sent(v, self.value(v), stage)
 
     def value(self, v: Variable) -> Any:
         """The value of a result, or of what a step is given."""

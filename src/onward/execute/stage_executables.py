@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from onward.core.errors import ArgumentError
 from onward.core.lower import lower
@@ -16,6 +17,8 @@ from onward.core.program import Program, Variable
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.cut import Pipeline, Place
 from onward.execute.options import Value, all_options
+
+StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
 
 
 class StagePart(NamedTuple):
@@ -47,21 +50,22 @@ class StageExecutables:
         options: for the compiler.
 
     Attributes:
-        devices: of each stage.
-        home: the device of each state Variable, by name.
+        whole: for each stage how a value lies that all of its devices have.
+        home: how each state Variable lies, by name.
         split: the data that is cut into micro-batches.
         parts: of each stage and work.
         zeros: the first sums of a part.
         last: the work in which a stage reads a value of a micro-batch for the last time.
         order: stage, work and micro-batch, as they are issued.
+        results: what the update is given of all micro-batches.
         begin: cuts a batch, and makes what micro-batches hand on.
         updates: the phases of the update, in order.
     """
 
     def __init__(self, pipeline: Pipeline, donate: Collection[str], options: Mapping[str, Value]) -> None:
         self.pipeline, self.program, self.donate = pipeline, pipeline.accumulated, donate
-        self.devices = _devices(pipeline)
-        self.home = {v.name: self.devices[pipeline.homes[v]] for v in self.program.state}
+        self.whole = _stages(pipeline)
+        self.home = {v.name: self.whole[pipeline.homes[v]] for v in self.program.state}
         self._options = dict(all_options(options))
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
@@ -77,16 +81,33 @@ class StageExecutables:
             for moment in pipeline.schedule.moments
             if (moment.stage, moment.task.work) in self.parts
         ]
+        self.results = {r.whole: r for r in pipeline.results}
         self.begin = self._beginning()
         self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
-    def compiled(self, run: Any, stage: int, *types: Any) -> Any:
-        """A function compiled for the device of a stage, which takes over its first argument."""
-        sharding = SingleDeviceSharding(self.devices[stage])
-        jitted = jax.jit(run, donate_argnums=(0,) if types else (), out_shardings=sharding)
+    def lies(self, v: Variable, stage: int) -> StagePlace:
+        """How a value lies in a stage: what has an axis of examples is shared out to its devices."""
+        found = self.whole[stage]
+        if not isinstance(found, NamedSharding) or v not in self.pipeline.split_axes:
+            return found
+        axis = self.pipeline.split_axes[v]
+        return NamedSharding(found.mesh, PartitionSpec(*[None] * axis, *found.mesh.axis_names))
+
+    def typed(self, v: Variable, stage: int) -> jax.ShapeDtypeStruct:
+        """The type of a value as it lies in a stage."""
+        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_sharding(self.lies(v, stage)))
+
+    def compiled(self, run: Any, stage: int, *types: Any, outs: Any = None) -> Any:
+        """A function compiled for the devices of a stage, which takes over its first argument.
+
+        All devices have all of what no ``outs`` or type lays out.
+        """
+        whole = _sharding(self.whole[stage])
+        laid = jax.tree.map(_sharding, outs or whole)
+        jitted = jax.jit(run, donate_argnums=(0,) if types else (), out_shardings=laid)
 
         def placed(kind: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding or whole)
 
         return jitted.lower(*jax.tree.map(placed, types)).compile(self._options)
 
@@ -105,10 +126,12 @@ class StageExecutables:
             given = [scaled(loop, loop.joined[i], found[loop.joined[i].part], scale) for i in pieces]
             return grown, given, [found[v] for v in sends]
 
-        types = [[v.aval for v in group] for group in (program.state, program.inputs)]
+        types = [[self.typed(v, stage) for v in group] for group in (program.state, program.inputs)]
         call.__name__ = program.name if program.name.isidentifier() else "stage"
         totals = [loop.sums[i].sum_type for i in sums]
-        made = self.compiled(call, stage, totals, *types, self.scale)
+        joined = [loop.joined[i].part for i in pieces]
+        outs = self.whole[stage], *([self.lies(v, stage) for v in group] for group in (joined, sends))
+        made = self.compiled(call, stage, totals, *types, self.scale, outs=outs)
         return StagePart(stage, program, made, sums, pieces, sends)
 
     def _zeros_of(self, part: StagePart) -> Any:
@@ -147,7 +170,12 @@ class StageExecutables:
             return [[x[i] for x in pieces] for i in range(count)], handed, state, scales
 
         batch = [self.program[v.name].aval for v in self.split]
-        return self.compiled(call, 0, (), [v.aval for v in ahead.state], batch)
+        outs = (
+            [[self.lies(v, 0) for v in self.split]] * count,
+            [[self.lies(v, 0) for v in ahead.outputs]] * count,
+            *[self.whole[0]] * 2,
+        )
+        return self.compiled(call, 0, (), [v.aval for v in ahead.state], batch, outs=outs)
 
 
 class StageUpdate:
@@ -155,8 +183,7 @@ class StageUpdate:
 
     def __init__(self, stages: StageExecutables, phase: int, stage: int) -> None:
         pipeline = stages.pipeline
-        self.stage, self.program = stage, pipeline.updates[phase, stage]
-        self.results = {r.whole: r for r in pipeline.results}
+        self.stages, self.stage, self.program = stages, stage, pipeline.updates[phase, stage]
         later = [part for key, part in pipeline.updates.items() if key > (phase, stage)]
         ends = {*stages.program.outputs, *stages.program.next_state.values()}
         self.taken = [v for v in self.program.state if self._may_take(stages, v, later, ends)]
@@ -171,8 +198,9 @@ class StageUpdate:
             return run(values[:state], values[state:])
 
         call.__name__ = "update"
-        types = [[self._type(stages, v) for v in group] for group in (self.taken, self.lent)]
-        self.call = stages.compiled(call, stage, *types)
+        types = [[self._type(v) for v in group] for group in (self.taken, self.lent)]
+        outs = [stages.lies(v, stage) for v in self.program.outputs]
+        self.call = stages.compiled(call, stage, *types, outs=outs)
 
     def _may_take(
         self, stages: StageExecutables, v: Variable, later: Collection[Program], ends: Collection[Variable]
@@ -182,21 +210,23 @@ class StageUpdate:
         made = {o for op in self.program.ops for o in op.outputs}
         return own and stages.program.next_state[v] in made and not any(v in part.state for part in later)
 
-    def _type(self, stages: StageExecutables, v: Variable) -> Any:
+    def _type(self, v: Variable) -> Any:
         """The type of what it is given for a Variable: a sum, or all pieces, of what micro-batches made."""
-        result, loop = self.results.get(v), stages.pipeline.loop
+        stages, result = self.stages, self.stages.results.get(v)
         if result is None:
-            return v.aval
+            return stages.typed(v, self.stage)
         if result.axis is None:
             return result.sum_type
+        loop = stages.pipeline.loop
         found = jax.eval_shape(
             lambda x, scale: scaled(loop, result, x, scale), result.part.aval, stages.scale
         )
-        return [found] * loop.how.steps
+        laid = _sharding(stages.lies(result.part, self.stage))
+        return [found.update(sharding=laid)] * loop.how.steps
 
     def _whole(self, v: Variable, value: Any) -> Any:
         """A result of all micro-batches, put together."""
-        result = self.results.get(v)
+        result = self.stages.results.get(v)
         if result is None:
             return value
         return value.astype(v.dtype) if result.axis is None else result.joined(jnp.stack(value))
@@ -207,17 +237,26 @@ def scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:
     return loop.scaled(x, scale) if result.is_weighed else x
 
 
-def _devices(pipeline: Pipeline) -> Sequence[Any]:
-    found, count = jax.devices(), pipeline.schedule.stages
+def _sharding(place: StagePlace) -> Sharding:
+    return place if isinstance(place, Sharding) else SingleDeviceSharding(place)
+
+
+def _stages(pipeline: Pipeline) -> Sequence[StagePlace]:
+    """How a value lies that all devices of a stage have, for each stage: a row of devices."""
+    found, stages, each = jax.devices(), pipeline.schedule.stages, pipeline.data
     if jax.process_count() > 1:
         raise ArgumentError(
             f"{pipeline.program.name} is a pipeline, whose stages lie on the devices of one process, and "
             f"there are {jax.process_count()}. Several take replicate(program, devices)."
         )
-    if len(found) < count:
+    if len(found) < (count := stages * each):
+        own = "a device of its own" if each == 1 else f"{each} devices of its own"
         raise ArgumentError(
-            f"{pipeline.program.name} is cut into {count} stages, each on a device of its own, and JAX shows "
-            f"{len(found)} ({found[0].platform}). Cut it into {len(found)}, or, to try more on the host, set "
+            f"{pipeline.program.name} is cut into {stages} stages, each on {own}, and JAX shows "
+            f"{len(found)} ({found[0].platform}). Take fewer, or, to try more on the host, set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts."
         )
-    return found[:count]
+    if each == 1:
+        return found[:stages]
+    rows = np.array(found[:count]).reshape(stages, each)
+    return [NamedSharding(Mesh(row, ("data",)), PartitionSpec()) for row in rows]

@@ -10,6 +10,8 @@ from typing import Any
 from onward.core.errors import ArgumentError
 from onward.core.extras import require
 from onward.core.structure import describe
+from onward.distribute.pipeline.schedule import PipelineSchedule
+from onward.explain.schedule_picture import schedule_svg
 from onward.explain.style import MONO, dark_only, page, text, with_plain_colours
 
 ENDINGS = (".svg", ".html", ".png")
@@ -21,9 +23,9 @@ _WORD = re.compile(r"\S+(?: \S+)*")
 def save_picture(shown: Any, path: str | PathLike[str], dark: bool = False) -> Path:
     """Write what Onward draws or prints to a file, as its name ends: ``.svg``, ``.html`` or ``.png``.
 
-    Drawings, memory and the curves of ``Live`` are pictures; a ``Summary``, a ``Diff``, a ``Plan``, a
-    ``Profile`` and all else that prints are their text, and on a page the table that a notebook shows. An SVG
-    has the colours of a light page, and of a dark one where the reader's system is.
+    Drawings, memory, the curves of ``Live`` and the schedule of a pipeline are pictures; a ``Summary``, a
+    ``Diff``, a ``Plan``, a ``Profile`` and all else that prints are their text, and on a page the table that
+    a notebook shows. An SVG has the colours of a light page, and of a dark one where the reader's system is.
 
     Args:
         shown: the picture or table.
@@ -68,11 +70,14 @@ def _page(shown: Any) -> str:
     if hasattr(shown, "_repr_html_"):
         body = str(shown._repr_html_())
     else:
-        body = _svg(shown) if hasattr(shown, "svg") else f"<pre>{text(shown)}</pre>"
+        drawn = hasattr(shown, "svg") or isinstance(shown, PipelineSchedule)
+        body = _svg(shown) if drawn else f"<pre>{text(shown)}</pre>"
     return page(type(shown).__name__, f"<main>{body}</main>", "main { padding: 1rem 1.4rem; }")
 
 
 def _svg(shown: Any) -> str:
+    if isinstance(shown, PipelineSchedule):
+        return schedule_svg(shown)
     picture = shown.plot() if hasattr(shown, "plot") else shown
     return str(picture.svg) if hasattr(picture, "svg") else text_svg(str(shown))
 

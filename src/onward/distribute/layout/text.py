@@ -128,7 +128,7 @@ def code(one: Any) -> str:
         lines.append(f"program = ow.recompute(program, {one.budget:.2g})")
     if c.micro_batches > 1 and c.stages == 1:
         lines.append(f"program = ow.accumulate(program, {c.micro_batches})")
-    if c.copies * c.tensor > 1:
+    if c.fsdp * c.tensor > 1 or (c.data > 1 and c.stages == 1):
         axes = ", ".join(f'"{axis}": {n}' for axis, n in one.mesh.items())
         batch = f", batch={one.batch!r}" if one.batch else ""
         found = patterns(one.where, one.names).items()
@@ -136,19 +136,22 @@ def code(one: Any) -> str:
         table_ = f"{{\n{where}\n}}" if where else "{}"
         lines.append(f"program = ow.partition(program, {{{axes}}}, {table_}{batch})".replace("'", '"'))
     if c.stages > 1:
+        data = f", data={c.data}" if c.data > 1 else ""
         lines.append(
             f"program = ow.pipeline(program, stages={c.stages}, micro_batches={c.micro_batches}, "
-            'schedule="1f1b")'
+            f'schedule="1f1b"{data})'
         )
     return "\n".join(lines) or "# as it is, on one device"
 
 
 def _not_yet(one: Any) -> Iterator[str]:
     """Remarks on what of a layout with stages ``pipeline`` does not do."""
-    each = one.choice.copies * one.choice.tensor
-    if one.choice.stages > 1 and each > 1:
-        yield f"# Foretold, and not yet made: pipeline gives each stage one device, here it would be {each}."
-    if one.choice.stages > 1 and one.in_loop:
+    c = one.choice
+    if c.stages > 1 and c.fsdp * c.tensor > 1:
+        yield "# Foretold, and not yet made: pipeline shares the examples in a stage (data), no parameters."
+    if c.stages > 1 and c.data > 1:
+        yield "# Foretold with gradients summed once a step; pipeline sums them with each micro-batch."
+    if c.stages > 1 and one.in_loop:
         yield "# pipeline cuts between ops: write the layers one by one, not as a loop."
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from onward.core.check import check
 from onward.core.columns import columns
 from onward.core.cost import cost, size
-from onward.core.errors import GraphError
+from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes
@@ -40,6 +40,7 @@ class Pipeline:
         parts: for each stage and each of its works the Program; none where there is nothing to compute.
         updates: for each phase of the update and each stage the Program.
         homes: the stage where each Variable of state lies, and each result.
+        data: how many devices each stage has, which share the examples of a micro-batch.
     """
 
     program: Program
@@ -50,11 +51,14 @@ class Pipeline:
     parts: Mapping[Place, Program]
     updates: Mapping[tuple[int, int], Program]
     homes: Mapping[Variable, int]
+    data: int = 1
 
     @property
     def advice(self) -> str:
         """The advice for a call that expects a Program and is given a Pipeline."""
-        return "A Pipeline is many already. Transform the Program first; compile and save_picture take it."
+        return (
+            "A Pipeline is many already. Transform the Program first; compile, plan and save_picture take it."
+        )
 
     @property
     def results(self) -> tuple[LoopResult, ...]:
@@ -69,6 +73,19 @@ class Pipeline:
             for v in part.inputs:
                 found[v] = (*found.get(v, ()), place)
         return found
+
+    @cached_property
+    def split_axes(self) -> Mapping[Variable, int]:
+        """The axis of examples of each value that is shared out along it to the devices of a stage."""
+        loop = self.loop
+        found = {v: 0 for v in loop.turn.inputs if v.name in loop.how.split}
+        ops = zip(loop.whole.loop, loop.part.loop, strict=False)
+        pairs = [(v, p) for op, part in ops for v, p in zip(op.outputs, part.outputs, strict=False)]
+        for v, p in pairs:
+            grown = [i for i, (n, m) in enumerate(zip(v.shape, p.shape, strict=False)) if n != m]
+            found |= {p: grown[0]} if grown else {}
+        found |= {r.whole: r.axis for r in loop.joined if r.axis is not None}
+        return {v: axis for v, axis in found.items() if v.shape[axis] % self.data == 0}
 
     @cached_property
     def borrowed(self) -> Mapping[str, tuple[int, ...]]:
@@ -124,6 +141,11 @@ class Pipeline:
     @property
     def _notes(self) -> list[str]:
         notes = ["what is held and sent is that of one micro-batch; work is counted in operations"]
+        if self.data > 1:
+            notes.append(
+                f"each stage has {self.data} devices: each keeps its parameters and other state, and a share "
+                "of what is held and sent"
+            )
         for name, stages in self.borrowed.items():
             home, others = self.homes[self.accumulated[name]], " and ".join(map(str, stages))
             notes.append(f"{name} lies in stage {home}, which sends it to {others} at each step")
@@ -141,7 +163,9 @@ class Pipeline:
         return [{w for w in (B, W) if (s, w) in self.parts} for s in range(self.schedule.stages)]
 
 
-def cut(program: Program, accumulated: Program, schedule: PipelineSchedule, at: Sequence[str]) -> Pipeline:
+def cut(
+    program: Program, accumulated: Program, schedule: PipelineSchedule, at: Sequence[str], data: int
+) -> Pipeline:
     """Cut a Program that accumulates into stages.
 
     Raises:
@@ -149,6 +173,7 @@ def cut(program: Program, accumulated: Program, schedule: PipelineSchedule, at: 
     """
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
     loop: LoopPlan = op.body.plan  # type: ignore[attr-defined]
+    _expect_divided(loop, data)
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = _ahead(program, loop)
@@ -162,7 +187,7 @@ def cut(program: Program, accumulated: Program, schedule: PipelineSchedule, at: 
     placing = UpdatePlacing(accumulated, rest, given, _first_readers(parts))
     updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop))
     before = _before(program, loop, ahead, parts)
-    return Pipeline(program, accumulated, loop, schedule, before, parts, updates, placing.homes)
+    return Pipeline(program, accumulated, loop, schedule, before, parts, updates, placing.homes, data)
 
 
 def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Place, Program]) -> Program:
@@ -228,6 +253,14 @@ def _ahead(program: Program, loop: LoopPlan) -> list[Op]:
                 "group_norm), or accumulate(program, micro_batches) on one device."
             )
     return needed_ops(turn, following)
+
+
+def _expect_divided(loop: LoopPlan, data: int) -> None:
+    if loop.short % data:
+        raise ArgumentError(
+            f"pipeline: a micro-batch has {loop.short} rows, which data={data} does not divide. Feed "
+            f"{data * loop.how.steps} rows or a multiple, or take fewer micro-batches or devices."
+        )
 
 
 def _expect_nothing_before(program: Program, loop: LoopPlan) -> None:

@@ -25,7 +25,7 @@ _REFUSED = {
     Phase.ROLL: "folds layers into a loop, which cannot be cut. Leave it out",
     Phase.KEEP: "folds layers into a loop, which cannot be cut. Leave it out",
     Phase.LOOK: "looks at values of a whole step, which stages compute apart. Leave it out",
-    Phase.DEVICES: "lays it out over devices already. Leave it out: each stage has a device of its own",
+    Phase.DEVICES: "lays it out over devices already. Leave it out, and say data= for more devices a stage",
     Phase.MICRO_BATCHES: "takes its batch in parts already. Leave it out, and say micro_batches=",
     Phase.STEP: "decides about a step as a whole, of which each stage sees a part. Leave it out",
 }
@@ -43,6 +43,7 @@ def pipeline(
     at: Iterable[str] = (),
     whole: Iterable[Where] = (),
     is_sum: bool | None = None,
+    data: int = 1,
 ) -> Pipeline:
     """Cut a training Program into stages, each on a device of its own, that work on micro-batches at once.
 
@@ -68,10 +69,12 @@ def pipeline(
         at: the scopes with which all stages but the first begin (``jax.named_scope``), as names or patterns.
         whole: data that every micro-batch gets whole, as in ``accumulate``.
         is_sum: the loss is a sum over examples, as in ``accumulate``; as the graph tells unless given.
+        data: how many devices each stage has. They share the examples of a micro-batch; each has all of the
+            stage's parameters, and JAX's partitioner sums their gradients.
 
     Raises:
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
-            that do not divide the batch, or fewer than 2.
+            that do not divide the batch, or fewer than 2; more devices a stage than divide a micro-batch.
         GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
             norm); a Program that is replicated, accumulated, partitioned, rolled, watched or guarded.
         UnknownNameError: no op stands in a scope of ``at``.
@@ -101,13 +104,14 @@ def pipeline(
     expect_program(program, "pipeline")
     order = schedule_of(schedule, stages, micro_batches)
     expect_count(micro_batches, "pipeline: micro_batches", least=2, of="how many")
+    expect_count(data, "pipeline: data", of="how many devices of each stage")
     at = _scopes(at)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     _expect_fit(program, recipe)
     accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
     if not any(op.type is ACCUMULATE for op in accumulated.ops):
         raise ArgumentError(f"pipeline: the batch of {program.name!r} has one row, which cannot be cut.")
-    return cut(program, accumulated, order, at)
+    return cut(program, accumulated, order, at, data)
 
 
 def _scopes(at: Iterable[str]) -> Sequence[str]:
