@@ -280,7 +280,7 @@ def test_wrong_data_at_a_step(step, data, words):
 
 def test_a_step_in_place_of_a_program_and_data_in_place_of_a_count(step):
     wrong = {
-        "summary was given a Step; expected a Program. Give the one": lambda: ow.summary(step),
+        "; expected a Program. Give the one that it was made of, step.program": lambda: ow.summary(step),
         "given a dict of 2; expected a Program. Make one": lambda: ow.summary(PARAMS),
         "profile: steps is an array of shape (8, 1)": lambda: ow.profile(step, step.init(PARAMS), X, Y),
         "loss begins with parameters of yours: step.init(params)": step.init,

@@ -559,7 +559,7 @@ BAD_PARAMETERS = {
     "shape": ({**PARAMS, "out": [jnp.ones(5)]}, r"'out/0' is float32\[5\]; expected float32\[4\]"),
     "dtype": ({**PARAMS, "out": [jnp.ones(4, int)]}, r"'out/0' is int32\[4\]; expected float32\[4\]"),
     "shape only": ({**PARAMS, "out": [jax.ShapeDtypeStruct((4,), np.float32)]}, "only a shape"),
-    "none": (None, "lacks 'hidden/b', 'hidden/w', 'out/0'|lacks 'hidden/w', 'hidden/b', 'out/0'"),
+    "none": (None, r"begins with parameters of yours: step.init\(params\)"),
 }
 
 

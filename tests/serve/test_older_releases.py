@@ -11,13 +11,18 @@ import onward as ow
 FOLDERS = sorted(p for p in (Path(__file__).parent / "files").iterdir() if (p / "network.model").exists())
 
 
+def _answers(folder):
+    with np.load(folder / "answers.npz") as kept:
+        return dict(kept)
+
+
 def test_this_release_has_its_files():
     assert ow.__version__ in [folder.name for folder in FOLDERS]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_a_model(folder):
-    kept = np.load(folder / "answers.npz")
+    kept = _answers(folder)
     model = ow.load(folder / "network.model")
     for name in model.parameters:
         np.testing.assert_array_equal(model[name], kept[f"parameter:{name}"])
@@ -37,4 +42,4 @@ def test_a_training_step(folder):
     for _ in range(3):
         state, out = step(state, *batch(4))
         losses.append(float(out.loss))
-    np.testing.assert_allclose(losses, np.load(folder / "answers.npz")["losses"], rtol=1e-4)
+    np.testing.assert_allclose(losses, _answers(folder)["losses"], rtol=1e-4)

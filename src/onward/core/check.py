@@ -17,8 +17,9 @@ def expect_program(program: Any, what: str) -> None:
     """Raise ``ArgumentError`` for what is not a Program, such as the function to trace one from."""
     if not isinstance(program, Program):
         called = getattr(program, "__name__", None)
-        found = f"the function {called!r}" if callable(program) and called else describe(program)
         advice = getattr(program, "advice", None) if hasattr(type(program), "advice") else None
+        found = f"the function {called!r}" if callable(program) and called else describe(program)
+        found = repr(program) if advice else found  # ours, which shows itself in a line
         raise ArgumentError(f"{what} was given {found}; expected a Program. {advice or _MAKE_ONE}")
 
 
