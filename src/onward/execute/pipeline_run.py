@@ -115,7 +115,7 @@ class PipelineRun:
         if v in self.made:
             return self.made[v]
         if v in self.stages.program.constants:
-            return self.stages.program.constants[v]
+            return jax.device_put(self.stages.program.constants[v], self.stages.whole[0])
         return self.own[v.name] if v.name in self.own else self.fed[v.name]
 
     def following(self, v: Variable) -> Any:
