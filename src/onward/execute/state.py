@@ -48,8 +48,18 @@ class State(Pointing):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Every value by itself, in the order of the layout; what shares a buffer is copied, once."""
+        """Every value by itself, in the order of the layout; what shares a buffer is copied, once.
+
+        Raises:
+            AttributeError: values share a buffer, and a function over the tree left no array there.
+        """
         if self._values is None:
+            other = next((b for b in self.buffers if not isinstance(b, jax.Array | np.ndarray)), None)
+            if other is not None:  # this error, for who asks with hasattr is to be answered
+                raise AttributeError(
+                    f"This State holds {describe(other)} in place of an array that values share. "
+                    "dict(state) has each value by itself: map over that."
+                )
             self.expect_whole()
             self._values = tuple(map(self._read, range(len(self.layout.variables))))
         return self._values
