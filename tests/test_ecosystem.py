@@ -156,9 +156,7 @@ def test_orbax_takes_a_state_and_gives_it_back(tmp_path):
     step, x = ow.compile(ow.Adam(0.1).minimize(network), roll=True), np.ones((2, 3), "float32")
     state, _ = step(step.init(seed=0), x)
     assert state.storage is not None, "shares no buffer: the test shows less than it says"
-    assert not hasattr(
-        jax.tree.map(type, state), "values"
-    )  # Python 3.11 asks so, in any order
+    assert not hasattr(jax.tree.map(type, state), "values")  # Python 3.11 asks so, in any order
     kept = state.copy()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "named", dict(state))
