@@ -49,6 +49,7 @@ from onward.derive.clip import clip_by_global_norm as clip_by_global_norm
 from onward.derive.error_clip import error_clip as error_clip
 from onward.derive.for_evaluation import for_evaluation as for_evaluation
 from onward.derive.for_test import for_test as for_test
+from onward.derive.low_rank.low_rank import low_rank as low_rank
 from onward.derive.optimizer import Optimizer as Optimizer
 from onward.derive.optimizers.adam import Adam as Adam
 from onward.derive.optimizers.adam import AdamW as AdamW
@@ -114,6 +115,7 @@ from onward.execute.loop.events import StopTraining as StopTraining
 from onward.execute.loop.history import History as History
 from onward.execute.loop.log_metrics import log_metrics as log_metrics
 from onward.execute.loop.own_loop import Loop as Loop
+from onward.execute.merged import merge_low_rank as merge_low_rank
 from onward.execute.out import Out as Out
 from onward.execute.state import State as State
 from onward.execute.step import Step as Step

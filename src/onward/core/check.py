@@ -111,15 +111,18 @@ def _check_next_state(program: Program) -> None:
 
 def _check_initializers(program: Program) -> None:
     made = {v for op in program.initializers for v in op.outputs}
+    signature = program.signature  # a parameter may be given, and kept in another form only
+    given = () if signature is None else signature.parameters.variables
+    passed = [v for v in given if v not in program.state]
     known = _Known(f"{program.name}, initializers")
     known.variables.add(SEED)
-    known.give((v for v in program.state if v not in made), "the state that is passed in")
+    known.give((v for v in (*program.state, *passed) if v not in made), "the state that is passed in")
     for op in program.initializers:
         known.read(op.inputs, op)
         known.give(op.outputs, op)
         if all(v.placement is not Placement.SHARDED for v in op.outputs):  # of those, all parts end to end
             _check_types(program, op)
-    if surplus := made - set(program.state):
+    if surplus := made - {*program.state, *passed}:
         raise GraphError(f"{program.name}: initializers make {surplus}, which are not state.")
 
 

@@ -109,6 +109,7 @@ class Code:
 class Phase(IntEnum):
     """When a transform acts."""
 
+    ADAPT = 0  # what is trained in place of the parameters
     PRECISION = 1  # the dtype of each op of the forward pass
     FORWARD = 2
     ROLL = 3  # repeated layers become loops
@@ -190,7 +191,7 @@ class Recipe:
     @property
     def phase(self) -> Phase:
         """That of the last step."""
-        return self.steps[-1].phase if self.steps else Phase.PRECISION
+        return self.steps[-1].phase if self.steps else Phase.ADAPT
 
     def including(self, step: Applied) -> Recipe:
         """The recipe with one more transform, behind those of its phase."""

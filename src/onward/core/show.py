@@ -173,7 +173,8 @@ def _given_folded(program: Program, depth: int) -> Iterator[_ListingLine]:
 def _groups(program: Program) -> Iterator[tuple[str, list[Variable]]]:
     yield "feed", list(program.inputs)
     yield "parameter", list(program.parameters)
-    yield "state", [v for v in program.state if v.kind is not Kind.PARAMETER]
+    yield "frozen", [v for v in program.state if v.kind is Kind.FROZEN]
+    yield "state", [v for v in program.state if v.kind not in (Kind.PARAMETER, Kind.FROZEN)]
     yield "constant", list(program.constants)
 
 

@@ -31,6 +31,7 @@ class Kind(Words):
 
     DATA = "data"
     PARAMETER = "parameter"
+    FROZEN = "frozen"  # a parameter, or what is kept of one, that no step changes
     STATE = "state"
     CONSTANT = "constant"
     ACTIVATION = "activation"

@@ -134,7 +134,8 @@ def first_values(
 def is_declared(program: Program) -> bool:
     """Whether the Program declares all its parameters itself, so that none need be given."""
     made = {v for op in program.initializers for v in op.outputs}
-    return made.issuperset(program.parameters)
+    signature = program.signature
+    return made.issuperset(program.parameters if signature is None else signature.parameters.variables)
 
 
 def by_structure(
@@ -162,7 +163,8 @@ def by_name(program: Program, values: Any, place: Place = where_it_is) -> dict[V
             f"{program.name} declares its parameters itself: init() makes them. To begin with your own, give "
             f"them by name, init({{'fc_0/w': array}}), not {describe(values)}."
         )
-    state = {v.name: v for v in program.state}
+    declared = () if program.signature is None else program.signature.parameters.variables
+    state = {v.name: v for v in (*program.state, *declared)}
     for name in values:
         if name not in state:
             raise UnknownNameError(f"{program.name} keeps nothing named {name!r}. {nearest(name, state)}")

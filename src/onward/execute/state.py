@@ -110,6 +110,12 @@ class State(Pointing):
         signature = self.layout.signature
         if signature is None:
             return {v.name: self[v] for v in self.layout.variables}
+        for name, held in self.layout.held.items():
+            raise StateError(
+                f"This State keeps {name!r} as {' and '.join(map(repr, held))} only, not as it was given. "
+                "ow.merge_low_rank(program, state) gives plain weights in your containers; the factors are "
+                "{v.name: state[v] for v in program.parameters}."
+            )
         return signature.parameters.unflatten(self[v] for v in signature.parameters.variables)
 
     @property

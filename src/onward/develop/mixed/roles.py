@@ -84,7 +84,7 @@ class Lowering:
         """Whether a value gives way to those beside it: a parameter or a number, however it is laid out."""
         op = self.made.get(v)
         if op is None:
-            return v.kind is Kind.PARAMETER
+            return v.kind in (Kind.PARAMETER, Kind.FROZEN)
         row = op.primitive
         is_layout = row.lays_out and row.precision is Precision.FOLLOWS
         return is_layout and self.body(op) is not None and all(map(self.is_pliant, op.inputs))

@@ -88,7 +88,7 @@ class _ForwardLine:
     def _parameters_read(self, forward: Sequence[Op]) -> Mapping[Op, frozenset[Variable]]:
         """The parameters that each op reads, also through ops that depend on no data."""
         behind: dict[Variable, frozenset[Variable]] = {
-            v: frozenset([v]) for v in self.turn.state if v.kind is Kind.PARAMETER
+            v: frozenset([v]) for v in self.turn.state if v.kind in (Kind.PARAMETER, Kind.FROZEN)
         }
         found = {}
         line = set(self.ops)

@@ -57,6 +57,7 @@ class MemoryUse:
         if array.begin < 0:
             given = {
                 Kind.PARAMETER: MemoryShare.PARAMETERS,
+                Kind.FROZEN: MemoryShare.PARAMETERS,
                 Kind.DATA: MemoryShare.FEEDS,
                 Kind.CONSTANT: MemoryShare.CONSTANTS,
             }

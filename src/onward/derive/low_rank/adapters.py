@@ -1,0 +1,172 @@
+"""The factors beside each weight: which weights, of what shapes, under what names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.errors import ArgumentError, GraphError, HyperparameterError, UnknownNameError
+from onward.core.names import Names
+from onward.core.program import Program, Variable
+from onward.core.structure import describe, expect_count, expect_flag, is_number, is_word
+from onward.core.walk import Where, select
+from onward.core.words import Kind, some
+from onward.derive.low_rank.base import BASES
+from onward.derive.low_rank.readers import Axes, Product, axes_of, products_of
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The arguments of ``low_rank``."""
+
+    where: tuple[Where, ...] | None
+    rank: int
+    alpha: float | None
+    rank_stabilized: bool
+    base: str | None
+    train: tuple[Where, ...]
+
+    def __post_init__(self) -> None:
+        expect_count(self.rank, "low_rank: rank", 1, "a whole number", HyperparameterError)
+        expect_flag(self.rank_stabilized, "low_rank: rank_stabilized")
+        if self.alpha is not None and not (
+            is_number(self.alpha) and math.isfinite(self.alpha) and self.alpha > 0
+        ):
+            raise HyperparameterError(
+                f"low_rank: alpha is {self.alpha!r}; expected a number above 0, or None for the rank, of "
+                "which the scale alpha / rank is 1."
+            )
+        if self.base is not None and not is_word(self.base, BASES):
+            raise ArgumentError(
+                f"low_rank: base is {describe(self.base)}; expected 'bfloat16', 'int8', or None for the "
+                "weights as they are."
+            )
+
+    @property
+    def scale(self) -> float:
+        """The number by which the product of the factors is multiplied."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return float(alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank))
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A weight with its two factors: ``weight + scale * a b``, over the axes for inputs and outputs."""
+
+    weight: Variable
+    axes: Axes
+    a: Variable
+    b: Variable
+    products: tuple[Product, ...]
+
+
+def adapters_of(program: Program, given: LowRank) -> list[Adapter]:
+    """The weights of a forward Program that are adapted, with their factors.
+
+    Raises:
+        UnknownNameError: a name or pattern that no parameter has.
+        GraphError: a weight that something else than a product reads.
+        HyperparameterError: a rank that is too large for a weight.
+    """
+    names = Names(program.variables)
+    read = {v: products_of(program, v) for v in _chosen(program, given)} if given.where else _all(program)
+    if is_trained(program):
+        _expect_read(program, read)
+    _expect_one_each(read)
+    return [_adapter(v, products, given.rank, names) for v, products in read.items() if products]
+
+
+def is_trained(program: Program) -> bool:
+    """Whether it is the Program that trains; one for tests may lack some of that."""
+    return program.recipe is None or program.recipe.origin.training
+
+
+def picked(program: Program, where: Sequence[Where], what: str) -> tuple[Variable, ...]:
+    """The parameters that names and patterns pick; of a Program for tests, those that are there."""
+    if is_trained(program):
+        return select(program.parameters, where, what)
+    found: list[Variable] = []
+    for choice in where:
+        try:
+            found += select(program.parameters, [choice], what)
+        except UnknownNameError:
+            continue
+    return tuple(dict.fromkeys(found))
+
+
+def _chosen(program: Program, given: LowRank) -> tuple[Variable, ...]:
+    found = picked(program, given.where or (), "low_rank, where")
+    for v in found:
+        if not jnp.issubdtype(v.dtype, np.floating):
+            raise GraphError(
+                f"low_rank: {v.name!r} is {v.type}; expected real floating point numbers. Leave it out of "
+                "where=, or train it as a whole, train=[...]."
+            )
+    return found
+
+
+def _all(program: Program) -> dict[Variable, list[Product]]:
+    """The parameters that products read and nothing else."""
+    found = {}
+    for v in program.parameters:
+        if v.ndim < 2 or not jnp.issubdtype(v.dtype, np.floating):
+            continue
+        try:
+            found[v] = products_of(program, v)
+        except GraphError:
+            continue
+    return {v: products for v, products in found.items() if products}
+
+
+def _expect_read(program: Program, read: dict[Variable, list[Product]]) -> None:
+    """Raise ``GraphError`` where nothing is adapted, or a weight that nothing reads was named."""
+    if not read:
+        raise GraphError(
+            f"low_rank: no parameter of {program.name!r} is read by products (@, jnp.dot, einsum) and by "
+            f"nothing else; it has {some([v.name for v in program.parameters], 5) or 'no parameters'}. Name one with "
+            "where= to see what reads it."
+        )
+    if unread := [v.name for v, products in read.items() if not products]:
+        raise GraphError(
+            f"low_rank: no op of {program.name!r} reads {some(unread, 5)}; expected weights that products "
+            "read. Leave them out of where=."
+        )
+
+
+def _expect_one_each(read: dict[Variable, list[Product]]) -> None:
+    """Raise ``GraphError`` for a product of two weights that are both adapted."""
+    seen: dict[Any, Variable] = {}
+    for v, products in read.items():
+        for product in products:
+            if (other := seen.setdefault(product.op, v)) is not v:
+                raise GraphError(
+                    f"low_rank: {product.op.type}{product.op.at} multiplies {other.name!r} and {v.name!r} "
+                    "with each other; expected one adapted weight in a product. Leave one out of where=."
+                )
+
+
+def _adapter(weight: Variable, products: Sequence[Product], rank: int, names: Names) -> Adapter:
+    axes = axes_of(products, weight)
+    most = min(axes.count(weight.shape, axes.inputs), axes.count(weight.shape, axes.outputs))
+    if rank > most:
+        raise HyperparameterError(
+            f"low_rank: rank is {rank}, and {weight.name!r} ({weight.type}) has {most} as its largest rank: "
+            f"{axes.count(weight.shape, axes.inputs)} inputs, {axes.count(weight.shape, axes.outputs)} "
+            "outputs. Give a smaller rank, or choose other weights with where=."
+        )
+    dtype = jnp.promote_types(weight.dtype, jnp.float32)
+
+    def factor(word: str, *shape: int) -> Variable:
+        return Variable(names.new(f"{weight.name}/{word}"), shape, dtype, Kind.PARAMETER)
+
+    batch, inputs, outputs = (
+        [weight.shape[i] for i in chosen] for chosen in (axes.batch, axes.inputs, axes.outputs)
+    )
+    a = factor("low_rank_a", *batch, *inputs, rank)
+    b = factor("low_rank_b", *batch, rank, *outputs)
+    return Adapter(weight, axes, a, b, tuple(products))

@@ -1,0 +1,167 @@
+"""The products that read a weight, and which of its axes are inputs and outputs there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NoReturn
+
+from onward.core.errors import GraphError
+from onward.core.jaxprs.body import Call
+from onward.core.primitives.traits import Runs, Work
+from onward.core.program import Op, Program, Variable
+from onward.derive.low_rank.view import View, moved
+
+
+@dataclass(frozen=True)
+class Product:
+    """An op that multiplies something with a weight.
+
+    Attributes:
+        op: the op.
+        call: its equation.
+        side: which operand is the weight.
+        view: the weight as this operand.
+    """
+
+    op: Op
+    call: Call
+    side: int
+    view: View
+
+    @property
+    def other(self) -> Variable:
+        """What is multiplied with the weight."""
+        place = self.op.body.operands[1 - self.side]
+        assert isinstance(place, int)
+        return self.op.inputs[place]
+
+    @property
+    def weight(self) -> Variable:
+        """The weight as it is read here."""
+        place = self.op.body.operands[self.side]
+        assert isinstance(place, int)
+        return self.op.inputs[place]
+
+    def dimensions(self, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of an operand that are summed over, and those along which there are many products."""
+        contracted, batch = self.call.params["dimension_numbers"]
+        return tuple(contracted[side]), tuple(batch[side])
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The axes of the weight as it is read here that the result has, besides those of many products."""
+        contracted, batch = self.dimensions(self.side)
+        return tuple(i for i in range(self.weight.ndim) if i not in (*contracted, *batch))
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a weight by what they are for: many products side by side, inputs, outputs."""
+
+    batch: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def count(self, shape: Sequence[int], axes: Sequence[int]) -> int:
+        """How many numbers these axes of a weight count."""
+        return prod(shape[i] for i in axes)
+
+
+def products_of(program: Program, weight: Variable) -> list[Product]:
+    """The products that read a weight, through ops that only move or cast it.
+
+    Raises:
+        GraphError: something else reads it, or it is returned.
+    """
+    views = {weight: View.of(weight.shape)}
+    found: list[Product] = []
+    for op in program.ops:
+        read = [v for v in op.inputs if v in views]
+        if not read:
+            continue
+        if (product := _product(op, read, views)) is not None:
+            found.append(product)
+        elif (view := moved(op, views[read[0]])) is not None:
+            views[op.outputs[0]] = view
+        else:
+            _refuse(weight, op)
+    if returned := [v for v in (*program.outputs, *program.next_state.values()) if v in views]:
+        raise GraphError(
+            f"low_rank: the function returns {weight.name!r} itself, as {returned[0].name!r}. Only products "
+            "with a weight are adapted: leave it out of where=, or out of what the function returns."
+        )
+    return found
+
+
+def _product(op: Op, read: Sequence[Variable], views: dict[Variable, View]) -> Product | None:
+    """The product of one weight with something else that an op is; None for other ops."""
+    if op.primitive.work is not Work.PRODUCT or len(op.inputs) != 2 or len(read) != 1:
+        return None
+    (call,) = op.body.calls
+    return Product(op, call, op.body.operands.index(op.inputs.index(read[0])), views[read[0]])
+
+
+def _refuse(weight: Variable, op: Op) -> NoReturn:
+    raise GraphError(
+        f"low_rank: {weight.name!r} ({weight.type}) is read by {op.type}{op.at}; expected products alone "
+        f"(@, jnp.dot, einsum), beside which its factors can stand. {_advice(op)}"
+    )
+
+
+def _advice(op: Op) -> str:
+    """What to write instead, by the op that reads the weight."""
+    row = op.primitive
+    if row.work is Work.CONVOLUTION:
+        return "Convolutions are not adapted: leave it out of where=, or train it as a whole, train=[...]."
+    if row.work is Work.LOOKUP:
+        return (
+            "An embedding table, also one that is tied to the output, is looked up in: leave it out of where=, "
+            "or train it as a whole, train=[...]."
+        )
+    if row.runs is Runs.SCAN:
+        return (
+            "Weights that a loop over layers takes are not adapted within it: write the layers one after "
+            "another, `for layer in layers`, which ow.compile rolls into one loop by itself."
+        )
+    if row.runs is Runs.AGAIN:
+        return "Within jax.checkpoint nothing is adapted: leave it away, and ow.recompute the Program."
+    if row.work is Work.PRODUCT:
+        return "Both operands of the product are made of it: leave it out of where=."
+    return "Leave it out of where=; what is trained as a whole is named in train=[...]."
+
+
+def axes_of(products: Sequence[Product], weight: Variable) -> Axes:
+    """The axes of a weight by what they are for, inputs and outputs as the first product has them.
+
+    Raises:
+        GraphError: products that do not agree, or read one part of an axis otherwise than the rest.
+    """
+    first, *others = [_axes(product, weight) for product in products]
+    for product, found in zip(products[1:], others, strict=True):
+        same = found.batch == first.batch and {found.inputs, found.outputs} == {first.inputs, first.outputs}
+        if not same:
+            raise GraphError(
+                f"low_rank: {weight.name!r} ({weight.type}) is summed over its axes {list(first.inputs)} by "
+                f"{products[0].op.type}{products[0].op.at}, and over {list(found.inputs)} by "
+                f"{product.op.type}{product.op.at}; expected products that part its axes alike, for which "
+                "one pair of factors serves. Leave it out of where=."
+            )
+    return first
+
+
+def _axes(product: Product, weight: Variable) -> Axes:
+    """The axes of a weight as one product has them."""
+    contracted, batch = product.dimensions(product.side)
+    inner = {atom.axis for atom in product.view.atoms(contracted)}
+    many = {atom.axis for atom in product.view.atoms(batch)}
+    outer = {atom.axis for atom in product.view.atoms(product.free)}
+    if inner & many or inner & outer or many & outer:
+        raise GraphError(
+            f"low_rank: {weight.name!r} ({weight.type}) is reshaped so that {product.op.type}{product.op.at} "
+            "sums over a part of one of its axes only; expected a product that reads each axis as a whole. "
+            "Leave it out of where=."
+        )
+    outputs = (i for i in range(weight.ndim) if i not in inner | many)
+    return Axes(tuple(sorted(many)), tuple(sorted(inner)), tuple(outputs))
