@@ -37,6 +37,7 @@ ADVANCE = Mark("advance")  # the state of an optimizer that belongs to no parame
 CAST = Mark("cast")  # between the dtypes of mixed precision
 CHECK = Mark("check_finite")  # looks at a step as ``check_finite`` does
 COUNT = Mark("count")  # the steps
+DEQUANTIZE = Mark("dequantize")  # a weight that is kept in fewer bits
 FENCE = Mark("fence")
 FINITE = Mark("finite")  # looks at a step as ``guard`` does
 GO_ON = Mark("go_on")

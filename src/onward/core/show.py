@@ -127,7 +127,10 @@ def headline(program: Program) -> str:
     if program.parameters:
         numbers = _count(_numbers(program.parameters), "number")
         parts.append(f"{_count(len(program.parameters), 'parameter')} ({numbers})")
-    others = len(program.state) - len(program.parameters)
+    frozen = [v for v in program.state if v.kind is Kind.FROZEN]
+    if frozen:
+        parts.append(f"{len(frozen)} frozen ({_count(_numbers(frozen), 'number')})")
+    others = len(program.state) - len(program.parameters) - len(frozen)
     if others:
         parts.append(_count(others, "other state Variable"))
     parts.append(_count(len(program.ops), "op"))

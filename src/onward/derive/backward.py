@@ -33,6 +33,7 @@ from onward.core.whole import expect_derivative, opened
 from onward.core.words import Kind, Pass
 from onward.derive.differentiate import DerivativeRule, flows, rule_for
 from onward.derive.loss import check_targets, expect_floats, loss_of
+from onward.derive.low_rank.again import dequantized_again
 
 
 @transform(phase=Phase.BACKWARD)
@@ -97,7 +98,7 @@ def append_backward(
             UnreachedWarning,
             stacklevel=user_level(),
         )
-    return replace(backward.program(), gradients=pairs, loss=target)
+    return dequantized_again(replace(backward.program(), gradients=pairs, loss=target))
 
 
 def gradients(

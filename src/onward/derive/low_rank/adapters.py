@@ -126,10 +126,10 @@ def _all(program: Program) -> dict[Variable, list[Product]]:
 def _expect_read(program: Program, read: dict[Variable, list[Product]]) -> None:
     """Raise ``GraphError`` where nothing is adapted, or a weight that nothing reads was named."""
     if not read:
+        known = some([v.name for v in program.parameters], 5) or "no parameters"
         raise GraphError(
             f"low_rank: no parameter of {program.name!r} is read by products (@, jnp.dot, einsum) and by "
-            f"nothing else; it has {some([v.name for v in program.parameters], 5) or 'no parameters'}. Name one with "
-            "where= to see what reads it."
+            f"nothing else; it has {known}. Name one with where= to see what reads it."
         )
     if unread := [v.name for v, products in read.items() if not products]:
         raise GraphError(

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from onward.core.jaxprs.body import body_of
+from onward.core.marks import DEQUANTIZE
 from onward.core.program import Op, Variable
 from onward.core.words import Kind
 
@@ -32,7 +33,7 @@ def held(weight: Variable, base: str, inputs: Sequence[int], name: Any) -> tuple
         for word, t in zip(words, body.out_avals, strict=True)
     )
     back = body_of(partial(_weight, dtype=weight.dtype), *(v.aval for v in kept))
-    return Op("quantize", (weight,), kept, body), Op("dequantize", kept, (weight,), back)
+    return Op("quantize", (weight,), kept, body), Op(DEQUANTIZE, kept, (weight,), back)
 
 
 def _rounded(weight: Any, inputs: tuple[int, ...]) -> list[Any]:

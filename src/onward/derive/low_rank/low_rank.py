@@ -105,7 +105,7 @@ def _program(loss: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Pr
     if callable(loss) and not args and takes_arguments(loss):
         raise ArgumentError(
             "low_rank was given a function and nothing to trace it with; expected its parameters and data, "
-            "or their shapes: low_rank(loss, params, x, y, rank=8, where=...). Then optimizer.minimize(program)."
+            "or their shapes: low_rank(loss, params, x, y, rank=8, where=...)."
         )
     return trace(loss, *args, **options)
 

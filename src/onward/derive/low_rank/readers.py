@@ -117,8 +117,8 @@ def _advice(op: Op) -> str:
         return "Convolutions are not adapted: leave it out of where=, or train it as a whole, train=[...]."
     if row.work is Work.LOOKUP:
         return (
-            "An embedding table, also one that is tied to the output, is looked up in: leave it out of where=, "
-            "or train it as a whole, train=[...]."
+            "An embedding table, also one that is tied to the output, is looked up in: leave it out of "
+            "where=, or train it as a whole, train=[...]."
         )
     if row.runs is Runs.SCAN:
         return (
