@@ -12,6 +12,7 @@ from onward.core.lower import lower
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.derive.for_evaluation import evaluated_parameters
+from onward.execute.merged import multiplied_out
 from onward.execute.state import State
 
 
@@ -19,8 +20,9 @@ def averaged(program: Program, state: State) -> Any:
     """The parameters to evaluate, in the containers in which they were passed to ``step.init``.
 
     They are the averages that ``EMA``, ``SWA``, ``PolyakAverage`` or a schedule-free optimizer keep, and
-    copies of the trained parameters where there are none. ``for_evaluation`` computes the loss with them;
-    this is for other functions of the model, such as one that generates.
+    copies of the trained parameters where there are none; where ``low_rank`` adapted weights,
+    those with the averaged factors multiplied out. ``for_evaluation`` computes the loss with them; this is
+    for other functions of the model, such as one that generates.
 
     Args:
         program: the training Program.
@@ -52,6 +54,9 @@ def averaged(program: Program, state: State) -> Any:
             "Program, of which for_test and for_evaluation made theirs."
         )
     values = dict(zip(program.parameters, averages(program, state), strict=True))
+    named = {v.name: x for v, x in values.items()}
+    if (merged := multiplied_out(program, state, named)) is not None:
+        return merged
     signature = program.signature
     if signature is None:
         return {v.name: jnp.copy(x) for v, x in values.items()}

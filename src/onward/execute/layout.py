@@ -18,9 +18,8 @@ from onward.core.words import UpdateType
 class Layout:
     """Which state Variables a Step keeps and in which order: first what each step replaces.
 
-    ``held`` names, for a parameter that is kept in another form, the state that is made of it; ``copies``,
-    for a parameter, the state in which each device has its own of it; ``limits`` the numbers below which
-    hyperparameters must stay.
+    ``copies`` names, for a parameter, the state in which each device has its own of it; ``limits`` the
+    numbers below which hyperparameters must stay.
     """
 
     changed: tuple[Variable, ...]
@@ -31,7 +30,6 @@ class Layout:
     replicas: Replicas | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
-    held: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program) -> Layout:
@@ -50,7 +48,6 @@ class Layout:
             program.replicas,
             {p.name: own.name for p, own in local_copies(program).items()},
             {v.name: limit for v, limit in program.limits.items()},
-            _held(program),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -95,14 +92,6 @@ class Layout:
     def position(self) -> Mapping[str, int]:
         """Where the value of each name is stored."""
         return {v.name: i for i, v in enumerate(self.variables)}
-
-
-def _held(program: Program) -> dict[str, tuple[str, ...]]:
-    """For each parameter that is given, and kept in another form, the names of what is made of it."""
-    given = () if program.signature is None else program.signature.parameters.variables
-    lacking = set(given).difference(program.state)
-    made = ((v, op.outputs) for op in program.initializers for v in op.inputs if v in lacking)
-    return {v.name: tuple(w.name for w in outputs) for v, outputs in made}
 
 
 class Lending:

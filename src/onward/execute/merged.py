@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError
+from onward.core.marks import DEQUANTIZE
 from onward.core.program import Op, Program
 from onward.core.structure import describe
 from onward.derive.low_rank.low_rank import adapters_in
@@ -31,7 +33,7 @@ def merge_low_rank(program: Program, state: State) -> Any:
 
     Raises:
         ArgumentError: a Program that is not adapted, or something else than a State.
-        RecipeError: the Program was not traced, or its ops were changed by hand.
+        RecipeError: its ops were changed by hand.
         StateError: a State that was given to a step before.
         UnknownNameError: a State of another Program.
 
@@ -55,32 +57,47 @@ def merge_low_rank(program: Program, state: State) -> Any:
             f"merge_low_rank: the second argument is a State of the Program's step, not {describe(state)}: "
             "ow.merge_low_rank(program, state)."
         )
-    found = adapters_in(program)
-    if found is None or program.signature is None:
+    merged = multiplied_out(program, state, {})
+    if merged is None:
         raise ArgumentError(
             f"merge_low_rank: {program.name!r} has no factors; expected a Program that ow.low_rank made. The "
             "parameters of others are state.parameters."
         )
+    return merged
+
+
+def multiplied_out(program: Program, state: State, others: Mapping[str, Any]) -> Any | None:
+    """The parameters of a Program with factors in their containers; None for one without factors.
+
+    Args:
+        program: the Program.
+        state: a State of its step.
+        others: values to take in place of those of the State, by name.
+    """
+    found = None if program.recipe is None else adapters_in(program)
+    if found is None or program.signature is None:
+        return None
     state.expect_whole()
+
+    def value(name: str) -> Any:
+        return others[name] if name in others else state[name]
+
     given, adapters = found
     merged = {}
     for adapter in adapters:
-        v = adapter.weight
-        plain = _held(program, v.name, state) if v.name in state.layout.held else state[v.name]
-        merged[v.name] = _merged(
-            plain, state[adapter.a.name], state[adapter.b.name], adapter.axes, given.scale
-        )
+        name = adapter.weight.name
+        plain = value(name) if name in state.layout.position else _dequantized(program, name, state)
+        merged[name] = _merged(plain, value(adapter.a.name), value(adapter.b.name), adapter.axes, given.scale)
     wanted = program.signature.parameters
-    return wanted.unflatten(
-        merged[v.name] if v.name in merged else jnp.copy(state[v]) for v in wanted.variables
-    )
+    names = (v.name for v in wanted.variables)
+    return wanted.unflatten(merged[name] if name in merged else jnp.copy(value(name)) for name in names)
 
 
-def _held(program: Program, name: str, state: State) -> Any:
-    """A weight that is kept in another form, as it is computed with."""
-    op: Op = next(op for op in program.ops if any(v.name == name for v in op.outputs))
-    (value,) = op.body(*(state[v.name] for v in op.inputs))
-    return value
+def _dequantized(program: Program, name: str, state: State) -> Any:
+    """A weight that is kept in fewer bits, as it is computed with."""
+    op: Op = next(op for op in program.ops if op.type is DEQUANTIZE and op.outputs[0].name == name)
+    (weight,) = op.body(*(state[v.name] for v in op.inputs))
+    return weight
 
 
 @partial(jax.jit, static_argnames=("axes", "scale"))

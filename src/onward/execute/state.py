@@ -16,6 +16,7 @@ from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.treescope_view import foldable_text, named_values
 from onward.core.variable import holds_keys
+from onward.core.words import Kind
 from onward.define.arguments import type_of
 from onward.derive.rule import expect_held
 from onward.execute.layout import Layout
@@ -106,15 +107,18 @@ class State(Pointing):
 
         They are the State's own buffers where these are not shared, and the next step takes those over;
         ``state.copy().parameters`` stays readable.
+
+        Raises:
+            StateError: they are adapted, and frozen as they came: ``merge_low_rank``.
         """
         signature = self.layout.signature
         if signature is None:
             return {v.name: self[v] for v in self.layout.variables}
-        for name, held in self.layout.held.items():
+        if adapted := [v.name for v in signature.parameters.variables if v.kind is Kind.FROZEN]:
             raise StateError(
-                f"This State keeps {name!r} as {' and '.join(map(repr, held))} only, not as it was given. "
-                "ow.merge_low_rank(program, state) gives plain weights in your containers; the factors are "
-                "{v.name: state[v] for v in program.parameters}."
+                f"The parameters of this State are adapted: {adapted[0]!r} and others are frozen, with factors "
+                "of low rank beside them. ow.merge_low_rank(program, state) gives plain weights in your "
+                "containers, {v.name: state[v] for v in program.parameters} what is trained, state[name] each by itself."
             )
         return signature.parameters.unflatten(self[v] for v in signature.parameters.variables)
 

@@ -127,6 +127,12 @@ def _expect_fit(program: Program, recipe: Recipe) -> None:
         name = step.function.__name__.strip("_")
         if (why := _BY_NAME.get(name, _REFUSED.get(step.phase))) is not None:
             raise GraphError(f"pipeline: {name} of {program.name!r} {why}.")
+    given = () if program.signature is None else program.signature.parameters.variables
+    if held := [v.name for v in given if v not in program.state]:
+        raise GraphError(
+            f"pipeline: {program.name!r} keeps {held[0]!r} in fewer bits, of which stages know nothing. Leave "
+            "base= of low_rank away."
+        )
     updated = {p for p, _ in program.gradients} & program.next_state.keys()
     if not updated or not any(op.made_by is Pass.UPDATE for op in program.ops):
         raise GraphError(

@@ -19,10 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onward.core.check import expect_program
+from onward.core.errors import GraphError
 from onward.core.program import Applied, Program
 from onward.core.recipe import recipe_of, undone
 from onward.core.structure import expect_count, expect_flag
 from onward.core.walk import Where, listed
+from onward.core.words import Kind
 from onward.derive.update.groups import Routing
 from onward.develop.accumulation.accumulate import accumulated, accumulation_of
 from onward.develop.batch import data_types
@@ -80,7 +82,7 @@ def split(
         GraphError: a Program without an update, an optimizer that looks across parameters, a transform that
             clips where several trainers' gradients are merged after it, lazy tables of a guarded or a
             replicated Program, a merge of devices that is more than the gradients', a thing to watch that
-            neither trainers nor servers have, or fewer parameters than servers.
+            neither trainers nor servers have, factors of low rank, or fewer parameters than servers.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``lazy`` names no table that travels by rows.
 
@@ -138,6 +140,11 @@ def _expect(program: Program, servers: int, trainers: int, rows: bool) -> None:
         expect_count(count, f"split: {what}", of="how many")
     expect_program(program, "split")
     expect_flag(rows, "split: rows")
+    if any(v.kind is Kind.FROZEN for v in program.state):
+        raise GraphError(
+            f"split: {program.name!r} has factors of low rank, and servers hold the parameters of the function "
+            "as it was traced. Train it on the devices of one machine or mesh: compile, replicate or partition."
+        )
 
 
 def _watches(steps: Iterable[Applied]) -> tuple[tuple[Watch, bool], ...]:
