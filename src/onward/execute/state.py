@@ -116,9 +116,9 @@ class State(Pointing):
             return {v.name: self[v] for v in self.layout.variables}
         if adapted := [v.name for v in signature.parameters.variables if v.kind is Kind.FROZEN]:
             raise StateError(
-                f"The parameters of this State are adapted: {adapted[0]!r} and others are frozen, with factors "
-                "of low rank beside them. ow.merge_low_rank(program, state) gives plain weights in your "
-                "containers, {v.name: state[v] for v in program.parameters} what is trained, state[name] each by itself."
+                f"The parameters of this State are adapted: {adapted[0]!r} and others are frozen, factors of "
+                "low rank beside them. ow.merge_low_rank(program, state) gives plain weights in your "
+                "containers, {v.name: state[v] for v in program.parameters} what is trained."
             )
         return signature.parameters.unflatten(self[v] for v in signature.parameters.variables)
 

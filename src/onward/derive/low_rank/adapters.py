@@ -34,6 +34,11 @@ class LowRank:
     def __post_init__(self) -> None:
         expect_count(self.rank, "low_rank: rank", 1, "a whole number", HyperparameterError)
         expect_flag(self.rank_stabilized, "low_rank: rank_stabilized")
+        if self.where == ():
+            raise ArgumentError(
+                "low_rank: where is empty: there is nothing to adapt. Leave it out to adapt every weight that "
+                "products read and nothing else."
+            )
         if self.alpha is not None and not (
             is_number(self.alpha) and math.isfinite(self.alpha) and self.alpha > 0
         ):
@@ -74,7 +79,11 @@ def adapters_of(program: Program, given: LowRank) -> list[Adapter]:
         HyperparameterError: a rank that is too large for a weight.
     """
     names = Names(program.variables)
-    read = {v: products_of(program, v) for v in _chosen(program, given)} if given.where else _all(program)
+    read = (
+        {v: products_of(program, v) for v in _chosen(program, given)}
+        if given.where is not None
+        else _all(program)
+    )
     if is_trained(program):
         _expect_read(program, read)
     _expect_one_each(read)

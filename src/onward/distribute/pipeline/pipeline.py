@@ -130,7 +130,7 @@ def _expect_fit(program: Program, recipe: Recipe) -> None:
     given = () if program.signature is None else program.signature.parameters.variables
     if held := [v.name for v in given if v not in program.state]:
         raise GraphError(
-            f"pipeline: {program.name!r} keeps {held[0]!r} in fewer bits, of which stages know nothing. Leave "
+            f"pipeline: {program.name!r} keeps {held[0]!r} in fewer bits, which stages do not know. Leave "
             "base= of low_rank away."
         )
     updated = {p for p, _ in program.gradients} & program.next_state.keys()

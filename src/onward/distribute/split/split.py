@@ -142,8 +142,8 @@ def _expect(program: Program, servers: int, trainers: int, rows: bool) -> None:
     expect_flag(rows, "split: rows")
     if any(v.kind is Kind.FROZEN for v in program.state):
         raise GraphError(
-            f"split: {program.name!r} has factors of low rank, and servers hold the parameters of the function "
-            "as it was traced. Train it on the devices of one machine or mesh: compile, replicate or partition."
+            f"split: {program.name!r} has factors of low rank, and servers hold what the function is given. "
+            "Train it on the devices of one machine or mesh: compile, replicate or partition."
         )
 
 
