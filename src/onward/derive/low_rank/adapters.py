@@ -36,7 +36,7 @@ class LowRank:
         expect_flag(self.rank_stabilized, "low_rank: rank_stabilized")
         if self.where == ():
             raise ArgumentError(
-                "low_rank: where is empty: there is nothing to adapt. Leave it out to adapt every weight that "
+                "low_rank: where is empty: nothing is adapted. Leave it out to adapt every weight that "
                 "products read and nothing else."
             )
         if self.alpha is not None and not (
