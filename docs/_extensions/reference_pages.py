@@ -71,7 +71,7 @@ TOPICS = {
     "derive-optimizer": Topic("Optimizers", ("derive.optimizer.", "derive.optimizers")),
     "derive-rules": Topic("Rules and groups", ("derive.rules", "derive.rule.", "derive.update")),
     "derive-schedules": Topic("Schedules", ("derive.schedules",)),
-    "develop-transforms": Topic("Transforms", ("derive.for_", "develop.")),
+    "develop-transforms": Topic("Transforms", ("derive.for_", "derive.low_rank", "develop.")),
     "distribute-replicate": Topic(
         "Many devices",
         ("distribute.replicate", "distribute.partition", "distribute.plan", "distribute.layout"),
@@ -93,6 +93,7 @@ TOPICS = {
         (
             "execute.averaged",
             "execute.compile",
+            "execute.merged",
             "execute.step",
             "execute.state",
             "execute.out",

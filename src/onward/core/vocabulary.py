@@ -50,6 +50,8 @@ _PATHS = {
     "Group": "multitransform paramgroups",
     "accumulate": "multisteps gradientaccumulation microbatches",
     "guard": "applyiffinite",
+    "low_rank": "lora peft loraconfig getpeftmodel adapter adapters",
+    "merge_low_rank": "mergeandunload mergeadapter mergelora",
     "mixed_precision": "autocast gradscaler amp jmp dynamicscale",
     "recompute": "remat rematerialize gradientcheckpointing",
     "replicate": "distribute pmap dataparallel distributeddataparallel ddp",
