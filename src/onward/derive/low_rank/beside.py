@@ -1,4 +1,4 @@
-"""What stands beside a product: the same product with two thin factors, as ops of JAX's own."""
+"""The ops beside a product: the same product with two thin factors, as ops of JAX's own."""
 
 from __future__ import annotations
 

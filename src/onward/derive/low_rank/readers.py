@@ -11,7 +11,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Call
 from onward.core.primitives.traits import Runs, Work
 from onward.core.program import Op, Program, Variable
-from onward.derive.low_rank.view import View, moved
+from onward.derive.low_rank.view import WeightView, moved
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Product:
     op: Op
     call: Call
     side: int
-    view: View
+    view: WeightView
 
     @property
     def other(self) -> Variable:
-        """What is multiplied with the weight."""
+        """The value that is multiplied with the weight."""
         place = self.op.body.operands[1 - self.side]
         assert isinstance(place, int)
         return self.op.inputs[place]
@@ -75,7 +75,7 @@ def products_of(program: Program, weight: Variable) -> list[Product]:
     Raises:
         GraphError: something else reads it, or it is returned.
     """
-    views = {weight: View.of(weight.shape)}
+    views = {weight: WeightView.of(weight.shape)}
     found: list[Product] = []
     for op in program.ops:
         read = [v for v in op.inputs if v in views]
@@ -95,7 +95,7 @@ def products_of(program: Program, weight: Variable) -> list[Product]:
     return found
 
 
-def _product(op: Op, read: Sequence[Variable], views: dict[Variable, View]) -> Product | None:
+def _product(op: Op, read: Sequence[Variable], views: dict[Variable, WeightView]) -> Product | None:
     """The product of one weight with something else that an op is; None for other ops."""
     if op.primitive.work is not Work.PRODUCT or len(op.inputs) != 2 or len(read) != 1:
         return None
@@ -111,7 +111,7 @@ def _refuse(weight: Variable, op: Op) -> NoReturn:
 
 
 def _advice(op: Op) -> str:
-    """What to write instead, by the op that reads the weight."""
+    """Advice on what to write instead, by the op that reads the weight."""
     row = op.primitive
     if row.work is Work.CONVOLUTION:
         return "Convolutions are not adapted: leave it out of where=, or train it as a whole, train=[...]."

@@ -1,6 +1,6 @@
 """A weight as a product reads it: reshaped, transposed or cast, axis by axis.
 
->>> view = View.of((6, 4)).reshaped((2, 3, 4)).permuted((2, 0, 1))
+>>> view = WeightView.of((6, 4)).reshaped((2, 3, 4)).permuted((2, 0, 1))
 >>> view.axes
 ((Atom(axis=1, stride=1, size=4),), (Atom(axis=0, stride=3, size=2),), (Atom(axis=0, stride=1, size=3),))
 """
@@ -27,7 +27,7 @@ class Atom(NamedTuple):
 
 
 @dataclass(frozen=True)
-class View:
+class WeightView:
     """For each axis of what is read the atoms of the weight that it goes over, the slowest first.
 
     An axis of one number has none.
@@ -36,15 +36,15 @@ class View:
     axes: tuple[tuple[Atom, ...], ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> View:
+    def of(cls, shape: Sequence[int]) -> WeightView:
         """The weight as it is."""
         return cls(tuple((Atom(i, 1, size),) if size > 1 else () for i, size in enumerate(shape)))
 
-    def permuted(self, order: Iterable[int]) -> View:
+    def permuted(self, order: Iterable[int]) -> WeightView:
         """Its axes in this order."""
-        return View(tuple(self.axes[i] for i in order))
+        return WeightView(tuple(self.axes[i] for i in order))
 
-    def reshaped(self, shape: Sequence[int]) -> View | None:
+    def reshaped(self, shape: Sequence[int]) -> WeightView | None:
         """The same numbers in another shape; None where an axis would go over parts of others."""
         rest = [atom for axis in self.axes for atom in axis][::-1]
         axes: list[tuple[Atom, ...]] = []
@@ -52,7 +52,7 @@ class View:
             if (found := _taken(rest, size)) is None:
                 return None
             axes.append(tuple(found))
-        return View(tuple(axes))
+        return WeightView(tuple(axes))
 
     def atoms(self, dimensions: Iterable[int]) -> list[Atom]:
         """The atoms of these axes."""
@@ -77,7 +77,7 @@ def _taken(rest: list[Atom], size: int) -> list[Atom] | None:
     return found
 
 
-def moved(op: Op, view: View) -> View | None:
+def moved(op: Op, view: WeightView) -> WeightView | None:
     """The view through an op that only moves or casts what it reads; None for any other."""
     if len(op.inputs) != 1 or len(op.outputs) != 1 or not op.outputs[0].is_float:
         return None
@@ -95,7 +95,7 @@ Around = tuple[Sequence[int], Sequence[int]]
 """The axes before that of the rank, and those behind it."""
 
 
-def laid(factor: Any, own: Around, view: View, dimensions: Around) -> Any:
+def laid(factor: Any, own: Around, view: WeightView, dimensions: Around) -> Any:
     """A factor as a product reads it.
 
     Args:
