@@ -17,7 +17,7 @@ from onward.core.structure import describe, expect_count, expect_flag, is_number
 from onward.core.walk import Where, select
 from onward.core.words import Kind, some
 from onward.derive.low_rank.base import BASES
-from onward.derive.low_rank.readers import Axes, Product, axes_of, products_of
+from onward.derive.low_rank.readers import Axes, Product, Reader, axes_of, readers_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Adapter:
     axes: Axes
     a: Variable
     b: Variable
-    products: tuple[Product, ...]
+    readers: tuple[Reader, ...]
 
 
 def adapters_of(program: Program, given: LowRank) -> list[Adapter]:
@@ -80,7 +80,7 @@ def adapters_of(program: Program, given: LowRank) -> list[Adapter]:
     """
     names = Names(program.variables)
     read = (
-        {v: products_of(program, v) for v in _chosen(program, given)}
+        {v: readers_of(program, v) for v in _chosen(program, given)}
         if given.where is not None
         else _all(program)
     )
@@ -119,20 +119,20 @@ def _chosen(program: Program, given: LowRank) -> tuple[Variable, ...]:
     return found
 
 
-def _all(program: Program) -> dict[Variable, list[Product]]:
+def _all(program: Program) -> dict[Variable, list[Reader]]:
     """The parameters that products read and nothing else."""
     found = {}
     for v in program.parameters:
         if v.ndim < 2 or not jnp.issubdtype(v.dtype, np.floating):
             continue
         try:
-            found[v] = products_of(program, v)
+            found[v] = readers_of(program, v)
         except GraphError:
             continue
     return {v: products for v, products in found.items() if products}
 
 
-def _expect_read(program: Program, read: dict[Variable, list[Product]]) -> None:
+def _expect_read(program: Program, read: dict[Variable, list[Reader]]) -> None:
     """Raise ``GraphError`` where nothing is adapted, or a weight that nothing reads was named."""
     if not read:
         known = some([v.name for v in program.parameters], 5) or "no parameters"
@@ -147,19 +147,19 @@ def _expect_read(program: Program, read: dict[Variable, list[Product]]) -> None:
         )
 
 
-def _expect_one_each(read: dict[Variable, list[Product]]) -> None:
+def _expect_one_each(read: dict[Variable, list[Reader]]) -> None:
     """Raise ``GraphError`` for a product of two weights that are both adapted."""
     seen: dict[Any, Variable] = {}
     for v, products in read.items():
         for product in products:
-            if (other := seen.setdefault(product.op, v)) is not v:
+            if isinstance(product, Product) and (other := seen.setdefault(product.op, v)) is not v:
                 raise GraphError(
                     f"low_rank: {product.op.type}{product.op.at} multiplies {other.name!r} and {v.name!r} "
                     "with each other; expected one adapted weight in a product. Leave one out of where=."
                 )
 
 
-def _adapter(weight: Variable, products: Sequence[Product], rank: int, names: Names) -> Adapter:
+def _adapter(weight: Variable, products: Sequence[Reader], rank: int, names: Names) -> Adapter:
     axes = axes_of(products, weight)
     most = min(axes.count(weight.shape, axes.inputs), axes.count(weight.shape, axes.outputs))
     if rank > most:

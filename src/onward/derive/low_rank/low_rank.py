@@ -9,7 +9,7 @@ from typing import Any
 
 from onward.core.builder import Builder
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.program import Applied, Phase, Program, Variable
+from onward.core.program import Applied, Op, Phase, Program, Variable
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, substitute
@@ -20,6 +20,8 @@ from onward.define.trace import takes_arguments, trace
 from onward.derive.low_rank.adapters import Adapter, LowRank, adapters_of, picked
 from onward.derive.low_rank.base import held
 from onward.derive.low_rank.beside import beside
+from onward.derive.low_rank.loops import StackedAdapter, looped
+from onward.derive.low_rank.readers import Loop, Product
 
 
 def low_rank(
@@ -133,7 +135,12 @@ def adapted(program: Program, given: LowRank) -> Program:
 def _woven(program: Program, adapters: list[Adapter], given: LowRank) -> Program:
     """The Program with the ops and the state of these factors."""
     builder = Builder(program)
-    beside_of = {product.op: (product, adapter) for adapter in adapters for product in adapter.products}
+    pairs = [(reader, adapter) for adapter in adapters for reader in adapter.readers]
+    beside_of = {r.op: (r, adapter) for r, adapter in pairs if isinstance(r, Product)}
+    within: dict[Op, list[StackedAdapter]] = {}
+    for r, adapter in pairs:
+        if isinstance(r, Loop):
+            within.setdefault(r.op, []).append(StackedAdapter(adapter, r))
     for adapter in adapters:
         for factor in (adapter.a, adapter.b):
             builder.names.new(factor.name)
@@ -142,6 +149,9 @@ def _woven(program: Program, adapters: list[Adapter], given: LowRank) -> Program
         for v in op.inputs:
             if v in made:
                 builder.append(made.pop(v))
+        if op in within:
+            builder.append(looped(op, within[op], given.scale))
+            continue
         found = beside_of.get(op)
         for one in [op] if found is None else beside(*found, given.scale, builder.names):
             builder.append(one)

@@ -11,6 +11,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Call
 from onward.core.primitives.traits import Runs, Work
 from onward.core.program import Op, Program, Variable
+from onward.core.turn import ScanTurn
 from onward.derive.low_rank.view import WeightView, moved
 
 
@@ -64,19 +65,48 @@ class Axes:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
+    def stacked(self) -> Axes:
+        """Those of the weights of many layers in one array, layer by layer."""
+        batch, inputs, outputs = (
+            tuple(i + 1 for i in axes) for axes in (self.batch, self.inputs, self.outputs)
+        )
+        return Axes((0, *batch), inputs, outputs)
+
     def count(self, shape: Sequence[int], axes: Sequence[int]) -> int:
         """How many numbers these axes of a weight count."""
         return prod(shape[i] for i in axes)
 
 
-def products_of(program: Program, weight: Variable) -> list[Product]:
-    """The products that read a weight, through ops that only move or cast it.
+@dataclass(frozen=True)
+class Loop:
+    """A loop over layers that takes stacked weights, each turn those of one layer.
+
+    Attributes:
+        op: the op.
+        turn: one turn.
+        weight: the weight of one layer, within the turn.
+        products: read it there.
+        axes: of the weight of one layer.
+    """
+
+    op: Op
+    turn: ScanTurn
+    weight: Variable
+    products: tuple[Product, ...]
+    axes: Axes
+
+
+Reader = Product | Loop
+
+
+def readers_of(program: Program, weight: Variable) -> list[Reader]:
+    """The products that read a weight, through ops that only move or cast it; or the loops that hold them.
 
     Raises:
         GraphError: something else reads it, or it is returned.
     """
     views = {weight: WeightView.of(weight.shape)}
-    found: list[Product] = []
+    found: list[Reader] = []
     for op in program.ops:
         read = [v for v in op.inputs if v in views]
         if not read:
@@ -85,6 +115,8 @@ def products_of(program: Program, weight: Variable) -> list[Product]:
             found.append(product)
         elif (view := moved(op, views[read[0]])) is not None:
             views[op.outputs[0]] = view
+        elif len(read) == 1 and (loop := _loop(op, read[0], views[read[0]], weight)) is not None:
+            found.append(loop)
         else:
             _refuse(weight, op)
     if returned := [v for v in (*program.outputs, *program.next_state.values()) if v in views]:
@@ -101,6 +133,22 @@ def _product(op: Op, read: Sequence[Variable], views: dict[Variable, WeightView]
         return None
     (call,) = op.body.calls
     return Product(op, call, op.body.operands.index(op.inputs.index(read[0])), views[read[0]])
+
+
+def _loop(op: Op, read: Variable, view: WeightView, weight: Variable) -> Loop | None:
+    """The loop that an op is, if each turn gets one layer of the weight; None for other ops."""
+    if op.primitive.runs is not Runs.SCAN or view != WeightView.of(weight.shape) or weight.ndim < 2:
+        return None
+    turn, place = ScanTurn.of(op.body), op.inputs.index(read)
+    at = [] if turn is None else [i for i, x in enumerate(turn.operands) if isinstance(x, int) and x == place]
+    if turn is None or len(at) != 1 or turn.program.inputs[at[0]] not in turn.cut:
+        return None
+    within = turn.program.inputs[at[0]]
+    products = readers_of(turn.program, within)
+    if not products or not all(isinstance(found, Product) for found in products):
+        return None
+    inner = [found for found in products if isinstance(found, Product)]
+    return Loop(op, turn, within, tuple(inner), axes_of(inner, within))
 
 
 def _refuse(weight: Variable, op: Op) -> NoReturn:
@@ -132,12 +180,20 @@ def _advice(op: Op) -> str:
     return "Leave it out of where=; what is trained as a whole is named in train=[...]."
 
 
-def axes_of(products: Sequence[Product], weight: Variable) -> Axes:
+def axes_of(readers: Sequence[Reader], weight: Variable) -> Axes:
     """The axes of a weight by what they are for, inputs and outputs as the first product has them.
 
     Raises:
         GraphError: products that do not agree, or read one part of an axis otherwise than the rest.
     """
+    if isinstance(readers[0], Loop) and len(readers) == 1:
+        return readers[0].axes.stacked()
+    products = [reader for reader in readers if isinstance(reader, Product)]
+    if len(products) < len(readers):
+        raise GraphError(
+            f"low_rank: {weight.name!r} ({weight.type}) is read by a loop over layers and by others as well; "
+            "expected one loop, or products alone. Leave it out of where=."
+        )
     first, *others = [_axes(product, weight) for product in products]
     for product, found in zip(products[1:], others, strict=True):
         same = found.batch == first.batch and {found.inputs, found.outputs} == {first.inputs, first.outputs}
