@@ -21,7 +21,7 @@ def loss(p, x, tokens):
     """A product, a look-up whose table is tied, a bias, a convolution, a loop over layers."""
     x = x + p["table"][tokens]
     h = x @ p["w"] + p["b"]
-    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["layers"])
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ jnp.abs(w)), None), h, p["layers"])
     signal = jax.lax.conv_general_dilated(
         h[:, :, None], p["kernel"], (1,), "SAME", None, None, ("NWC", "WIO", "NWC")
     )
@@ -50,7 +50,7 @@ WRONG = {
         ow.GraphError,
         "conv_general_dilated at .*Convolutions are not",
     ),
-    "a loop": (PROGRAM, {"where": "layers"}, ow.GraphError, "scan at .*one after another"),
+    "a loop": (PROGRAM, {"where": "layers"}, ow.GraphError, "'layers' .* read by abs at"),
     "nothing": (
         PROGRAM,
         {"where": "*attention*/w*"},
@@ -167,6 +167,16 @@ def test_a_product_of_two_adapted_weights_is_refused():
     params = {"a": np.ones((4, 3), np.float32), "b": np.ones((3, 4), np.float32)}
     with pytest.raises(ow.GraphError, match="multiplies 'a' and 'b' with each other"):
         ow.low_rank(lambda p, x: jnp.mean(x @ (p["a"] @ p["b"])), params, X[:, :4], rank=1)
+
+
+def test_nor_within_a_loop():
+    params = {"a": np.ones((2, 4, 3), np.float32), "b": np.ones((2, 3, 4), np.float32)}
+
+    def looped(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (x @ (w["a"] @ w["b"]), None), x, params)[0])
+
+    with pytest.raises(ow.GraphError, match="multiplies 'a' and 'b' with each other"):
+        ow.low_rank(looped, params, X[:, :4], rank=1)
 
 
 def test_a_function_needs_its_arguments_and_a_program_has_them():

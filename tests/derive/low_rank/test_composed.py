@@ -194,3 +194,44 @@ def test_layers_that_declare_their_weights(base):
     plain = ow.compile(ow.trace(network), tune=False)
     _, out = plain(plain.init(merged), X, X[:, :2])
     np.testing.assert_allclose(step(state, X, X[:, :2])[1].loss, out.loss, rtol=1e-5)
+
+
+STACKED = {name: np.stack([layer[name] for layer in PARAMS]) for name in ("w", "b")}
+RECURRENT = rng.normal(0, 0.3, (6, 6)).astype("float32")
+
+
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_a_loop_is_its_turns_one_after_another(base):
+    """Stacked weights, of which each turn gets a layer, and one that all turns read."""
+
+    def scanned(params, x):
+        def turn(x, layer):
+            return x + jnp.tanh(params["u"] @ x.T).T + jnp.tanh(x @ layer["w"] + layer["b"]), None
+
+        return jnp.mean(jax.lax.scan(turn, x, params["layers"])[0] ** 2)
+
+    def unrolled(params, x):
+        for layer in params["layers"]:
+            x = x + jnp.tanh(params["u"] @ x.T).T + jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean(x**2)
+
+    losses, merged = [], []
+    for function, layers in ((scanned, STACKED), (unrolled, PARAMS)):
+        params = {"layers": layers, "u": RECURRENT}
+        program = ow.SGD(0.1).minimize(ow.low_rank(function, params, X, rank=2, alpha=4, base=base))
+        step = ow.compile(program, tune=False)
+        state = step.init(params)
+        if layers is STACKED:
+            first = state.copy()
+        else:
+            told = {n: n.replace("layers/", "").partition("/") for n in state if n.startswith("layers/")}
+            factors = {n: w for n, (_, _, w) in told.items() if "low_rank" in n}
+            new = {n: first[f"layers/{w}"][int(told[n][0])] for n, w in factors.items()}
+            state = state.replace({**new, **{n: first[n] for n in state if n.startswith("u/low_rank")}})
+        for _ in range(2):
+            state, out = step(state, X)
+        losses.append(float(out.loss))
+        merged.append(ow.merge_low_rank(program, state))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    stacked = {**merged[1], "layers": jax.tree.map(lambda *x: np.stack(x), *merged[1]["layers"])}
+    expect_close(merged[0], stacked, 1e-4)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError, UnknownNameError
 from onward.core.names import Names
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.structure import describe, expect_count, expect_flag, is_number, is_word
 from onward.core.walk import Where, select
 from onward.core.words import Kind, some
 from onward.derive.low_rank.base import BASES
-from onward.derive.low_rank.readers import Axes, Product, Reader, axes_of, readers_of
+from onward.derive.low_rank.readers import Axes, Loop, Reader, axes_of, readers_of
 
 
 @dataclass(frozen=True)
@@ -149,13 +148,14 @@ def _expect_read(program: Program, read: dict[Variable, list[Reader]]) -> None:
 
 def _expect_one_each(read: dict[Variable, list[Reader]]) -> None:
     """Raise ``GraphError`` for a product of two weights that are both adapted."""
-    seen: dict[Any, Variable] = {}
-    for v, products in read.items():
-        for product in products:
-            if isinstance(product, Product) and (other := seen.setdefault(product.op, v)) is not v:
+    seen: dict[Op, Variable] = {}
+    for v, readers in read.items():
+        products = (p for r in readers for p in (r.products if isinstance(r, Loop) else [r]))
+        for op in (product.op for product in products):
+            if (other := seen.setdefault(op, v)) is not v:
                 raise GraphError(
-                    f"low_rank: {product.op.type}{product.op.at} multiplies {other.name!r} and {v.name!r} "
-                    "with each other; expected one adapted weight in a product. Leave one out of where=."
+                    f"low_rank: {op.type}{op.at} multiplies {other.name!r} and {v.name!r} with each other; "
+                    "expected one adapted weight in a product. Leave one out of where=."
                 )
 
 

@@ -20,7 +20,7 @@ from onward.define.trace import takes_arguments, trace
 from onward.derive.low_rank.adapters import Adapter, LowRank, adapters_of, picked
 from onward.derive.low_rank.base import held
 from onward.derive.low_rank.beside import beside
-from onward.derive.low_rank.loops import StackedAdapter, looped
+from onward.derive.low_rank.loops import AdapterInLoop, looped
 from onward.derive.low_rank.readers import Loop, Product
 
 
@@ -38,7 +38,8 @@ def low_rank(
     """Train two thin factors beside each weight in place of the weight; all else is frozen.
 
     Each product that reads a weight ``w`` gets ``(alpha / rank) (x a) b`` beside it, whatever library wrote
-    it, also where the weight is cast, reshaped or transposed before. The factors are the parameters now:
+    it, also where the weight is cast, reshaped or transposed before, and in a ``jax.lax.scan``, whose stacked
+    weights get stacked factors. The factors are the parameters now:
     ``w/low_rank_a``, the inputs of the weight by the rank, begins with normal numbers of variance one over
     the inputs; ``w/low_rank_b``, the rank by the outputs, with 0. So nothing is changed at first, and
     ``step.init(params)`` takes the parameters as before. What is frozen has no gradient and no slots. Factors
@@ -137,10 +138,10 @@ def _woven(program: Program, adapters: list[Adapter], given: LowRank) -> Program
     builder = Builder(program)
     pairs = [(reader, adapter) for adapter in adapters for reader in adapter.readers]
     beside_of = {r.op: (r, adapter) for r, adapter in pairs if isinstance(r, Product)}
-    within: dict[Op, list[StackedAdapter]] = {}
+    within: dict[Op, list[AdapterInLoop]] = {}
     for r, adapter in pairs:
         if isinstance(r, Loop):
-            within.setdefault(r.op, []).append(StackedAdapter(adapter, r))
+            within.setdefault(r.op, []).append(AdapterInLoop(adapter, r))
     for adapter in adapters:
         for factor in (adapter.a, adapter.b):
             builder.names.new(factor.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NoReturn
 
@@ -79,14 +79,14 @@ class Axes:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over layers that takes stacked weights, each turn those of one layer.
+    """A loop whose turns read a weight: each its layer of stacked ones, or all the same.
 
     Attributes:
         op: the op.
         turn: one turn.
-        weight: the weight of one layer, within the turn.
+        weight: the weight within the turn.
         products: read it there.
-        axes: of the weight of one layer.
+        axes: those of the weight within the turn.
     """
 
     op: Op
@@ -95,16 +95,27 @@ class Loop:
     products: tuple[Product, ...]
     axes: Axes
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each turn gets a layer of its own."""
+        return self.weight in self.turn.cut
+
 
 Reader = Product | Loop
 
 
-def readers_of(program: Program, weight: Variable) -> list[Reader]:
+def readers_of(program: Program, weight: Variable, known: Variable | None = None) -> list[Reader]:
     """The products that read a weight, through ops that only move or cast it; or the loops that hold them.
+
+    Args:
+        program: the Program, or one turn of a loop.
+        weight: the weight there.
+        known: the weight as a person knows it.
 
     Raises:
         GraphError: something else reads it, or it is returned.
     """
+    known = known or weight
     views = {weight: WeightView.of(weight.shape)}
     found: list[Reader] = []
     for op in program.ops:
@@ -115,13 +126,13 @@ def readers_of(program: Program, weight: Variable) -> list[Reader]:
             found.append(product)
         elif (view := moved(op, views[read[0]])) is not None:
             views[op.outputs[0]] = view
-        elif len(read) == 1 and (loop := _loop(op, read[0], views[read[0]], weight)) is not None:
+        elif len(read) == 1 and (loop := _loop(op, read[0], views[read[0]], known)) is not None:
             found.append(loop)
         else:
-            _refuse(weight, op)
+            _refuse(known, op)
     if returned := [v for v in (*program.outputs, *program.next_state.values()) if v in views]:
         raise GraphError(
-            f"low_rank: the function returns {weight.name!r} itself, as {returned[0].name!r}. Only products "
+            f"low_rank: the function returns {known.name!r} itself, as {returned[0].name!r}. Only products "
             "with a weight are adapted: leave it out of where=, or out of what the function returns."
         )
     return found
@@ -136,19 +147,19 @@ def _product(op: Op, read: Sequence[Variable], views: dict[Variable, WeightView]
 
 
 def _loop(op: Op, read: Variable, view: WeightView, weight: Variable) -> Loop | None:
-    """The loop that an op is, if each turn gets one layer of the weight; None for other ops."""
-    if op.primitive.runs is not Runs.SCAN or view != WeightView.of(weight.shape) or weight.ndim < 2:
+    """The loop that an op is, if its turns read the weight, or a layer each; None for other ops."""
+    if op.primitive.runs is not Runs.SCAN or view != WeightView.of(read.shape):
         return None
     turn, place = ScanTurn.of(op.body), op.inputs.index(read)
     at = [] if turn is None else [i for i, x in enumerate(turn.operands) if isinstance(x, int) and x == place]
-    if turn is None or len(at) != 1 or turn.program.inputs[at[0]] not in turn.cut:
+    if turn is None or len(at) != 1 or turn.program.inputs[at[0]] in turn.carried:
         return None
     within = turn.program.inputs[at[0]]
-    products = readers_of(turn.program, within)
+    products = readers_of(turn.program, within, weight)
     if not products or not all(isinstance(found, Product) for found in products):
         return None
     inner = [found for found in products if isinstance(found, Product)]
-    return Loop(op, turn, within, tuple(inner), axes_of(inner, within))
+    return Loop(op, turn, within, tuple(inner), axes_of(inner, replace(weight, shape=within.shape)))
 
 
 def _refuse(weight: Variable, op: Op) -> NoReturn:
@@ -170,8 +181,9 @@ def _advice(op: Op) -> str:
         )
     if row.runs is Runs.SCAN:
         return (
-            "Weights that a loop over layers takes are not adapted within it: write the layers one after "
-            "another, `for layer in layers`, which ow.compile rolls into one loop by itself."
+            "In a loop those weights are adapted that its turns take as they are, or layer by layer, and "
+            "read in products: cast and reshape them within the turn. Or write layers one after another: "
+            "ow.compile rolls them into one loop by itself."
         )
     if row.runs is Runs.AGAIN:
         return "Within jax.checkpoint nothing is adapted: leave it away, and ow.recompute the Program."
@@ -187,7 +199,7 @@ def axes_of(readers: Sequence[Reader], weight: Variable) -> Axes:
         GraphError: products that do not agree, or read one part of an axis otherwise than the rest.
     """
     if isinstance(readers[0], Loop) and len(readers) == 1:
-        return readers[0].axes.stacked()
+        return readers[0].axes.stacked() if readers[0].is_stacked else readers[0].axes
     products = [reader for reader in readers if isinstance(reader, Product)]
     if len(products) < len(readers):
         raise GraphError(
