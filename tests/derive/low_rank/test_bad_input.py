@@ -182,6 +182,8 @@ def test_nor_within_a_loop():
 def test_a_function_needs_its_arguments_and_a_program_has_them():
     with pytest.raises(ow.ArgumentError, match="nothing to trace it with"):
         ow.low_rank(loss, rank=2)
+    with pytest.raises(ow.ArgumentError, match=r"low_rank has no argument 'ranks'.*'rank'"):
+        ow.low_rank(loss, P, X, TOKENS, ranks=2)
     with pytest.raises(ow.ArgumentError, match="traced already"):
         ow.low_rank(PROGRAM, P, rank=2)
 

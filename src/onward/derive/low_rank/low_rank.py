@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from onward.core.builder import Builder
-from onward.core.errors import ArgumentError, GraphError
+from onward.core.errors import ArgumentError, GraphError, known_as
 from onward.core.program import Applied, Op, Phase, Program, Variable
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.transform import transform
@@ -110,7 +111,22 @@ def _program(loss: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Pr
             "low_rank was given a function and nothing to trace it with; expected its parameters and data, "
             "or their shapes: low_rank(loss, params, x, y, rank=8, where=...)."
         )
+    for name in options:
+        if name not in _OF_TRACE:
+            found = known_as(name, (*_OWN, *_OF_TRACE))
+            raise ArgumentError(
+                f"low_rank has no argument {name!r}. {found} The loss itself is given its "
+                "arguments by place: low_rank(loss, params, x, y)."
+            )
     return trace(loss, *args, **options)
+
+
+def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+_OWN, _OF_TRACE = _keywords(low_rank), _keywords(trace)
 
 
 @transform(phase=Phase.ADAPT)
