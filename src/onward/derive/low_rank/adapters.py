@@ -16,7 +16,7 @@ from onward.core.structure import describe, expect_count, expect_flag, is_number
 from onward.core.walk import Where, select
 from onward.core.words import Kind, some
 from onward.derive.low_rank.base import BASES
-from onward.derive.low_rank.readers import Axes, Loop, Reader, axes_of, readers_of
+from onward.derive.low_rank.readers import Axes, Reader, ReadingLoop, axes_of, readers_of
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _expect_one_each(read: dict[Variable, list[Reader]]) -> None:
     """Raise ``GraphError`` for a product of two weights that are both adapted."""
     seen: dict[Op, Variable] = {}
     for v, readers in read.items():
-        products = (p for r in readers for p in (r.products if isinstance(r, Loop) else [r]))
+        products = (p for r in readers for p in (r.products if isinstance(r, ReadingLoop) else [r]))
         for op in (product.op for product in products):
             if (other := seen.setdefault(op, v)) is not v:
                 raise GraphError(

@@ -14,7 +14,7 @@ from onward.core.turn import ScanTurn
 from onward.core.words import Kind
 from onward.derive.low_rank.adapters import Adapter
 from onward.derive.low_rank.beside import beside
-from onward.derive.low_rank.readers import Loop, Product
+from onward.derive.low_rank.readers import Product, ReadingLoop
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class AdapterInLoop:
     """An adapter of a weight that the turns of a loop read."""
 
     adapter: Adapter
-    loop: Loop
+    loop: ReadingLoop
 
 
 def looped(op: Op, within: Sequence[AdapterInLoop], scale: float) -> Op:

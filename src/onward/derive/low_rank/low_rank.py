@@ -22,7 +22,7 @@ from onward.derive.low_rank.adapters import Adapter, LowRank, adapters_of, picke
 from onward.derive.low_rank.base import held
 from onward.derive.low_rank.beside import beside
 from onward.derive.low_rank.loops import AdapterInLoop, looped
-from onward.derive.low_rank.readers import Loop, Product
+from onward.derive.low_rank.readers import Product, ReadingLoop
 
 
 def low_rank(
@@ -156,7 +156,7 @@ def _woven(program: Program, adapters: list[Adapter], given: LowRank) -> Program
     beside_of = {r.op: (r, adapter) for r, adapter in pairs if isinstance(r, Product)}
     within: dict[Op, list[AdapterInLoop]] = {}
     for r, adapter in pairs:
-        if isinstance(r, Loop):
+        if isinstance(r, ReadingLoop):
             within.setdefault(r.op, []).append(AdapterInLoop(adapter, r))
     for adapter in adapters:
         for factor in (adapter.a, adapter.b):

@@ -78,7 +78,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Loop:
+class ReadingLoop:
     """A loop whose turns read a weight: each its layer of stacked ones, or all the same.
 
     Attributes:
@@ -101,7 +101,7 @@ class Loop:
         return self.weight in self.turn.cut
 
 
-Reader = Product | Loop
+Reader = Product | ReadingLoop
 
 
 def readers_of(program: Program, weight: Variable, known: Variable | None = None) -> list[Reader]:
@@ -146,7 +146,7 @@ def _product(op: Op, read: Sequence[Variable], views: dict[Variable, WeightView]
     return Product(op, call, op.body.operands.index(op.inputs.index(read[0])), views[read[0]])
 
 
-def _loop(op: Op, read: Variable, view: WeightView, weight: Variable) -> Loop | None:
+def _loop(op: Op, read: Variable, view: WeightView, weight: Variable) -> ReadingLoop | None:
     """The loop that an op is, if its turns read the weight, or a layer each; None for other ops."""
     if op.primitive.runs is not Runs.SCAN or view != WeightView.of(read.shape):
         return None
@@ -159,7 +159,7 @@ def _loop(op: Op, read: Variable, view: WeightView, weight: Variable) -> Loop | 
     if not products or not all(isinstance(found, Product) for found in products):
         return None
     inner = [found for found in products if isinstance(found, Product)]
-    return Loop(op, turn, within, tuple(inner), axes_of(inner, replace(weight, shape=within.shape)))
+    return ReadingLoop(op, turn, within, tuple(inner), axes_of(inner, replace(weight, shape=within.shape)))
 
 
 def _refuse(weight: Variable, op: Op) -> NoReturn:
@@ -198,7 +198,7 @@ def axes_of(readers: Sequence[Reader], weight: Variable) -> Axes:
     Raises:
         GraphError: products that do not agree, or read one part of an axis otherwise than the rest.
     """
-    if isinstance(readers[0], Loop) and len(readers) == 1:
+    if isinstance(readers[0], ReadingLoop) and len(readers) == 1:
         return readers[0].axes.stacked() if readers[0].is_stacked else readers[0].axes
     products = [reader for reader in readers if isinstance(reader, Product)]
     if len(products) < len(readers):
