@@ -34,7 +34,8 @@ def shortened(body: Body, types: Sequence[Type], results: Sequence[Shape]) -> Bo
     (eqn,) = body.equations
     parts = body.parts
     lengths = {v: t.shape for v, t in zip(parts.invars, types, strict=True)}
-    new = {v: jex.Var(jax.core.ShapedArray(t.shape, t.dtype)) for v, t in zip(parts.invars, types, strict=True)}
+    pairs = zip(parts.invars, types, strict=True)
+    new = {v: jex.Var(jax.core.ShapedArray(t.shape, t.dtype)) for v, t in pairs}
     made = {v: jex.Var(v.aval) for v in eqn.outvars}
     first = next((v for v in eqn.invars if not isinstance(v, jex.Literal)), None)
     params = _fitted(eqn, lengths.get(first, ()) if first is not None else (), results[0])

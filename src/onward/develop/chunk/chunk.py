@@ -29,6 +29,12 @@ _NO_HEAD = (
     "Expected a product such as hidden @ w; leave chunk away, or name the logits: where='name'."
 )
 
+_TWICE = (
+    "chunk: the loss head of {name!r} is in {count} chunks already, {logits!r} among them. Call chunk once, "
+    "with the number that is meant; another head is named: where='name'."
+)
+
+
 @dataclass(frozen=True)
 class Chunked:
     """A loss head in chunks.
@@ -68,10 +74,11 @@ def chunk(
     """The Program whose loss head is computed in chunks of rows, so that its logits never exist as a whole.
 
     The head is found by what it computes, in any spelling: from the last product with a parameter to what is
-    left of each row. It becomes one op, a loop over chunks, which the backward pass runs again chunk by chunk:
-    that costs the product once more, and takes the memory of the logits of one chunk. Values and gradients are
-    the same, up to the order of sums. What is computed of single rows may leave the head, such as the loss or
-    the prediction of each; what mixes rows before that is refused.
+    left of each row. It becomes one op, a loop over chunks, which the backward pass runs again chunk by
+    chunk: that costs the product once more, and takes the memory of the logits of one chunk. Values and
+    gradients are the same, up to the order of sums. What is computed of single rows may leave the head, such
+    as the loss or the prediction of each; what mixes rows before that is refused. Rows are cut along the
+    first dimension of the logits that allows it, such as the batch, or the time where the batch is too short.
 
     It pays with a large vocabulary. With a small one the chunks cost time and save little, so that no other
     transform and no option of ``compile`` does it.
@@ -84,8 +91,8 @@ def chunk(
 
     Raises:
         ArgumentError: a number of chunks or bytes that is none.
-        GraphError: there is no such product, or the rows of its result cannot be computed apart: it names the
-            op that mixes them.
+        GraphError: there is no such product, its head is in chunks already, or the rows of its result cannot
+            be computed apart: it names the op that mixes them.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``where`` names nothing.
 
@@ -162,6 +169,8 @@ def _logits(program: Program, where: tuple[Where, ...]) -> tuple[Variable, ...]:
     """The logits of the heads that are meant."""
     if where:
         return select(tuple(v for op in program.ops for v in op.outputs), where, "chunk, where")
+    if before := chunks_of(program):
+        raise GraphError(_TWICE.format(name=program.name, logits=before[0].logits, count=before[0].count))
     found = heads(program)
     if not found:
         raise GraphError(_NO_HEAD.format(name=program.name))

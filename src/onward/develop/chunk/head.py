@@ -1,4 +1,4 @@
-"""The choice of the rows and of the number of chunks for one loss head, and the Program with that head as one op."""
+"""The rows and the number of chunks of one loss head, and the Program with that head as one op."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from onward.develop.chunk.region import Region, region_of
 from onward.develop.chunk.rows import Mixes, Rows, rows_of
 
 _MIXED = (
-    "chunk: {name}: the rows of {logits!r} ({type}){at} cannot be computed apart: {op}{line}, {types}, {why}. "
-    "Expected operations on one row each, from the product to a number for each row or a sum over all. Do what "
-    "needs all rows on numbers that are there for each row, behind the head, or leave chunk away."
+    "chunk: {name}: the rows of {logits!r} ({type}){at} cannot be computed apart: {op}{line}, {types}, {why}."
+    " Expected operations on one row each, from the product to a number for each row or a sum over all. Do "
+    "what needs all rows on numbers that are there for each row, behind the head, or leave chunk away."
 )
 _LARGE = (
-    "chunk: {name}: {results} {is_are} read outside of the loss head and as large as the logits {logits!r} "
-    "({type}){at}, so that nothing is gained by chunks. Return what is computed of them for each row, such as "
-    "jnp.argmax(logits, -1), or leave chunk away."
+    "chunk: {name}: {results} {is_are} read outside of the loss head and about as large as the logits "
+    "{logits!r} ({type}){at}, so that nothing is gained by chunks. Expected a few numbers for each row: "
+    "return what is computed of them, such as jnp.argmax(logits, -1), or leave chunk away."
 )
 _FEW = (
-    "chunk: {name}: {logits!r} ({type}){at} cannot be cut: lengths that count its rows have no common divisor. "
-    "Expected a batch, or a sequence, of several rows."
+    "chunk: {name}: {logits!r} ({type}){at} cannot be cut: no number divides the lengths that count its "
+    "rows. Expected a batch, or a sequence, of several rows; leave chunk away for one."
 )
 _TOO_LARGE = (
-    "chunk: {name}: one row of {logits!r} ({type}){at} takes {least}, more than the {memory} that a chunk may "
-    "take. Give it that much memory, or chunk by another axis: put the longest one, such as the time, first."
+    "chunk: {name}: {logits!r} ({type}){at} in {count} chunks takes {least} for each, and cannot be cut "
+    "further; memory is {memory}. Write memory={bytes}, or flatten batch and time of the logits before the "
+    "loss."
 )
 _NO_PRODUCT = (
-    "chunk: {name}: {logits!r} ({type}) is {what}; expected the result of a product, such as hidden @ w, whose "
-    "rows are computed by chunks. Leave where away to let it be found."
+    "chunk: {name}: {logits!r} ({type}) is {what}; expected the result of a product, such as hidden @ w. "
+    "Leave where away to let it be found."
 )
 
 
@@ -54,8 +55,7 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
     _expect_gain(program, region)
     plan = _plan(program, region, chunks if memory is None else ceil(nbytes(logits) / memory))
     if memory is not None and nbytes(logits) > memory * plan.count:
-        told = {"least": human_bytes(nbytes(logits) // plan.count), "memory": human_bytes(memory)}
-        raise GraphError(_TOO_LARGE.format(**_facts(program, region), **told))
+        raise _too_large(program, region, plan.count, memory)
     try:
         op = plan.op()
     except CannotShortenError as error:
@@ -114,7 +114,8 @@ def _expect_product(program: Program, logits: Variable) -> None:
     maker = producers(program).get(logits)
     if maker is None or not maker.primitive.is_product:
         what = "not computed by any op" if maker is None else f"made by {maker.type}{maker.at}"
-        raise GraphError(_NO_PRODUCT.format(name=program.name, logits=logits.name, type=logits.type, what=what))
+        told = {"logits": logits.name, "type": logits.type, "what": what}
+        raise GraphError(_NO_PRODUCT.format(name=program.name, **told))
 
 
 def _expect_gain(program: Program, region: Region) -> None:
@@ -124,6 +125,17 @@ def _expect_gain(program: Program, region: Region) -> None:
         names = ", ".join(repr(v.name) for v in large[:3])
         verb = "is" if len(large) == 1 else "are"
         raise GraphError(_LARGE.format(**_facts(program, region), results=names, is_are=verb))
+
+
+def _too_large(program: Program, region: Region, count: int, memory: int) -> GraphError:
+    least = nbytes(region.logits) // count
+    told = {
+        "least": human_bytes(least),
+        "memory": human_bytes(memory),
+        "bytes": str(least),
+        "count": str(count),
+    }
+    return GraphError(_TOO_LARGE.format(**_facts(program, region), **told))
 
 
 def _mixed(program: Program, region: Region, mixes: Mixes) -> GraphError:

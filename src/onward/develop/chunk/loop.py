@@ -1,13 +1,13 @@
 """A region as one op: a loop over chunks of its rows, which the backward pass runs again chunk by chunk.
 
-One turn is a Program of its own, the ops of the region on fewer rows. It is wrapped in ``jax.checkpoint``, so
-that the loop keeps nothing but its inputs, and the loop in the backward pass holds the logits of one chunk and
-their gradient. Gradients of what all chunks read, such as the weight, are added up turn by turn.
+One turn is a Program of its own, the ops of the region on fewer rows. It is wrapped in ``jax.checkpoint``,
+so that the loop keeps nothing but its inputs, and the loop in the backward pass holds the logits of one chunk
+and their gradient. Gradients of what all chunks read, such as the weight, are added up turn by turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -90,15 +90,23 @@ class ChunkPlan:
         body = shortened(op.body, [v.aval for v in inputs], [v.shape for v in outputs])
         if body is None:
             raise CannotShortenError(op)
-        at = self.rows.axis.get(op.outputs[0])
-        if is_numbering(op) and next(op.body.calls).params["dimension"] == at and at is not None:
-            inputs, body = (*inputs, chunk), _numbering(body, outputs[0].shape[at])
-        elif op in self.rows.columns:
-            table, index = operands_of(op)[:2]
-            assert table is not None and index is not None
-            rows = small[table].shape[self.rows.axis[table]]
-            inputs, body = (*inputs, chunk), _looking_up(body, op.inputs.index(index), self.rows.columns[op], rows)
+        by_number = self.by_number(op, body, small)
+        if by_number is not None:
+            inputs, body = (*inputs, chunk), by_number
         return replace(op, inputs=inputs, outputs=outputs, body=body, primal=None)
+
+    def by_number(self, op: Op, body: Body, small: Mapping[Variable, Variable]) -> Body | None:
+        """The Body that also reads which chunk it is, if numbers of rows are made or read in an op."""
+        at = self.rows.axis.get(op.outputs[0])
+        if at is not None and is_numbering(op) and next(op.body.calls).params["dimension"] == at:
+            return _numbering(body, small[op.outputs[0]].shape[at])
+        if op not in self.rows.columns:
+            return None
+        table, index = operands_of(op)[:2]
+        assert table is not None
+        assert index is not None
+        rows = small[table].shape[self.rows.axis[table]]
+        return _looking_up(body, op.inputs.index(index), self.rows.columns[op], rows)
 
     def op(self) -> Op:
         """The one op."""
@@ -113,25 +121,29 @@ class ChunkPlan:
 
     def run(self, env: Mapping[Variable, Any]) -> Mapping[Variable, Any]:
         """The results of the region, from its inputs."""
-        turn = self.turn
-        compute = lower(turn, turn.outputs, scopes=own_scopes(turn))
-        shared = [_wide(env[v]) for v in self.shared]
-        sums = [jnp.zeros(v.shape, _wide_dtype(v.dtype)) for v in self.added]
-        count = len(self.added)
-
-        def one(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
-            number, cut = given
-            same = [x.astype(v.dtype) for x, v in zip(shared, self.shared, strict=True)]
-            found = compute([], [number, *cut, *same])
-            return [total + x.astype(total.dtype) for total, x in zip(carry, found, strict=False)], found[count:]
-
+        one = jax.checkpoint(self.one([_wide(env[v]) for v in self.shared]), prevent_cse=False)
+        zeros = [jnp.zeros(v.shape, _wide_dtype(v.dtype)) for v in self.added]
         numbers = jnp.arange(self.count, dtype=np.int32)
         cut = [self.pieces(env[v], v) for v in self.cut]
-        totals, parts = lax.scan(jax.checkpoint(one, prevent_cse=False), sums, (numbers, cut))
+        totals, parts = lax.scan(one, zeros, (numbers, cut))
         return {
             **{v: x.astype(v.dtype) for v, x in zip(self.added, totals, strict=True)},
             **{v: self.whole(x, v) for v, x in zip(self.joined, parts, strict=True)},
         }
+
+    def one(self, shared: list[Any]) -> Callable[[list[Any], Any], tuple[list[Any], list[Any]]]:
+        """One turn as a function of the sums so far and what is cut, where all read what is shared."""
+        count = len(self.added)
+        compute = lower(self.turn, self.turn.outputs, scopes=own_scopes(self.turn))
+
+        def turn(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
+            number, cut = given
+            same = [_as_before(x, v) for x, v in zip(shared, self.shared, strict=True)]
+            found = compute([], [number, *cut, *same])
+            sums = [total + x.astype(total.dtype) for total, x in zip(carry, found, strict=False)]
+            return sums, found[count:]
+
+        return turn
 
     def pieces(self, x: Any, v: Variable) -> Any:
         """An array as ``[chunks, ...]``."""
@@ -178,5 +190,9 @@ def _wide_dtype(dtype: Any) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    """What all chunks read, so that its gradient is added up without loss."""
-    return x.astype(_wide_dtype(x.dtype))
+    """A value that all chunks read, so that its gradient is added up without loss."""
+    return x if _wide_dtype(x.dtype) == x.dtype else x.astype(_wide_dtype(x.dtype))
+
+
+def _as_before(x: Any, v: Variable) -> Any:
+    return x if x.dtype == v.dtype else x.astype(v.dtype)

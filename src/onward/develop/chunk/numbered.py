@@ -1,7 +1,7 @@
 """Integers that number the rows of an array from 0, as ``jnp.arange`` gives them, on their way to a look-up.
 
-``logits[jnp.arange(rows), labels]`` looks each row up by its number. Such indices are the rows' own; any others
-may ask for rows that are not there.
+``logits[jnp.arange(rows), labels]`` looks each row up by its number. Such indices are the rows' own; any
+others may ask for rows that are not there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from onward.core.program import Op, Variable
 from onward.core.wiring import wiring
 
 Columns = Mapping[int | None, int]
-"""For each column of indices that numbers rows (None: the one that there is) the dimension along which it does."""
+"""For each column of indices that numbers rows (None: the only one) the dimension along which it does."""
 
 Numbered = Mapping[Variable, Columns]
+
+_KEPT = (Moves.REPEATS, Moves.RESHAPES, Moves.KEEPS, Moves.ROUNDS)
 
 
 def operands_of(op: Op) -> list[Variable | None]:
     """What the equation of an op reads; None for a number that is written in it."""
     return [op.inputs[o] if isinstance(o, int) else None for o in op.body.operands]
-
-
-def is_along(index: Variable, dimension: int, length: int) -> bool:
-    """Whether indices number all of so many rows."""
-    return index.shape[dimension] == length
 
 
 def is_numbering(op: Op) -> bool:
@@ -60,8 +57,11 @@ def numbered(ops: Iterable[Op]) -> Numbered:
 
 
 def _asks_for_negative(op: Op, call: Call, found: Numbered) -> bool:
-    values, numbers = operands_of(op), op.body.numbers
-    return call.primitive == "lt" and values[0] in found and numbers[1] is not None and not np.any(numbers[1])
+    """Whether an op asks if the numbers of rows are below 0."""
+    if call.primitive != "lt" or operands_of(op)[0] not in found:
+        return False
+    number = op.body.numbers[1]
+    return number is not None and not np.any(number)
 
 
 def _columns(op: Op, call: Call, found: Numbered, never: set[Variable]) -> Columns:
@@ -69,13 +69,13 @@ def _columns(op: Op, call: Call, found: Numbered, never: set[Variable]) -> Colum
     if is_numbering(op):
         return {None: call.params["dimension"]} if jnp.issubdtype(op.outputs[0].dtype, np.integer) else {}
     values, row = operands_of(op), of(call.primitive)
-    if row.chooses and row.index is not None and values[0] in never and values[1] in found:
-        return found[values[1]]
+    known = [{} if v is None else found.get(v, {}) for v in values]
+    if row.chooses and row.index is not None and values[0] in never:
+        return known[1]
     if row.moves is Moves.JOINS and call.params.get("dimension") == op.outputs[0].ndim - 1:
         return _joined(values, found)
-    kept = (Moves.REPEATS, Moves.RESHAPES, Moves.KEEPS, Moves.ROUNDS)
-    if row.moves in kept and values[0] in found and jnp.issubdtype(op.outputs[0].dtype, np.integer):
-        return _moved(op, call, found[values[0]])
+    if row.moves in _KEPT and known[0] and jnp.issubdtype(op.outputs[0].dtype, np.integer):
+        return _moved(op, call, known[0])
     return {}
 
 

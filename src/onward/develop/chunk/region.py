@@ -1,8 +1,8 @@
 """The ops between the logits and what is left of them, and the product that makes the logits.
 
-Values that hold about as many numbers as the logits are large. The region is the product, every op that reads
-something large which was computed of it, every op between two of these, and what makes their other large
-inputs, such as labels that are written out as one-hot rows.
+A value is large if it holds about as many numbers as the logits. The region is the product, every op that
+reads something large which was computed of it, every op between two of these, and what makes their other
+large inputs, such as labels that are written out as one-hot rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether ops compute row by row, and which dimension of each value counts the rows.
 
-Dimensions that an equation ties together belong to one family (``core/wiring.py``). The family of a dimension
-of the logits is that of the rows: an op that ties the rows of what it reads to those of what it gives computes
-each row of that one alone. Where a sum takes the rows away, what is left is a total, which nothing among the
-ops may read. Everything else mixes rows.
+Dimensions that an equation ties together belong to one family (``core/wiring.py``). The family of a
+dimension of the logits is that of the rows: an op that ties the rows of what it reads to those of what it
+gives computes each row of that one alone. Where a sum takes the rows away, what is left is a total, which
+nothing among the ops may read. Everything else mixes rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Work
 from onward.core.program import Op, Variable
 from onward.core.wiring import Place, wiring
-from onward.develop.chunk.numbered import Numbered, is_along, numbered, operands_of
+from onward.develop.chunk.numbered import Numbered, numbered, operands_of
 
 Dimension = tuple[Variable, int]
 
@@ -135,7 +135,7 @@ def _unfit(op: Op) -> str:
     if op.body.collectives or op.body.has_own_mesh:
         return "speaks of devices"
     if calls[0].inner:
-        return "runs a function of its own"
+        return "runs a function that is not looked into (a loop, jax.checkpoint, a derivative of its own)"
     return ""
 
 
@@ -156,14 +156,16 @@ def _ties(op: Op, found: Numbered) -> Iterator[tuple[Place, Place]]:
 
 
 def _lookups(op: Op, call: Call, found: Numbered) -> Iterator[tuple[Place, tuple[int, int]]]:
-    """The dimensions of a table in which each row is looked up by its number: the column, and its dimension."""
+    """The dimensions of a table looked up by row number, each with the column and the dimension it counts."""
     if of(call.primitive).moves is not Moves.LOOKS_UP:
         return
     numbers = call.params["dimension_numbers"]
     index = operands_of(op)[1]
-    for column, dimension in found.get(index, {}).items() if index is not None else ():
+    if index is None:
+        return
+    for column, dimension in found.get(index, {}).items():
         at = numbers.start_index_map[column or 0]
-        if at in numbers.collapsed_slice_dims and is_along(index, dimension, call.operands[0].shape[at]):
+        if at in numbers.collapsed_slice_dims and index.shape[dimension] == call.operands[0].shape[at]:
             yield (0, at), (column or 0, dimension)
 
 
