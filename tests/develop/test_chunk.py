@@ -222,7 +222,10 @@ NEAR_MISSES = {
     "dropout": (dropped, "draws random numbers"),
     "a debug print": (printed, "has an effect"),
     "logits returned": (returned, "read outside of the loss head and about as large as the logits"),
-    "no product": (lambda p, x, labels, mask: jnp.sum(p["w"]) * x.sum(), "multiplies nothing with a parameter"),
+    "no product": (
+        lambda p, x, labels, mask: jnp.sum(p["w"]) * x.sum(),
+        "multiplies nothing with a parameter",
+    ),
 }
 
 
@@ -238,8 +241,13 @@ def test_a_near_miss_is_refused_by_op_and_line_and_what_to_write(name):
 
 def test_what_else_cannot_be_chunked_is_refused():
     program = ow.trace(of_integers, *numbers("float32"))
-    with pytest.raises(ow.GraphError, match=r"made by tanh at test_chunk.py.*expected the result of a product"):
+    with pytest.raises(
+        ow.GraphError, match=r"made by tanh at test_chunk.py.*expected the result of a product"
+    ):
         ow.chunk(program, where="tanh")
+    wide = ow.partition(minimized(deep_numbers()), {"d": 2}, {"w": (None, "d")}, batch="d")
+    with pytest.raises(ow.GraphError, match="speaks of devices .chunk comes first, then partition"):
+        ow.chunk(wide)
     with pytest.raises(ow.UnknownNameError, match="chunk, where: nothing is named 'logits'"):
         ow.chunk(program, where="logits")
     with pytest.raises(ow.GraphError, match="in 2 chunks already, 'dot_general' among them"):
@@ -287,7 +295,9 @@ def test_the_logits_never_exist_as_a_whole():
     rows, words = 512, 4096
     rng = np.random.default_rng(0)
     w, x = rng.normal(size=(8, words)).astype("float32"), rng.normal(size=(rows, 8)).astype("float32")
-    program = ow.append_backward(ow.trace(lambda w, x, y: of_integers_of(x @ w, y), w, x, np.zeros(rows, int)))
+    program = ow.append_backward(
+        ow.trace(lambda w, x, y: of_integers_of(x @ w, y), w, x, np.zeros(rows, int))
+    )
     logits = rows * words * 4
 
     def temporaries(program):
@@ -328,3 +338,77 @@ def deep_numbers():
     rng = np.random.default_rng(2)
     layers = [rng.normal(size=(WIDTH, WIDTH)).astype("float32") / 4 for _ in range(6)]
     return {"layers": layers, "w": p["w"]}, *data
+
+
+def in_chunks_by(transforms, program):
+    for transform in transforms:
+        program = transform(program)
+    return program
+
+
+def minimized(given):
+    return ow.Momentum(1e-2, 0.9).minimize(network, *given, has_aux=True)
+
+
+def test_it_composes_with_other_transforms_and_trains_as_the_plain_program():
+    given = deep_numbers()
+    params, *data = given
+    batches = [np.stack([a, a]) for a in data]
+    program = minimized(given)
+    cases = {"plain": training(program, params, *batches)}
+    for name, transforms in TRANSFORMS.items():
+        made = in_chunks_by(transforms, program)
+        assert len(ow.graph.chunks_of(made)) == 1, name
+        cases[name] = training(made, params, *batches)
+    found = together(cases)
+    for name in TRANSFORMS:
+        for key, value in found["plain"][0].items():
+            np.testing.assert_allclose(found[name][0][key], value, 1e-5, 1e-6, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [ow.chunk, lambda p: ow.replicate(p, 2)],
+        [ow.chunk, lambda p: ow.partition(p, {"d": 2}, {}, batch="d")],
+    ],
+    ids=["replicate", "partition"],
+)
+def test_on_several_devices_it_gives_what_one_device_does(transforms):
+    params, *data = given = deep_numbers()
+    step = ow.compile(in_chunks_by(transforms, minimized(given)), donate=False)
+    _, out = step(step.init(params), *data)
+    loss, _ = network(params, *data)
+    np.testing.assert_allclose(out.loss, loss, rtol=1e-6)
+
+
+def test_another_batch_and_the_test_program_are_in_chunks_where_they_can_be():
+    params, *data = given = deep_numbers()
+    program = ow.chunk(minimized(given))
+    assert [head.count for head in ow.graph.chunks_of(ow.for_test(program))] == [BATCH]
+    step = ow.compile(program, donate=False)
+    one = [a[:1, :1] for a in data]  # one row
+    _, out = step(step.init(params), *one)
+    np.testing.assert_allclose(out.loss, network(params, *one)[0], rtol=1e-6)
+    assert list(step.init(params)) == list(ow.compile(minimized(given)).init(params))
+
+
+def test_a_gradient_in_bfloat16_is_added_up_in_float32():
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(8, 32)), rng.normal(size=(64, 8))
+    labels = rng.integers(0, 32, 64)
+
+    def loss(w, x, labels):
+        return of_integers_of((x @ w).astype("float32"), labels)
+
+    low = jnp.asarray(w, "bfloat16"), jnp.asarray(x, "bfloat16"), labels
+    cases = {
+        "exact": (jax.grad(loss), *(a.astype("float32") for a in low[:2]), labels),
+        "plain": (jax.grad(loss), *low),
+    }
+    program = ow.append_backward(ow.chunk(ow.trace(loss, *low), 64))
+    run = lower(program, [program.gradients[0][1]])
+    cases["chunk"] = (lambda w, x, labels: run([w], [x, labels])[0], *low)
+    found = {name: np.asarray(value, "float32") for name, value in together(cases).items()}
+    off = {name: np.abs(found[name] - found["exact"]).max() for name in ("plain", "chunk")}
+    assert off["chunk"] < 1.5 * off["plain"]

@@ -133,7 +133,7 @@ def _unfit(op: Op) -> str:
     if any(of(name).draws for name in op.body.primitives):
         return "draws random numbers for all rows at once"
     if op.body.collectives or op.body.has_own_mesh:
-        return "speaks of devices"
+        return "speaks of devices (chunk comes first, then partition)"
     if calls[0].inner:
         return "runs a function that is not looked into (a loop, jax.checkpoint, a derivative of its own)"
     return ""
