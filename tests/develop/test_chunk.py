@@ -114,12 +114,21 @@ def entropy_of_the_mean(p, x, labels, mask):
     return jnp.sum(mean * jnp.log(mean))
 
 
+def rectified(p, x, labels, mask):
+    return of_integers_of(jax.nn.relu(logits(p, x) * mask[..., None]), labels)  # 0 is met: relu has a rule
+
+
+def of_each_word(p, x, labels, mask):
+    return optax.sigmoid_binary_cross_entropy(logits(p, x), jax.nn.one_hot(labels, WORDS)).mean()
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
         *(of_integers, of_one_hot, smoothed, picked_from_log_softmax, by_hand, with_z_loss, masked),
         *(all_at_once, looked_up_by_number, looked_up_by_two_numbers, layer, capped, tied, time_first),
         *(low_then_wide, numbered_rows, spread, entropy_of_the_mean),
+        *(rectified, of_each_word),
     )
 }
 
@@ -246,7 +255,7 @@ def test_what_else_cannot_be_chunked_is_refused():
     ):
         ow.chunk(program, where="tanh")
     wide = ow.partition(minimized(deep_numbers()), {"d": 2}, {"w": (None, "d")}, batch="d")
-    with pytest.raises(ow.GraphError, match="speaks of devices .chunk comes first, then partition"):
+    with pytest.raises(ow.GraphError, match=r"speaks of devices .chunk comes first, then partition"):
         ow.chunk(wide)
     with pytest.raises(ow.UnknownNameError, match="chunk, where: nothing is named 'logits'"):
         ow.chunk(program, where="logits")

@@ -7,7 +7,7 @@ and their gradient. Gradients of what all chunks read, such as the weight, are a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from jax import lax
 
 from onward.core.homes import own_scopes
 from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.by_number import by_number
 from onward.core.jaxprs.shortened import shortened
 from onward.core.jaxprs.tracing import traced
 from onward.core.lower import lower
@@ -87,7 +88,7 @@ class ChunkPlan:
         """An op on the rows of a chunk."""
         inputs = tuple(small[v] for v in op.inputs)
         outputs = tuple(small[v] for v in op.outputs)
-        body = shortened(op.body, [v.aval for v in inputs], [v.shape for v in outputs])
+        body = _shortened(op, inputs, outputs)
         if body is None:
             raise CannotShortenError(op)
         by_number = self.by_number(op, body, small)
@@ -162,6 +163,13 @@ class CannotShortenError(Exception):
     def __init__(self, op: Op) -> None:
         super().__init__(op.type)
         self.op = op
+
+
+def _shortened(op: Op, inputs: Sequence[Variable], outputs: Sequence[Variable]) -> Body | None:
+    """The Body of an op for these in place of its Variables; None if there is none."""
+    if next(op.body.calls).inner:
+        return by_number(op.body, outputs[0].shape)
+    return shortened(op.body, [v.aval for v in inputs], [v.shape for v in outputs])
 
 
 def _numbering(body: Body, rows: int) -> Body:

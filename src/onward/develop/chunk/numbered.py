@@ -26,7 +26,7 @@ _KEPT = (Moves.REPEATS, Moves.RESHAPES, Moves.KEEPS, Moves.ROUNDS)
 
 
 def operands_of(op: Op) -> list[Variable | None]:
-    """What the equation of an op reads; None for a number that is written in it."""
+    """The operands of an op's equation; None for a number that is written in it."""
     return [op.inputs[o] if isinstance(o, int) else None for o in op.body.operands]
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onward.core.jaxprs.body import Call
+from onward.core.jaxprs.by_number import by_number
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Moves, Work
+from onward.core.primitives.traits import Moves, Runs, Work
 from onward.core.program import Op, Variable
 from onward.core.wiring import Place, wiring
 from onward.develop.chunk.numbered import Numbered, numbered, operands_of
@@ -106,7 +107,7 @@ class _Walk:
         return ""
 
     def _without(self, op: Op, call: Call, free: set[Place], made: set[Place]) -> str:
-        """What an op does that takes rows away; empty if it adds them up."""
+        """The way in which an op takes rows away; empty if it adds them up."""
         sums = wiring(call).sums if of(call.primitive).sums else ()
         if not made and free in [set(group) for group in sums]:
             self.totals.update(op.outputs)
@@ -134,15 +135,24 @@ def _unfit(op: Op) -> str:
         return "draws random numbers for all rows at once"
     if op.body.collectives or op.body.has_own_mesh:
         return "speaks of devices (chunk comes first, then partition)"
-    if calls[0].inner:
+    if calls[0].inner and not _is_by_number(op, calls[0]):
         return "runs a function that is not looked into (a loop, jax.checkpoint, a derivative of its own)"
     return ""
+
+
+def _is_by_number(op: Op, call: Call) -> bool:
+    """Whether a function with a derivative of its own looks at each number by itself."""
+    return of(call.primitive).runs is Runs.RULE and by_number(op.body, op.outputs[0].shape) is not None
 
 
 def _ties(op: Op, found: Numbered) -> Iterator[tuple[Place, Place]]:
     """The pairs of dimensions of which one row of the one is computed of that row of the other alone."""
     call = next(op.body.calls)
     row = of(call.primitive)
+    if call.inner:
+        alike = [k for k, t in enumerate(call.operands) if t.shape == op.outputs[0].shape]
+        yield from (((k, i), (len(call.operands), i)) for k in alike for i in range(op.outputs[0].ndim))
+        return
     if row.update or row.work in (Work.WINDOW, Work.WINDOW_CHOICE, Work.WINDOW_SPREAD):
         return
     along = call.params[row.along] if row.along else ()
