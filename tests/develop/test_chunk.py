@@ -332,13 +332,11 @@ def network(p, x, labels, mask):
 
 TRANSFORMS = {
     "chunk": [ow.chunk],
-    "micro-batches, chunk": [lambda p: ow.accumulate(p, 2), ow.chunk],
     "chunk, micro-batches": [ow.chunk, lambda p: ow.accumulate(p, 2)],
     "roll, chunk": [ow.roll, ow.chunk],
     "chunk, roll": [ow.chunk, ow.roll],
     "chunk, recompute": [ow.chunk, lambda p: ow.recompute(p, scopes="*", roll=False)],
-    "guard, chunk": [lambda p: ow.guard(p, "skip"), ow.chunk],
-    "fence, chunk": [ow.fence, ow.chunk],
+    "guard, micro-batches, chunk": [lambda p: ow.guard(p, "skip"), lambda p: ow.accumulate(p, 2), ow.chunk],
 }
 
 

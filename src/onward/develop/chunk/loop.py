@@ -100,7 +100,7 @@ class ChunkPlan:
         """The Body that also reads which chunk it is, if numbers of rows are made or read in an op."""
         at = self.rows.axis.get(op.outputs[0])
         if at is not None and is_numbering(op) and next(op.body.calls).params["dimension"] == at:
-            return _numbering(body, small[op.outputs[0]].shape[at])
+            return _numbering(small[op.outputs[0]], at)
         if op not in self.rows.columns:
             return None
         table, index = operands_of(op)[:2]
@@ -172,9 +172,14 @@ def _shortened(op: Op, inputs: Sequence[Variable], outputs: Sequence[Variable]) 
     return shortened(op.body, [v.aval for v in inputs], [v.shape for v in outputs])
 
 
-def _numbering(body: Body, rows: int) -> Body:
-    """The op that numbers the rows of a chunk as those of the whole."""
-    return body_of(lambda chunk: [x + chunk.astype(x.dtype) * rows for x in body()], _NUMBER)
+def _numbering(v: Variable, at: int) -> Body:
+    """The op that numbers the rows of a chunk as those of the whole, exactly in any dtype."""
+
+    def run(chunk: Any) -> list[Any]:
+        places = lax.broadcasted_iota(np.int32, v.shape, at)
+        return [(places + chunk * v.shape[at]).astype(v.dtype)]
+
+    return body_of(run, _NUMBER)
 
 
 def _looking_up(body: Body, at: int, column: int, rows: int) -> Body:
@@ -194,7 +199,7 @@ _NUMBER = jax.ShapeDtypeStruct((), np.int32)
 
 def _wide_dtype(dtype: Any) -> Any:
     """The dtype in which numbers of this one are added up: float32 at least."""
-    return jnp.promote_types(dtype, np.float32) if jnp.issubdtype(dtype, np.inexact) else dtype
+    return np.dtype(np.float32) if jnp.issubdtype(dtype, np.inexact) and dtype.itemsize < 4 else dtype
 
 
 def _wide(x: Any) -> Any:
