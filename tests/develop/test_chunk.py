@@ -397,7 +397,7 @@ def test_another_batch_and_the_test_program_are_in_chunks_where_they_can_be():
     one = [a[:1, :1] for a in data]  # one row
     _, out = step(step.init(params), *one)
     np.testing.assert_allclose(out.loss, network(params, *one)[0], rtol=1e-6)
-    assert list(step.init(params)) == list(ow.compile(minimized(given)).init(params))
+    assert [v.name for v in program.state] == [v.name for v in minimized(given).state]
 
 
 def test_a_gradient_in_bfloat16_is_added_up_in_float32():

@@ -114,11 +114,13 @@ def chunk(
     recipe = recipe_of(program, "with its loss head in chunks", "Write the loop yourself, with jax.lax.map")
     forward = forward_of(program, recipe)
     names = tuple(v.name for v in _logits(forward, tuple(listed(where))))
-    for name in names:
-        in_chunks(forward, forward[name], chunks, memory)
     step = Applied(chunked, (chunks, memory, names), {}, Phase.FORWARD)
+    result = step(forward)
+    if len(chunks_of(result)) < len(chunks_of(forward)) + len(names):
+        for name in names:  # one of them says why not
+            in_chunks(forward, forward[name], chunks, memory)
     grown = recipe.including(step)
-    return resumed(step(forward), grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
+    return resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
 
 
 def chunks_of(program: Program) -> tuple[Chunked, ...]:
