@@ -26,9 +26,9 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Program, Variable
 from onward.core.steps import Equation
+from onward.core.wiring import wiring
 from onward.core.words import Kind, Pass
 from onward.develop.recompute.measure import results
-from onward.distribute.layout.wiring import wiring
 
 Dimension = tuple[Variable, int]
 

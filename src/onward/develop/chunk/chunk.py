@@ -1,0 +1,187 @@
+"""The loss head in chunks of rows: the logits of a large vocabulary never exist as a whole.
+
+    chunk(optimizer.minimize(loss, params, tokens, labels), 8)
+
+No spelling is looked for. What is computed of the logits is followed until it is small, and if that computes
+each row by itself, it becomes one op: a loop over chunks of rows, whose turns the backward pass runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from onward.core.check import expect_program
+from onward.core.errors import GraphError
+from onward.core.program import Applied, Phase, Program, Variable
+from onward.core.recipe import recipe_of, resumed, whole_types
+from onward.core.show import human_bytes, nbytes
+from onward.core.structure import expect_count
+from onward.core.transform import transform
+from onward.core.walk import Where, listed, select
+from onward.develop.chunk.head import FewRowsError, in_chunks
+from onward.develop.chunk.loop import ChunkPlan, Chunks
+from onward.develop.chunk.region import heads
+from onward.develop.roll.forward import forward_of
+
+_NO_HEAD = (
+    "chunk: {name!r} multiplies nothing with a parameter on the way to its loss, so it has no logits to cut. "
+    "Expected a product such as hidden @ w; leave chunk away, or name the logits: where='name'."
+)
+
+_TWICE = (
+    "chunk: the loss head of {name!r} is in {count} chunks already, {logits!r} among them. Call chunk once, "
+    "with the number that is meant; another head is named: where='name'."
+)
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A loss head in chunks.
+
+    Attributes:
+        logits: the name of what the product makes.
+        type: its dtype and shape.
+        source: the user's line of the product; empty if unknown.
+        count: how many chunks.
+        ops: how many ops became one.
+        before: the bytes of the logits.
+    """
+
+    logits: str
+    type: str
+    source: str
+    count: int
+    ops: int
+    before: int
+
+    @property
+    def after(self) -> int:
+        """The bytes of the logits of one chunk."""
+        return self.before // self.count
+
+    def __str__(self) -> str:
+        at = f" at {self.source}" if self.source else ""
+        return (
+            f"{self.logits}{at}, {self.type}, and what follows it, {self.ops} ops, in {self.count} chunks: "
+            f"{human_bytes(self.after)} of logits in place of {human_bytes(self.before)}"
+        )
+
+
+def chunk(
+    program: Program, chunks: int = 8, *, memory: int | None = None, where: Where | Iterable[Where] = ()
+) -> Program:
+    """The Program whose loss head is computed in chunks of rows, so that its logits never exist as a whole.
+
+    The head is found by what it computes, in any spelling: from the last product with a parameter to what is
+    left of each row. It becomes one op, a loop over chunks, which the backward pass runs again chunk by
+    chunk: that costs the product once more, and takes the memory of the logits of one chunk. Values and
+    gradients are the same, up to the order of sums. What is computed of single rows may leave the head, such
+    as the loss or the prediction of each; what mixes rows before that is refused. Rows are cut along the
+    first dimension of the logits that allows it, such as the batch, or the time where the batch is too short.
+
+    It pays with a large vocabulary. With a small one the chunks cost time and save little, so that no other
+    transform and no option of ``compile`` does it.
+
+    Args:
+        program: a Program that was traced, at any stage, replicated or not.
+        chunks: how many at least; as few more as divide the rows, or one for each row.
+        memory: in place of that the bytes that the logits of one chunk may take.
+        where: the logits, by name, pattern or Variable, if they are not those of the last product.
+
+    Raises:
+        ArgumentError: a number of chunks or bytes that is none.
+        GraphError: there is no such product, its head is in chunks already, or the rows of its result cannot
+            be computed apart: it names the op that mixes them.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+        UnknownNameError: ``where`` names nothing.
+
+    Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024, for the recomputation.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> def loss(w, x, labels):
+        ...     log_p = jax.nn.log_softmax(x @ w)
+        ...     return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], axis=1))
+        >>> program = ow.trace(loss, jnp.ones((4, 90)), jnp.ones((16, 4)), jnp.zeros(16, int))
+        >>> [op.type for op in chunk(program, 4).ops][-4:]
+        ['chunk', 'reduce_sum', 'div', 'neg']
+    """
+    expect_program(program, "chunk")
+    expect_count(chunks, "chunk: chunks", of="how many chunks")
+    if memory is not None:
+        expect_count(memory, "chunk: memory", of="how many bytes")
+    recipe = recipe_of(program, "with its loss head in chunks", "Write the loop yourself, with jax.lax.map")
+    forward = forward_of(program, recipe)
+    names = tuple(v.name for v in _logits(forward, tuple(listed(where))))
+    step = Applied(chunked, (chunks, memory, names), {}, Phase.FORWARD)
+    result = step(forward)
+    if len(chunks_of(result)) < len(chunks_of(forward)) + len(names):
+        for name in names:  # one of them says why not
+            in_chunks(forward, forward[name], chunks, memory)
+    grown = recipe.including(step)
+    return resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
+
+
+def chunks_of(program: Program) -> tuple[Chunked, ...]:
+    """List the loss heads of a Program that are computed in chunks; see ``chunk``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> def loss(w, x):
+        ...     return jnp.mean(jax.nn.logsumexp(x @ w, axis=1))
+        >>> program = ow.trace(loss, jnp.ones((4, 1024)), jnp.ones((16, 4)))
+        >>> head = ow.graph.chunks_of(ow.chunk(program, 4))[0]
+        >>> head.count, head.before, head.after
+        (4, 65536, 16384)
+    """
+    expect_program(program, "chunks_of")
+    found: list[Chunked] = []
+    for op in program.ops:
+        body = op.primal or op.body
+        if isinstance(body, Chunks):
+            found.append(_told(body.plan))
+        for inner in op.subprograms.values():
+            found.extend(chunks_of(inner))
+    return tuple(found)
+
+
+@transform(phase=Phase.FORWARD)
+def chunked(program: Program, chunks: int, memory: int | None, names: Sequence[str]) -> Program:
+    """A forward Program with these heads in chunks; what is not there, or has one row, stays as it is."""
+    for name in names:
+        if name in program.variables:
+            program = _where_possible(program, name, chunks, memory)
+    return program
+
+
+def _where_possible(program: Program, name: str, chunks: int, memory: int | None) -> Program:
+    """The Program with one more head in chunks; a batch of one row, or a test Program, may do without."""
+    try:
+        return in_chunks(program, program[name], chunks, memory)
+    except FewRowsError:
+        return program
+    except GraphError:
+        if program.recipe is not None and not program.recipe.origin.training:
+            return program
+        raise
+
+
+def _logits(program: Program, where: tuple[Where, ...]) -> tuple[Variable, ...]:
+    """The logits of the heads that are meant."""
+    if where:
+        return select(tuple(v for op in program.ops for v in op.outputs), where, "chunk, where")
+    if before := chunks_of(program):
+        raise GraphError(_TWICE.format(name=program.name, logits=before[0].logits, count=before[0].count))
+    found = heads(program)
+    if not found:
+        raise GraphError(_NO_HEAD.format(name=program.name))
+    return (found[-1],)
+
+
+def _told(plan: ChunkPlan) -> Chunked:
+    """A plan for people."""
+    region = plan.region
+    logits, source = region.logits, region.product.source
+    at = str(source) if source is not None and source.file else ""
+    return Chunked(logits.name, logits.type, at, plan.count, len(region.ops), nbytes(logits))

@@ -1,0 +1,150 @@
+"""The rows and the number of chunks of one loss head, and the Program with that head as one op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil, gcd
+
+from onward.core.errors import GraphError
+from onward.core.program import Op, Program, Variable
+from onward.core.show import human_bytes, nbytes
+from onward.core.walk import producers
+from onward.develop.chunk.loop import CannotShortenError, ChunkPlan
+from onward.develop.chunk.region import Region, region_of
+from onward.develop.chunk.rows import Mixes, Rows, rows_of
+
+_MIXED = (
+    "chunk: {name}: the rows of {logits!r} ({type}){at} cannot be computed apart: {op}{line}, {types}, {why}."
+    " Expected operations on one row each, from the product to a number for each row or a sum over all. Do "
+    "what needs all rows on numbers that are there for each row, behind the head, or leave chunk away."
+)
+_LARGE = (
+    "chunk: {name}: {results} {is_are} read outside of the loss head and about as large as the logits "
+    "{logits!r} ({type}){at}, so that nothing is gained by chunks. Expected a few numbers for each row: "
+    "return what is computed of them, such as jnp.argmax(logits, -1), or leave chunk away."
+)
+_FEW = (
+    "chunk: {name}: {logits!r} ({type}){at} cannot be cut: no number divides the lengths that count its "
+    "rows. Expected a batch, or a sequence, of several rows; leave chunk away for one."
+)
+_TOO_LARGE = (
+    "chunk: {name}: {logits!r} ({type}){at} in {count} chunks takes {least} for each, and cannot be cut "
+    "further; memory is {memory}. Write memory={bytes}, or flatten batch and time of the logits before the "
+    "loss."
+)
+_NO_PRODUCT = (
+    "chunk: {name}: {logits!r} ({type}) is {what}; expected the result of a product, such as hidden @ w. "
+    "Leave where away to let it be found."
+)
+
+
+class FewRowsError(GraphError):
+    """Logits whose rows cannot be cut."""
+
+
+def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | None) -> Program:
+    """The forward Program with the head that begins with these logits as one op.
+
+    Raises:
+        FewRowsError: there is only one row, or nothing divides them.
+        GraphError: the rows cannot be computed apart.
+    """
+    _expect_product(program, logits)
+    region = region_of(program, logits)
+    _expect_gain(program, region)
+    plan = _plan(program, region, chunks if memory is None else ceil(nbytes(logits) / memory))
+    if memory is not None and nbytes(logits) > memory * plan.count:
+        raise _too_large(program, region, plan.count, memory)
+    try:
+        op = plan.op()
+    except CannotShortenError as error:
+        raise _mixed(program, region, Mixes(error.op, "cannot be computed for some of the rows")) from error
+    return _with_op(program, region, op)
+
+
+def _with_op(program: Program, region: Region, op: Op) -> Program:
+    """The Program with an op in place of a region, as soon as all that it reads is there."""
+    rest = [other for other in program.ops if other not in region.gone]
+    missing = {v for other in rest for v in other.outputs}.intersection(op.inputs)
+    ops: list[Op] = []
+    held: list[Op] = []  # what waits for the results
+    late = set(op.outputs)
+    for other in rest:
+        if missing and not late.isdisjoint(other.inputs):
+            held.append(other)
+            late.update(other.outputs)
+            continue
+        if not missing and op not in ops:
+            ops += [op, *held]
+        ops.append(other)
+        missing.difference_update(other.outputs)
+    return replace(program, ops=tuple(ops if op in ops else [*ops, op, *held]))
+
+
+def _plan(program: Program, region: Region, chunks: int) -> ChunkPlan:
+    """The first dimension of the logits that gives as many chunks, or else the one that gives the most."""
+    plans: list[ChunkPlan] = []
+    mixes: list[Mixes] = []
+    for axis in range(region.logits.ndim):
+        rows = rows_of(region.ops, region.logits, axis)
+        if isinstance(rows, Mixes):
+            mixes.append(rows)
+        elif (count := _count(rows, chunks)) > 1 or chunks == 1:
+            plans.append(ChunkPlan(region, rows, count))
+    if not plans:
+        if len(mixes) == region.logits.ndim:
+            raise _mixed(program, region, mixes[0])
+        raise FewRowsError(_FEW.format(**_facts(program, region)))
+    enough = (plan for plan in plans if plan.count >= chunks)
+    return next(enough, max(plans, key=lambda plan: plan.count))
+
+
+def _count(rows: Rows, chunks: int) -> int:
+    """The least number of chunks, at least so many, that divides all lengths; the largest if none is."""
+    length = gcd(*(v.shape[axis] for v, axis in rows.axis.items()))
+    return min((n for n in _divisors(length) if n >= chunks), default=length)
+
+
+def _divisors(length: int) -> Iterator[int]:
+    return (n for n in range(1, length + 1) if length % n == 0)
+
+
+def _expect_product(program: Program, logits: Variable) -> None:
+    maker = producers(program).get(logits)
+    if maker is None or not maker.primitive.is_product:
+        what = "not computed by any op" if maker is None else f"made by {maker.type}{maker.at}"
+        told = {"logits": logits.name, "type": logits.type, "what": what}
+        raise GraphError(_NO_PRODUCT.format(name=program.name, **told))
+
+
+def _expect_gain(program: Program, region: Region) -> None:
+    """Raise ``GraphError`` if what leaves the head is about as large as the logits."""
+    if not region.saves:
+        large = sorted(region.results, key=lambda v: -v.size)
+        names = ", ".join(repr(v.name) for v in large[:3])
+        verb = "is" if len(large) == 1 else "are"
+        raise GraphError(_LARGE.format(**_facts(program, region), results=names, is_are=verb))
+
+
+def _too_large(program: Program, region: Region, count: int, memory: int) -> GraphError:
+    least = nbytes(region.logits) // count
+    told = {
+        "least": human_bytes(least),
+        "memory": human_bytes(memory),
+        "bytes": str(least),
+        "count": str(count),
+    }
+    return GraphError(_TOO_LARGE.format(**_facts(program, region), **told))
+
+
+def _mixed(program: Program, region: Region, mixes: Mixes) -> GraphError:
+    op = mixes.op
+    types = f"({', '.join(v.type for v in op.inputs)}) -> {', '.join(v.type for v in op.outputs)}"
+    told = {"op": op.type, "line": op.at, "types": types, "why": mixes.why}
+    return GraphError(_MIXED.format(**_facts(program, region), **told))
+
+
+def _facts(program: Program, region: Region) -> dict[str, str]:
+    logits = region.logits
+    return {"name": program.name, "logits": logits.name, "type": logits.type, "at": region.product.at}

@@ -1,0 +1,147 @@
+"""The ops between the logits and what is left of them, and the product that makes the logits.
+
+A value is large if it holds about as many numbers as the logits. The region is the product, every op that
+reads something large which was computed of it, every op between two of these, and what makes their other
+large inputs, such as labels that are written out as one-hot rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from onward.core.primitives.traits import Moves
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import ancestors, consumers, descendants, producers
+from onward.develop.chunk.numbered import is_numbering
+
+_LARGE = 4  # what is computed of each row is small if the row of the logits is longer than this
+
+
+@dataclass(frozen=True)
+class Region:
+    """The ops from a product to what is left of it.
+
+    Attributes:
+        logits: what the product makes.
+        ops: those of the region, in order.
+        inputs: what they read from outside.
+        results: what is read of them outside.
+        gone: those of the ops that nothing outside needs any more.
+    """
+
+    logits: Variable
+    ops: tuple[Op, ...]
+    inputs: tuple[Variable, ...]
+    results: tuple[Variable, ...]
+    gone: frozenset[Op]
+
+    @property
+    def product(self) -> Op:
+        """The op that makes the logits."""
+        return next(op for op in self.ops if self.logits in op.outputs)
+
+    @property
+    def saves(self) -> bool:
+        """Whether less leaves the region than the logits hold."""
+        return sum(v.size for v in self.results) * _LARGE <= self.logits.size
+
+
+def heads(program: Program) -> list[Variable]:
+    """The results of products with parameters that no other such product comes after, the largest last.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> def loss(params, x):
+    ...     return jnp.mean(jnp.tanh(x @ params[0]) @ params[1])
+    >>> program = ow.trace(loss, [jnp.ones((3, 9)), jnp.ones((9, 5))], jnp.ones((4, 3)))
+    >>> heads(program)
+    [Variable('dot_general_1', float32[4,5], activation)]
+    """
+    of_data = descendants(program, program.inputs) if program.inputs else set(program.variables.values())
+    read = ancestors(program, program.outputs if program.loss is None else [program.loss])
+    products = [
+        op.outputs[0]
+        for op in program.ops
+        if op.primitive.is_product and op.outputs[0] in read and op.outputs[0].is_float
+        if sum(v in of_data for v in op.inputs) == 1 and len(op.inputs) == 2
+    ]
+    earlier = {v for p in products for v in ancestors(program, [p]) if v is not p}
+    return sorted((p for p in products if p not in earlier), key=lambda v: v.size)
+
+
+def region_of(program: Program, logits: Variable) -> Region:
+    """The region that begins with the product of these logits."""
+    core = _between(program, _readers(program, logits))
+    product = producers(program)[logits]
+    ops = _grown(program, core, ancestors(program, product.inputs), logits)
+    inside = [op for op in program.ops if op in ops]
+    made = {v for op in inside for v in op.outputs}
+    of_core = [v for op in inside if op in core for v in op.outputs]
+    read = _read_outside(program, ops)
+    inputs = dict.fromkeys(v for op in inside for v in op.inputs if v not in made)
+    gone = frozenset(op for op in inside if op in core or read.isdisjoint(op.outputs))
+    return Region(logits, tuple(inside), tuple(inputs), tuple(v for v in of_core if v in read), gone)
+
+
+def _readers(program: Program, logits: Variable) -> set[Op]:
+    """The product, and the ops that read something large that is computed of the logits."""
+    reached = descendants(program, [logits])
+    large = {v for v in reached if v.size * _LARGE > logits.size}
+    return {op for op in program.ops if logits in op.outputs or not large.isdisjoint(op.inputs)}
+
+
+def _between(program: Program, ops: Collection[Op]) -> set[Op]:
+    """These ops, and those that stand between any two of them."""
+    after = descendants(program, [v for op in ops for v in op.outputs])
+    before = ancestors(program, [v for op in ops for v in op.inputs])
+    return {
+        op
+        for op in program.ops
+        if op in ops or not (after.isdisjoint(op.inputs) or before.isdisjoint(op.outputs))
+    }
+
+
+def _grown(program: Program, core: set[Op], apart: set[Variable], logits: Variable) -> set[Op]:
+    """The ops with those that make their large inputs, or number rows.
+
+    ``apart`` is what the logits are computed of: it is there already.
+    """
+    ops, makers, readers = set(core), producers(program), consumers(program)
+    counting = _counting(program)
+    waiting = [v for op in program.ops if op in core for v in op.inputs]
+    while waiting:
+        v = waiting.pop()
+        maker = makers.get(v)
+        if maker is None or maker in ops or v in apart:
+            continue
+        if maker.primitive.is_product and not all(op in ops for op in readers[v]):
+            continue
+        if v.size * 2 >= logits.size or v in counting:
+            ops.add(maker)
+            apart = apart | ancestors(program, maker.inputs) if maker.primitive.is_product else apart
+            waiting.extend(maker.inputs)
+    return ops
+
+
+def _counting(program: Program) -> set[Variable]:
+    """The integers that are computed of numbers counted from 0, place by place."""
+    found: set[Variable] = set()
+    for op in program.ops:
+        moved = op.primitive.is_elementwise or op.primitive.moves not in (None, Moves.LOOKS_UP)
+        counts = moved and not found.isdisjoint(op.inputs)
+        if (counts or is_numbering(op)) and not any(v.is_float for v in op.outputs):
+            found.update(op.outputs)
+    return found
+
+
+def _read_outside(program: Program, ops: Collection[Op]) -> set[Variable]:
+    """The Variables that something other than these ops needs."""
+    return set(_needed(program, (op for op in program.ops if op not in ops)))
+
+
+def _needed(program: Program, others: Iterable[Op]) -> Iterator[Variable]:
+    yield from program.outputs
+    yield from program.next_state.values()
+    yield from () if program.loss is None else (program.loss,)
+    for op in others:
+        yield from op.inputs
