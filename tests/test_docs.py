@@ -47,7 +47,7 @@ def named(page):
 
 @pytest.fixture
 def trainers_and_servers_in_threads(monkeypatch):
-    """Of the processes that pages start without an engine of their own; ``tests/fleet`` starts them on Ray."""
+    """What pages start without an engine of their own; ``tests/fleet`` starts processes, on Ray."""
     monkeypatch.setattr(importlib.import_module("onward.fleet.train"), "Engine", lambda *where: Threads())
     yield
     release()
