@@ -60,7 +60,7 @@ def trained(optimizer, params, reader, epochs):
     step, losses = ow.compile(program), []
     state = step.init(params)
     for _ in range(epochs):
-        state, outs = step.run(state, reader, steps=5)
+        state, outs = step.run(state, reader)
         losses.extend(outs.loss)
     return state.parameters, np.array(losses)
 
