@@ -140,7 +140,8 @@ def letters():
     rate = optax.warmup_cosine_decay_schedule(0.0, 6e-3, steps // 20, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
     batches = [tuple(batch.values()) for _, batch in zip(range(steps), reader, strict=False)]
-    return module.loss, module.initial(len(known), arguments["width"], arguments["layers"]), optimizer, batches
+    params = module.initial(len(known), arguments["width"], arguments["layers"])
+    return module.loss, params, optimizer, batches
 
 
 IN_JAX = {"gnn": graph_network, "pinn": physics, "small_gpt": letters}
