@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 import onward as ow
@@ -95,7 +96,8 @@ def _one_by_one(case: Case, rate: float) -> Side:
             state, value = jitted(state, piece)
         return state, value
 
-    return Side(cycle, state, tuple(zip(*map(list, _cut(case.model)), strict=True)))
+    pieces = ([jnp.asarray(piece) for piece in np.asarray(x)] for x in _cut(case.model))
+    return Side(cycle, state, tuple(zip(*pieces, strict=True)))
 
 
 def _in_a_scan(case: Case, rate: float) -> Side:
@@ -145,7 +147,7 @@ def _multi_steps(model: Model, rate: float) -> tuple[Callable[..., tuple[Any, Ar
 
 def _cut(model: Model) -> tuple[Array, ...]:
     """The data as ``[steps, rows, ...]``."""
-    return tuple(x.reshape(STEPS, -1, *x.shape[1:]) for x in model.data)
+    return tuple(jnp.asarray(np.reshape(x, (STEPS, -1, *x.shape[1:]))) for x in model.data)
 
 
 PEERS: list[tuple[str, Peer, float]] = [

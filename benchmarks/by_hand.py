@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import onward as ow
@@ -46,5 +47,6 @@ def check_agreement(case: Case, ours: Side, peer: Side, steps: int = 3) -> None:
     found, expected = (jax.tree.leaves(p) for p in (ours.state.parameters, peer.state[0]))
     before = jax.tree.leaves(case.model.params)
     for a, b, start in zip(found, expected, before, strict=True):
-        apart, moved = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (a - b, b - start))
+        a, b, start = map(np.asarray, (a, b, start))
+        apart, moved = (float(np.linalg.norm(np.ravel(x))) for x in (a - b, b - start))
         assert apart <= 1e-3 * moved > 0, f"{case.name}: moved by {moved}, and {apart} apart"

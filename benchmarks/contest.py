@@ -46,7 +46,8 @@ def contest(
     rivals = {side: (against or {}).get(side, REFERENCE) for side in sides}
     with ExitStack() as stack:
         running, failed = _start(work, dict.fromkeys((REFERENCE, *rivals.values(), *sides)), quick, stack)
-        bytes_of = {name: side.temporary() for name, side in running.items()} if memory else {}
+        shown = {*rivals, *rivals.values()} if memory else set()
+        bytes_of = {name: side.temporary() for name, side in running.items() if name in shown}
         measures = {name: _measure(name, side, failed, quick) for name, side in running.items()}
         in_turn(measures, 1 if quick else 2)  # to warm up, and to see how many steps make a round
         times = in_turn(measures, rounds or (2 if quick else 20), _BUDGET)

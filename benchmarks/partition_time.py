@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -109,7 +110,7 @@ def _split(params: Any, mesh: Mesh, leading: int = 0) -> Any:
 
 
 def _stacked(layers: list[Any]) -> Any:
-    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *layers)
 
 
 def check_agreement(ours: Side, peer: Side, steps: int = 3) -> None:
@@ -119,5 +120,6 @@ def check_agreement(ours: Side, peer: Side, steps: int = 3) -> None:
     found = ours.state.parameters
     found = {**found, "layers": _stacked(found["layers"])}
     for a, b in zip(*map(jax.tree.leaves, (found, peer.state[0])), strict=True):
-        apart, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (a - b, b))
+        a, b = np.asarray(a), np.asarray(b)
+        apart, size = (float(np.linalg.norm(np.ravel(x))) for x in (a - b, b))
         assert apart <= 1e-3 * size, f"parameters of size {size} are {apart} apart"

@@ -66,7 +66,7 @@ WORKLOADS = {
             "Adam",
             1e-6,
             {"layers": 100, "width": 32, "batch": 32},
-            {"layers": 4, "width": 8, "batch": 64},
+            {"layers": 3, "width": 8, "batch": 64},
         ),
         Workload(
             "100-layer MLP, batch 1",

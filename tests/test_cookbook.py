@@ -66,7 +66,7 @@ SMALL = {
     "pinn": ({"adam_steps": 150, "lbfgs_steps": 40, "hidden": (16,)}, lambda r: r["error"] < 0.05),
     "ppo": ({"rounds": 5}, lambda r: r["upright"][-1] > 2 * r["upright"][0]),
     "small_gpt": (
-        {"width": 32, "layers": 2, "steps": 40, "size": 8, "count": 5},
+        {"width": 32, "layers": 1, "steps": 40, "size": 8, "count": 5},
         lambda r: fell(r["losses"], 0.85, 5) and r["tested"] < 5.3,
     ),
 }  # the arguments, and what shows that it learned
@@ -140,7 +140,8 @@ def letters():
     rate = optax.warmup_cosine_decay_schedule(0.0, 6e-3, steps // 20, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
     batches = [tuple(batch.values()) for _, batch in zip(range(steps), reader, strict=False)]
-    return module.loss, module.initial(len(known), 32, 2), optimizer, batches
+    params = module.initial(len(known), arguments["width"], arguments["layers"])
+    return module.loss, params, optimizer, batches
 
 
 IN_JAX = {"gnn": graph_network, "pinn": physics, "small_gpt": letters}

@@ -1,6 +1,7 @@
 """The documentation: code runs and prints what it shows, commands exist, the reference is complete."""
 
 import ast
+import importlib
 import importlib.util
 import re
 import shutil
@@ -18,6 +19,7 @@ import nbformat
 import pytest
 import yaml
 from benchmarks import __main__ as every_benchmark
+from tests.fleet.hosting import Threads, release
 
 import onward as ow
 from onward.core.whereabouts import public_paths
@@ -43,6 +45,15 @@ def named(page):
     return str(page.relative_to(DOCS).with_suffix(""))
 
 
+@pytest.fixture
+def trainers_and_servers_in_threads(monkeypatch):
+    """What pages start without an engine of their own; ``tests/fleet`` starts processes, on Ray."""
+    monkeypatch.setattr(importlib.import_module("onward.fleet.train"), "Engine", lambda *where: Threads())
+    yield
+    release()
+
+
+@pytest.mark.usefixtures("trainers_and_servers_in_threads")
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_code_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

@@ -326,10 +326,10 @@ TRAINED = {
     "linen-variables": ["nesterov"],
     "linen-dropout": ["sgd"],
     "linen-batch-stats": ["momentum"],
-    "nnx-params": ["adam", "momentum"],
-    "nnx-rest": ["sgd", "nesterov"],
-    "haiku": ["nesterov", "sgd"],
-    "haiku-state": ["adam", "momentum"],
+    "nnx-params": ["adam", "momentum", "nesterov"],
+    "nnx-rest": ["sgd"],
+    "haiku": ["nesterov", "sgd", "momentum"],
+    "haiku-state": ["adam"],
 }
 PAIRS = [(case, optimizer) for case, chosen in TRAINED.items() for optimizer in chosen]
 

@@ -6,12 +6,13 @@ Ray's is pickled as Ray does. That they run on Ray is tested in ``tests/fleet``.
 
 import copyreg
 import json
+from functools import partial
 
 import pytest
 
 pytest.importorskip("ray")
 
-from benchmarks import parameter_server
+from benchmarks import models, parameter_server
 from benchmarks.parameter_server import main
 from ray import cloudpickle
 from tests.fleet.hosting import ThreadLink, Threads, release
@@ -42,12 +43,18 @@ def by_number(link):
     return there, (id(link.engine), link.number)
 
 
+def transformer_without_layers(transformer, **sizes):
+    """Words, places, and what tells the next word: all of what travels is of these kinds."""
+    return transformer(**{**sizes, "layers": 0})
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("benchmark") / "r.json"
     with Engine(memory=300 * 2**20), pytest.MonkeyPatch.context() as patch:
         patch.setattr(parameter_server, "Engine", Pickled)
         patch.setitem(copyreg.dispatch_table, ThreadLink, by_number)
+        patch.setattr(models, "transformer", partial(transformer_without_layers, models.transformer))
         results = main(["--quick", "--rounds", "1", "--json", str(path)])
     release()
     ENGINES.clear()

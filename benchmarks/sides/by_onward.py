@@ -123,6 +123,6 @@ def _running(program: ow.Program, model: Model, **options: Any) -> Running:
         return out.loss
 
     def temporary() -> int:
-        return by_optax.temporary_bytes(jax.jit(step.function, donate_argnums=0), state, model)
+        return int(step.executable(state, *model.data).memory.temp_size_in_bytes)
 
     return Running(advance, temporary=temporary)

@@ -69,7 +69,7 @@ def main(steps=200):
     params = initial()
     optimizer = ow.Adam(1e-2, rules=[ow.L2(5e-4)])
     step = ow.compile(optimizer.minimize(loss, params, edges, sides))
-    state, outs = step.run(step.init(params), [(edges, sides)] * steps, steps=20)
+    state, outs = step.run(step.init(params), [(edges, sides)] * steps)
 
     guesses = np.asarray(jax.jit(logits)(state.parameters, edges)).argmax(1)
     unknown = np.setdiff1d(np.arange(34), [INSTRUCTOR, PRESIDENT])

@@ -49,7 +49,7 @@ def trained(program, params, reader, epochs):
     step, losses = ow.compile(program), []
     state = step.init(params)
     for _ in range(epochs):
-        state, outs = step.run(state, reader, steps=5)
+        state, outs = step.run(state, reader)
         losses.extend(outs.loss)
     return state, np.array(losses)
 

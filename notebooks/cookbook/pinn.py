@@ -71,7 +71,7 @@ def points(rng, count):
 def trained(optimizer, params, data, steps):
     """The parameters after so many steps, and the losses."""
     step = ow.compile(optimizer.minimize(loss, params, *data))
-    state, outs = step.run(step.init(params), [data] * steps, steps=10)
+    state, outs = step.run(step.init(params), [data] * steps)
     return state.parameters, outs.loss
 
 
