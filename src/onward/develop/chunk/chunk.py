@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from warnings import warn
 
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
 from onward.core.program import Applied, Phase, Program, Variable
 from onward.core.recipe import recipe_of, resumed, whole_types
 from onward.core.show import human_bytes, nbytes
+from onward.core.source import user_level
 from onward.core.structure import expect_count
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, select
@@ -32,6 +34,11 @@ _NO_HEAD = (
 _TWICE = (
     "chunk: the loss head of {name!r} is in {count} chunks already, {logits!r} among them. Call chunk once, "
     "with the number that is meant; another head is named: where='name'."
+)
+
+_MANY = (
+    "chunk: {name}: {logits!r} is in {count} chunks, where {chunks} were asked for: no number between divides "
+    "its rows, and such a loop is slow. Take a batch, or a length, of more divisors."
 )
 
 
@@ -85,7 +92,7 @@ def chunk(
 
     Args:
         program: a Program that was traced, at any stage, replicated or not.
-        chunks: how many at least; as few more as divide the rows, or one for each row.
+        chunks: how many at least; as few more as divide the rows of some dimension, or one for each row.
         memory: in place of that the bytes that the logits of one chunk may take.
         where: the logits, by name, pattern or Variable, if they are not those of the last product.
 
@@ -95,6 +102,9 @@ def chunk(
             be computed apart: it names the op that mixes them.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``where`` names nothing.
+
+    Warns:
+        UserWarning: the rows divide only into more than four times as many chunks.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024, for the recomputation.
 
@@ -119,6 +129,8 @@ def chunk(
     if len(chunks_of(result)) < len(chunks_of(forward)) + len(names):
         for name in names:  # one of them says why not
             in_chunks(forward, forward[name], chunks, memory)
+    if memory is None:
+        _warn_of_many(program.name, chunks_of(result), chunks)
     grown = recipe.including(step)
     return resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
 
@@ -165,6 +177,14 @@ def _where_possible(program: Program, name: str, chunks: int, memory: int | None
         if program.recipe is not None and not program.recipe.origin.training:
             return program
         raise
+
+
+def _warn_of_many(name: str, heads: Iterable[Chunked], chunks: int) -> None:
+    """Warn of a head in many more chunks than were asked for."""
+    for head in heads:
+        if head.count > 4 * chunks:
+            told = _MANY.format(name=name, logits=head.logits, count=head.count, chunks=chunks)
+            warn(told, stacklevel=user_level())
 
 
 def _logits(program: Program, where: tuple[Where, ...]) -> tuple[Variable, ...]:

@@ -50,7 +50,7 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
         FewRowsError: there is only one row, or nothing divides them.
         GraphError: the rows cannot be computed apart.
     """
-    _expect_product(program, logits)
+    logits = _product(program, logits)
     region = region_of(program, logits)
     _expect_gain(program, region)
     plan = _plan(program, region, chunks if memory is None else ceil(nbytes(logits) / memory))
@@ -83,7 +83,7 @@ def _with_op(program: Program, region: Region, op: Op) -> Program:
 
 
 def _plan(program: Program, region: Region, chunks: int) -> ChunkPlan:
-    """The first dimension of the logits that gives as many chunks, or else the one that gives the most."""
+    """The dimension of the logits that gives as many chunks and the fewest more, or else the most."""
     plans: list[ChunkPlan] = []
     mixes: list[Mixes] = []
     for axis in range(region.logits.ndim):
@@ -96,8 +96,12 @@ def _plan(program: Program, region: Region, chunks: int) -> ChunkPlan:
         if len(mixes) == region.logits.ndim:
             raise _mixed(program, region, mixes[0])
         raise FewRowsError(_FEW.format(**_facts(program, region)))
-    enough = (plan for plan in plans if plan.count >= chunks)
-    return next(enough, max(plans, key=lambda plan: plan.count))
+    enough = [plan for plan in plans if plan.count >= chunks]
+    return min(enough, key=_by_count) if enough else max(plans, key=_by_count)
+
+
+def _by_count(plan: ChunkPlan) -> int:
+    return plan.count
 
 
 def _count(rows: Rows, chunks: int) -> int:
@@ -110,12 +114,25 @@ def _divisors(length: int) -> Iterator[int]:
     return (n for n in range(1, length + 1) if length % n == 0)
 
 
-def _expect_product(program: Program, logits: Variable) -> None:
-    maker = producers(program).get(logits)
-    if maker is None or not maker.primitive.is_product:
-        what = "not computed by any op" if maker is None else f"made by {maker.type}{maker.at}"
-        told = {"logits": logits.name, "type": logits.type, "what": what}
-        raise GraphError(_NO_PRODUCT.format(name=program.name, **told))
+def _product(program: Program, logits: Variable) -> Variable:
+    """The result of the product that makes these logits, also where numbers are added to it or it is scaled."""
+    makers = producers(program)
+    maker = makers.get(logits)
+    if maker is None:
+        raise _no_product(program, logits, "not computed by any op")
+    waiting = [maker]
+    for op in waiting:
+        if op.primitive.is_product:
+            return op.outputs[0]
+        if op.primitive.is_elementwise:
+            waiting += [makers[v] for v in op.inputs if v.size == logits.size and v in makers]
+    raise _no_product(program, logits, f"made by {maker.type}{maker.at}")
+
+
+def _no_product(program: Program, logits: Variable, what: str) -> GraphError:
+    return GraphError(
+        _NO_PRODUCT.format(name=program.name, logits=logits.name, type=logits.type, what=what)
+    )
 
 
 def _expect_gain(program: Program, region: Region) -> None:
