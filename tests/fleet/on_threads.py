@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from functools import cache
 
 import jax
 import numpy as np
@@ -80,9 +81,12 @@ def _shape(b):
     return b.servers, b.count, b.lazy, b.rows, b.x64
 
 
+compiled = cache(ow.compile)
+
+
 def alone(program, batches, parameters=None, state=None, seed=0):
     """The State of a training on one device, and its losses."""
-    step = ow.compile(program)
+    step = compiled(program)
     values = step.init(seed=seed) if parameters is None else step.init(parameters, state, seed=seed)
     losses = []
     for batch in batches:
