@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +68,9 @@ class Counter:
     def pull(self, n):
         return self.count, np.arange(n, dtype=np.float32)
 
+    def surroundings(self):
+        return onward.__file__, os.nice(0)
+
     async def page_faults(self):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(10):
@@ -111,15 +113,9 @@ def mortal(engine):
     return link
 
 
-def test_a_process_has_the_drivers_modules_first_and_is_as_nice_as_others(engine):
+def test_a_process_has_the_drivers_modules_first_and_is_as_nice_as_others(link):
     """Ray puts each folder before the others; it makes its workers nice (15), so that they starve."""
-    place = engine.spawn(Surroundings, name="surroundings").call("told")
-    assert place.result(WAIT) == (onward.__file__, os.nice(0))
-
-
-class Surroundings:
-    def told(self):
-        return onward.__file__, os.nice(0)
+    assert link.call("surroundings").result(WAIT) == (onward.__file__, os.nice(0))
 
 
 def test_what_a_start_waits_for_is_told(engine):

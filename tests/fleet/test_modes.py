@@ -132,8 +132,8 @@ def test_a_schedule_counts_the_rounds(double):
     rule = ow.SGD(lambda step: 0.05 / (1 + step / 5))
     batches = batches_of(6, 20, np.float64)
     run = trained(minimized(rule, 6, np.float64), batches, parameters=FIRST, servers=2)
-    rates = 0.05 / (1 + np.arange(10) / 5)
-    close(run.model, descended(together(batches, 2), rates), FIRST, 1e-6)  # a schedule is float32, rounded as it is compiled
+    expected = descended(together(batches, 2), 0.05 / (1 + np.arange(10) / 5))
+    close(run.model, expected, FIRST, 1e-6)  # a schedule is float32, rounded as it is compiled
 
 
 def slow(delays, count, rows=4):

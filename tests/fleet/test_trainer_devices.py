@@ -1,5 +1,7 @@
 """Trainings whose trainers have several devices each, against one device."""
 
+from functools import cache
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,11 +14,16 @@ X, Y = (RNG.normal(size=(72, n)).astype(np.float32) for n in (5, 2))
 FIRST = {"w": RNG.normal(size=(5, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
 PARTS = [slice(i, i + 12) for i in range(0, 72, 12)]
 
-pytestmark = pytest.mark.usefixtures("short_pauses")
+pytestmark = pytest.mark.usefixtures("short_pauses", "graphs_made_once")
 
 
 def loss(p, x, y):
     return jnp.mean((jnp.tanh(x @ p["w"]) + p["b"] - y) ** 2)
+
+
+@cache
+def minimized():
+    return ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12])
 
 
 def weighed(p, x, y, example_weight):
@@ -51,7 +58,7 @@ def test_what_is_not_finite_is_found_in_the_whole_batch():
 
 
 def test_a_batch_that_devices_do_not_divide_is_named():
-    program = ow.SGD(0.1).minimize(loss, FIRST, X[:12], Y[:12])
+    program = minimized()
     batches = [(X[:12], Y[:12]), (X[:9], Y[:9])]
     with running(program, batches, parameters=FIRST, trainers=1, devices=4) as run:  # noqa: SIM117
         with pytest.raises(
@@ -61,7 +68,7 @@ def test_a_batch_that_devices_do_not_divide_is_named():
 
 
 def test_steps_of_their_own_on_several_devices():
-    program, mode = ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12]), ow.cluster.Local(2)
+    program, mode = minimized(), ow.cluster.Local(2)
     batches = [(X[p], Y[p]) for p in PARTS]
     one, many = (
         trained(program, batches, parameters=FIRST, trainers=1, mode=mode, devices=devices)
@@ -71,7 +78,7 @@ def test_steps_of_their_own_on_several_devices():
 
 
 def test_a_folder_goes_on_with_another_number_of_devices(tmp_path):
-    program = ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12])
+    program = minimized()
     batches = [(X[p], Y[p]) for p in PARTS[:4]]
     for count, devices in ((2, 3), (4, 1)):
         options = {"trainers": 1, "folder": tmp_path, "devices": devices}
