@@ -67,8 +67,7 @@ def test_within_a_loss_of_ones_own(programs, whole, expected):
 
 
 def test_a_function_like_any_other(model):
-    found = jax.grad(lambda p: model(p, X).sum())(PARAMS)
-    expected = jax.grad(lambda p: network(p, X).sum())(PARAMS)
+    found, expected = (jax.jit(jax.grad(lambda p, f=f: f(p, X).sum()))(PARAMS) for f in (model, network))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), found, expected)
     np.testing.assert_allclose(model(PARAMS, X[:2]), network(PARAMS, X[:2]), atol=1e-6)
     for wrong, text in [
