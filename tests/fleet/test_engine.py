@@ -399,9 +399,12 @@ def end_by(number, process):
 def test_an_engine_leaves_all_as_it_was_and_says_nothing(tmp_path):
     """The first one is closed behind SIGTERM, which the script lives on after, the second one is killed."""
     with alone(tmp_path, LIVES) as process:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            end_by(number, process)
-        out, said = process.communicate(timeout=20)
+        try:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                end_by(number, process)
+            out, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert (out, strange(said)) == ("", [])
     assert process.returncode == -signal.SIGKILL
 
