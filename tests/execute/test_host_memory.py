@@ -42,13 +42,15 @@ def loss(w, x):
 w, x = jnp.eye(64), jnp.ones((2**16, 64))
 step = ow.compile(ow.SGD(0.1).minimize(loss, w, x), keep_memory={"no": False}.get(sys.argv[1]))
 print(step.plan())
+if sys.argv[1] == "plan":
+    sys.exit()
 state = step.init(w)
 def run(state):
     return step(state, x)[0]
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 least = 10**9
-for _ in range(8):
+for _ in range(5):
     before, state = faults(), run(state)
     state["w"].block_until_ready()
     least = min(least, faults() - before)
@@ -80,7 +82,7 @@ def test_memory_that_was_used_is_not_asked_for_again():
 def test_a_step_of_large_arrays_keeps_them_unless_told_not_to():
     *plan, kept = told(STEPS, "default")
     *refused, left = told(STEPS, "no")
-    *forbidden, _ = told(STEPS, "default", ONWARD_KEEP_MEMORY="0")
+    forbidden = told(STEPS, "plan", ONWARD_KEEP_MEMORY="0")
     late = "go back to the system after each step, unless ow.keep_host_memory() is called first"
     expected = "are kept for the next step" if CAN_BEGIN_LATE else late
     assert f"MiB of temporary arrays {expected}" in " ".join(plan)

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from functools import cache
 
 import jax
 import numpy as np
@@ -40,16 +41,36 @@ def remembering():
         (Blueprint, "program"),
         (Blueprint, "split"),
         (Split, "at"),
+        (Split, "over"),
         (Split, "server_part"),
         (holding, "_CompiledUpdate"),
         (compute, "compile"),
         (compute, "lower"),
         (compute, "compiled_alone"),
     ]
-    return [(owner, name, _remembered(getattr(owner, name))) for owner, name in made]
+    finished = {"over": _with_parts, "compiled_alone": _one_by_one}
+    return [(owner, name, _remembered(getattr(owner, name), finished.get(name))) for owner, name in made]
 
 
-def _remembered(function):
+def _with_parts(split):
+    """With the Programs that several hosts would else make at the same moment, each for itself."""
+    for name in ("trainer_part", "server_parts", "shared"):
+        getattr(split, name)
+    return split
+
+
+def _one_by_one(function):
+    """Of threads that call it at the same moment the first one compiles it for all."""
+    lock = threading.Lock()
+
+    def call(*arguments):
+        with lock:
+            return function(*arguments)
+
+    return call
+
+
+def _remembered(function, finish=None):
     """Called once for arguments that are the same objects, which it keeps alive."""
     found, lock = {}, threading.RLock()
 
@@ -57,7 +78,8 @@ def _remembered(function):
         key = tuple(map(_key, arguments))
         with lock:
             if key not in found:
-                found[key] = function(*arguments), arguments
+                made = function(*arguments)
+                found[key] = made if finish is None else finish(made), arguments
             return found[key][0]
 
     return once
@@ -80,9 +102,12 @@ def _shape(b):
     return b.servers, b.count, b.lazy, b.rows, b.x64
 
 
+compiled = cache(ow.compile)
+
+
 def alone(program, batches, parameters=None, state=None, seed=0):
     """The State of a training on one device, and its losses."""
-    step = ow.compile(program)
+    step = compiled(program)
     values = step.init(seed=seed) if parameters is None else step.init(parameters, state, seed=seed)
     losses = []
     for batch in batches:

@@ -32,6 +32,11 @@ def minimized(rows, optimizer=CLIP):
     return optimizer.minimize(loss, FIRST, i, y)
 
 
+@cache
+def guarded(rows):
+    return ow.guard(minimized(rows))
+
+
 def spoilt(batches):
     """The same with one that is not finite."""
     changed = [(i, y.copy()) for i, y in batches]
@@ -42,10 +47,8 @@ def spoilt(batches):
 @pytest.mark.parametrize(("servers", "trainers"), [(2, 1), (3, 2)])
 def test_the_norm_of_all_servers_is_that_of_one_device(servers, trainers):
     batches = spoilt(BATCHES)
-    run = trained(
-        ow.guard(minimized(4)), batches, parameters=FIRST, servers=servers, trainers=trainers, check=False
-    )
-    expected, _ = alone(ow.guard(minimized(4 * trainers)), together(batches, trainers), FIRST)
+    run = trained(guarded(4), batches, parameters=FIRST, servers=servers, trainers=trainers, check=False)
+    expected, _ = alone(guarded(4 * trainers), together(batches, trainers), FIRST)
     assert run.skipped == int(expected["skipped"]) == 1
     close(run.model, expected, FIRST, 1e-5, 1e-6)
 
@@ -61,8 +64,8 @@ def test_the_norm_is_that_of_gradients_without_their_loss_scale():
 
 def test_a_trainer_clips_its_own_gradient_where_each_is_an_update():
     """One trainer at its own pace is one device; of two, each sends the sums of its own gradient."""
-    run = trained(ow.guard(minimized(4)), BATCHES, parameters=FIRST, servers=2, trainers=1, mode="async")
-    close(run.model, alone(ow.guard(minimized(4)), BATCHES, FIRST)[0], FIRST, 1e-5, 1e-6)
+    run = trained(guarded(4), BATCHES, parameters=FIRST, servers=2, trainers=1, mode="async")
+    close(run.model, alone(guarded(4), BATCHES, FIRST)[0], FIRST, 1e-5, 1e-6)
     sgd = ow.SGD(1.0, rules=[ow.ClipByGlobalNorm(0.01)])
     run = trained(minimized(4, sgd), BATCHES, parameters=FIRST, servers=2, mode=ow.cluster.Bounded(2))
     way = sum(float(np.sum((np.asarray(run.model[n]) - x) ** 2)) for n, x in FIRST.items()) ** 0.5

@@ -7,10 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from textwrap import indent
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +25,6 @@ from onward.fleet.host import is_reborn
 from onward.fleet.link import Unreachable
 
 ray = pytest.importorskip("ray")
-PORT = 46379
 WAIT = 60.0  # seconds; a process imports JAX first
 
 
@@ -71,6 +68,9 @@ class Counter:
     def pull(self, n):
         return self.count, np.arange(n, dtype=np.float32)
 
+    def surroundings(self):
+        return onward.__file__, os.nice(0)
+
     async def page_faults(self):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(10):
@@ -113,15 +113,9 @@ def mortal(engine):
     return link
 
 
-def test_a_process_has_the_drivers_modules_first_and_is_as_nice_as_others(engine):
+def test_a_process_has_the_drivers_modules_first_and_is_as_nice_as_others(link):
     """Ray puts each folder before the others; it makes its workers nice (15), so that they starve."""
-    place = engine.spawn(Surroundings, name="surroundings").call("told")
-    assert place.result(WAIT) == (onward.__file__, os.nice(0))
-
-
-class Surroundings:
-    def told(self):
-        return onward.__file__, os.nice(0)
+    assert link.call("surroundings").result(WAIT) == (onward.__file__, os.nice(0))
 
 
 def test_what_a_start_waits_for_is_told(engine):
@@ -349,38 +343,32 @@ import os, signal, sys, time
 from onward.fleet.engine import Engine, Unreachable
 {body}
 """
-CLOSED = """
+LIVES = """
 import ray  # sets RAY_CLIENT_MODE
 before = dict(os.environ), signal.getsignal(signal.SIGTERM)
 
-def expect_closed(link):
-    assert signal.getsignal(signal.SIGTERM) == before[1]
-    try:
-        link.call("__len__")
-    except Unreachable as error:
-        assert "is closed" in str(error)
+def live(engine):
+    with engine:
+        links = [engine.spawn(dict, name="dict", restart=True) for _ in range(2)]
+        assert links[0].call("__len__").result(60) == 0
+        assert dict(os.environ) == before[0]  # what is started from here has a Ray of its own
+        os.kill(engine.place(links[0]).pid, signal.SIGSTOP)
+        print(engine.folder, engine.place(links[1]).pid, flush=True)
+        yield links[1]
+        time.sleep(600)
 
-with Engine(memory=100 * 2**20) as engine:
-    link = engine.spawn(dict, name="dict")
-    assert link.call("__len__").result(60) == 0
-    assert dict(os.environ) == before[0]  # what is started from here has a Ray of its own
-    folder = engine.folder
-assert not os.path.exists(folder), folder
-expect_closed(link)
-"""
-KILLED = """
-with Engine(memory=100 * 2**20) as engine:
-    links = [engine.spawn(dict, name="dict", restart=True) for _ in range(2)]
-    os.kill(engine.place(links[0]).pid, signal.SIGSTOP)
-    print(engine.folder, engine.place(links[1]).pid, flush=True)
-    time.sleep(600)
-"""
-AGAIN = f"""
+living = live(Engine(memory=100 * 2**20))
+link = next(living)
 try:
-{indent(KILLED, "    ")}
+    next(living)
 except SystemExit as stop:
     assert stop.code == 128 + signal.SIGTERM
-expect_closed(links[1])
+assert signal.getsignal(signal.SIGTERM) == before[1]
+try:
+    link.call("__len__")
+except Unreachable as error:
+    assert "is closed" in str(error)
+list(live(Engine(memory=100 * 2**20)))
 """
 
 
@@ -391,41 +379,45 @@ def alone(tmp_path, body):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def expect_nothing_left(process, number):
-    """A driver says where it is, is sent this signal, and says nothing else, but that its start was slow."""
+def strange(said):
+    """The lines that a driver says, but that its start was slow."""
+    return [line for line in said.splitlines() if not line.startswith("Ray has been starting")]
+
+
+def end_by(number, process):
+    """A driver says where it is, is sent this signal, and leaves nothing but the logs that it has open."""
     folder, pid = process.stdout.readline().split()
     folder = Path(folder)
-    assert opened(folder)
+    assert others(folder, process)
     process.send_signal(number)
     end = time.monotonic() + 20.0
-    while (folder.exists() or opened(folder) or running(pid)) and time.monotonic() < end:
+    while (folder.exists() or others(folder, process) or running(pid)) and time.monotonic() < end:
         time.sleep(0.1)
-    assert (folder.exists(), opened(folder), running(pid)) == (False, [], False)
-    out, said = process.communicate(timeout=20)
-    assert (out, [s for s in said.splitlines() if not s.startswith("Ray has been starting")]) == ("", [])
+    assert (folder.exists(), others(folder, process), running(pid)) == (False, set(), False)
 
 
 def test_an_engine_leaves_all_as_it_was_and_says_nothing(tmp_path):
-    """The first one is closed, the second one by SIGTERM, which the script lives on after."""
-    with alone(tmp_path, CLOSED + AGAIN) as process:
-        expect_nothing_left(process, signal.SIGTERM)
-        assert process.returncode == 0
-
-
-def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
-    with alone(tmp_path, KILLED) as process:
-        expect_nothing_left(process, signal.SIGKILL)
+    """The first one is closed behind SIGTERM, which the script lives on after, the second one is killed."""
+    with alone(tmp_path, LIVES) as process:
+        try:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                end_by(number, process)
+            out, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (out, strange(said)) == ("", [])
+    assert process.returncode == -signal.SIGKILL
 
 
 def running(pid):
     return os.path.exists(f"/proc/{pid}")
 
 
-def opened(folder):
-    """The processes that have files of the folder open; the names of the others tell nothing."""
+def others(folder, process):
+    """All but this process that have files of the folder open; their names tell nothing."""
     command = ["find", *map(str, Path("/proc").glob("[0-9]*/fd")), "-lname", f"{folder}/*"]
     found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return sorted({line.split("/")[2] for line in found.splitlines()})
+    return {line.split("/")[2] for line in found.splitlines()} - {str(process.pid)}
 
 
 JOIN = """
@@ -433,7 +425,7 @@ from onward.core.errors import ClusterError
 for token in {tokens!r}:
     start = time.monotonic()
     try:
-        with Engine("127.0.0.1:{port}", token) as engine:
+        with Engine("{address}", token) as engine:
             print(engine.spawn(dict, {{"x": 6}}, name="dict").call("get", "x").result(60))
     except ClusterError as error:
         print(error)
@@ -441,34 +433,16 @@ for token in {tokens!r}:
 """
 
 
-@pytest.fixture
-def head():
-    """A second Ray, on loopback, with a token."""
-    with tempfile.TemporaryDirectory(prefix="head-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        token = Path(folder, "token")
-        token.write_text("7" * 64)
-        changes = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **ray_start.HERE}
-        options = f"--port {PORT} --node-ip-address 127.0.0.1 --temp-dir {folder} --include-dashboard false"
-        start = f"-m ray.scripts.scripts start --head --block --num-cpus 1 {options}"
-        command = [sys.executable, *start.split(), "--object-store-memory", str(10**8)]
-        quiet = subprocess.DEVNULL
-        with subprocess.Popen(command, env={**os.environ, **changes}, stdout=quiet, stderr=quiet) as process:
-            end = time.monotonic() + WAIT
-            while not list(Path(folder).glob("session_*/sockets/raylet")) and time.monotonic() < end:
-                time.sleep(0.2)
-            time.sleep(1.0)
-            yield token
-            process.terminate()
-
-
-def test_joining_a_cluster_takes_its_token(tmp_path, head):
-    wrong = tmp_path / "wrong"
+def test_joining_a_cluster_takes_its_token(tmp_path, engine):
+    """That of the Ray of these tests, which has one."""
+    right, wrong = engine.folder / "token", tmp_path / "wrong"
     wrong.write_text("8" * 64)
-    tokens = [str(head), str(wrong), str(tmp_path / "absent"), str(head)]
-    with alone(tmp_path, JOIN.format(tokens=tokens, port=PORT)) as process:
+    tokens = [str(right), str(wrong), str(tmp_path / "absent"), str(right)]
+    address = ray.get_runtime_context().gcs_address
+    with alone(tmp_path, JOIN.format(tokens=tokens, address=address)) as process:
         out, error = process.communicate(timeout=120)
     lines = out.splitlines()
-    assert process.returncode == 0, error
+    assert (process.returncode, strange(error)) == (0, [])
     assert (lines[0], lines[3]) == ("6", "6")
     assert "refuses the token in" in lines[1]
     assert "There is no token for Ray in" in lines[2]

@@ -648,17 +648,9 @@ KILLS = [("server 0", "after apply", 3), ("server 1", "during write", 5), ("trai
 STOPS = [("trainer 0", "after send", 3), ("server 1", "before apply", 3)]
 
 
-def test_real_processes_that_are_killed(tmp_path, ray_here):
-    faults = Breaking(tmp_path / "faults", KILLS, dict.fromkeys(MESSAGES, 0.04))
-    run = real_run("bounded", faults)
-    assert tally(run.model) == EXACT
-    assert all(faults.injected[edge] == 1 for _, edge, _ in KILLS)
-    assert nobody_lives(run)
-
-
 def test_real_processes_that_are_killed_and_stopped(tmp_path, ray_here):
     faults = Breaking(tmp_path / "faults", KILLS, dict.fromkeys(MESSAGES, 0.04), stops=STOPS)
-    run = real_run("sync", faults, deadline=3.0, restarts=20)
+    run = real_run(faults)
     assert tally(run.model) == EXACT
     assert all(faults.injected[edge] == 1 for _, edge, _ in [*KILLS[:2], STOPS[1]])
     assert faults.injected["after send"] == 2
@@ -667,17 +659,17 @@ def test_real_processes_that_are_killed_and_stopped(tmp_path, ray_here):
     assert nobody_lives(run)
 
 
-def real_run(mode, faults, **options):
+def real_run(faults):
     program, parameters, read = counted(12)
-    options = {"trainers": 2, "servers": 2, "deadline": 30.0, **options}
     run = ow.cluster.start(
         program,
         read,
         parameters=parameters,
-        mode=MODES[mode],
+        servers=2,
         merge=ow.Sum(),
         settings={"faults": faults},
-        **options,
+        deadline=3.0,
+        restarts=20,
     )
     try:
         return run.wait(120.0)

@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "adagrad": ow.Adagrad(0.05),
     "adamw": ow.AdamW(0.01),
 }
+ADAM, PLAIN = OPTIMIZERS["adam"], ow.SGD(0.1)
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 once = pytest.mark.usefixtures("graphs_made_once")
@@ -53,6 +54,17 @@ def minimized(optimizer, rows, dtype=np.float32, loss=loss):
     return optimizer.minimize(loss, {name: x.astype(dtype) for name, x in FIRST.items()}, *types)
 
 
+def descended(rounds, rate=0.1):
+    """Gradient descent by hand, in float64; ``rate`` may be one of each round."""
+    p = dict(FIRST)
+    for (x, y), step in zip(rounds, np.broadcast_to(rate, len(rounds)), strict=True):
+        h = np.tanh(x @ p["w"])
+        error = 2 * (h @ p["v"] + p["b"] - y) / y.size
+        slopes = {"w": x.T @ (error @ p["v"].T * (1 - h**2)), "v": h.T @ error, "b": error.sum(0)}
+        p = {name: w - step * slopes[name] for name, w in p.items()}
+    return p
+
+
 def batches_of(rows, count, dtype=np.float32):
     """The first ``count`` batches of so many rows."""
     parts = [slice(i * rows, (i + 1) * rows) for i in range(count)]
@@ -61,9 +73,7 @@ def batches_of(rows, count, dtype=np.float32):
 
 # ---------------------------------------------------------------------------- rounds equal one device
 
-CASES = [
-    (name, servers, 2 + (k + servers // 2) % 2) for k, name in enumerate(OPTIMIZERS) for servers in (1, 3)
-]
+CASES = [("sgd", 1, 3), ("adam", 1, 2)] + [(name, 3, 2 + k % 2) for k, name in enumerate(OPTIMIZERS)]
 
 
 @cache
@@ -108,11 +118,12 @@ def test_rounds_equal_steps_of_one_device(name, servers, trainers, double):
     equals_one_device(name, servers, trainers, 8)
 
 
+@once
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_step_in_float32(name):
-    batches = batches_of(6, 2)
-    run = trained(minimized(OPTIMIZERS[name], 6), batches, parameters=SINGLE, servers=2)
-    expected, _ = alone(minimized(OPTIMIZERS[name], 12), together(batches, 2), SINGLE)
+    batches = batches_of(4, 2)
+    run = trained(minimized(OPTIMIZERS[name], 4), batches, parameters=SINGLE, servers=2)
+    expected, _ = alone(minimized(OPTIMIZERS[name], 8), together(batches, 2), SINGLE)
     close(run.model, expected, FIRST, 1e-5, 1e-6)
 
 
@@ -121,7 +132,7 @@ def test_a_schedule_counts_the_rounds(double):
     rule = ow.SGD(lambda step: 0.05 / (1 + step / 5))
     batches = batches_of(6, 20, np.float64)
     run = trained(minimized(rule, 6, np.float64), batches, parameters=FIRST, servers=2)
-    expected, _ = alone(minimized(rule, 12, np.float64), together(batches, 2), FIRST)
+    expected = descended(together(batches, 2), 0.05 / (1 + np.arange(10) / 5))
     close(run.model, expected, FIRST, 1e-6)  # a schedule is float32, rounded as it is compiled
 
 
@@ -138,7 +149,7 @@ def slow(delays, count, rows=4):
 
 @once
 def test_runs_are_equal_to_the_last_bit_whoever_comes_first():
-    program = minimized(ow.Adam(0.01), 4)
+    program = minimized(ADAM, 4)
     readers = [batches_of(4, 15), batches_of(4, 15), slow((0.04, 0.0, 0.02), 15)]
     readers.append(slow((0.0, 0.04, 0.02), 15))
     runs = [trained(program, read, parameters=SINGLE, trainers=3, servers=2) for read in readers]
@@ -156,9 +167,8 @@ def uneven(sizes):
 @once
 def test_batches_of_uneven_size_count_by_their_size():
     batches = uneven([2, 6, 6, 2, 4])
-    run = trained(minimized(ow.SGD(0.3), 4), batches, parameters=SINGLE, servers=2)
-    expected, _ = alone(minimized(ow.SGD(0.3), 8), together(batches, 2), SINGLE)
-    close(run.model, expected, FIRST, 1e-5, 1e-6)
+    run = trained(minimized(PLAIN, 4), batches, parameters=SINGLE)
+    close(run.model, descended(together(batches, 2)), FIRST, 1e-5, 1e-6)
     assert sorted(run.history["examples"]) == [2, 2, 4, 6, 6]
 
 
@@ -168,7 +178,8 @@ def test_gradients_of_a_sum_are_added_on_request_or_as_the_graph_tells():
         return jnp.sum((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
 
     batches = uneven([4, 2, 4])
-    expected, _ = alone(minimized(ow.SGD(0.01), 8, loss=total), together(batches, 2), SINGLE)
+    rounds = together(batches, 2)
+    expected = descended(rounds, [0.01 * y.size for _, y in rounds])  # the mean of so many numbers
     for merge in (ow.Sum(), None):
         program = minimized(ow.SGD(0.01), 4, loss=total)
         run = trained(program, batches, parameters=SINGLE, servers=2, merge=merge)
@@ -181,12 +192,11 @@ def test_epochs_follow_each_other_though_their_batches_do_not_divide():
     once = list(batches)
     assert [len(x) for x, _ in once] == [4, 4, 4, 4, 2]
     for mode in ("sync", "async"):
-        run = trained(minimized(ow.SGD(0.1), 4), batches, parameters=SINGLE, epochs=3, mode=mode)
+        run = trained(minimized(PLAIN, 4), batches, parameters=SINGLE, epochs=3, mode=mode)
         assert len(run.history["loss"]) == 15
         assert run.history["examples"].sum() == 3 * 18
         if mode == "sync":
-            expected, _ = alone(minimized(ow.SGD(0.1), 8), together(once * 3, 2), SINGLE)
-            close(run.model, expected, FIRST, 1e-5, 1e-6)
+            close(run.model, descended(together(once * 3, 2)), FIRST, 1e-5, 1e-6)
 
 
 @once
@@ -194,18 +204,16 @@ def test_epochs_may_differ_in_length():
     def read(epoch):
         return batches_of(4, (3, 1, 4, 2)[epoch])
 
-    program = minimized(ow.SGD(0.1), 4)
-    run = trained(program, read, parameters=SINGLE, epochs=4, trainers=3)
+    run = trained(minimized(PLAIN, 4), read, parameters=SINGLE, epochs=4, trainers=3)
     expected = [batch for epoch in range(4) for batch in read(epoch)]
-    values, _ = alone(minimized(ow.SGD(0.1), 12), together(expected, 3), SINGLE)
-    close(run.model, values, FIRST, 1e-5, 1e-6)
+    close(run.model, descended(together(expected, 3)), FIRST, 1e-5, 1e-6)
 
 
 @once
 def test_trainers_without_a_batch_take_part_with_nothing():
     batches = batches_of(4, 2)
-    run = trained(minimized(ow.Adam(0.01), 4), batches, parameters=SINGLE, trainers=3, servers=2)
-    expected, _ = alone(minimized(ow.Adam(0.01), 8), together(batches, 2), SINGLE)
+    run = trained(minimized(ADAM, 4), batches, parameters=SINGLE, trainers=3, servers=2)
+    expected, _ = alone(minimized(ADAM, 8), together(batches, 2), SINGLE)
     close(run.model, expected, FIRST, 1e-5, 1e-6)
     assert sorted(run.history["trainer"]) == [0, 1]
 
@@ -215,24 +223,23 @@ def test_trainers_may_have_different_numbers_of_batches():
     def read(trainer, trainers):
         return batches_of(4, 8)[4 * trainer :][: (4, 2)[trainer]]
 
-    run = trained(minimized(ow.SGD(0.1), 4), read, parameters=SINGLE)
+    run = trained(minimized(PLAIN, 4), read, parameters=SINGLE)
     found = batches_of(4, 8)
     rounds = [found[0:5:4], found[1:6:4], found[2:3], found[3:4]]
     merged = [jax.tree.map(lambda *parts: np.concatenate(parts), *group) for group in rounds]
-    expected, _ = alone(minimized(ow.SGD(0.1), 8), merged, SINGLE)
-    close(run.model, expected, FIRST, 1e-5, 1e-6)
+    close(run.model, descended(merged), FIRST, 1e-5, 1e-6)
 
 
 @cache
 def by_one_trainer():
-    return alone(minimized(ow.Adam(0.01), 4), batches_of(4, 10), SINGLE)
+    return alone(minimized(ADAM, 4), batches_of(4, 10), SINGLE)
 
 
 @once
 @pytest.mark.parametrize("mode", ["sync", "async", ow.cluster.Bounded(0)], ids=str)
 def test_one_trainer_is_one_device_in_every_mode(mode):
     batches = batches_of(4, 10)
-    run = trained(minimized(ow.Adam(0.01), 4), batches, parameters=SINGLE, trainers=1, servers=3, mode=mode)
+    run = trained(minimized(ADAM, 4), batches, parameters=SINGLE, trainers=1, servers=3, mode=mode)
     expected, losses = by_one_trainer()
     close(run.model, expected, FIRST, 1e-5, 1e-6)
     np.testing.assert_allclose(run.history["loss"], losses, 1e-5)
@@ -447,7 +454,7 @@ def cross_entropy(params, images, labels):
     return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
 
 
-EPOCHS, BATCH = 16, 64
+EPOCHS, BATCH = 9, 64
 
 
 @pytest.fixture(scope="module")
@@ -496,7 +503,7 @@ def test_trainers_at_their_own_pace_learn_as_well(mode, recognized):
 @pytest.mark.parametrize(("mode", "bound"), [("async", None), (ow.cluster.Bounded(1), 1)], ids=str)
 def test_a_bound_holds_back_who_is_far_ahead(mode, bound):
     read = slow((0.0, 0.06, 0.0), 24)
-    run = trained(minimized(ow.SGD(0.01), 4), read, parameters=SINGLE, trainers=3, servers=2, mode=mode)
+    run = trained(minimized(PLAIN, 4), read, parameters=SINGLE, trainers=3, servers=2, mode=mode)
     lag = run.history["lag"].max()
     assert lag > 3 if bound is None else lag == bound
     assert len(run.history["loss"]) == 24

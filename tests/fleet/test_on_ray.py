@@ -13,7 +13,7 @@ from tests.fleet.on_threads import WAIT, alone, arrays, close, together
 
 import onward as ow
 
-STEPS, ROWS = 50, 6
+STEPS, ROWS = 50, 12
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(2 * STEPS * ROWS, 5)), RNG.normal(size=(2 * STEPS * ROWS, 2))
 FIRST = {"w": RNG.normal(size=(5, 3)), "v": RNG.normal(size=(3, 2)), "b": np.zeros(2)}
@@ -38,30 +38,27 @@ def minimized(rows=ROWS):
     return ow.Adam(0.01).minimize(loss, FIRST, *types)
 
 
+def clipped(trainers):
+    rule = ow.Adam(0.01, rules=[ow.ClipByGlobalNorm(0.05)])
+    return rule.minimize(loss, FIRST, X[: trainers * ROWS], Y[: trainers * ROWS])
+
+
 def test_fifty_rounds_equal_fifty_steps_of_one_device():
-    run = ow.cluster.start(minimized(), BATCHES, parameters=FIRST, trainers=2, servers=2)
+    """With a norm of two servers, what is watched, and twelve devices each, where the tests have eight."""
+    program = ow.watch(clipped(1), parameters="w", statistics="norm", every=2)
+    run = ow.cluster.start(program, BATCHES, parameters=FIRST, trainers=2, servers=2, devices=12)
     assert run.snapshot()["w"].dtype == np.float64
     run.wait(WAIT)
-    expected, _ = alone(minimized(2 * ROWS), together(BATCHES, 2), FIRST)
+    expected, _ = alone(clipped(2), together(BATCHES, 2), FIRST)
     close(run.model, expected, FIRST, 1e-9)
-    traffic = ow.plan(ow.split(minimized(), 2, 2))
+    traffic = ow.plan(ow.split(program, 2, 2))
     assert set(run.history["sent"]) == {traffic.pushed}
     assert set(run.history["received"]) == {traffic.pulled}
     assert len(run.history["loss"]) == len(BATCHES)
     assert [event for event in run.events if "has been starting" not in event] == []
     assert gone({s.pid for s in run.servers}, 2)
-
-
-def test_the_norm_of_two_servers_and_what_is_watched_equal_one_device():
-    rules = [ow.ClipByGlobalNorm(0.05)]
-    types = [[jax.ShapeDtypeStruct((k * ROWS, n), np.float64) for n in (5, 2)] for k in (1, 2)]
-    half, whole = (ow.Adam(0.01, rules=rules).minimize(loss, FIRST, *t) for t in types)
-    looking = ow.watch(half, parameters="w", statistics="norm", every=2)
-    run = ow.cluster.start(looking, BATCHES[:12], parameters=FIRST, trainers=2, servers=2).wait(WAIT)
-    expected, _ = alone(whole, together(BATCHES[:12], 2), FIRST)
-    close(run.model, expected, FIRST, 1e-12, 1e-14)
     steps, norms = run.history.watched.of("w", "norm")
-    assert steps.tolist() == [1, 3, 5]
+    assert steps.tolist() == list(range(1, STEPS, 2))
     np.testing.assert_allclose(norms[0], np.linalg.norm(FIRST["w"]), 1e-12)
     np.testing.assert_array_equal(run.watched[1].of("w", "norm")[1], norms)
 
@@ -82,7 +79,7 @@ def raising():
 
 
 def test_a_reader_that_raises_ends_all_processes():
-    run = ow.cluster.start(minimized(), raising, parameters=FIRST, trainers=1)
+    run = ow.cluster.start(minimized(), raising, parameters=FIRST, trainers=1, mode=ow.cluster.Bounded(2))
     with pytest.raises(
         ow.ClusterError, match="reader of trainer 0 raised RuntimeError: the disk of"
     ) as raised:

@@ -1,9 +1,11 @@
-"""Trainings whose trainers have several devices each, against one device; one of them on Ray."""
+"""Trainings whose trainers have several devices each, against one device."""
+
+from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.fleet.on_threads import WAIT, alone, close, running, together, trained
+from tests.fleet.on_threads import WAIT, alone, close, running, trained
 
 import onward as ow
 
@@ -12,11 +14,16 @@ X, Y = (RNG.normal(size=(72, n)).astype(np.float32) for n in (5, 2))
 FIRST = {"w": RNG.normal(size=(5, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
 PARTS = [slice(i, i + 12) for i in range(0, 72, 12)]
 
-threads = pytest.mark.usefixtures("short_pauses")
+pytestmark = pytest.mark.usefixtures("short_pauses", "graphs_made_once")
 
 
 def loss(p, x, y):
     return jnp.mean((jnp.tanh(x @ p["w"]) + p["b"] - y) ** 2)
+
+
+@cache
+def minimized():
+    return ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12])
 
 
 def weighed(p, x, y, example_weight):
@@ -24,7 +31,6 @@ def weighed(p, x, y, example_weight):
     return jnp.sum(errors * example_weight) / jnp.sum(example_weight)
 
 
-@threads
 @pytest.mark.parametrize("devices", [None, 5])
 def test_a_batch_that_devices_do_not_divide_is_filled_up(devices):
     batches = [(X[p], Y[p], RNG.uniform(0.5, 2.0, 12).astype(np.float32)) for p in PARTS[:3]]
@@ -37,7 +43,6 @@ def test_a_batch_that_devices_do_not_divide_is_filled_up(devices):
     assert run.history["examples"].tolist() == [12, 12, 12, 7]
 
 
-@threads
 def test_what_is_not_finite_is_found_in_the_whole_batch():
     program = ow.replicate(
         ow.SGD(0.1).minimize(lambda w, x: jnp.mean(jnp.log(x @ w)), np.ones(2), X[:8, :2]), 4
@@ -52,9 +57,8 @@ def test_what_is_not_finite_is_found_in_the_whole_batch():
     assert "[5]" in str(caught.value)
 
 
-@threads
 def test_a_batch_that_devices_do_not_divide_is_named():
-    program = ow.SGD(0.1).minimize(loss, FIRST, X[:12], Y[:12])
+    program = minimized()
     batches = [(X[:12], Y[:12]), (X[:9], Y[:9])]
     with running(program, batches, parameters=FIRST, trainers=1, devices=4) as run:  # noqa: SIM117
         with pytest.raises(
@@ -63,9 +67,8 @@ def test_a_batch_that_devices_do_not_divide_is_named():
             run.wait(WAIT)
 
 
-@threads
 def test_steps_of_their_own_on_several_devices():
-    program, mode = ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12]), ow.cluster.Local(2)
+    program, mode = minimized(), ow.cluster.Local(2)
     batches = [(X[p], Y[p]) for p in PARTS]
     one, many = (
         trained(program, batches, parameters=FIRST, trainers=1, mode=mode, devices=devices)
@@ -74,9 +77,8 @@ def test_steps_of_their_own_on_several_devices():
     close(many.model, {name: one.model[name] for name in FIRST}, FIRST, 1e-5, 1e-6)
 
 
-@threads
 def test_a_folder_goes_on_with_another_number_of_devices(tmp_path):
-    program = ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12])
+    program = minimized()
     batches = [(X[p], Y[p]) for p in PARTS[:4]]
     for count, devices in ((2, 3), (4, 1)):
         options = {"trainers": 1, "folder": tmp_path, "devices": devices}
@@ -84,13 +86,3 @@ def test_a_folder_goes_on_with_another_number_of_devices(tmp_path):
     assert run.versions == (4,)
     assert run.history["step"].tolist() == [3, 4]
     close(run.model, alone(program, batches, FIRST)[0], FIRST, 1e-5, 1e-6)
-
-
-def test_a_process_shows_as_many_host_devices_as_were_asked_for(ray_here):
-    """Twelve, where the tests themselves have eight."""
-    batches = [(X[p], Y[p]) for p in PARTS]
-    program = ow.Adam(0.05).minimize(loss, FIRST, X[:12], Y[:12])
-    run = ow.cluster.start(program, batches, parameters=FIRST, trainers=2, devices=12).wait(WAIT)
-    rounds = together(batches, 2)
-    expected, _ = alone(ow.Adam(0.05).minimize(loss, FIRST, *rounds[0]), rounds, FIRST)
-    close(run.model, expected, FIRST, 1e-5, 1e-6)

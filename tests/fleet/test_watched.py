@@ -34,6 +34,16 @@ def on_one_device(program, batches, first=FIRST):
     return list(outs.watched)
 
 
+@cache
+def looking(how):
+    return ow.watch(minimized(how), gradients=True, updates=True, every=3, **SEEN)
+
+
+@cache
+def seen_by_one_device(how):
+    return on_one_device(looking(how), BATCHES)
+
+
 def equal(history, expected, rtol=1e-4, atol=1e-5):
     assert [m.step for m in history] == [e.step for e in expected]
     for moment, found in zip(history, expected, strict=True):
@@ -57,10 +67,10 @@ def equal(history, expected, rtol=1e-4, atol=1e-5):
     ],
 )
 def test_one_trainer_sees_what_one_device_sees(how, mode, devices):
-    program = ow.watch(minimized(how), gradients=True, updates=True, every=3, **SEEN)
+    program = looking(how)
     mode = ow.cluster.Local(2, ow.SGD(1.0)) if mode == "local" else mode
     run = trained(program, BATCHES, parameters=FIRST, servers=2, trainers=1, mode=mode, devices=devices)
-    expected = on_one_device(program, BATCHES)
+    expected = seen_by_one_device(how)
     assert len(expected) == 3 if how == "plain" else run.skipped
     equal(run.history.watched, expected)
 

@@ -155,19 +155,8 @@ print("no end", end="")
         assert [x for x in err if x.startswith(tag)] == [told]
 
 
-def test_a_killed_process_is_named_by_the_others(run, script):
-    path = script(SUM + "if here == 1: os.kill(os.getpid(), signal.SIGKILL)\nwhile True: step()")
-    status, _, err = run("-n", 2, "--devices", 1, script=path)
-    assert err[-1].startswith("onward: process 1 was killed by SIGKILL after")
-    assert status == 128 + signal.SIGKILL
-    told = [x for x in err if x.startswith("[0] onward.core.errors.PeerError: Step 4")]
-    assert len(told) == 1
-    assert "Process 1 (pid" in told[0]
-    assert " after step 3: " in told[0]
-    assert not [x for x in err if "Check failure stack trace" in x]
-
-
-def test_the_death_of_the_coordinator_is_an_error_too_and_a_restart_helps(run, script, tmp_path):
+def test_a_killed_process_is_named_by_the_others_and_a_restart_helps(run, script, tmp_path):
+    """First the coordinator dies, whose death is an error too, then the other one."""
     path = script(
         SUM
         + f"""
@@ -179,15 +168,24 @@ if not mark.exists():
         os.kill(os.getpid(), signal.SIGKILL)
     step()
 print("whole", step().tolist())
+if here == 1: os.kill(os.getpid(), signal.SIGKILL)
+while True: step()
 """
     )
-    status, out, err = run("-n", 2, "--devices", 1, "--restarts", 2, script=path)
-    assert status == 0, err
-    assert sorted(out) == ["[0] whole [[3.0, 3.0]]", "[1] whole [[3.0, 3.0]]"]
-    ours = [x for x in err if x.startswith("onward")]
-    assert ours[0].startswith("onward: process 0 was killed by SIGKILL after")
-    assert ours[1:] == ["onward: starting all again, restart 1 of 2"]
-    assert [x for x in err if x.startswith("[1] onward.core.errors.PeerError") and "Process 0 (pid" in x]
+    status, out, err = run("-n", 2, "--devices", 1, "--restarts", 1, script=path)
+    assert status == 128 + signal.SIGKILL
+    assert sorted(out) == ["[0] whole [[3.0, 3.0]]", "[1] whole [[3.0, 3.0]]"], err
+    first, again, last = [x for x in err if x.startswith("onward")]
+    assert first.startswith("onward: process 0 was killed by SIGKILL after")
+    assert again == "onward: starting all again, restart 1 of 1"
+    assert last.startswith("onward: process 1 was killed by SIGKILL after")
+    assert err[-1] == last
+    (told,) = [x for x in err if x.startswith("[1] onward.core.errors.PeerError: Step 4")]
+    assert "Process 0 (pid" in told
+    (told,) = [x for x in err if x.startswith("[0] onward.core.errors.PeerError: Step 5")]
+    assert "Process 1 (pid" in told
+    assert " after step 4: " in told
+    assert not [x for x in err if "Check failure stack trace" in x]
 
 
 def test_a_stopped_process_is_named_within_the_deadline(run, script, quick):
