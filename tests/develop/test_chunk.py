@@ -168,7 +168,7 @@ def test_every_spelling_is_found_and_gives_the_values_and_gradients_of_jax():
         for name, f in SPELLINGS.items():
             program = ow.chunk(ow.trace(f, *given), 2)
             (head,) = ow.graph.chunks_of(program)
-            assert head.count == (3 if name == "time_first" else 2), name
+            assert head.count == 2, name
             cases[name] = (with_gradients(program), *given)
             cases[f"{name} by jax"] = (jax.value_and_grad(f), *given)
         found = jax.tree.map(np.asarray, at_once(cases, faults))
@@ -275,7 +275,7 @@ def test_what_else_cannot_be_chunked_is_refused():
     ("f", "options", "count"),
     [
         (of_integers, {"chunks": 2}, 2),
-        (of_integers, {"chunks": 3}, 4),  # the next one that divides the batch
+        (of_integers, {"chunks": 3}, 3),  # along the time, which is as long
         (of_integers, {}, 4),
         (time_first, {"chunks": 4}, 4),  # along the batch, the second dimension there
         (of_integers, {"memory": BATCH * TIME * WORDS * 4}, 1),
@@ -387,6 +387,29 @@ def test_on_several_devices_it_gives_what_one_device_does(transforms):
     _, out = step(step.init(params), *data)
     loss, _ = network(params, *data)
     np.testing.assert_allclose(out.loss, loss, rtol=1e-6)
+
+
+def test_rows_that_divide_into_very_many_chunks_are_warned_of():
+    params, *data = numbers("float32")
+    rows = [np.resize(a, (17, *a.shape[2:])) for a in data]
+    with pytest.warns(UserWarning, match="is in 17 chunks, where 2 were asked for"):
+        ow.chunk(ow.trace(of_integers, params, *rows), 2)
+
+
+@pytest.mark.parametrize("chunk_first", [False, True])
+def test_a_head_with_low_rank_factors(chunk_first):
+    params, *data = given = deep_numbers()
+    program = ow.append_backward(ow.trace(network, *given, has_aux=True))
+    adapted = ow.low_rank(program, rank=2)
+    other = ow.low_rank(ow.chunk(program, 2), rank=2) if chunk_first else ow.chunk(adapted, 2)
+    assert [head.count for head in ow.graph.chunks_of(other)] == [2]
+    step = ow.compile(other, donate=False)
+    state = step.init(params)
+    head = program.parameters[-1].name
+    state = state.replace({f"{head}/low_rank_b": np.ones_like(state[f"{head}/low_rank_b"])})
+    _, out = step(state, *data)
+    loss, _ = network(ow.merge_low_rank(other, state), *data)
+    np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
 
 
 def test_another_batch_and_the_test_program_are_in_chunks_where_they_can_be():

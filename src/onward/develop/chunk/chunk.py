@@ -85,7 +85,7 @@ def chunk(
     chunk: that costs the product once more, and takes the memory of the logits of one chunk. Values and
     gradients are the same, up to the order of sums. What is computed of single rows may leave the head, such
     as the loss or the prediction of each; what mixes rows before that is refused. Rows are cut along the
-    first dimension of the logits that allows it, such as the batch, or the time where the batch is too short.
+    dimension of the logits that divides into as many chunks or few more, such as the batch or the time.
 
     It pays with a large vocabulary. With a small one the chunks cost time and save little, so that no other
     transform and no option of ``compile`` does it.

@@ -124,7 +124,7 @@ def _product(program: Program, logits: Variable) -> Variable:
     for op in waiting:
         if op.primitive.is_product:
             return op.outputs[0]
-        if op.primitive.is_elementwise:
+        if op.primitive.is_elementwise and op.primitive.linear is not None:
             waiting += [makers[v] for v in op.inputs if v.size == logits.size and v in makers]
     raise _no_product(program, logits, f"made by {maker.type}{maker.at}")
 
