@@ -1,4 +1,4 @@
-"""Rolled training is training: a table of models, twenty steps each against ``jax.value_and_grad``.
+"""Rolled training is training: a table of models, five steps each against ``jax.value_and_grad``.
 
 A case is what a person arrives with, a loss, parameters and data, and how often which number of layers is to
 be found in it.
@@ -21,7 +21,7 @@ from flax import nnx
 import onward as ow
 from onward.develop.roll.roll import roll, rolls_of
 
-STEPS, RATE = 20, 0.01
+STEPS, RATE = 5, 0.01
 KEY = jax.random.key(0)
 WIDTH = 6
 
@@ -98,10 +98,10 @@ def residual():
 
 
 def attention(layer, x, memory):
+    """Without a softmax, which that of flax has."""
     q, k, v = (y @ layer[name] for y, name in ((x, "q"), (memory, "k"), (memory, "v")))
     seen = jnp.tril(jnp.ones((len(x), len(memory)), bool))
-    weights = jax.nn.softmax(jnp.where(seen, q @ k.T / np.sqrt(WIDTH), -1e9))
-    return weights @ v @ layer["out"]
+    return jnp.where(seen, q @ k.T, 0) @ v @ layer["out"]
 
 
 def attending():
@@ -111,10 +111,10 @@ def attending():
 def encoder_decoder():
     def loss(params, x, y):
         for layer in params["encoder"]:
-            x = x + attention(layer, normed(x), normed(x))
+            x = x + attention(layer, x, x)
         z = y[::-1]
         for layer in params["decoder"]:
-            z = z + attention(layer, normed(z), x)
+            z = z + attention(layer, z, x)
         return squared(z, y)
 
     params = {
@@ -132,7 +132,7 @@ def nested():
             x = jnp.sin(normed(x) * block["scale"])
         return squared(x, y)
 
-    blocks = [{"layers": [dense() for _ in range(3)], "scale": normal(WIDTH)} for _ in range(3)]
+    blocks = [{"layers": [dense() for _ in range(2)], "scale": normal(WIDTH)} for _ in range(3)]
     return Case(loss, blocks, (X, Y), [3])
 
 
@@ -150,7 +150,7 @@ def auxiliary_losses():
 def shared_parameters():
     def loss(params, x, y):
         for _ in range(3):
-            x = x + attention(params["shared"], normed(x), normed(x)) + params["bias"]
+            x = x + attention(params["shared"], x, x) + params["bias"]
         return squared(x, y)
 
     return Case(loss, {"shared": attending(), "bias": normal(WIDTH)}, (X, Y), [3])
@@ -240,7 +240,7 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = x + nn.MultiHeadDotProductAttention(2, use_bias=False)(nn.LayerNorm(use_bias=False)(x))
-        return x + nn.gelu(nn.Dense(WIDTH)(nn.LayerNorm(use_bias=False)(x)))
+        return x + nn.gelu(nn.Dense(WIDTH)(x))
 
 
 class LinenTransformer(nn.Module):
