@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compiled import together
 
 import onward as ow
 
@@ -181,14 +182,36 @@ def test_the_table_covers_every_pair():
             assert len({(row[i], row[j]) for row in rows}) == len(one) * len(other)
 
 
+def repeated(program, data):
+    """A case for ``together``: all state and the last results of a training."""
+    step = ow.Step(program, (), donate=False, ahead=False)
+
+    def whole(state, data):
+        state, outs = jax.lax.scan(lambda state, _: step(state, *data), state, None, STEPS)
+        return {name: state[name] for name in state}, jax.tree.map(lambda x: x[-1], outs.value)
+
+    return whole, step.init(first_parameters(program)), data
+
+
+@cache
+def on_devices(devices):
+    """State and results of all rows of the table for so many devices, compiled as one."""
+    cases = {}
+    for network, optimizer, merge, count in every_pair():
+        if count == devices:
+            program = program_of(network, OPTIMIZERS[optimizer], "float64", merge == "sum")
+            program = ow.replicate(program, devices, MERGES[merge])
+            cases[network, optimizer] = repeated(program, data_of(network, "float64"))
+    return together(cases)
+
+
 @pytest.mark.parametrize(("network", "optimizer", "merge", "devices"), list(every_pair()))
 def test_ten_steps_equal_those_of_one_device(network, optimizer, merge, devices):
     with jax.enable_x64(True):
         expected, value = by_hand(network, optimizer)
         program = program_of(network, OPTIMIZERS[optimizer], "float64", merge == "sum")
         expected |= {v.name: getattr(OPTIMIZERS[optimizer], v.name) for v in program.hyperparameters}
-        data = data_of(network, "float64")
-        found, results = trained(ow.replicate(program, devices, MERGES[merge]), data, STEPS)
+        found, results = on_devices(devices)[network, optimizer]
         for v in program.state:
             if found[v.name].shape == np.shape(expected[v.name]):
                 np.testing.assert_allclose(found[v.name], expected[v.name], 1e-9, 1e-10, err_msg=v.name)
