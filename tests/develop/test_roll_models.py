@@ -6,7 +6,6 @@ be found in it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.compiled import together
 
 import onward as ow
 from onward.develop.roll.roll import roll, rolls_of
@@ -305,25 +305,32 @@ def arrays(tree):
     return [x for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)]
 
 
-def by_hand(case):
-    """The losses and parameters of gradient descent in plain JAX."""
+def descent(case):
+    """Gradient descent in plain JAX, a case for ``together``: the losses, and the parameters at the end."""
     moving, fixed = eqx.partition(case.params, eqx.is_inexact_array)
 
-    @partial(jax.jit)
-    def step(moving, data):
-        value, slope = jax.value_and_grad(lambda p: case.loss(eqx.combine(p, fixed), *data))(moving)
-        return value, jax.tree.map(lambda p, g: p - RATE * g, moving, slope)
+    def whole(moving, data):
+        def step(moving, _):
+            value, slope = jax.value_and_grad(lambda p: case.loss(eqx.combine(p, fixed), *data))(moving)
+            return jax.tree.map(lambda p, g: p - RATE * g, moving, slope), value
 
-    losses = []
-    for _ in range(STEPS):
-        value, moving = step(moving, case.data)
-        losses.append(value)
-    return losses, arrays(moving)
+        moving, losses = jax.lax.scan(step, moving, None, STEPS)
+        return losses, arrays(moving)
+
+    return whole, moving, case.data
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """Each case, and what plain JAX makes of it, all compiled as one."""
+    cases = {name: make() for name, make in CASES.items()}
+    found = together({name: descent(case) for name, case in cases.items()})
+    return {name: (case, *found[name]) for name, case in cases.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rolled_training_is_that_of_plain_jax(name):
-    case = CASES[name]()
+def test_rolled_training_is_that_of_plain_jax(by_hand, name):
+    case, expected, parameters = by_hand[name]
     program = ow.SGD(RATE).minimize(case.loss, case.params, *case.data)
     rolled = roll(program)
     assert [found.times for found in rolls_of(rolled)] == case.times
@@ -334,7 +341,6 @@ def test_rolled_training_is_that_of_plain_jax(name):
     for _ in range(STEPS):
         state, out = step(state, *case.data)
         losses.append(out.loss)
-    expected, parameters = by_hand(case)
     np.testing.assert_allclose(losses, expected, rtol=2e-5, atol=1e-6)
     for found, wanted in zip(arrays(state.parameters), parameters, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-6)

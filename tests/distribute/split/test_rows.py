@@ -46,7 +46,7 @@ def each_its_own(lookups):
     def loss(p, ids):
         return sum(jnp.mean(lookup(p[name], ids) ** 2) for name, lookup in lookups.items())
 
-    return loss, {name: PARAMS["table"] for name in lookups}
+    return loss, dict.fromkeys(lookups, PARAMS["table"])
 
 
 def cut_of(optimizer, servers=2, trainers=2, loss=PLAIN, example=None, params=PARAMS, **options):
@@ -121,7 +121,7 @@ def test_row_numbers_outside_of_the_table():
             for (name, (lookup, *_)), i in zip(OUTSIDE.items(), ids, strict=True)
         )
 
-    params = {name: PARAMS["table"] for name in OUTSIDE}
+    params = dict.fromkeys(OUTSIDE, PARAMS["table"])
     batches = [
         tuple(ids(k, low, high, dtype=dtype) for _, low, high, dtype in OUTSIDE.values()) for k in range(3)
     ]
@@ -232,7 +232,9 @@ def rule_on_rows(name, rows):
 gradients = jax.jit(jax.grad(PLAIN))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad", "adamw"])  # the last is Adam with a decay
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "momentum", "adagrad", "adamw"]
+)  # the last is Adam with a decay
 def test_lazy_updates_touch_the_rows_that_were_looked_up_and_no_others(optimizer):
     cut = cut_of(OPTIMIZERS[optimizer], 2, lazy=["table"])
     hand = ByHand(cut, PARAMS)

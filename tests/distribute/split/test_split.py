@@ -69,9 +69,7 @@ EACH = ("sgd", "momentum", "adam")
 OTHERS = [("adagrad", 3, 2), ("adamw", 2, 3), ("scheduled", 2, 2)]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "servers", "trainers"), [*pairs(EACH, (1, 2, 3), (1, 2, 3)), *OTHERS]
-)
+@pytest.mark.parametrize(("optimizer", "servers", "trainers"), [*pairs(EACH, (1, 2, 3), (1, 2, 3)), *OTHERS])
 def test_twenty_steps_equal_those_of_one_device(optimizer, servers, trainers, double):
     expected, expected_losses = alone(optimizer)
     params, data = numbers()
@@ -86,7 +84,9 @@ def test_twenty_steps_equal_those_of_one_device(optimizer, servers, trainers, do
         assert abs(value - params[name]).max() > 1e-3
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adamw"])  # the others are below, of all kinds of parameters
+@pytest.mark.parametrize(
+    "optimizer", ["adagrad", "adamw"]
+)  # the others are below, of all kinds of parameters
 def test_one_step_in_float32(optimizer):
     params, data = numbers(np.float32)
     rule = OPTIMIZERS[optimizer]
@@ -169,15 +169,9 @@ def squares(network):
 COMPLEX = (random(6, 5) + 1j * random(6, 5)[::-1]).astype("complex64")
 SCHEDULED = ow.Momentum(lambda step: 0.1 / (step + 1), momentum=lambda step: 0.9 - 0.1 / (step + 1))
 KINDS = {
-    "nested, one empty": (
-        lambda p, x: x @ p["a"]["w"] + p["b"][0]["w"] + jnp.sum(p["b"][1]),
-        {"a": {"w": random(6, 5)}, "b": [{"w": random(5)}, random(0, 3)]},
-        ow.Momentum(0.01),
-    ),
-    "integer": (lambda p, x: x @ p["w"] * p["n"], {"w": random(6, 5), "n": np.int32(3)}, ow.SGD(0.01)),
-    "numbers": (
-        lambda p, x: x * p["a"] + p["b"],
-        {"a": np.float32(2), "b": np.float32(3)},
+    "nested, one empty, one an integer, one a number": (
+        lambda p, x: (x @ p["a"]["w"] + p["b"][0]["w"] + jnp.sum(p["b"][1])) * p["a"]["n"] + p["b"][2],
+        {"a": {"w": random(6, 5), "n": np.int32(3)}, "b": [{"w": random(5)}, random(0, 3), np.float32(2)]},
         ow.Momentum(0.01),
     ),
     "bfloat16": (
