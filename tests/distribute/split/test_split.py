@@ -84,9 +84,7 @@ def test_twenty_steps_equal_those_of_one_device(optimizer, servers, trainers, do
         assert abs(value - params[name]).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["adagrad", "adamw"]
-)  # the others are below, of all kinds of parameters
+@pytest.mark.parametrize("optimizer", ["adagrad", "adamw"])  # KINDS have the others
 def test_one_step_in_float32(optimizer):
     params, data = numbers(np.float32)
     rule = OPTIMIZERS[optimizer]
