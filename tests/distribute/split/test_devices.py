@@ -40,7 +40,6 @@ def normalized(p, x, y):
 
 
 CASES = {
-    "8 devices": (mean, lambda p: p, ow.Average(), 8, 1, 1),
     "8 devices each": (mean, ow.guard, ow.merge.Bucketed(64), 8, 2, 2),
     "a sum, added": (total, lambda p: ow.accumulate(p, 2), ow.Sum(), 4, 2, 1),
     "a sum, averaged": (total, ow.check_finite, ow.Average(), 4, 1, 2),
