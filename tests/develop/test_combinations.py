@@ -44,9 +44,13 @@ def batches(rows=ROWS):
     return list(zip(x, np.sin(x[..., :2]), strict=True))
 
 
+def falling(step):
+    return 3e-2 / (1 + step)
+
+
 def optimizer(learning_rate=None):
     if learning_rate is None:
-        learning_rate = ow.schedule.cosine(3e-2, steps=10, warmup=2)
+        learning_rate = falling
     return ow.Adam(
         learning_rate,
         rules=[ow.ClipByGlobalNorm(0.5), ow.WeightDecay(0.1, where="w*"), ow.EMA(0.9)],

@@ -372,7 +372,10 @@ def test_test_and_evaluation_programs_are_rolled_too():
 def test_a_batch_of_another_length_is_rolled_again():
     step = ow.compile(roll(minimized()))
     _, out = step(step.init(layers(4)), X[:3], Y[:3])
-    np.testing.assert_allclose(out.loss, loss(layers(4), X[:3], Y[:3]), rtol=1e-5)
+    x, y = np.asarray(X)[:3], np.asarray(Y)[:3]
+    for layer in layers(4):
+        x = x + np.tanh(x @ np.asarray(layer["w"]) + np.asarray(layer["b"]))
+    np.testing.assert_allclose(out.loss, np.mean((x - y) ** 2), rtol=1e-5)
 
 
 def test_errors_are_clipped_within_the_loop():

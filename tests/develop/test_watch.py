@@ -238,12 +238,12 @@ PLACES = {
 
 ROWS = [*((place, True) for place in PLACES), ("replicated", False), ("sharded", False)]
 ROLES = {"gradients": True, "updates": True, "parameters": True, "activations": NAMES}
-GROUPS = (["norm", "std"], ["max", "zeros"], ["histogram"])
+GROUPS = (["norm"], ["std"], ["max", "zeros"], ["histogram"])
 
 
 def in_turns(turn):
-    """The statistics of each role; over three turns each role has each, and each turn has all."""
-    chosen = {role: GROUPS[(i + turn) % 3] for i, role in enumerate(ROLES)}
+    """The statistics of each role; over four turns each role has each, and each turn has all."""
+    chosen = {role: GROUPS[(i + turn) % 4] for i, role in enumerate(ROLES)}
     return chosen | {"updates": [*chosen["updates"], "ratio"]}
 
 

@@ -296,7 +296,7 @@ def alone(rows, weights=tuple(WEIGHT)):
 
 @pytest.mark.parametrize(
     ("merge", "rows"),
-    [("average", 3), *product(("average", "bucketed", "sharded", "local sgd"), (5, 8))],
+    [("average", 3), *product(("average", "local sgd"), (5, 8))],
 )
 def test_costs_and_metrics_of_layers(merge, rows):
     step, (expected, (loss, metrics)) = of_layers(merge), alone(rows)

@@ -79,11 +79,9 @@ def apart(optimizer, every, max_norm=None):
 
 CASES = {
     "sgd": (ow.SGD(0.1), None, 3),
-    "momentum": (ow.Momentum(0.05), None, 2),
     "adam": (ow.Adam(0.01), None, 3),
     "schedule": (ow.Momentum(lambda n: 0.1 / (n + 1)), None, 4),
-    "clipped sgd": (ow.SGD(0.1), 0.2, 2),
-    "clipped adam": (ow.Adam(0.01), 0.2, 3),
+    "clipped": (ow.SGD(0.1), 0.2, 2),
 }
 
 

@@ -5,6 +5,7 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compiled import together, training
 from tests.distribute.split.by_hand import ByHand
 
 import onward as ow
@@ -27,49 +28,61 @@ RULES = {
     "Cautious": ow.rule.Cautious(),
 }
 WHOLE = {"Cautious"}  # after the update, and further than number by number
+KEEPING = {"EMA", "Lookahead", "Cautious"}  # beside the slot of an optimizer, or against where it goes
 
 
 def loss(p, x):
-    return jnp.mean(jnp.tanh(x @ p["w"]) ** 2) * p["s"]
+    return jnp.mean((x @ p["w"]) ** 2) * p["s"]
 
 
-def trained(program, x=X):
-    return going_on(ow.compile(program), x)
-
-
-def going_on(step, x):
-    state = step.init(PARAMS)
-    for _ in range(3):
-        state, _ = step(state, x)
-    return state
-
-
-@cache
 def program_of(name):
-    return ow.Momentum(0.5, rules=[RULES[name]]).minimize(loss, PARAMS, X)
+    optimizer = ow.Momentum if name in KEEPING else ow.SGD
+    return optimizer(0.1, rules=[RULES[name]]).minimize(loss, PARAMS, X)
+
+
+def three_steps(programs, x):
+    """The state of each of these Programs after three steps, all compiled as one."""
+    cases = {name: training(program, PARAMS, np.stack([x] * 3)) for name, program in programs.items()}
+    return {name: state for name, (state, _) in together(cases).items()}
 
 
 @cache
-def step_of(name):
-    return ow.compile(program_of(name))
+def alone():
+    return three_steps({name: program_of(name) for name in RULES}, X)
+
+
+# Average and LocalSGD know nothing of the rules, so one of each kind stands for it: number by number, by
+# matrix, across parameters, with random numbers, with the loss, with slots, before the update and after it.
+ON_TWO = "AdaptiveClip", "ClipByGlobalNorm", "Noise", "SAM", "WeightDecay", "EMA", "Lookahead", "Cautious"
+LOCAL = "ClipByNorm", "ClipByGlobalNorm", "Noise", "L2", "Lookahead", "Cautious"
 
 
 @cache
-def alone(name):
-    return going_on(step_of(name), X)
+def on_two():
+    return three_steps({name: ow.replicate(program_of(name), 2) for name in ON_TWO}, X)
 
 
-def equal(state, expected):
-    for name in PARAMS:
+@cache
+def by_halves():
+    return three_steps({n: ow.replicate(program_of(n), 2, ow.Sharded()) for n in RULES if n not in WHOLE}, X)
+
+
+@cache
+def local():
+    """Two devices with the same half of a batch, and one with both."""
+    programs = {name: program_of(name) for name in LOCAL}
+    spread = {n: ow.replicate(p, 2, ow.merge.LocalSGD(every=3)) for n, p in programs.items()}
+    return three_steps(spread, HALF), three_steps(programs, HALF)
+
+
+def equal(state, expected, names=PARAMS):
+    for name in names:
         np.testing.assert_allclose(state[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ON_TWO)
 def test_two_devices_are_as_one(name):
-    state = trained(ow.replicate(program_of(name), 2))
-    equal(state, alone(name))
-    for slot in alone(name):
-        np.testing.assert_allclose(state[slot], alone(name)[slot], rtol=1e-4, atol=1e-5, err_msg=slot)
+    equal(on_two()[name], alone()[name], alone()[name])
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -78,18 +91,19 @@ def test_two_devices_that_update_a_half_each_are_as_one(name):
         with pytest.raises(ow.GraphError, match=f"{name} looks at them per matrix"):
             ow.replicate(program_of(name), 2, ow.Sharded())
         return
-    equal(trained(ow.replicate(program_of(name), 2, ow.Sharded())), alone(name))
+    equal(by_halves()[name], alone()[name])
 
 
-@pytest.mark.parametrize("name", RULES)
+def test_local_updates_evaluate_no_loss_again():
+    with pytest.raises(ow.GraphError, match=r"SAM evaluates the loss .*every device trains parameters"):
+        ow.replicate(program_of("SAM"), 2, ow.merge.LocalSGD(every=3))
+
+
+@pytest.mark.parametrize("name", LOCAL)
 def test_local_updates_follow_the_rules_on_each_device(name):
     """Of two devices with the same half of a batch, each one's own way is that of one device with both."""
-    program = ow.replicate(program_of(name), 2, ow.merge.LocalSGD(every=3)) if name != "SAM" else None
-    if program is None:
-        with pytest.raises(ow.GraphError, match=r"SAM evaluates the loss .*every device trains parameters"):
-            ow.replicate(program_of(name), 2, ow.merge.LocalSGD(every=3))
-        return
-    equal(trained(program, HALF), going_on(step_of(name), HALF))
+    found, expected = local()
+    equal(found[name], expected[name])
 
 
 REFUSED = {"SAM": "SAM evaluates the loss in its update, and servers have no data"}
@@ -104,7 +118,7 @@ def test_two_servers_are_as_one_device(name):
     servers = ByHand(ow.split(program_of(name), 2), PARAMS)
     for _ in range(3):
         servers.step([{"x": X}])
-    equal(servers.parameters(), alone(name))
+    equal(servers.parameters(), alone()[name])
 
 
 @pytest.mark.parametrize("merge", [ow.Average(), ow.Sharded()], ids=["average", "sharded"])

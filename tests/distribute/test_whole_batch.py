@@ -422,7 +422,7 @@ def of_linen():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
 
     net = Net()
     variables = jax.jit(net.init)(jax.random.key(0), X)
@@ -437,11 +437,10 @@ def of_linen():
 def of_nnx():
     class Net(nnx.Module):
         def __init__(self, rngs):
-            self.first, self.last = nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.first, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
 
         def __call__(self, x):
-            return self.last(self.norm(self.first(x)))
+            return self.norm(self.first(x))
 
     graph, parameters, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
 
@@ -454,7 +453,7 @@ def of_nnx():
 
 def of_haiku():
     def network(x):
-        return hk.Linear(1)(hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=True))
+        return hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=True)
 
     net = hk.transform_with_state(network)
 
@@ -469,15 +468,13 @@ def of_equinox(mode):
     class Net(eqx.Module):
         first: eqx.nn.Linear
         norm: eqx.nn.BatchNorm
-        last: eqx.nn.Linear
 
         def __init__(self, key):
-            self.first, self.last = eqx.nn.Linear(3, 4, key=key), eqx.nn.Linear(4, 1, key=key)
+            self.first = eqx.nn.Linear(3, 4, key=key)
             self.norm = eqx.nn.BatchNorm(4, "batch", mode=mode)
 
         def __call__(self, x, s):
-            h, s = self.norm(self.first(x), s)
-            return self.last(h), s
+            return self.norm(self.first(x), s)
 
     net, state = eqx.nn.make_with_state(Net)(jax.random.PRNGKey(0))
 

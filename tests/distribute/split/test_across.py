@@ -48,7 +48,7 @@ def loss(p, i, y):
 
 
 def minimized(rules, rows=12, **options):
-    return ow.Adam(0.05, rules=rules, **options).minimize(loss, PARAMS, *(x[:rows] for x in DATA))
+    return ow.SGD(0.05, rules=rules, **options).minimize(loss, PARAMS, *(x[:rows] for x in DATA))
 
 
 @pytest.mark.parametrize(

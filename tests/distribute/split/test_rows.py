@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.distribute.split.by_hand import ByHand, compared, parts_of
-from tests.pairs import pairs
 
 import onward as ow
 
@@ -17,9 +16,8 @@ LONG, WIDE, ROWS = 60, 3, 12
 OPTIMIZERS = {
     "sgd": ow.SGD(0.5),
     "momentum": ow.Momentum(0.2),
-    "adam": ow.Adam(0.05),
     "adagrad": ow.Adagrad(0.2),
-    "adamw": ow.AdamW(0.05),
+    "adamw": ow.AdamW(0.05),  # which is Adam with a decay
 }
 
 
@@ -34,14 +32,20 @@ def ids(seed, low=0, high=LONG, shape=(ROWS,), dtype="int32"):
     return np.random.default_rng(seed).integers(low, high, shape).astype(dtype)
 
 
-def looking_up(lookup):
-    return lambda p, ids: jnp.mean((lookup(p["table"], ids) @ p["w"]) ** 2)
+def plain(p, ids):
+    return jnp.mean((p["table"][ids] @ p["w"]) ** 2)
 
 
-PLAIN = looking_up(lambda table, ids: table[ids])
+def each_its_own(lookups):
+    """A loss that looks up in one table by each of these, and its parameters."""
+
+    def loss(p, ids):
+        return sum(jnp.mean(lookup(p[name], ids) ** 2) for name, lookup in lookups.items())
+
+    return loss, dict.fromkeys(lookups, PARAMS["table"])
 
 
-def cut_of(optimizer, servers=2, trainers=2, loss=PLAIN, example=None, params=PARAMS, **options):
+def cut_of(optimizer, servers=2, trainers=2, loss=plain, example=None, params=PARAMS, **options):
     example = ids(0) if example is None else example
     part = example[: len(example) // trainers]
     return ow.split(optimizer.minimize(loss, params, part), servers, trainers, **options)
@@ -50,7 +54,7 @@ def cut_of(optimizer, servers=2, trainers=2, loss=PLAIN, example=None, params=PA
 # ---------------------------------------------------------------- as if the whole table travelled
 
 
-@pytest.mark.parametrize(("optimizer", "servers"), list(zip(OPTIMIZERS, (2, 3, 2, 3, 2), strict=True)))
+@pytest.mark.parametrize(("optimizer", "servers"), [("momentum", 2), ("adamw", 3)])
 def test_a_table_by_rows_equals_one_device(optimizer, servers):
     with jax.enable_x64(True):
         params = {n: x.astype("float64") for n, x in PARAMS.items()}
@@ -59,7 +63,7 @@ def test_a_table_by_rows_equals_one_device(optimizer, servers):
         cut = cut_of(rule, servers, params=params)
         assert [t.parameter.name for t in cut.tables] == ["table"]
         assert sum(s.parameter.name == "table" for own in cut.shards for s in own) == servers
-        compared(cut, rule.minimize(PLAIN, params, ids(0)), params, batches, 2, 1e-9, 1e-12)
+        compared(cut, rule.minimize(plain, params, ids(0)), params, batches, 2, 1e-9, 1e-12)
 
 
 LOOKUPS = {
@@ -81,14 +85,18 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("lookup", LOOKUPS)
-def test_ways_to_look_up(lookup):
-    function, rows = LOOKUPS[lookup]
-    loss = looking_up(function)
-    cut = cut_of(ow.SGD(0.5), loss=loss)
-    assert [t.rows.shape for t in cut.tables] == [(rows, WIDE)]
-    whole = ow.SGD(0.5).minimize(loss, PARAMS, ids(0))
-    compared(cut, whole, PARAMS, [(ids(k),) for k in range(3)], 2, 1e-4, 1e-5)
+def test_ways_to_look_up():
+    loss, params = each_its_own({name: lookup for name, (lookup, _) in LOOKUPS.items()})
+    cut = cut_of(ow.SGD(0.5), 3, loss=loss, params=params)
+    rows = {name: (count, WIDE) for name, (_, count) in LOOKUPS.items()}
+    assert {t.parameter.name: t.rows.shape for t in cut.tables} == rows
+    whole = ow.SGD(0.5).minimize(loss, params, ids(0))
+    compared(cut, whole, params, [(ids(k),) for k in range(3)], 2, 1e-4, 1e-5)
+
+
+def halved(loss, params, batch):
+    """The training Program for a batch, and for half of it."""
+    return (ow.SGD(0.5).minimize(loss, params, *(x[:rows] for x in batch)) for rows in (ROWS, ROWS // 2))
 
 
 OUTSIDE = {
@@ -102,14 +110,22 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("case", OUTSIDE)
-def test_row_numbers_outside_of_the_table(case):
-    lookup, low, high, dtype = OUTSIDE[case]
-    loss, batches = looking_up(lookup), [(ids(k, low, high, dtype=dtype),) for k in range(3)]
-    assert min(b[0].min() for b in batches) < 0 or low == 0
-    cut = cut_of(ow.SGD(0.5), loss=loss, example=batches[0][0])
-    assert len(cut.tables) == 1
-    compared(cut, ow.SGD(0.5).minimize(loss, PARAMS, batches[0][0]), PARAMS, batches, 2, 1e-4, 1e-5)
+def test_row_numbers_outside_of_the_table():
+    def loss(p, *ids):
+        return sum(
+            jnp.mean(lookup(p[name], i) ** 2)
+            for (name, (lookup, *_)), i in zip(OUTSIDE.items(), ids, strict=True)
+        )
+
+    params = dict.fromkeys(OUTSIDE, PARAMS["table"])
+    batches = [
+        tuple(ids(k, low, high, dtype=dtype) for _, low, high, dtype in OUTSIDE.values()) for k in range(3)
+    ]
+    assert all(min(b[n].min() for b in batches) < 0 or c[1] == 0 for n, c in enumerate(OUTSIDE.values()))
+    whole, half = halved(loss, params, batches[0])
+    cut = ow.split(half, 3, 2)
+    assert len(cut.tables) == len(OUTSIDE)
+    compared(cut, whole, params, batches, 2, 1e-4, 1e-5)
 
 
 SHAPES = {
@@ -119,18 +135,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("shape", "lazy"), pairs(SHAPES, [(), ("table",)]))
-def test_tables_of_all_ranks(shape, lazy):
-    table, data = SHAPES[shape]
-    params = {"table": random(*table), "w": random(1)}
-    batches = [(ids(k, shape=data),) for k in range(3)]
+@pytest.mark.parametrize("lazy", [(), tuple(SHAPES)])
+def test_tables_of_all_ranks(lazy):
+    params = {name: random(*table) for name, (table, _) in SHAPES.items()}
+    batches = [tuple(ids(k, shape=shape) for _, shape in SHAPES.values()) for k in range(3)]
 
-    def loss(p, i):
-        return jnp.mean((p["table"][i] * p["w"]) ** 2)
+    def loss(p, *ids):
+        return sum(jnp.mean(p[name][i] ** 2) for name, i in zip(SHAPES, ids, strict=True))
 
-    cut = cut_of(ow.SGD(0.5), loss=loss, params=params, example=batches[0][0], lazy=lazy)
-    assert len(cut.tables) == 1
-    whole = ow.SGD(0.5).minimize(loss, params, batches[0][0])
+    whole, half = halved(loss, params, batches[0])
+    cut = ow.split(half, 2, 2, lazy=lazy)
+    assert len(cut.tables) == len(SHAPES)
     compared(cut, whole, params, batches, 2, 1e-4, 1e-5)
 
 
@@ -169,38 +184,36 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("case", WHOLE)
-def test_what_travels_whole(case):
-    loss = looking_up(WHOLE[case])
-    cut = cut_of(ow.SGD(0.01), loss=loss)
-    assert (cut.tables, cut.places) == ((), None)
-    whole = ow.SGD(0.01).minimize(loss, PARAMS, ids(0))
-    compared(cut, whole, PARAMS, [(ids(k),) for k in range(2)], 2, 1e-4, 1e-5)
+def test_what_travels_whole():
+    loss, params = each_its_own(WHOLE)
+    cut = cut_of(ow.SGD(0.01), loss=loss, params=params)
+    assert ([t.parameter.name for t in cut.tables], cut.places) == ([], None)
+    whole = ow.SGD(0.01).minimize(loss, params, ids(0))
+    compared(cut, whole, params, [(ids(k),) for k in range(2)], 2, 1e-4, 1e-5)
 
 
 def test_rows_can_be_declined():
     cut = cut_of(ow.SGD(0.5), rows=False)
     assert cut.tables == ()
-    whole = ow.SGD(0.5).minimize(PLAIN, PARAMS, ids(0))
+    whole = ow.SGD(0.5).minimize(plain, PARAMS, ids(0))
     compared(cut, whole, PARAMS, [(ids(k),) for k in range(2)], 2, 1e-4, 1e-5)
 
 
 def test_a_frozen_table_stays_with_the_trainer():
-    program = ow.SGD(0.1).minimize(PLAIN, PARAMS, ids(0), parameter_list=["w"])
+    program = ow.SGD(0.1).minimize(plain, PARAMS, ids(0), parameter_list=["w"])
     cut = ow.split(program, 2)
     assert cut.tables == ()
     assert [v.name for v in cut.trainer.state] == ["table"]
 
 
 def test_a_returned_table_travels_whole():
-    program = ow.SGD(0.1).minimize(lambda p, i: (PLAIN(p, i), p["table"]), PARAMS, ids(0), has_aux=True)
+    program = ow.SGD(0.1).minimize(lambda p, i: (plain(p, i), p["table"]), PARAMS, ids(0), has_aux=True)
     assert ow.split(program, 2).tables == ()
 
 
 # ---------------------------------------------------------------- lazy
 
-SLOTS = {"sgd": (), "momentum": ("velocity",), "adam": ("mean", "variance"), "adagrad": ("sum",)}
-SLOTS["adamw"] = SLOTS["adam"]
+SLOTS = {"sgd": (), "momentum": ("velocity",), "adagrad": ("sum",), "adamw": ("mean", "variance")}
 
 
 @cache
@@ -211,7 +224,7 @@ def rule_on_rows(name, rows):
     return ow.compile(program)
 
 
-gradients = jax.jit(jax.grad(PLAIN))
+gradients = jax.jit(jax.grad(plain))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -296,5 +309,5 @@ def test_data_of_another_length():
         if n == 9:
             continue
         batches = [(ids(k, shape=(2 * n,)),) for k in range(2)]
-        whole = ow.SGD(0.5).minimize(PLAIN, PARAMS, batches[0][0])
+        whole = ow.SGD(0.5).minimize(plain, PARAMS, batches[0][0])
         compared(other, whole, PARAMS, batches, 2, 1e-4, 1e-5)

@@ -18,7 +18,7 @@ from onward.core.walk import producers
 from onward.distribute.split.checks import check_landing
 from onward.distribute.split.shards import Shard
 
-ROWS, STEPS = 12, 50
+ROWS, STEPS = 12, 20
 OPTIMIZERS = {
     "sgd": ow.SGD(0.05),
     "momentum": ow.Momentum(0.02),
@@ -64,13 +64,13 @@ def alone(name):
     return one, losses
 
 
-EACH = [name for name in OPTIMIZERS if name != "scheduled"]
+# Without slots, with one and with two; of the others one row each.
+EACH = ("sgd", "momentum", "adam")
+OTHERS = [("adagrad", 3, 2), ("adamw", 2, 3), ("scheduled", 2, 2)]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "servers", "trainers"), [*pairs(EACH, (1, 2, 3), (1, 2, 3)), ("scheduled", 2, 2)]
-)
-def test_fifty_steps_equal_those_of_one_device(optimizer, servers, trainers, double):
+@pytest.mark.parametrize(("optimizer", "servers", "trainers"), [*pairs(EACH, (1, 2, 3), (1, 2, 3)), *OTHERS])
+def test_twenty_steps_equal_those_of_one_device(optimizer, servers, trainers, double):
     expected, expected_losses = alone(optimizer)
     params, data = numbers()
     cut = ow.split(program_of(OPTIMIZERS[optimizer], ROWS // trainers, np.float64), servers, trainers)
@@ -84,7 +84,7 @@ def test_fifty_steps_equal_those_of_one_device(optimizer, servers, trainers, dou
         assert abs(value - params[name]).max() > 1e-3
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adagrad", "adamw"])  # KINDS have the others
 def test_one_step_in_float32(optimizer):
     params, data = numbers(np.float32)
     rule = OPTIMIZERS[optimizer]
@@ -167,21 +167,9 @@ def squares(network):
 COMPLEX = (random(6, 5) + 1j * random(6, 5)[::-1]).astype("complex64")
 SCHEDULED = ow.Momentum(lambda step: 0.1 / (step + 1), momentum=lambda step: 0.9 - 0.1 / (step + 1))
 KINDS = {
-    "nested": (
-        lambda p, x: jnp.tanh(x @ p["a"]["w"]) @ p["b"][0]["w"] + p["b"][1],
-        {"a": {"w": random(6, 5)}, "b": [{"w": random(5, 2)}, random(2)]},
-        ow.Momentum(0.01),
-    ),
-    "bare": (lambda p, x: x @ p, random(6, 5), ow.Momentum(0.01)),
-    "integer": (lambda p, x: x @ p["w"] * p["n"], {"w": random(6, 5), "n": np.int32(3)}, ow.SGD(0.01)),
-    "numbers": (
-        lambda p, x: x * p["a"] + p["b"],
-        {"a": np.float32(2), "b": np.float32(3)},
-        ow.Momentum(0.01),
-    ),
-    "empty": (
-        lambda p, x: x @ p["w"] + jnp.sum(p["e"]),
-        {"e": random(0, 3), "w": random(6, 5)},
+    "nested, one empty, one an integer, one a number": (
+        lambda p, x: (x @ p["a"]["w"] + p["b"][0]["w"] + jnp.sum(p["b"][1])) * p["a"]["n"] + p["b"][2],
+        {"a": {"w": random(6, 5), "n": np.int32(3)}, "b": [{"w": random(5)}, random(0, 3), np.float32(2)]},
         ow.Momentum(0.01),
     ),
     "bfloat16": (
@@ -226,7 +214,7 @@ KINDS = {
         {"b": random(500), "w": random(6, 5)},
         ByMatrix(0.01),
     ),
-    "slot of one number": (lambda p, x: x @ p, random(6, 5), Scalar(0.01)),
+    "bare, with a slot of one number": (lambda p, x: x @ p, random(6, 5), Scalar(0.01)),
 }
 
 
