@@ -37,8 +37,8 @@ _TWICE = (
 )
 
 _MANY = (
-    "chunk: {name}: {logits!r} is in {count} chunks, where {chunks} were asked for: no number between divides "
-    "its rows, and such a loop is slow. Take a batch, or a length, of more divisors."
+    "chunk: {name}: {logits!r} is in {count} chunks, where {chunks} were asked for: no number between "
+    "divides its rows, and such a loop is slow. Take a batch, or a length, of more divisors."
 )
 
 

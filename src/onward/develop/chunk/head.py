@@ -115,7 +115,7 @@ def _divisors(length: int) -> Iterator[int]:
 
 
 def _product(program: Program, logits: Variable) -> Variable:
-    """The result of the product that makes these logits, also where numbers are added to it or it is scaled."""
+    """The product of these logits, also where something is added to it or it is scaled."""
     makers = producers(program)
     maker = makers.get(logits)
     if maker is None:
@@ -130,9 +130,7 @@ def _product(program: Program, logits: Variable) -> Variable:
 
 
 def _no_product(program: Program, logits: Variable, what: str) -> GraphError:
-    return GraphError(
-        _NO_PRODUCT.format(name=program.name, logits=logits.name, type=logits.type, what=what)
-    )
+    return GraphError(_NO_PRODUCT.format(name=program.name, logits=logits.name, type=logits.type, what=what))
 
 
 def _expect_gain(program: Program, region: Region) -> None:
