@@ -293,7 +293,7 @@ def test_what_was_found_is_told():
     program = ow.chunk(ow.trace(of_one_hot, *numbers("float32")), 2)
     (head,) = ow.graph.chunks_of(program)
     assert str(head).startswith("dot_general at test_chunk.py:")
-    assert str(head).endswith("ops, in 2 chunks: 576 B of logits in place of 1.1 KiB")
+    assert str(head).endswith("ops, in 2 chunks: 576 B at a time in place of 1.1 KiB")
     assert "= chunk(" in str(program)
     assert "chunks=2" in str(program)
     inner = next(op for op in program.ops if op.type == "chunk").subprograms["chunk"]
@@ -442,3 +442,95 @@ def test_a_gradient_in_bfloat16_is_added_up_in_float32():
     found = {name: np.asarray(value, "float32") for name, value in together(cases).items()}
     off = {name: np.abs(found[name] - found["exact"]).max() for name in ("plain", "chunk")}
     assert off["chunk"] < 1.5 * off["plain"]
+
+
+# ---------------------------------------------------------------- attention
+
+HEADS, LENGTH = 2, 16
+
+
+def by_hand(q, k, v):
+    z = jnp.einsum("bthd,bshd->bhts", q, k) / 2
+    z = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), z, -jnp.inf)
+    a = jnp.exp(z - z.max(-1, keepdims=True))
+    return jnp.einsum("bhts,bshd->bthd", a / a.sum(-1, keepdims=True), v)
+
+
+def with_a_bias(q, k, v):
+    z = q.swapaxes(1, 2) @ k.transpose(0, 2, 3, 1)
+    away = jnp.abs(jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH))
+    return (jax.nn.softmax(z - 0.1 * away) @ v.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def with_padding(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, mask=(jnp.arange(LENGTH) < 12)[None, None, None])
+
+
+def with_grouped_queries(q, k, v):
+    return jax.nn.dot_product_attention(q, k[:, :, :1], v[:, :, :1], is_causal=True)
+
+
+def by_queries_first(q, k, v):
+    z = jax.vmap(jax.vmap(lambda q, k: q @ k.T, 1, 0))(q, k)
+    return jnp.einsum("bhts,bshd->bthd", jnp.exp(jax.nn.log_softmax(z, -1)), v)
+
+
+ATTENTION = (by_hand, with_a_bias, with_padding, with_grouped_queries, by_queries_first)
+
+
+def attending(p, x):
+    for attention in ATTENTION:
+        q, k, v = jnp.split((x @ p[attention.__name__]).reshape(1, LENGTH, HEADS, -1), 3, axis=-1)
+        x = x + jnp.tanh(attention(q, k, v)).reshape(1, LENGTH, -1)
+    return jnp.mean(x**2)
+
+
+def test_attention_in_any_spelling_is_cut_by_its_queries():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        p = {attention.__name__: rng.normal(size=(4, 12)) for attention in ATTENTION}
+        given = p, rng.normal(size=(1, LENGTH, 4))
+        program = ow.trace(attending, *given)
+        chunked = ow.chunk(program, 4, where=ow.graph.attention_scores(program))
+        found = ow.graph.chunks_of(chunked)
+        assert [head.count for head in found] == [4] * len(ATTENTION), "some spelling was not found"
+        cases = {"chunk": (with_gradients(chunked), *given), "jax": (jax.value_and_grad(attending), *given)}
+        (value, gradients), (wanted, by_jax) = together(cases).values()
+    np.testing.assert_allclose(value, wanted, rtol=1e-12)
+    for name, gradient in by_jax.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def linear(q, k, v):
+    return jnp.einsum("thd,hde->the", q, jnp.einsum("thd,the->hde", k, v))
+
+
+def of_all_pairs(q, k, v):
+    return jax.nn.logsumexp(jnp.einsum("thd,shd->hts", q, k))
+
+
+def over_the_queries(q, k, v):
+    return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k), 1), v)
+
+
+def kept_by_the_user(q, k, v):
+    z = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
+    return jnp.einsum("hts,shd->thd", z, v), z
+
+
+def short(q, k, v):
+    return by_hand(*(jnp.concatenate([a] * 8, -1)[None] for a in (q, k, v)))
+
+
+@pytest.mark.parametrize("f", [linear, of_all_pairs, kept_by_the_user, short])
+def test_what_is_not_attention_or_would_gain_nothing_is_not_found(f):
+    rows = jax.ShapeDtypeStruct((LENGTH, HEADS, 4), jnp.float32)
+    program = ow.trace(lambda _, *qkv: f(*qkv), {}, rows, rows, rows)
+    assert ow.graph.attention_scores(program) == ()
+
+
+def test_a_softmax_over_queries_is_cut_by_what_it_leaves_apart():
+    rows = jax.ShapeDtypeStruct((LENGTH, HEADS, 4), jnp.float32)
+    program = ow.trace(lambda _, *qkv: over_the_queries(*qkv), {}, rows, rows, rows)
+    found = ow.graph.attention_scores(program)
+    assert [h.count for h in ow.graph.chunks_of(ow.chunk(program, 2, where=found))] == [HEADS]

@@ -10,7 +10,7 @@ from onward.core.homes import homes
 from onward.core.jaxprs.body import body_of
 from onward.core.pointing import pointing
 from onward.core.walk import ancestors, consumers, descendants, liveness, producers
-from onward.develop.chunk.chunk import chunks_of
+from onward.develop.chunk.chunk import attention_scores, chunks_of
 from onward.develop.fence import fences, worth_fencing
 from onward.develop.fission.fission import fissions
 from onward.develop.recompute.report import recomputed
@@ -20,6 +20,7 @@ from onward.develop.seam import forward_pass, update_pass
 
 __all__ = [
     "ancestors",
+    "attention_scores",
     "body_of",
     "chunks_of",
     "consumers",

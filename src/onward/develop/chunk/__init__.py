@@ -1,1 +1,1 @@
-"""The loss head in chunks of rows, so that the logits never exist as a whole."""
+"""The loss head, or attention, in chunks of rows: logits and scores never exist as a whole."""

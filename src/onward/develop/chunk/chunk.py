@@ -21,9 +21,9 @@ from onward.core.source import user_level
 from onward.core.structure import expect_count
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, select
-from onward.develop.chunk.head import FewRowsError, in_chunks
+from onward.develop.chunk.head import FewRowsError, in_chunks, is_attention
 from onward.develop.chunk.loop import ChunkPlan, Chunks
-from onward.develop.chunk.region import heads
+from onward.develop.chunk.region import heads, scores
 from onward.develop.roll.forward import forward_of
 
 _NO_HEAD = (
@@ -71,7 +71,7 @@ class Chunked:
         at = f" at {self.source}" if self.source else ""
         return (
             f"{self.logits}{at}, {self.type}, and what follows it, {self.ops} ops, in {self.count} chunks: "
-            f"{human_bytes(self.after)} of logits in place of {human_bytes(self.before)}"
+            f"{human_bytes(self.after)} at a time in place of {human_bytes(self.before)}"
         )
 
 
@@ -156,6 +156,30 @@ def chunks_of(program: Program) -> tuple[Chunked, ...]:
         for inner in op.subprograms.values():
             found.extend(chunks_of(inner))
     return tuple(found)
+
+
+def attention_scores(program: Program) -> tuple[Variable, ...]:
+    """The scores of attention in the forward pass, whatever its spelling, for ``chunk(program, where=...)``.
+
+    They are products of two values that depend on data, larger than both, of which each row (a query) is
+    computed by itself until a product makes it small again. In chunks of queries the scores of all never
+    exist at once, so that memory grows with the length and no longer with its square.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> def loss(w, x):
+        ...     q, k, v = jnp.split((x @ w)[None, :, None], 3, axis=-1)
+        ...     return jnp.mean(jax.nn.dot_product_attention(q, k, v, is_causal=True))
+        >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 12)), jnp.ones((64, 4)))
+        >>> chunked = ow.chunk(program, 8, where=ow.graph.attention_scores(program))
+        >>> [head.count for head in ow.graph.chunks_of(chunked)]
+        [8]
+    """
+    expect_program(program, "attention_scores")
+    forward = program
+    if program.recipe is not None:
+        forward = forward_of(program, recipe_of(program, "to find attention", "Trace the function"))
+    return tuple(v for v in scores(forward) if is_attention(forward, v))
 
 
 @transform(phase=Phase.FORWARD)

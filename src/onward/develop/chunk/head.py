@@ -63,6 +63,15 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
     return _with_op(program, region, op)
 
 
+def is_attention(program: Program, scores: Variable) -> bool:
+    """Whether these scores end in products, and are cut with gain."""
+    region = region_of(program, scores)
+    makers = producers(program)
+    ends = all(makers[v].primitive.is_product for v in region.results)
+    axes = range(scores.ndim)
+    return ends and region.saves and any(isinstance(rows_of(region.ops, scores, i), Rows) for i in axes)
+
+
 def _with_op(program: Program, region: Region, op: Op) -> Program:
     """The Program with an op in place of a region, as soon as all that it reads is there."""
     rest = [other for other in program.ops if other not in region.gone]

@@ -69,6 +69,24 @@ def heads(program: Program) -> list[Variable]:
     return sorted((p for p in products if p not in earlier), key=lambda v: v.size)
 
 
+def scores(program: Program) -> list[Variable]:
+    """The results of products of two values that both depend on data, which are larger than either.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> def attention(w, x):
+    ...     return jax.nn.softmax(x @ w @ x.T) @ x
+    >>> scores(ow.trace(attention, jnp.ones((3, 3)), jnp.ones((9, 3))))
+    [Variable('dot_general_1', float32[9,9], activation)]
+    """
+    of_data = descendants(program, program.inputs) if program.inputs else set(program.variables.values())
+    return [
+        op.outputs[0]
+        for op in program.ops
+        if op.primitive.is_product and op.outputs[0].is_float and of_data.issuperset(op.inputs)
+        if len(op.inputs) == 2 and op.outputs[0].size > max(v.size for v in op.inputs)
+    ]
+
+
 def region_of(program: Program, logits: Variable) -> Region:
     """The region that begins with the product of these logits."""
     core = _between(program, _readers(program, logits))
@@ -85,9 +103,21 @@ def region_of(program: Program, logits: Variable) -> Region:
 
 def _readers(program: Program, logits: Variable) -> set[Op]:
     """The product, and the ops that read something large that is computed of the logits."""
-    reached = descendants(program, [logits])
-    large = {v for v in reached if v.size * _LARGE > logits.size}
+    large = {v for v in _reached(program, logits) if v.size * _LARGE > logits.size}
     return {op for op in program.ops if logits in op.outputs or not large.isdisjoint(op.inputs)}
+
+
+def _reached(program: Program, logits: Variable) -> set[Variable]:
+    """What is computed of the logits up to a small product, such as that of attention with its values.
+
+    Behind that something else begins, the attention of the next layer or a loss.
+    """
+    reached = {logits}
+    for op in program.ops:
+        if not reached.isdisjoint(op.inputs):
+            ends = op.primitive.is_product
+            reached.update(v for v in op.outputs if not ends or v.size * _LARGE > logits.size)
+    return reached
 
 
 def _between(program: Program, ops: Collection[Op]) -> set[Op]:
