@@ -280,6 +280,7 @@ def test_what_else_cannot_be_chunked_is_refused():
         (time_first, {"chunks": 4}, 4),  # along the batch, the second dimension there
         (of_integers, {"memory": BATCH * TIME * WORDS * 4}, 1),
         (of_integers, {"memory": TIME * WORDS * 4}, 4),
+        (of_integers, {"memory": "0.6 kB"}, 2),
         (of_integers, {"chunks": 2, "where": "dot_*"}, 2),
     ],
 )

@@ -83,6 +83,7 @@ def test_a_smaller_budget_keeps_part_of_what_a_larger_one_keeps():
 
 def test_a_budget_that_the_step_keeps_anyway_changes_nothing():
     assert recompute(plain(), memory(1)) is plain()
+    assert recompute(plain(), "1 GB") is plain()
 
 
 def test_a_budget_below_the_least_says_the_least_and_what_holds_it():
@@ -90,9 +91,9 @@ def test_a_budget_below_the_least_says_the_least_and_what_holds_it():
         recompute(plain(), 0.05)
 
 
-@pytest.mark.parametrize("budget", [0, 1, 1.5, True, -3, "half"])
+@pytest.mark.parametrize("budget", [0, 1, 1.5, True, -3, "half", "0 B"])
 def test_what_is_no_budget_is_refused(budget):
-    with pytest.raises(ArgumentError, match="a whole number of bytes above 1, or a fraction between 0"):
+    with pytest.raises(ArgumentError, match="a whole number or such as '12GB', or a fraction between 0"):
         recompute(plain(), budget)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from warnings import warn
 
+from onward.core.amounts import bytes_of
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
 from onward.core.program import Applied, Phase, Program, Variable
@@ -76,7 +77,7 @@ class Chunked:
 
 
 def chunk(
-    program: Program, chunks: int = 8, *, memory: int | None = None, where: Where | Iterable[Where] = ()
+    program: Program, chunks: int = 8, *, memory: int | str | None = None, where: Where | Iterable[Where] = ()
 ) -> Program:
     """The Program whose loss head is computed in chunks of rows, so that its logits never exist as a whole.
 
@@ -93,7 +94,7 @@ def chunk(
     Args:
         program: a Program that was traced, at any stage, replicated or not.
         chunks: how many at least; as few more as divide the rows of some dimension, or one for each row.
-        memory: in place of that the bytes that the logits of one chunk may take.
+        memory: in place of that the bytes that the logits of one chunk may take, such as ``"64MB"``.
         where: the logits, by name, pattern or Variable, if they are not those of the last product.
 
     Raises:
@@ -119,17 +120,16 @@ def chunk(
     """
     expect_program(program, "chunk")
     expect_count(chunks, "chunk: chunks", of="how many chunks")
-    if memory is not None:
-        expect_count(memory, "chunk: memory", of="how many bytes")
+    limit = None if memory is None else bytes_of(memory, "chunk: memory")
     recipe = recipe_of(program, "with its loss head in chunks", "Write the loop yourself, with jax.lax.map")
     forward = forward_of(program, recipe)
     names = tuple(v.name for v in _logits(forward, tuple(listed(where))))
-    step = Applied(chunked, (chunks, memory, names), {}, Phase.FORWARD)
+    step = Applied(chunked, (chunks, limit, names), {}, Phase.FORWARD)
     result = step(forward)
     if len(chunks_of(result)) < len(chunks_of(forward)) + len(names):
         for name in names:  # one of them says why not
-            in_chunks(forward, forward[name], chunks, memory)
-    if memory is None:
+            in_chunks(forward, forward[name], chunks, limit)
+    if limit is None:
         _warn_of_many(program.name, chunks_of(result), chunks)
     grown = recipe.including(step)
     return resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))

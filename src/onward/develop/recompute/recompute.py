@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
+from onward.core.amounts import bytes_in
 from onward.core.check import expect_program
 from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
@@ -35,7 +36,7 @@ from onward.develop.roll.roll import roll_where_worth, rolls_of
 
 def recompute(
     program: Program,
-    budget: int | float | None = None,
+    budget: int | float | str | None = None,
     *,
     scopes: Scopes | None = None,
     keep: Where | Iterable[Where] = (),
@@ -55,8 +56,8 @@ def recompute(
 
     Args:
         program: a Program with a backward pass, not yet accumulated nor replicated: these come after.
-        budget: the temporary memory of the compiled step: bytes, a whole number, or a fraction between 0 and
-            1 of what it takes if everything is kept.
+        budget: the temporary memory of the compiled step: bytes, a whole number or such as ``"12GB"``, or a
+            fraction between 0 and 1 of what it takes if everything is kept.
         scopes: instead of a budget, the name scopes to recompute from what enters them: a pattern
             (``"block_*"``), several, or a predicate of the scope's name.
         keep: what is kept whatever the budget, by name, pattern or Variable, such as values named by
@@ -148,14 +149,16 @@ def _kept(program: Program, keep: Where | Iterable[Where]) -> tuple[Variable, ..
     return tuple(dict.fromkeys((*chosen, *(v for v in named if v in made))))
 
 
-def _checked(budget: int | float | None) -> int | float:
-    is_bytes = is_count(budget, 2)
-    is_fraction = isinstance(budget, float | np.floating) and 0 < budget < 1
+def _checked(budget: int | float | str | None) -> int | float:
+    found = bytes_in(budget) if isinstance(budget, str) else None
+    given = budget if found is None else int(found)
+    is_bytes = is_count(given, 2)
+    is_fraction = isinstance(given, float | np.floating) and 0 < given < 1
     if is_bytes or is_fraction:
-        return int(budget) if is_bytes else float(budget)  # type: ignore[arg-type]
+        return int(given) if is_bytes else float(given)  # type: ignore[arg-type]
     raise ArgumentError(
-        f"recompute: budget is {budget!r}; expected a whole number of bytes above 1, or a fraction between 0 "
-        "and 1 of the temporary memory without it, such as 0.5."
+        f"recompute: budget is {budget!r}; expected bytes above 1, a whole number or such as '12GB', or a "
+        "fraction between 0 and 1 of the temporary memory without it, such as 0.5."
     )
 
 

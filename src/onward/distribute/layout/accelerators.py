@@ -8,17 +8,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from onward.core.amounts import bytes_in
 from onward.core.errors import ArgumentError, UnknownNameError, nearest
 from onward.core.structure import is_number
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -142,14 +139,10 @@ def accelerator(device: str | Accelerator, memory: str | int | None, link: Any) 
 
 def bytes_of(given: Any, what: str) -> int:
     """A number of bytes, written as a person writes it: ``"80GB"``, ``"40 GiB"``, ``"50GB/s"``, 1024."""
-    found = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b(?:/s)?\s*", given, re.I)
-        if isinstance(given, str)
-        else None
-    )
-    if what == "link" and found and "b" in found[0]:  # bits, as networks are sold
+    found = bytes_in(given.strip().removesuffix("/s")) if isinstance(given, str) else None
+    if what == "link" and found and "b" in given:  # bits, as networks are sold
         found = None
-    count = float(found[1]) * _UNITS[(found[2] or "").lower()] if found else given
+    count = given if found is None else found
     if not is_number(count) or not 0 < count < float("inf"):
         examples = "'80GB', '40 GiB'" if what == "memory" else "'50GB/s', which is 400 Gb/s"
         raise ArgumentError(
