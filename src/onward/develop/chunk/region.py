@@ -108,7 +108,7 @@ def _readers(program: Program, logits: Variable) -> set[Op]:
 
 
 def _reached(program: Program, logits: Variable) -> set[Variable]:
-    """What is computed of the logits up to a small product, such as that of attention with its values.
+    """The values computed of the logits up to a small product, such as that of attention with its values.
 
     Behind that something else begins, the attention of the next layer or a loss.
     """
