@@ -181,6 +181,39 @@ def test_every_spelling_is_found_and_gives_the_values_and_gradients_of_jax():
             np.testing.assert_allclose(gradient, by_jax[key], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+def taught(w, x, labels, teacher):
+    """By the logits of a teacher, whose softmax others read as well."""
+    return -jnp.mean(jnp.sum(jax.nn.softmax(teacher) * jax.nn.log_softmax(x @ w), -1))
+
+
+def taught_by_itself(w, x, labels, teacher):
+    return jnp.mean(jnp.sum(jax.nn.softmax(x @ w) * (x @ w), -1))
+
+
+def narrow(w, x, labels, teacher):
+    """Row 256 is looked up as row 0: the numbers do not count the rows."""
+    return -jnp.mean(jax.nn.log_softmax(x @ w)[jnp.arange(len(x)).astype("uint8"), labels])
+
+
+@pytest.mark.parametrize("f", [taught, taught_by_itself])
+def test_what_others_read_stays(f):
+    rng = np.random.default_rng(0)
+    w, x, teacher = (rng.normal(size=shape).astype("float32") for shape in ((3, 40), (12, 3), (12, 40)))
+    given = w, x, rng.integers(0, 40, 12), teacher
+    chunked = ow.append_backward(ow.chunk(ow.trace(f, *given), 4))
+    run = lower(chunked, [chunked.loss, chunked.gradients[0][1]])
+    cases = {"chunk": (lambda w, *data: run([w], data), *given), "jax": (jax.value_and_grad(f), *given)}
+    found, wanted = together(cases).values()
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_that_are_too_narrow_count_no_rows():
+    program = ow.trace(narrow, np.ones((3, 40), "f"), np.ones((300, 3), "f"), np.zeros(300, int), None)
+    with pytest.raises(ow.GraphError, match=r"gather at test_chunk\.py"):
+        ow.chunk(program, 4)
+
+
 # ---------------------------------------------------------------- near misses
 
 
@@ -471,12 +504,18 @@ def with_grouped_queries(q, k, v):
     return jax.nn.dot_product_attention(q, k[:, :, :1], v[:, :, :1], is_causal=True)
 
 
+def with_one_count(q, k, v):
+    i = jnp.arange(LENGTH)
+    z = jnp.where(i[:, None] >= i, jnp.einsum("bthd,bshd->bhts", q, k), -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(z), v)
+
+
 def by_queries_first(q, k, v):
     z = jax.vmap(jax.vmap(lambda q, k: q @ k.T, 1, 0))(q, k)
     return jnp.einsum("bhts,bshd->bthd", jnp.exp(jax.nn.log_softmax(z, -1)), v)
 
 
-ATTENTION = (by_hand, with_a_bias, with_padding, with_grouped_queries, by_queries_first)
+ATTENTION = (by_hand, with_one_count, with_a_bias, with_padding, with_grouped_queries, by_queries_first)
 
 
 def attending(p, x):

@@ -50,6 +50,18 @@ WRONG = {
         ow.GraphError,
         "conv_general_dilated at .*Convolutions are not",
     ),
+    "stopped": (
+        of(lambda p, x: jnp.sum(x @ jax.lax.stop_gradient(p["w"]) + jnp.cos(x) @ p["w"])),
+        {"where": "w"},
+        ow.GraphError,
+        "read by stop_gradient at test_bad_input.py:[0-9]+.* stopped for its factors too",
+    ),
+    "stopped in a loop": (
+        of(lambda p, x: jax.lax.fori_loop(0, 2, lambda _, h: h @ jax.lax.stop_gradient(p["w"]), x).sum()),
+        {"where": "w"},
+        ow.GraphError,
+        "read by stop_gradient",
+    ),
     "a loop": (PROGRAM, {"where": "layers"}, ow.GraphError, "'layers' .* read by abs at"),
     "nothing": (
         PROGRAM,

@@ -178,7 +178,7 @@ _MOVED = (
     _laid("split", moves=Moves.CUTS, on_cpu=OnCpu.APART),
     _laid("squeeze", moves=Moves.RESHAPES, spreads_nonfinite=True),
     _moved("stack", moves=Moves.JOINS),
-    _kept("stop_gradient", on_cpu=AGAIN, linear=FIRST, precision=FOLLOWS),
+    _kept("stop_gradient", on_cpu=AGAIN, linear=FIRST, precision=FOLLOWS, stops_gradient=True),
     _moved("tile", moves=Moves.REPEATS),
     _laid("transpose", moves=Moves.PERMUTES),
     _moved("unstack", moves=Moves.CUTS),

@@ -155,6 +155,7 @@ class Primitive:
         spreads_nonfinite: where an operand is not finite, the result in that place is not.
         divides: its result is the first operand over the second.
         names: its result is its operand, which it gives a name.
+        stops_gradient: no gradient passes through it.
         tells_length: its result is a length that a symbol stands for.
         keeps_sign: of infinities it makes infinity of plus infinity only, and minus infinity of minus.
         fails_at_zero: it, or its derivative, is not finite at 0, or is not defined below.
@@ -185,6 +186,7 @@ class Primitive:
     spreads_nonfinite: bool = False
     divides: bool = False
     names: bool = False
+    stops_gradient: bool = False
     tells_length: bool = False
     keeps_sign: bool = False
     fails_at_zero: bool = False

@@ -187,6 +187,8 @@ def _advice(op: Op) -> str:
         )
     if row.runs is Runs.AGAIN:
         return "Within jax.checkpoint nothing is adapted: leave it away, and ow.recompute the Program."
+    if row.stops_gradient:
+        return "What is stopped there would be stopped for its factors too: leave it out of where=."
     if row.work is Work.PRODUCT:
         return "Both operands of the product are made of it: leave it out of where=."
     return "Leave it out of where=; what is trained as a whole is named in train=[...]."

@@ -82,6 +82,8 @@ def moved(op: Op, view: WeightView) -> WeightView | None:
     if len(op.inputs) != 1 or len(op.outputs) != 1 or not op.outputs[0].is_float:
         return None
     (before,), (after,) = op.inputs, op.outputs
+    if op.primitive.stops_gradient:
+        return None  # the factors would have the gradients that the weight has not
     how = op.primitive.moves
     if how in (Moves.KEEPS, Moves.ROUNDS):
         return view

@@ -11,7 +11,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.walk import producers
 from onward.develop.chunk.loop import CannotShortenError, ChunkPlan
-from onward.develop.chunk.region import Region, region_of
+from onward.develop.chunk.region import Region, counted_apart, region_of
 from onward.develop.chunk.rows import Mixes, Rows, rows_of
 
 _MIXED = (
@@ -50,6 +50,7 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
         FewRowsError: there is only one row, or nothing divides them.
         GraphError: the rows cannot be computed apart.
     """
+    program = counted_apart(program)
     logits = _product(program, logits)
     region = region_of(program, logits)
     _expect_gain(program, region)
@@ -65,6 +66,7 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
 
 def is_attention(program: Program, scores: Variable) -> bool:
     """Whether these scores end in products, and are cut with gain."""
+    program = counted_apart(program)
     region = region_of(program, scores)
     makers = producers(program)
     ends = all(makers[v].primitive.is_product for v in region.results)
@@ -103,7 +105,8 @@ def _plan(program: Program, region: Region, chunks: int) -> ChunkPlan:
             plans.append(ChunkPlan(region, rows, count))
     if not plans:
         if len(mixes) == region.logits.ndim:
-            raise _mixed(program, region, mixes[0])
+            longer = (i for i, n in enumerate(region.logits.shape) if n > 1)
+            raise _mixed(program, region, mixes[next(longer, 0)])
         raise FewRowsError(_FEW.format(**_facts(program, region)))
     enough = [plan for plan in plans if plan.count >= chunks]
     return min(enough, key=_by_count) if enough else max(plans, key=_by_count)

@@ -67,14 +67,14 @@ def _asks_for_negative(op: Op, call: Call, found: Numbered) -> bool:
 def _columns(op: Op, call: Call, found: Numbered, never: set[Variable]) -> Columns:
     """Of the result of an op."""
     if is_numbering(op):
-        return {None: call.params["dimension"]} if jnp.issubdtype(op.outputs[0].dtype, np.integer) else {}
+        return _counted(op.outputs[0], call.params["dimension"])
     values, row = operands_of(op), of(call.primitive)
     known = [{} if v is None else found.get(v, {}) for v in values]
     if row.chooses and row.index is not None and values[0] in never:
         return known[1]
     if row.moves is Moves.JOINS and call.params.get("dimension") == op.outputs[0].ndim - 1:
         return _joined(values, found)
-    if row.moves in _KEPT and known[0] and jnp.issubdtype(op.outputs[0].dtype, np.integer):
+    if row.moves in _KEPT and known[0]:
         return _moved(op, call, known[0])
     return {}
 
@@ -99,5 +99,11 @@ def _moved(op: Op, call: Call, columns: Columns) -> Columns:
         return {}
     for (_, i), (_, j) in wiring(call).ties:
         if i == columns[None] and source.shape[i] == result.shape[j]:
-            return {None: j}
+            return _counted(result, j)
     return {}
+
+
+def _counted(v: Variable, dimension: int) -> Columns:
+    """The one column of integers that count along a dimension, if their dtype counts as far."""
+    far = jnp.issubdtype(v.dtype, np.integer) and np.iinfo(v.dtype).max >= v.shape[dimension] - 1
+    return {None: dimension} if far else {}

@@ -7,9 +7,10 @@ large inputs, such as labels that are written out as one-hot rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from onward.core.names import Names
 from onward.core.primitives.traits import Moves
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, consumers, descendants, producers
@@ -87,6 +88,27 @@ def scores(program: Program) -> list[Variable]:
     ]
 
 
+def counted_apart(program: Program) -> Program:
+    """The Program with numbers counted from 0 once for each op that reads them.
+
+    One ``jnp.arange`` for both sides of a mask would tie each query to its key.
+    """
+    names, readers = Names(program.variables), consumers(program)
+    ops: list[Op] = []
+    instead: dict[Op, dict[Variable, Variable]] = {}
+    for op in program.ops:
+        if op in instead:
+            op = replace(op, inputs=tuple(instead[op].get(v, v) for v in op.inputs))
+        ops.append(op)
+        if is_numbering(op):
+            (v,) = op.outputs
+            for reader in readers[v][1:]:
+                copy = replace(v, name=names.new(v.name))
+                ops.append(replace(op, outputs=(copy,)))
+                instead.setdefault(reader, {})[v] = copy
+    return replace(program, ops=tuple(ops))
+
+
 def region_of(program: Program, logits: Variable) -> Region:
     """The region that begins with the product of these logits."""
     core = _between(program, _readers(program, logits))
@@ -97,8 +119,19 @@ def region_of(program: Program, logits: Variable) -> Region:
     of_core = [v for op in inside if op in core for v in op.outputs]
     read = _read_outside(program, ops)
     inputs = dict.fromkeys(v for op in inside for v in op.inputs if v not in made)
-    gone = frozenset(op for op in inside if op in core or read.isdisjoint(op.outputs))
-    return Region(logits, tuple(inside), tuple(inputs), tuple(v for v in of_core if v in read), gone)
+    results = tuple(v for v in of_core if v in read)
+    return Region(logits, tuple(inside), tuple(inputs), results, _gone(inside, core, read))
+
+
+def _gone(ops: Sequence[Op], core: Collection[Op], read: Collection[Variable]) -> frozenset[Op]:
+    """Those of the ops that nothing outside needs, nor what stays for it."""
+    needed, gone = set(read), set()
+    for op in reversed(ops):
+        if op in core or needed.isdisjoint(op.outputs):
+            gone.add(op)
+        else:
+            needed.update(op.inputs)
+    return frozenset(gone)
 
 
 def _readers(program: Program, logits: Variable) -> set[Op]:
