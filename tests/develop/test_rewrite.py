@@ -1,220 +1,321 @@
-"""``rewrite``: each rule computes what the op computed before, wherever such an op stands."""
+"""``rewrite``: what a pattern finds is computed by its replacement, which has to compute the same."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tests.compiled import at_once
 
 import onward as ow
-from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.patterns import primitives_in, windows_of
-from onward.core.jaxprs.products import in_other_order
-from onward.derive.differentiate import rule_for
-from onward.develop.rewrite.rewrite import rewrite, rewritten_ops
-from onward.develop.rewrite.windows import touching_windows
 
-pytestmark = pytest.mark.usefixtures("optimized")
-SHAPES = [((2, 4, 6, 3), (1, 2, 2, 1)), ((2, 5, 7, 2), (1, 2, 3, 1)), ((3, 9), (2, 3)), ((7,), (4,))]
+W, X = np.linspace(-1, 1, 12).reshape(4, 3), np.linspace(-2, 2, 20).reshape(5, 4)
 
 
-def pool(window, strides=None, padding="VALID"):
-    def largest(x):
-        return lax.reduce_window(x, -jnp.inf, lax.max, window, strides or window, padding)
-
-    return largest
+def swish(x):
+    return x * jax.nn.sigmoid(x)
 
 
-def gradient(function, shape, dtype=jnp.float32):
-    forward = body_of(lambda x: [function(x)], jax.ShapeDtypeStruct(shape, dtype))
-    body = rule_for(forward, [0], [0]).backward  # reads x, then g
-    assert [t.shape for t in body.in_types] == [shape, forward.out_types[0].shape]
-    return body
+def by_tanh(x):
+    return x * (jnp.tanh(x / 2) + 1) / 2
 
 
-def values(shape, dtype=np.float32, seed=0):
-    """Few different numbers, so that most windows hold the largest one more than once."""
-    return np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype)
+def attention(q, k, v):
+    scores = jnp.einsum("qd,kd->qk", q, k) * q.shape[-1] ** -0.5
+    return jax.nn.softmax(scores) @ v
 
 
-def results(rule, body, *arguments):
-    """What a rule gives, and what the op gave before."""
-    faults = {}
-    found = at_once({"rule": (rule, *arguments), "body": (body, *arguments)}, faults)
-    assert not faults
-    return found["rule"][0], found["body"][0]
+def quarter(q, k, v):
+    return jax.nn.softmax(jnp.einsum("qd,kd->qk", q, k) * 0.25) @ v
 
 
-def first_largest(x, g, window):
-    """The gradient, one window at a time."""
-    found = np.zeros_like(x)
-    for place in np.ndindex(g.shape):
-        corner = tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, window, strict=True))
-        at = np.unravel_index(np.argmax(x[corner]), window)
-        found[corner][at] = g[place]
+def one_query_at_a_time(q, k, v):
+    return lax.map(lambda one: jax.nn.softmax(k @ one / math.sqrt(k.shape[-1])) @ v, q)
+
+
+LOSS = (lambda w, x: jnp.sum(swish(x @ w)), jnp.asarray(W), jnp.asarray(X))
+SQUARE = (jnp.ones((2, 2)),) * 3
+
+
+def minimized(loss, *arguments, optimizer=None):
+    return (optimizer or ow.SGD(0.1)).minimize(loss, *arguments)
+
+
+def kinds(program):
+    forward = [op for op in program.ops if op.made_by is ow.Pass.FORWARD]
+    found = [op.type for op in forward]
+    for op in forward:
+        for inner in op.subprograms.values():
+            found += kinds(inner)
     return found
 
 
-@pytest.mark.parametrize(("shape", "window"), SHAPES)
-def test_the_largest_of_touching_windows(shape, window):
-    body = body_of(lambda x: [pool(window)(x)], jax.ShapeDtypeStruct(shape, np.float32))
-    rule = touching_windows(body)
-    assert "reduce_window_max" not in primitives_in(rule)
-    np.testing.assert_array_equal(*results(rule, body, values(shape)))
+def trained(program, params, *data, steps=3):
+    step = ow.compile(program)
+    state, losses = step.init(params), []
+    for _ in range(steps):
+        state, out = step(state, *data)
+        losses.append(float(out.loss))
+    return losses
 
 
-@pytest.mark.parametrize(("shape", "window"), SHAPES)
-def test_its_gradient_goes_to_the_first_of_equal_numbers(shape, window):
-    body = gradient(pool(window), shape)
-    rule = touching_windows(body)
-    assert "select_and_scatter_add" not in primitives_in(rule)
-    x = values(shape)
-    g = values(body.in_avals[1].shape, seed=1) + 10
-    found, expected = results(rule, body, x, g)
-    np.testing.assert_array_equal(found, first_largest(x, g, window))
-    np.testing.assert_array_equal(found, expected)
+def value_of(program, params, *data):
+    step = ow.compile(program)
+    return step(step.init(jnp.asarray(params)), *map(jnp.asarray, data))[1].loss
 
 
-@pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf, -0.0])
-def test_strange_numbers_are_treated_alike(strange):
-    window = (2, 3)
-    x = values((4, 6))
-    x[::2, 1::2] = strange
-    x[2:, 3:] = strange
-    forward = body_of(lambda x: [pool(window)(x)], x)
-    np.testing.assert_array_equal(*results(touching_windows(forward), forward, x))
-    body = gradient(pool(window), x.shape)
-    g = np.arange(1, 5, dtype=np.float32).reshape(2, 2)
-    np.testing.assert_array_equal(*results(touching_windows(body), body, x, g))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision(dtype):
-    x = jnp.asarray(values((2, 4)), dtype)
-    body = gradient(pool((1, 2)), x.shape, x.dtype)
-    g = jnp.ones((2, 2), dtype)
-    found, expected = results(touching_windows(body), body, x, g)
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
-
-
-@pytest.mark.parametrize(
-    ("window", "strides", "padding"),
-    [((3,), (2,), "VALID"), ((2,), (2,), ((1, 1),)), ((1,), (1,), "VALID"), ((32,), (32,), "VALID")],
-)
-def test_other_windows_are_left_alone(window, strides, padding):
-    function = pool(window, strides, padding)
-    assert touching_windows(body_of(lambda x: [function(x)], jnp.ones(64))) is None
-    assert touching_windows(gradient(function, (64,))) is None
-
-
-def test_other_ops_are_left_alone():
-    assert windows_of(body_of(lambda x: [x * 2], jnp.ones(3))) is None
-    sums = body_of(lambda x: [lax.reduce_window(x, 0.0, lax.add, (2,), (2,), "VALID")], jnp.ones(4))
-    assert touching_windows(sums) is None
-
-
-def network(w, x):
-    h = jax.nn.relu(x * w)
-    return jnp.sum(pool((1, 2, 2, 1))(h) ** 2)
-
-
-DATA = jnp.ones(3), jnp.asarray(values((2, 4, 4, 3)))
-
-
-def test_a_program_changes_bodies_only_and_trains_alike():
-    program = ow.SGD(0.1).minimize(network, *DATA)
-    new = rewrite(program)
-    assert [op.type for op in rewritten_ops(program, "cpu")] == [
-        "reduce_window_max",
-        "reduce_window_max_grad",
-    ]
-    for old, op in zip(program.ops, new.ops, strict=True):
-        assert (op.type, op.inputs, op.outputs) == (old.type, old.inputs, old.outputs)
-    results = []
-    for each in (program, new):
-        step = ow.compile(each)
-        state, out = step(step.init(DATA[0]), DATA[1])
-        results.append((out.loss, state.parameters))
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
-
-
-def test_it_is_for_the_platform_it_is_told():
-    program = ow.SGD(0.1).minimize(network, *DATA)
-    assert rewrite(program, platform="gpu").ops == program.ops
-
-
-def test_it_is_replayed_for_a_batch_of_another_length():
-    step = ow.compile(rewrite(ow.SGD(0.1).minimize(network, *DATA)))
-    _, out = step(step.init(DATA[0]), DATA[1][:1])
-    assert step.traces == 1
-    expected = jax.jit(network)(DATA[0], DATA[1][:1])
-    np.testing.assert_allclose(out.loss, expected, rtol=1e-6)
-
-
-def test_the_pool_layer_makes_no_windows_where_they_touch():
+def test_a_value_and_its_gradient_are_those_of_the_replacement():
     def loss(w, x):
-        return jnp.sum(ow.layer.pool(w * x, 2))
+        h = swish(x @ w)
+        return jnp.sum(jax.nn.sigmoid(h) * h)  # in the other order
 
-    program = ow.SGD(0.1).minimize(loss, jnp.ones(3), jnp.ones((2, 5, 4, 3)))
-    assert not any("window" in op.type for op in program.ops)
-    x = values((2, 5, 4, 3))
-    np.testing.assert_array_equal(ow.layer.pool(jnp.asarray(x), 2), pool((1, 2, 2, 1))(x))
-
-
-def whole(*shape):
-    """Whole numbers, whose products and sums have no rounding."""
-    return jnp.asarray(values(shape, seed=len(shape)))
-
-
-def test_a_gradient_that_sums_over_several_axes_is_a_product_without_a_transpose():
-    x, w, g = whole(2, 3, 4), whole(4, 5), whole(2, 3, 5)
-
-    def both(x, w, g):
-        with jax.default_matmul_precision("highest"):
-            return jax.vjp(lambda x, w: x @ w, x, w)[1](g)
-
-    body = body_of(both, x, w, g)
-    exchanged = in_other_order(body)
-    assert "transpose" in set(primitives_in(body))
-    assert "transpose" not in set(primitives_in(exchanged))
-    assert exchanged.out_types == body.out_types
-    for found, expected in zip(exchanged(x, w, g), body(x, w, g), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    program = minimized(loss, jnp.asarray(W), jnp.asarray(X))
+    new = ow.rewrite(program, swish, by_tanh)
+    assert kinds(new).count("tanh") == 2
+    assert "logistic" not in kinds(new)
+    expected = jax.value_and_grad(loss)(jnp.asarray(W), jnp.asarray(X))
+    step = ow.compile(new, fetch=["grad(w)"])
+    _, out = step(step.init(jnp.asarray(W)), jnp.asarray(X))
+    for found, value in zip((out.loss, out["grad(w)"]), expected, strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-6)
+    assert ow.check(new) is new
 
 
-def test_products_that_are_no_such_gradient_stay():
-    x, g = whole(2, 3, 4), whole(2, 3, 5)
+def test_numbers_come_from_lengths_and_layers_in_loops_are_reached():
+    def loss(params, x):
+        def layer(h, w):
+            return h + attention(h @ w, h, h), None
 
-    def product(x, g, axes=(0, 1)):
-        return lax.dot_general(g, x, ((axes, axes), ((), ())))
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
 
-    def read_twice(x, g):
-        found = product(x, g)
-        return [found.T, found + 1]
-
-    def given_out(x, g):
-        found = product(x, g)
-        return [found.T, found]
-
-    others = {
-        "over one axis": lambda x, g: [product(x[0], g[0], (0,)).T],
-        "another order of axes": lambda x, g: [product(x[..., None], g).transpose(2, 0, 1)],
-        "axes side by side": lambda x, g: [lax.dot_general(g, x, (((1,), (1,)), ((0,), (0,)))).mT],
-        "not transposed": lambda x, g: [product(x, g)],
-        "read by others": read_twice,
-        "given out as it is": given_out,
-    }
-    assert [name for name, f in others.items() if in_other_order(body_of(f, x, g)) is not None] == []
+    params, x = jnp.asarray(np.stack([W[:3, :3]] * 2)), jnp.asarray(X[:, :3])
+    program = minimized(loss, params, x, optimizer=ow.Adam(0.1))
+    new = ow.rewrite(program, attention, one_query_at_a_time, like=SQUARE)
+    assert kinds(program).count("scan") == 1
+    assert kinds(new).count("scan") == 2
+    np.testing.assert_allclose(trained(new, params, x), trained(program, params, x), rtol=1e-5)
+    with pytest.raises(ow.GraphError, match=r"ends like it, but where the pattern has mul, there is mul"):
+        ow.rewrite(program, quarter, attention, like=SQUARE)
 
 
-def test_the_gradient_of_every_weight_of_a_network_is_rewritten():
-    def loss(ws, x):
-        return jnp.mean((jnp.tanh(x @ ws[0]) @ ws[1]) ** 2)
+@pytest.mark.parametrize("around", ["checkpoint", "cond", "while"])
+def test_what_runs_other_functions_is_entered(around):
+    def loss(w, x):
+        if around == "checkpoint":
+            return jnp.sum(jax.checkpoint(lambda x: swish(x @ w))(x))
+        if around == "cond":
+            return jnp.sum(lax.cond(x[0, 0] < 0, lambda x: swish(x @ w), lambda x: x @ w, x))
+        return jnp.sum(lax.fori_loop(0, 2, lambda _, x: swish(x), x @ w))
 
-    ws, x = [jnp.ones((4, 5)), jnp.ones((5, 3))], jnp.ones((2, 3, 4))
-    program = ow.append_backward(ow.trace(loss, ws, x))
-    assert [op.type for op in rewritten_ops(program, "cpu")] == ["dot_general_grad"] * 2
-    assert rewritten_ops(rewrite(program), "cpu") == () == rewritten_ops(program, "gpu")
+    w, x = jnp.asarray(W), jnp.asarray(X)
+    program = minimized(loss, w, x)
+    new = ow.rewrite(program, swish, by_tanh)
+    assert "tanh" in kinds(new)
+    assert "logistic" not in kinds(new)
+    np.testing.assert_allclose(trained(new, w, x), trained(program, w, x), rtol=1e-5)
+
+
+def test_a_rule_of_its_own_is_the_gradient():
+    calls = []
+
+    @jax.custom_vjp
+    def own(x):
+        return swish(x)
+
+    def back(x, g):
+        calls.append(1)
+        return (g * (jax.nn.sigmoid(x) * (1 + x * (1 - jax.nn.sigmoid(x)))),)
+
+    own.defvjp(lambda x: (swish(x), x), back)
+    w, x = jnp.asarray(W), jnp.asarray(X)
+    program = minimized(lambda w, x: jnp.sum(swish(x @ w)), w, x)
+    new = ow.rewrite(program, swish, own)
+    assert any(op.body.has_rule_of_users or (op.primal and op.primal.has_rule_of_users) for op in new.ops)
+    np.testing.assert_allclose(trained(new, w, x), trained(program, w, x), rtol=1e-5)
+    assert calls
+
+    wrong = jax.custom_vjp(swish)
+    wrong.defvjp(lambda x: (swish(x), x), lambda x, g: (g,))
+    with pytest.raises(ow.ArgumentError, match=r"the gradient of argument 0 is .* at \[0, 0\], where swish"):
+        ow.rewrite(program, swish, wrong)
+    ow.rewrite(ow.trace(*LOSS), swish, wrong)  # without a backward pass nobody reads the gradient
+
+
+def test_several_results_and_several_spellings():
+    def moments(x):
+        mean = jnp.mean(x, axis=1, keepdims=True)
+        return mean, jnp.mean((x - mean) ** 2, axis=1, keepdims=True)
+
+    def at_once(x):
+        mean = jnp.mean(x, axis=1, keepdims=True)
+        return mean, jnp.mean(x**2, axis=1, keepdims=True) - mean**2
+
+    def by_root(mean, x, variance):
+        return (x - mean) / jnp.sqrt(variance + 1e-5)
+
+    def normal(x):
+        mean, variance = moments(x)
+        return by_root(mean, x, variance)
+
+    def loss(w, x):
+        h = normal(x @ w)
+        other = x * w[0, 0]
+        return jnp.sum(h**3) + jnp.sum(
+            (other - jnp.mean(other, 1, keepdims=True)) * lax.rsqrt(2.0 + other**2)
+        )
+
+    w, x = jnp.asarray(W), jnp.asarray(X)
+    program = minimized(loss, w, x)
+    new = ow.rewrite(program, moments, at_once, like=jnp.ones((2, 2)))
+    assert len(ow.graph.matches_of(program, moments, like=jnp.ones((2, 2)))) == 1
+    np.testing.assert_allclose(trained(new, w, x), trained(program, w, x), rtol=1e-5)
+    spellings = [lambda x: lax.rsqrt(2.0 + x**2), lambda x: 1 / jnp.sqrt(x)]
+    (found,) = ow.graph.matches_of(program, spellings)
+    assert str(found).startswith("the lambda at test_rewrite.py:")
+    assert [op.type for op in found.ops] == ["integer_pow", "add", "rsqrt"]
+
+
+def test_a_value_that_others_read_is_in_the_way():
+    def loss(w, x):
+        h = x @ w
+        gate = jax.nn.sigmoid(h)
+        return jnp.sum(gate * h) + jnp.sum(gate)
+
+    program = ow.trace(loss, jnp.asarray(W), jnp.asarray(X))
+    with pytest.raises(
+        ow.GraphError, match=r"all of it stands at mul .*, but reduce_sum.* reads logistic as well"
+    ):
+        ow.rewrite(program, swish, by_tanh)
+
+
+NEAR = {
+    "another number": (lambda x: x * 2.0 + 1, lambda x: x * 2.0 + 1.5),
+    "another side of a difference": (lambda x: 1 - jnp.exp(x), lambda x: jnp.exp(x) - 1),
+    "another axis": (lambda x: jnp.cumsum(jnp.sin(x), 0), lambda x: jnp.cumsum(jnp.sin(x), 1)),
+    "another wire": (lambda x: x * jnp.exp(jnp.sin(x)), lambda x: jnp.sin(x) * jnp.exp(jnp.sin(x))),
+    "another power": (lambda x: jnp.sin(x) ** 2, lambda x: jnp.sin(x) ** 3),
+    "the operand twice": (lambda x: jnp.sin(x) * jnp.sin(x), lambda x: jnp.sin(x) * jnp.cos(x)),
+}
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_what_only_resembles_a_pattern_is_left(near):
+    pattern, there = NEAR[near]
+    program = ow.trace(lambda w, x: jnp.sum(there(x @ w)), jnp.asarray(W), jnp.asarray(X))
+    assert not ow.graph.matches_of(program, pattern, like=jnp.ones((2, 2)))
+    other = ow.trace(lambda w, x: jnp.sum(pattern(x @ w)), jnp.asarray(W), jnp.asarray(X))
+    assert len(ow.graph.matches_of(other, pattern, like=jnp.ones((2, 2)))) == 1
+
+
+def test_it_is_built_again_with_other_transforms():
+    def loss(params, x):
+        for w in params:
+            x = swish(x @ w)
+        return jnp.mean(x**2)
+
+    params = [jnp.asarray(W[:3, :3]) * (i + 1) / 4 for i in range(4)]
+    x = jnp.asarray(np.linspace(-1, 1, 24).reshape(8, 3))
+    expected = trained(minimized(loss, params, x), params, x)
+    program = minimized(loss, params, x)
+    for other in (
+        lambda p: ow.accumulate(ow.rewrite(p, swish, by_tanh), 2),
+        lambda p: ow.rewrite(ow.replicate(p, 2), swish, by_tanh),
+        lambda p: ow.rewrite(ow.roll(p), swish, by_tanh),
+    ):
+        new = other(program)
+        np.testing.assert_allclose(trained(new, params, x), expected, rtol=1e-5)
+    step = ow.compile(ow.rewrite(program, swish, by_tanh))
+    _, out = step(step.init(params), x[:3])
+    np.testing.assert_allclose(out.loss, loss(params, x[:3]), rtol=1e-5)
+
+
+def test_only_where_it_is_meant():
+    program = ow.trace(lambda w, x: jnp.sum(swish(swish(x @ w))), jnp.asarray(W), jnp.asarray(X))
+    new = ow.rewrite(program, swish, jax.nn.relu, where="mul_1", tolerance=math.inf)
+    assert kinds(new).count("logistic") == 1
+    expected = np.sum(np.maximum(swish(X @ W), 0))
+    np.testing.assert_allclose(value_of(new, W, X), expected, rtol=1e-5)
+    with pytest.raises(ow.UnknownNameError, match="rewrite, where: nothing is named 'mul_7'"):
+        ow.rewrite(program, swish, jax.nn.relu, where="mul_7")
+
+
+def test_arrays_in_functions_and_results_that_are_there_already():
+    table = np.arange(12.0).reshape(4, 3)
+
+    def pattern(x):
+        return x * table * 1.0
+
+    program = ow.trace(lambda w, x: jnp.sum(pattern(w) @ x.T), jnp.asarray(W), jnp.asarray(X[:, :3]))
+    like = jnp.ones((4, 3))
+    assert len(ow.graph.matches_of(program, pattern, like=like)) == 1
+    assert not ow.graph.matches_of(program, lambda x: x * (table + 1) * 1.0, like=like)
+    new = ow.rewrite(program, lambda x: x * 1.0, lambda x: x, like=like)
+    assert len(new.ops) == len(program.ops)
+    np.testing.assert_allclose(*(value_of(p, W, X[:, :3]) for p in (program, new)), rtol=1e-6)
+
+
+def test_half_precision_is_compared_in_float32():
+    program = ow.mixed_precision(minimized(*LOSS))
+    assert "logistic" not in kinds(ow.rewrite(program, swish, by_tanh))  # found before there are casts
+    low = ow.trace(
+        lambda w, x: jnp.sum(swish(x @ w)), jnp.asarray(W, jnp.bfloat16), jnp.asarray(X, jnp.bfloat16)
+    )
+    ow.rewrite(low, swish, by_tanh)
+    with pytest.raises(ow.ArgumentError, match="computes something else than swish"):
+        ow.rewrite(low, swish, lambda x: 1.004 * x * jax.nn.sigmoid(x))
+
+
+WRONG = {
+    "another computation": (
+        (swish, jax.nn.relu),
+        ow.ArgumentError,
+        "relu computes something else than swish",
+    ),
+    "another shape": ((swish, jnp.sum), ow.ArgumentError, r"gives float32\[5,3\], and sum, .* float32\[\]"),
+    "another dtype": (
+        (swish, lambda x: by_tanh(x).astype(jnp.float16)),
+        ow.ArgumentError,
+        "Expected the same",
+    ),
+    "nothing there": ((jnp.sin, jnp.sin), ow.GraphError, "nothing in '.*' is computed as sin does"),
+    "nothing computed": ((lambda x: x, jnp.sin), ow.ArgumentError, "returns what no op of it computes"),
+    "an argument of no use": (
+        (lambda x, y: swish(x), swish),
+        ow.ArgumentError,
+        "does not use its argument 1",
+    ),
+    "arguments of one": ((swish, lambda x, y: x), ow.TraceError, "missing 1 required"),
+    "no functions": ((swish, 3.0), ow.ArgumentError, "expected functions of arrays"),
+    "no pattern": (([], swish), ow.ArgumentError, "was given no pattern"),
+    "not traced alone": ((lambda x: x @ x, jnp.sin), ow.TraceError, r"Say what it is called with.*like="),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_are_explained(case):
+    given, error, text = WRONG[case]
+    with pytest.raises(error, match=f"(?s){text}"):
+        ow.rewrite(ow.trace(*LOSS), *given)
+
+
+def test_a_tolerance_is_a_part_of_the_largest_number():
+    program = ow.trace(*LOSS)
+
+    def near(x):
+        return swish(x) * 1.001
+
+    with pytest.raises(ow.ArgumentError, match=r"tolerance=0\.01 of the largest number"):
+        ow.rewrite(program, swish, near)
+    ow.rewrite(program, swish, near, tolerance=0.01)
+    for wrong in (-1, "0.1", math.nan):
+        with pytest.raises(ow.ArgumentError, match="tolerance is"):
+            ow.rewrite(program, swish, near, tolerance=wrong)
+
+
+def test_where_nothing_is_finite_nothing_was_compared():
+    def never(x):
+        return jnp.log(-jnp.exp(x))
+
+    with pytest.raises(ow.ArgumentError, match="no finite number"):
+        ow.rewrite(ow.trace(lambda w: jnp.sum(never(w)), jnp.asarray(W)), never, lambda x: x * jnp.nan)

@@ -109,18 +109,19 @@ class Code:
 class Phase(IntEnum):
     """When a transform acts."""
 
-    ADAPT = 0  # what is trained in place of the parameters
-    PRECISION = 1  # the dtype of each op of the forward pass
-    FORWARD = 2
-    ROLL = 3  # repeated layers become loops
-    KEEP = 4  # what such loops keep for the backward pass
-    BACKWARD = 5
-    GRADIENT = 6
-    UPDATE = 7
-    LOOK = 8  # what is watched
-    DEVICES = 9  # one Program for many devices
-    MICRO_BATCHES = 10
-    STEP = 11  # decides about a step as a whole: guards, checks
+    REWRITE = 0  # parts of the function become others
+    ADAPT = 1  # what is trained in place of the parameters
+    PRECISION = 2  # the dtype of each op of the forward pass
+    FORWARD = 3
+    ROLL = 4  # repeated layers become loops
+    KEEP = 5  # what such loops keep for the backward pass
+    BACKWARD = 6
+    GRADIENT = 7
+    UPDATE = 8
+    LOOK = 9  # what is watched
+    DEVICES = 10  # one Program for many devices
+    MICRO_BATCHES = 11
+    STEP = 12  # decides about a step as a whole: guards, checks
 
 
 class Origin(Protocol):
@@ -191,7 +192,7 @@ class Recipe:
     @property
     def phase(self) -> Phase:
         """That of the last step."""
-        return self.steps[-1].phase if self.steps else Phase.ADAPT
+        return self.steps[-1].phase if self.steps else Phase.REWRITE
 
     def including(self, step: Applied) -> Recipe:
         """The recipe with one more transform, behind those of its phase."""

@@ -14,6 +14,7 @@ from onward.develop.chunk.chunk import attention_scores, chunks_of
 from onward.develop.fence import fences, worth_fencing
 from onward.develop.fission.fission import fissions
 from onward.develop.recompute.report import recomputed
+from onward.develop.rewrite.rewrite import matches_of
 from onward.develop.roll.cost import worth_rolling
 from onward.develop.roll.roll import rolls_of
 from onward.develop.seam import forward_pass, update_pass
@@ -30,6 +31,7 @@ __all__ = [
     "forward_pass",
     "homes",
     "liveness",
+    "matches_of",
     "producers",
     "recomputed",
     "rolls_of",

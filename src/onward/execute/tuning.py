@@ -20,7 +20,7 @@ from onward.develop.fence import fence, worth_fencing
 from onward.develop.fission.fission import fission, fissions
 from onward.develop.recompute.lean import lean
 from onward.develop.recompute.loops import is_recomputed
-from onward.develop.rewrite.rewrite import rewrite, rewritten_ops
+from onward.develop.rewrite.formulations import reformulated, reformulated_ops
 from onward.develop.roll.roll import roll, roll_where_worth, rolls_of
 from onward.execute.cores import Cores
 from onward.execute.loop.interrupt import uninterrupted
@@ -96,8 +96,8 @@ class Tuning:
             if self.fission and (loops := fissions(program)) and not is_recomputed(program):
                 program = fission(program)
                 notes.append(f"fission: {'; '.join(loops)}")
-            if found := Counter(op.type for op in rewritten_ops(program, platform)):
-                program = rewrite(program, platform)
+            if found := Counter(op.type for op in reformulated_ops(program, platform)):
+                program = reformulated(program, platform)
                 notes.append(f"rewritten for {platform}: {_counted(found)}")
             if (is_worth := worth_fencing(program, platform))[0]:
                 program = fence(program, platform)

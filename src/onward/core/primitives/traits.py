@@ -141,6 +141,7 @@ class Primitive:
         reduces: what it makes of the numbers of an axis that it takes away.
         along: the parameter that holds the axis, or axes, along which it runs and which it keeps.
         linear: in which operands it is linear.
+        commutes: its two operands may be exchanged.
         chooses: each number of the result is one of those that stand in its place in the operands.
         update: which operand is written into a copy of the first; 0 where none is.
         transposes: whose transpose it is, if not its own.
@@ -172,6 +173,7 @@ class Primitive:
     reduces: Reduces | None = None
     along: str = ""
     linear: Linear | None = None
+    commutes: bool = False
     chooses: bool = False
     update: int = 0
     transposes: str = ""

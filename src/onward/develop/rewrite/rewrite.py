@@ -1,63 +1,172 @@
-"""``rewrite``: ops with other bodies, which compute the same and are faster on the device at hand.
+"""``rewrite``: what a pattern finds in the forward pass is computed by something else.
 
-A rule is a function from a Body to an equal one, or None where it has nothing to say. It sees no names and
-no neighbours, so it applies wherever such an op stands: in a user's network, in a library's layer, in a
-gradient.
+    rewrite(program, pattern, replacement)
+
+Both are small JAX functions of the same arguments. The gradient is derived of the replacement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
-from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.products import in_other_order
-from onward.core.program import Op, Program
+from onward.core.check import expect_program
+from onward.core.errors import ArgumentError, GraphError
+from onward.core.program import Applied, Phase, Program
+from onward.core.recipe import build, recipe_of, resumed, whole_types
+from onward.core.structure import describe, is_number
 from onward.core.transform import transform
-from onward.develop.rewrite.windows import touching_windows
+from onward.core.walk import Where, listed, select
+from onward.develop.rewrite.agree import expect_equal
+from onward.develop.rewrite.match import Match, Nearest
+from onward.develop.rewrite.pattern import Pattern
+from onward.develop.rewrite.put import Rewriting, occurrences
 
-BodyRule: TypeAlias = Callable[[Body], Body | None]
+Function: TypeAlias = Callable[..., Any]
 
-RULES: dict[str, tuple[BodyRule, ...]] = {"cpu": (touching_windows, in_other_order)}
+_NOWHERE = "rewrite: nothing in {name!r} is computed as {patterns} does.{closest}{advice}"
+_CLOSEST = " Closest is one with {fitting} of its {count} ops: {why}."
+_ADVICE = (
+    " print(program) shows what is there: the ops of the forward pass, not those of "
+    "functions with a rule of their own, into which no pattern looks. Give several spellings as a list."
+)
 
 
-@transform
-def rewrite(program: Program, platform: str = "cpu") -> Program:
-    """Replace the bodies of ops by equal formulations that are faster on a platform.
+def rewrite(
+    program: Program,
+    pattern: Function | Sequence[Function],
+    replacement: Function,
+    *,
+    like: Any = None,
+    where: Where | Iterable[Where] = (),
+    tolerance: float | None = None,
+) -> Program:
+    """The Program in which what a pattern computes is computed by a replacement.
 
-    On CPU: max pooling with windows that touch, forward and backward, by comparing whole arrays, which gives
-    the same numbers; and gradients of weights that are sums over several axes, such as examples and tokens,
-    as products without a transpose, the same within rounding. Changes bodies, and nothing else: types, names
-    and wiring stay.
+    Pattern and replacement are JAX functions of the same arrays. The pattern is looked for in the forward
+    pass as the function computes it, before precision, loops over layers and the like; in loops, branches and
+    ``jax.checkpoint`` of the function as well: the same operations with the same parameters and numbers,
+    wired alike, with the operands of sums and products in any order. Lengths and dtypes are those of the
+    place where it is found: there both are traced again, so that a number may come from a length
+    (``q.shape[-1] ** -0.5``). What else reads a value from between is in the way, and such a place stays as
+    it is. The gradient is derived of the replacement, or is its own rule (``jax.custom_vjp``).
+
+    Wherever it is found, pattern and replacement are first run on random numbers: results and gradients must
+    agree. Where the Program is built again, for a batch of another length or a part of one, it is rewritten
+    again.
 
     Args:
-        program: a Program, with or without backward and update; a backward pass that is derived later is not
-            rewritten, so it comes last, before ``fence``.
-        platform: what it should run on, as ``jax.default_backend()`` says it.
+        program: a Program that was traced, at any stage.
+        pattern: what is replaced; or several spellings, of which the first that fits is taken.
+        replacement: takes what the pattern takes, and gives arrays of the types that it gives.
+        like: what the pattern is called with, arrays of any lengths; one float32 number for each argument
+            unless given, which is enough for arithmetic number by number.
+        where: the results to replace, by name, pattern or Variable, if not all.
+        tolerance: how far the numbers may differ, in parts of the largest of a result, if by more than
+            rounding; ``math.inf`` where something else is meant to be computed, which is not compared then.
+
+    Raises:
+        ArgumentError: the replacement computes something else, or other types; a pattern of no use.
+        GraphError: the pattern occurs nowhere: it names the place that came closest.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+        TraceError: the pattern or the replacement cannot be traced with such arguments.
+        UnknownNameError: ``where`` names nothing that was found.
 
     Example:
         >>> import jax, jax.numpy as jnp, onward as ow
         >>> def loss(w, x):
-        ...     largest = jax.lax.reduce_window(w * x, -jnp.inf, jax.lax.max, (2,), (2,), "VALID")
-        ...     return jnp.sum(largest)
-        >>> program = ow.SGD(0.1).minimize(loss, jnp.ones(4), jnp.ones(4))
-        >>> [op.type for op in rewritten_ops(program, "cpu")]
-        ['reduce_window_max', 'reduce_window_max_grad']
-        >>> rewritten_ops(rewrite(program), "cpu")
-        ()
+        ...     return jnp.sum(jnp.log(jnp.sum(jnp.exp(x @ w), axis=1)))
+        >>> program = ow.trace(loss, jnp.ones((4, 3)), jnp.ones((2, 4)))
+        >>> stable = ow.rewrite(
+        ...     program,
+        ...     lambda x: jnp.log(jnp.sum(jnp.exp(x), axis=1)),
+        ...     lambda x: jax.nn.logsumexp(x, axis=1),
+        ...     like=jnp.ones((2, 3)),
+        ... )
+        >>> step = ow.compile(stable)
+        >>> _, out = step(step.init(jnp.ones((4, 3))), 100 * jnp.ones((2, 4)))
+        >>> round(float(out.loss), 3)                            # the sum of exponentials would be inf
+        802.197
     """
-    return replace(program, ops=tuple(_rewritten(op, platform) for op in program.ops))
+    expect_program(program, "rewrite")
+    _expect_tolerance(tolerance)
+    recipe = recipe_of(program, "to be rewritten", "Write it so in the function")
+    patterns = _patterns(pattern, like)
+    new = Pattern(replacement, patterns[0].like)
+    forward = build(recipe.until(Phase.ADAPT), whole_types(program))
+    names, matches = _found(forward, patterns, where)
+    derived = any(step.phase is Phase.BACKWARD for step in recipe.steps)
+    for old, types in {(m.pattern, m.types): None for m in matches}:
+        expect_equal(old, new, types, tolerance, derived)
+    functions = tuple(p.function for p in patterns)
+    step = Applied(rewritten, (functions, replacement, new.like, names), {}, Phase.REWRITE)
+    grown = recipe.including(step)
+    return resumed(step(forward), grown, len(grown.until(Phase.ADAPT).steps), whole_types(program))
 
 
-def rewritten_ops(program: Program, platform: str) -> tuple[Op, ...]:
-    """The ops of a Program that ``rewrite`` would give another body."""
-    return tuple(op for op in program.ops if _rewritten(op, platform) is not op)
+def matches_of(
+    program: Program, pattern: Function | Sequence[Function], *, like: Any = None
+) -> tuple[Match, ...]:
+    """The places where ``rewrite`` would find a pattern: what it reads and gives there, and its ops.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> program = ow.trace(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), jnp.ones((4, 3)), jnp.ones((2, 4)))
+        >>> match, = ow.graph.matches_of(program, lambda x: jnp.tanh(x) ** 2)
+        >>> [op.type for op in match.ops], match.inputs
+        (['tanh', 'integer_pow'], (Variable('dot_general', float32[2,3], activation),))
+    """
+    expect_program(program, "matches_of")
+    recipe = recipe_of(program, "to find patterns", "Trace the function")
+    forward = build(recipe.until(Phase.ADAPT), whole_types(program))
+    return tuple(occurrences(forward, _patterns(pattern, like), Nearest()))
 
 
-def _rewritten(op: Op, platform: str) -> Op:
-    for rule in RULES.get(str(platform), ()):
-        body = rule(op.body)
-        if body is not None:
-            return replace(op, body=body)
-    return op
+@transform(phase=Phase.REWRITE)
+def rewritten(
+    program: Program, functions: Sequence[Function], replacement: Function, like: Any, names: Sequence[str]
+) -> Program:
+    """A forward Program with the replacement, of these results or all; what is not found stays as it is."""
+    chosen = frozenset(names)
+
+    def is_meant(match: Match) -> bool:
+        return not chosen or not chosen.isdisjoint(v.name for v in match.outputs)
+
+    patterns = [Pattern(function, like) for function in functions]
+    return Rewriting(patterns, Pattern(replacement, like), is_meant).of(program)
+
+
+def _patterns(given: Any, like: Any) -> tuple[Pattern, ...]:
+    """Patterns of functions, each of which is of use."""
+    functions = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not functions:
+        raise ArgumentError("rewrite was given no pattern; expected a function of arrays, or several.")
+    patterns = tuple(Pattern(function, like) for function in functions)
+    for pattern in patterns:
+        pattern.expect_whole()
+    return patterns
+
+
+def _found(
+    program: Program, patterns: Sequence[Pattern], where: Where | Iterable[Where]
+) -> tuple[tuple[str, ...], list[Match]]:
+    """The occurrences that are meant, and the names of their results if not all are."""
+    nearest = Nearest()
+    matches = occurrences(program, patterns, nearest)
+    if not matches:
+        shown = " or ".join(pattern.name for pattern in patterns)
+        close = _CLOSEST.format(**vars(nearest)) if nearest.fitting else ""
+        raise GraphError(_NOWHERE.format(name=program.name, patterns=shown, closest=close, advice=_ADVICE))
+    if not (wanted := listed(where)):
+        return (), matches
+    chosen = select([v for match in matches for v in match.outputs], wanted, "rewrite, where")
+    meant = [match for match in matches if not set(chosen).isdisjoint(match.outputs)]
+    return tuple(v.name for v in chosen), meant
+
+
+def _expect_tolerance(tolerance: Any) -> None:
+    if tolerance is not None and not (is_number(tolerance) and tolerance >= 0):
+        raise ArgumentError(
+            f"rewrite: tolerance is {describe(tolerance)}; expected a part of the largest number, such "
+            "as 0.01, or math.inf to compare nothing."
+        )

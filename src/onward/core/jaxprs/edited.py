@@ -1,0 +1,48 @@
+"""One equation, edited: its two operands exchanged, or another jaxpr in the place of one that it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onward.core.jaxprs.body import Body, EquationBody
+from onward.core.jaxprs.equations import closed_of, is_jaxpr
+
+
+def exchanged(body: Body) -> Body:
+    """The same equation with its operands in the other order.
+
+    >>> import jax.numpy as jnp
+    >>> from onward.core.jaxprs.body import body_of
+    >>> body = body_of(lambda x: [2 - x], jnp.float32(0))
+    >>> exchanged(body)(3.0)[0].item()
+    1.0
+    """
+    (eqn,) = body.equations
+    return _edited(body, eqn.replace(invars=list(eqn.invars)[::-1]))
+
+
+def with_inner(body: Body, name: str, inner: Body) -> Body | None:
+    """The same equation running another jaxpr of the same types; None if that holds arrays of its own.
+
+    Args:
+        body: a computation of one equation, such as a loop.
+        name: that of the jaxpr, as ``programs_within`` tells it: a parameter, with a number behind it where
+            the parameter holds several.
+        inner: runs in place of it.
+    """
+    (eqn,) = body.equations
+    key, _, rest = name.partition("[")
+    old = eqn.params[key]
+    several = list(old) if isinstance(old, tuple | list) else [old]
+    at = int(rest[:-1]) if rest else next(i for i, value in enumerate(several) if is_jaxpr(value))
+    closed = inner.closed
+    if len(closed.consts) or closed_of(several[at]).consts:
+        return None
+    several[at] = closed if hasattr(several[at], "consts") else closed.jaxpr
+    new = type(old)(several) if isinstance(old, tuple | list) else several[0]
+    return _edited(body, eqn.replace(params={**eqn.params, key: new}))
+
+
+def _edited(body: Body, eqn: Any) -> Body:
+    jaxpr = body.closed.jaxpr
+    return EquationBody(eqn, list(jaxpr.invars), list(jaxpr.outvars), jaxpr.debug_info)

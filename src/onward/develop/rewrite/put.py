@@ -1,0 +1,124 @@
+"""Another computation in the place of what a pattern found, in a Program and in the loops within."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.edited import with_inner
+from onward.core.jaxprs.reading import read_jaxpr
+from onward.core.lower import lower
+from onward.core.names import Names
+from onward.core.primitives.traits import Runs
+from onward.core.program import Op, Program, Variable
+from onward.core.words import Pass
+from onward.develop.rewrite.match import Match, Nearest, Places
+from onward.develop.rewrite.pattern import Pattern
+
+_ENTERED = (Runs.AGAIN, Runs.SCAN, Runs.WHILE, Runs.BRANCH)
+
+
+def occurrences(program: Program, patterns: Sequence[Pattern], nearest: Nearest) -> list[Match]:
+    """Where patterns occur in the forward pass, and in the loops, branches and checkpoints within."""
+    found = Places(program, nearest).of(patterns)
+    for op in _entered(program):
+        for inner in op.subprograms.values():
+            found += occurrences(inner, patterns, nearest)
+    return found
+
+
+@dataclass
+class Rewriting:
+    """The replacement of patterns, where they are meant.
+
+    Attributes:
+        patterns: what is replaced.
+        new: what stands in place of each occurrence.
+        is_meant: whether an occurrence is replaced.
+    """
+
+    patterns: Sequence[Pattern]
+    new: Pattern
+    is_meant: Callable[[Match], bool]
+    done: list[Match] = field(default_factory=list)
+
+    def of(self, program: Program) -> Program:
+        """The Program with the replacement."""
+        within = {op: self._entered(op) for op in _entered(program)}
+        matches = [match for match in Places(program).of(self.patterns) if self.is_meant(match)]
+        self.done += matches
+        at: dict[Op, list[Match]] = {}
+        for match in matches:
+            at.setdefault(_first_reader(program, match), []).append(match)
+        gone = {op for match in matches for op in match.ops}
+        placed = _Placed(program)
+        for op in program.ops:
+            for match in at.get(op, ()):
+                placed.put(match, self.new)
+            if op not in gone:
+                placed.ops.append(within.get(op, op))
+        return replace(program, ops=tuple(placed.ops), constants=placed.constants)
+
+    def _entered(self, op: Op) -> Op:
+        """An op that runs Programs, with the replacement in these."""
+        body = op.body
+        for name, inner in op.subprograms.items():
+            before = len(self.done)
+            new = self.of(inner)
+            if len(self.done) > before:
+                changed = with_inner(body, name, _body_of(new))
+                if changed is None:
+                    del self.done[before:]
+                else:
+                    body = changed
+        return op if body is op.body else replace(op, body=body)
+
+
+class _Placed:
+    """A Program that grows by what replaces patterns."""
+
+    def __init__(self, program: Program) -> None:
+        self.names = Names(program.variables)
+        self.ops: list[Op] = []
+        self.constants = dict(program.constants)
+
+    def put(self, match: Match, new: Pattern) -> None:
+        """Add the ops of a replacement, which compute the Variables that the pattern did."""
+        read = read_jaxpr(new.body(match.types).closed, match.inputs, self.names)
+        self.constants.update(read.constants)
+        made = {v for op in read.ops for v in op.outputs}
+        pairs = list(zip(read.outputs, match.outputs, strict=True))
+        instead = {mine: theirs for mine, theirs in reversed(pairs) if mine in made}
+        word = new.name if new.name.isidentifier() else "rewritten"
+        scope = "/".join(filter(None, (match.ops[-1].scope, word)))
+        for op in read.ops:
+            inputs, outputs = (tuple(instead.get(v, v) for v in g) for g in (op.inputs, op.outputs))
+            below = f"{scope}/{op.scope}" if op.scope else scope
+            self.ops.append(replace(op, inputs=inputs, outputs=outputs, scope=below))
+        for mine, theirs in pairs:
+            if instead.get(mine) is not theirs:
+                self._copy(instead.get(mine, mine), theirs, scope)
+
+    def _copy(self, v: Variable, name: Variable, scope: str) -> None:
+        """Let a result be what something else is already."""
+        self.ops.append(Op("copy", (v,), (name,), body_of(lambda x: [x], v.aval), scope=scope))
+
+
+def _entered(program: Program) -> Iterator[Op]:
+    """The ops of the forward pass whose Programs are looked into."""
+    for op in program.ops:
+        if op.made_by is Pass.FORWARD and op.primitive.runs in _ENTERED:
+            yield op
+
+
+def _first_reader(program: Program, match: Match) -> Op:
+    """The op before which the replacement stands."""
+    own, wanted = set(match.ops), set(match.outputs)
+    readers = (op for op in program.ops if op not in own and not wanted.isdisjoint(op.inputs))
+    return next(readers, match.ops[-1])
+
+
+def _body_of(program: Program) -> Body:
+    run = lower(program, program.outputs)
+    return body_of(lambda *values: run((), values), *(v.aval for v in program.inputs))
