@@ -255,6 +255,35 @@ def test_arrays_in_functions_and_results_that_are_there_already():
     np.testing.assert_allclose(*(value_of(p, W, X[:, :3]) for p in (program, new)), rtol=1e-6)
 
 
+def test_a_loop_takes_no_arrays_of_a_replacement():
+    table = np.linspace(0, 1, 3)
+
+    def loss(w, x):
+        return jnp.sum(lax.fori_loop(0, 2, lambda _, x: swish(x), x @ w))
+
+    program = ow.trace(loss, *LOSS[1:])
+    with pytest.raises(ow.GraphError, match=r"would stand in the scan .* cannot hold the arrays"):
+        ow.rewrite(program, swish, lambda x: swish(x) + 0 * table)
+
+
+def test_a_rewritten_loop_is_rewritten_again():
+    def loss(w, x):
+        return jnp.sum(
+            lax.scan(lambda h, _: (jnp.sin(jnp.where(h > 0, h, -1.0)) + swish(h), None), x @ w, length=2)[0]
+        )
+
+    program = minimized(loss, *LOSS[1:])
+    once = ow.rewrite(program, swish, by_tanh)
+    twice = ow.rewrite(
+        once,
+        lambda h: jnp.sin(jnp.where(h > 0, h, -1.0)),
+        lambda h: jnp.where(h > 0, jnp.sin(h), jnp.sin(-1.0)),
+    )
+    np.testing.assert_allclose(trained(twice, *LOSS[1:]), trained(program, *LOSS[1:]), rtol=1e-5)
+    scopes = {op.scope for op in next(op for op in twice.ops if op.type == "scan").subprograms["jaxpr"].ops}
+    assert not any("forward" in scope for scope in scopes)
+
+
 def test_half_precision_is_compared_in_float32():
     program = ow.mixed_precision(minimized(*LOSS))
     assert "logistic" not in kinds(ow.rewrite(program, swish, by_tanh))  # found before there are casts

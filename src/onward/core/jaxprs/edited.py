@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onward.core.jaxprs.body import Body, EquationBody
-from onward.core.jaxprs.equations import closed_of, is_jaxpr
+from onward.core.jaxprs.equations import is_jaxpr
 
 
 def exchanged(body: Body) -> Body:
@@ -21,8 +21,8 @@ def exchanged(body: Body) -> Body:
     return _edited(body, eqn.replace(invars=list(eqn.invars)[::-1]))
 
 
-def with_inner(body: Body, name: str, inner: Body) -> Body | None:
-    """The same equation running another jaxpr of the same types; None if that holds arrays of its own.
+def with_inner(body: Body, name: str, inner: Body) -> Body:
+    """The same equation running another jaxpr of the same types, which holds no arrays of its own.
 
     Args:
         body: a computation of one equation, such as a loop.
@@ -35,10 +35,7 @@ def with_inner(body: Body, name: str, inner: Body) -> Body | None:
     old = eqn.params[key]
     several = list(old) if isinstance(old, tuple | list) else [old]
     at = int(rest[:-1]) if rest else next(i for i, value in enumerate(several) if is_jaxpr(value))
-    closed = inner.closed
-    if len(closed.consts) or closed_of(several[at]).consts:
-        return None
-    several[at] = closed if hasattr(several[at], "consts") else closed.jaxpr
+    several[at] = inner.closed if hasattr(several[at], "consts") else inner.closed.jaxpr
     new = type(old)(several) if isinstance(old, tuple | list) else several[0]
     return _edited(body, eqn.replace(params={**eqn.params, key: new}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -21,15 +22,18 @@ def joined(
     given: Sequence[Variable],
     wanted: Sequence[Variable],
     scopes: Mapping[Op, str] | None = None,
+    is_inner: bool = False,
 ) -> Body:
     """The equations of all these ops in a row, as one Body from given Variables to wanted ones.
 
     Nothing is traced for it: a Program of thousands of ops takes milliseconds. The equations stand in the
-    scopes of their ops, or those given for them, below the pass that made them.
+    scopes of their ops, or those given for them, below the pass that made them; those of the inside of a loop
+    stand below the pass of the loop.
     """
     row = _GrowingJaxpr(given)
     for op in ops:
-        row.append(op, op.scope if scopes is None else scopes[op])
+        scope = op.scope if scopes is None else scopes[op]
+        row.append(op, scope if is_inner else "/".join(filter(None, (op.made_by, scope))))
     return row.body([row.env[v] for v in wanted])
 
 
@@ -47,7 +51,7 @@ class _GrowingJaxpr:
         constvars, consts, invars, eqns, outvars = op.body.unscoped
         atoms = dict(zip(invars, map(self.env.__getitem__, op.inputs), strict=True))
         atoms.update(zip(constvars, map(self.constant, constvars, consts), strict=True))
-        stack = self.stack(f"{op.made_by}/{scope}" if scope else str(op.made_by))
+        stack = self.stack(scope)
 
         def read(v: Any) -> Any:
             return v if isinstance(v, jex.Literal) else atoms[v]
@@ -67,7 +71,7 @@ class _GrowingJaxpr:
     def stack(self, scope: str) -> Any:
         """JAX's own form of the scope of an op."""
         if scope not in self.stacks:
-            with outermost_scope(), jax.named_scope(scope):
+            with outermost_scope(), jax.named_scope(scope) if scope else nullcontext():
                 self.stacks[scope] = source_info_util.current_name_stack()
         return self.stacks[scope]
 

@@ -55,7 +55,7 @@ def expect_equal(
 
 def _short(old: Pattern, new: Pattern, types: Sequence[Type]) -> tuple[Type, ...]:
     """The types to compare at: those of ``like`` where arrays are large and both take these."""
-    short = tuple(Type(mine.shape, t.dtype) for mine, t in zip(old.like, types, strict=True))
+    short = tuple(Type(mine.shape, t.dtype) for mine, t in zip(old.types, types, strict=True))
     numbers = sum(math.prod(t.shape) for t in types)
     same_ranks = all(len(a.shape) == len(b.shape) for a, b in zip(short, types, strict=True))
     return short if numbers > _LARGE and same_ranks and _take(old, new, short) else tuple(types)

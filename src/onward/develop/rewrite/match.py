@@ -62,7 +62,7 @@ class Nearest:
         """Remember it if it is closer than what came before."""
         if fitting > self.fitting:
             self.pattern, self.fitting, self.why = pattern.name, fitting, why
-            self.count = len(pattern.sketch.ops)
+            self.count = len(pattern.sketches[0].ops)
 
 
 @dataclass
@@ -95,15 +95,14 @@ class Places:
 
     def _at(self, op: Op, pattern: Pattern, taken: set[Op]) -> Iterator[Match]:
         """The occurrences of a pattern whose first result this op computes."""
-        sketch = pattern.sketch
-        for rough in _Walk(self, pattern, sketch, is_exact=False).ending_in(op):
-            exact = pattern.at([rough[v].aval for v in sketch.inputs])
-            if exact is None:
-                continue
-            for bound in _Walk(self, pattern, exact, is_exact=True).ending_in(op):
-                match = self._match(pattern, exact, bound)
-                if self._is_apart(match) and taken.isdisjoint(match.ops):
-                    yield match
+        for sketch in pattern.sketches:
+            for rough in _Walk(self, pattern, sketch, is_exact=False).ending_in(op):
+                exact = pattern.at([rough[v].aval for v in sketch.inputs])
+                if exact is not None:
+                    for bound in _Walk(self, pattern, exact, is_exact=True).ending_in(op):
+                        match = self._match(pattern, exact, bound)
+                        if taken.isdisjoint(match.ops) and self._is_apart(match):
+                            yield match
 
     def _match(self, pattern: Pattern, exact: Program, bound: Bound) -> Match:
         ops = {self.makers[bound[v]] for op in exact.ops for v in op.outputs if v in bound}

@@ -21,6 +21,7 @@ from onward.core.program import Program
 from onward.core.structure import describe
 from onward.core.walk import ancestors
 
+_RANKS = 5  # that are tried for arguments of which nothing is told
 _NOT_TRACED = (
     "rewrite: {name} cannot be traced with {types}: {error}. Say what it is called with, arrays of any "
     "lengths: like=(jnp.ones((8, 4)), jnp.ones((4, 2)))."
@@ -32,17 +33,19 @@ class Pattern:
 
     >>> import jax
     >>> swish = Pattern(lambda x: x * jax.nn.sigmoid(x))
-    >>> [op.type for op in swish.sketch.ops]
+    >>> [op.type for op in swish.sketches[0].ops]
     ['logistic', 'mul']
 
     Attributes:
         function: of arrays, to an array or several.
-        like: a type for each of its arguments.
+        like: a type for each of its arguments; None where they are numbers, or arrays of equal ranks.
+        types: those of ``like``, else a float32 number for each argument.
     """
 
     def __init__(self, function: Callable[..., Any], like: Any = None) -> None:
         self.function = function
-        self.like = _types(function, like)
+        self.types = _types(function, like)
+        self.like = None if like is None else self.types
         self._read: dict[tuple[Any, ...], Program | None] = {}
 
     @property
@@ -55,9 +58,19 @@ class Pattern:
         return f"the lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
     @cached_property
-    def sketch(self) -> Program:
-        """The ops at the types of ``like``; what differs with lengths may be another one elsewhere."""
-        return program_of(self.body(self.like).closed, self.name)
+    def sketches(self) -> tuple[Program, ...]:
+        """The ops at the types of ``like``; else at each rank at which they are others.
+
+        What depends on lengths may be another op elsewhere.
+        """
+        found: dict[tuple[str, ...], Program] = {}
+        for rank in range(1 if self.like else _RANKS):
+            types = self.types if not rank else [Type((2,) * rank, t.dtype) for t in self.types]
+            closed = self.body(types).closed if not rank else None
+            program = self.at(types) if closed is None else program_of(closed, self.name)
+            if program is not None:
+                found.setdefault(tuple(op.type for op in program.ops), program)
+        return tuple(found.values())
 
     def at(self, types: Sequence[Type]) -> Program | None:
         """The ops at these types; None where the function does not take them."""
@@ -87,7 +100,7 @@ class Pattern:
 
     def expect_whole(self) -> None:
         """Raise unless its results are computed, of all of its arguments."""
-        program = self.sketch
+        program = self.sketches[0]
         made = {v for op in program.ops for v in op.outputs}
         if not program.outputs or not made.issuperset(program.outputs):
             raise ArgumentError(

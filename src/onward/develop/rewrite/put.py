@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from onward.core.jaxprs.body import Body, body_of
+from onward.core.errors import GraphError
+from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.edited import with_inner
+from onward.core.jaxprs.joining import joined
 from onward.core.jaxprs.reading import read_jaxpr
-from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
@@ -16,6 +17,10 @@ from onward.core.words import Pass
 from onward.develop.rewrite.match import Match, Nearest, Places
 from onward.develop.rewrite.pattern import Pattern
 
+_HOLDS_ARRAYS = (
+    "rewrite: {new} would stand in the {op}{at}, which cannot hold the arrays that it closes over. Make them "
+    "in it, such as with jnp.arange, or let the pattern read them as arguments."
+)
 _ENTERED = (Runs.AGAIN, Runs.SCAN, Runs.WHILE, Runs.BRANCH)
 
 
@@ -28,7 +33,7 @@ def occurrences(program: Program, patterns: Sequence[Pattern], nearest: Nearest)
     return found
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rewriting:
     """The replacement of patterns, where they are meant.
 
@@ -41,13 +46,13 @@ class Rewriting:
     patterns: Sequence[Pattern]
     new: Pattern
     is_meant: Callable[[Match], bool]
-    done: list[Match] = field(default_factory=list)
 
     def of(self, program: Program) -> Program:
         """The Program with the replacement."""
         within = {op: self._entered(op) for op in _entered(program)}
         matches = [match for match in Places(program).of(self.patterns) if self.is_meant(match)]
-        self.done += matches
+        if not matches and all(op is new for op, new in within.items()):
+            return program
         at: dict[Op, list[Match]] = {}
         for match in matches:
             at.setdefault(_first_reader(program, match), []).append(match)
@@ -64,14 +69,11 @@ class Rewriting:
         """An op that runs Programs, with the replacement in these."""
         body = op.body
         for name, inner in op.subprograms.items():
-            before = len(self.done)
             new = self.of(inner)
-            if len(self.done) > before:
-                changed = with_inner(body, name, _body_of(new))
-                if changed is None:
-                    del self.done[before:]
-                else:
-                    body = changed
+            if new is not inner:
+                if new.constants:
+                    raise GraphError(_HOLDS_ARRAYS.format(new=self.new.name, op=op.type, at=op.at))
+                body = with_inner(body, name, joined(new.ops, new.inputs, new.outputs, is_inner=True))
         return op if body is op.body else replace(op, body=body)
 
 
@@ -117,8 +119,3 @@ def _first_reader(program: Program, match: Match) -> Op:
     own, wanted = set(match.ops), set(match.outputs)
     readers = (op for op in program.ops if op not in own and not wanted.isdisjoint(op.inputs))
     return next(readers, match.ops[-1])
-
-
-def _body_of(program: Program) -> Body:
-    run = lower(program, program.outputs)
-    return body_of(lambda *values: run((), values), *(v.aval for v in program.inputs))

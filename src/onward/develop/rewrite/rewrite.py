@@ -59,7 +59,7 @@ def rewrite(
         program: a Program that was traced, at any stage.
         pattern: what is replaced; or several spellings, of which the first that fits is taken.
         replacement: takes what the pattern takes, and gives arrays of the types that it gives.
-        like: what the pattern is called with, arrays of any lengths; one float32 number for each argument
+        like: what the pattern is called with, arrays of any lengths; float32 numbers, or arrays of one rank,
             unless given, which is enough for arithmetic number by number.
         where: the results to replace, by name, pattern or Variable, if not all.
         tolerance: how far the numbers may differ, in parts of the largest of a result, if by more than
@@ -92,14 +92,14 @@ def rewrite(
     _expect_tolerance(tolerance)
     recipe = recipe_of(program, "to be rewritten", "Write it so in the function")
     patterns = _patterns(pattern, like)
-    new = Pattern(replacement, patterns[0].like)
+    new = Pattern(replacement, patterns[0].types)
     forward = build(recipe.until(Phase.ADAPT), whole_types(program))
     names, matches = _found(forward, patterns, where)
     derived = any(step.phase is Phase.BACKWARD for step in recipe.steps)
     for old, types in {(m.pattern, m.types): None for m in matches}:
         expect_equal(old, new, types, tolerance, derived)
     functions = tuple(p.function for p in patterns)
-    step = Applied(rewritten, (functions, replacement, new.like, names), {}, Phase.REWRITE)
+    step = Applied(rewritten, (functions, replacement, patterns[0].like, names), {}, Phase.REWRITE)
     grown = recipe.including(step)
     return resumed(step(forward), grown, len(grown.until(Phase.ADAPT).steps), whole_types(program))
 
@@ -133,7 +133,7 @@ def rewritten(
         return not chosen or not chosen.isdisjoint(v.name for v in match.outputs)
 
     patterns = [Pattern(function, like) for function in functions]
-    return Rewriting(patterns, Pattern(replacement, like), is_meant).of(program)
+    return Rewriting(patterns, Pattern(replacement, patterns[0].types), is_meant).of(program)
 
 
 def _patterns(given: Any, like: Any) -> tuple[Pattern, ...]:
