@@ -66,7 +66,7 @@ class Nearest:
 
 
 @dataclass
-class Places:
+class PatternSearch:
     """The forward ops of a Program, and where patterns occur among them."""
 
     program: Program
@@ -96,10 +96,10 @@ class Places:
     def _at(self, op: Op, pattern: Pattern, taken: set[Op]) -> Iterator[Match]:
         """The occurrences of a pattern whose first result this op computes."""
         for sketch in pattern.sketches:
-            for rough in _Walk(self, pattern, sketch, is_exact=False).ending_in(op):
+            for rough in _PatternWalk(self, pattern, sketch, is_exact=False).ending_in(op):
                 exact = pattern.at([rough[v].aval for v in sketch.inputs])
                 if exact is not None:
-                    for bound in _Walk(self, pattern, exact, is_exact=True).ending_in(op):
+                    for bound in _PatternWalk(self, pattern, exact, is_exact=True).ending_in(op):
                         match = self._match(pattern, exact, bound)
                         if taken.isdisjoint(match.ops) and self._is_apart(match):
                             yield match
@@ -128,15 +128,15 @@ class Places:
         return max(before, default=-1) < min(readers, default=len(self.number))
 
 
-class _Walk:
+class _PatternWalk:
     """One walk backwards over a pattern and the ops of a Program side by side."""
 
-    def __init__(self, places: Places, pattern: Pattern, graph: Program, is_exact: bool) -> None:
-        self.places, self.pattern, self.graph, self.is_exact = places, pattern, graph, is_exact
+    def __init__(self, search: PatternSearch, pattern: Pattern, graph: Program, is_exact: bool) -> None:
+        self.search, self.pattern, self.graph, self.is_exact = search, pattern, graph, is_exact
         self.makers = producers(graph)
 
     def ending_in(self, op: Op) -> Iterator[Bound]:
-        """What stands for each value of the pattern, if this op computes its first result."""
+        """The values that stand for those of the pattern, if this op computes its first result."""
         first, *others = self.graph.outputs
         maker = self.makers.get(first)
         if maker is None or maker.type != op.type or len(maker.outputs) != len(op.outputs):
@@ -152,7 +152,7 @@ class _Walk:
             return
         maker = self.makers[others[0]]
         at = maker.outputs.index(others[0])
-        for op in self.places.program.ops:
+        for op in self.search.program.ops:
             if op.type == maker.type and op.made_by is Pass.FORWARD and len(op.outputs) > at:
                 for more in self._fitted(((others[0], op.outputs[at]),), bound):
                     yield from self._with(others[1:], more)
@@ -175,7 +175,7 @@ class _Walk:
             if self._same_constant(mine, theirs):
                 yield from self._fitted(tuple(rest), {**bound, mine: theirs})
             return
-        maker, op = self.makers[mine], self.places.makers.get(theirs)
+        maker, op = self.makers[mine], self.search.makers.get(theirs)
         ways = list(self._inputs(maker, op, mine, theirs))
         if op is None or not ways:
             self._note(maker, op, bound)
@@ -187,7 +187,7 @@ class _Walk:
     def _inputs(
         self, maker: Op, op: Op | None, mine: Variable, theirs: Variable
     ) -> Iterator[tuple[Variable, ...]]:
-        """What an op reads, in each order in which it does what that of the pattern does."""
+        """The inputs of an op, in each order in which it does what that of the pattern does."""
         if op is None or op.made_by is not Pass.FORWARD or op.type != maker.type:
             return
         if len(op.inputs) != len(maker.inputs) or len(op.outputs) != len(maker.outputs):
@@ -202,7 +202,7 @@ class _Walk:
             yield op.inputs[::-1]
 
     def _same_constant(self, mine: Variable, theirs: Variable) -> bool:
-        value = self.places.program.constants.get(theirs)
+        value = self.search.program.constants.get(theirs)
         return (
             value is not None
             and mine.dtype == theirs.dtype
@@ -215,7 +215,7 @@ class _Walk:
         ends = self.graph.outputs[0]
         if not fitting or ends not in bound:
             return
-        last = self.places.makers[bound[ends]]
+        last = self.search.makers[bound[ends]]
         if op is None:
             there = "there is what nothing computes"
         elif op.type == maker.type:
@@ -223,7 +223,7 @@ class _Walk:
         else:
             there = f"there is {op.type}{op.at}"
         why = f"{bound[ends].name}{last.at} ends like it, but where the pattern has {maker.type}, {there}"
-        self.places.nearest.note(self.pattern, fitting, why)
+        self.search.nearest.note(self.pattern, fitting, why)
 
 
 def _is_same(mine: Op, theirs: Op) -> bool:

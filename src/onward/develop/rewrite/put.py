@@ -14,7 +14,7 @@ from onward.core.names import Names
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass
-from onward.develop.rewrite.match import Match, Nearest, Places
+from onward.develop.rewrite.match import Match, Nearest, PatternSearch
 from onward.develop.rewrite.pattern import Pattern
 
 _HOLDS_ARRAYS = (
@@ -26,7 +26,7 @@ _ENTERED = (Runs.AGAIN, Runs.SCAN, Runs.WHILE, Runs.BRANCH)
 
 def occurrences(program: Program, patterns: Sequence[Pattern], nearest: Nearest) -> list[Match]:
     """Where patterns occur in the forward pass, and in the loops, branches and checkpoints within."""
-    found = Places(program, nearest).of(patterns)
+    found = PatternSearch(program, nearest).of(patterns)
     for op in _entered(program):
         for inner in op.subprograms.values():
             found += occurrences(inner, patterns, nearest)
@@ -50,14 +50,14 @@ class Rewriting:
     def of(self, program: Program) -> Program:
         """The Program with the replacement."""
         within = {op: self._entered(op) for op in _entered(program)}
-        matches = [match for match in Places(program).of(self.patterns) if self.is_meant(match)]
+        matches = [match for match in PatternSearch(program).of(self.patterns) if self.is_meant(match)]
         if not matches and all(op is new for op, new in within.items()):
             return program
         at: dict[Op, list[Match]] = {}
         for match in matches:
             at.setdefault(_first_reader(program, match), []).append(match)
         gone = {op for match in matches for op in match.ops}
-        placed = _Placed(program)
+        placed = _RewrittenOps(program)
         for op in program.ops:
             for match in at.get(op, ()):
                 placed.put(match, self.new)
@@ -77,7 +77,7 @@ class Rewriting:
         return op if body is op.body else replace(op, body=body)
 
 
-class _Placed:
+class _RewrittenOps:
     """A Program that grows by what replaces patterns."""
 
     def __init__(self, program: Program) -> None:
