@@ -2,6 +2,7 @@
 
     accumulate_time   what does a step over micro-batches cost, beside optax.MultiSteps?
     check_finite_time what does it cost to look at every step for NaN and infinity?
+    chunk_time        what do chunks of a loss head, and of attention, cost and save?
     derive_time       what does it cost to trace a function and derive its backward pass?
     first_step_time   how long does a person wait for the first step of a deep model?
     looking           what does it cost to look at a step: to save, compare, search, draw it?

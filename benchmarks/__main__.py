@@ -15,6 +15,7 @@ from typing import TextIO
 from benchmarks import (
     accumulate_time,
     check_finite_time,
+    chunk_time,
     derive_time,
     first_step_time,
     looking,
@@ -35,6 +36,7 @@ from benchmarks.report import Measured, environment, plot, table, write_json
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
     "accumulate_time": accumulate_time.run,
     "check_finite_time": check_finite_time.run,
+    "chunk_time": chunk_time.run,
     "derive_time": derive_time.run,
     "first_step_time": first_step_time.run,
     "looking": looking.run,

@@ -541,6 +541,20 @@ def test_attention_in_any_spelling_is_cut_by_its_queries():
         np.testing.assert_allclose(gradients[name], gradient, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
+def test_what_is_counted_outside_of_a_region_is_counted_once():
+    def loss(p, x):
+        i = jnp.arange(LENGTH)
+        x = x + jnp.sin(0.1 * i)[:, None] + jnp.cos(0.1 * i)[:, None]
+        q, k, v = jnp.split((x @ p).reshape(1, LENGTH, HEADS, -1), 3, axis=-1)
+        return jnp.mean(jnp.where(i < 9, with_one_count(q, k, v).sum((0, 2, 3)), 0.0))
+
+    program = ow.trace(loss, jnp.ones((4, 12)), jnp.ones((LENGTH, 4)))
+    chunked = ow.chunk(program, 4, where=ow.graph.attention_scores(program))
+    before, after = ([op.type for op in p.ops].count("iota") for p in (program, chunked))
+    assert before == 2, "one of the loss, one of the mask"
+    assert after == 1, "that of the mask is made within the region"
+
+
 def linear(q, k, v):
     return jnp.einsum("thd,hde->the", q, jnp.einsum("thd,the->hde", k, v))
 

@@ -1,5 +1,7 @@
 """Each exchange in a compiled step is found with its axes, its loop, its line, and a reason that is right."""
 
+import gc
+import weakref
 from functools import partial
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.compiled import compilations
 
 import onward as ow
 from onward.core.errors import ArgumentError
@@ -130,3 +133,14 @@ def test_another_text_is_read_and_no_reason_guessed():
 def test_what_is_no_step():
     with pytest.raises(ArgumentError, match="collectives takes a Program, a step, or a function"):
         ow.collectives(3)
+
+
+def test_a_program_is_compiled_once_for_all_that_is_asked_and_is_not_held():
+    program = ow.SGD(0.1).minimize(loss, [jnp.ones((8, 8))], jnp.ones((8, 8)))
+    program = ow.partition(program, {"data": 8}, {"*": "data"})
+    assert compilations(partial(ow.collectives, program)) == 1
+    assert compilations(partial(str, ow.memory(program))) == 0
+    gone = weakref.ref(program)
+    del program
+    gc.collect()
+    assert gone() is None

@@ -85,6 +85,16 @@ def test_the_estimate_is_near_what_the_compiled_step_takes(name):
     assert (found.peak - embedded) / of_xla(program(name)) == pytest.approx(1, abs=NEAR.get(name, 0.25))
 
 
+def test_random_bits_are_two_words_for_each_number():
+    def dropped(w, x):
+        for key in jax.random.split(jax.random.key(0), 3):
+            x = jnp.sin(x * w) * jax.random.bernoulli(key, 0.9, x.shape)
+        return jnp.sum(x)
+
+    drawing = ow.trace(dropped, jnp.float32(1.0), jnp.ones(4096))
+    assert memory(drawing).peak / of_xla(drawing) == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize("name", ["mlp", "blocks", "blocks recomputed", "transformer"])
 def test_the_curve_is_the_sum_of_its_shares(name):
     found = memory(program(name))

@@ -35,6 +35,7 @@ class Op:
     ``of`` is set on gradient ops: the first output of the forward op they belong to.
     ``primal`` is set on forward ops that save residuals for the backward pass: the body they had
     before, which computes the first outputs only.
+    ``again`` is set on forward ops that run again for the backward pass: it keeps nothing that they compute.
     """
 
     type: str
@@ -47,6 +48,7 @@ class Op:
     of: Variable | None = None
     primal: Body | None = None
     update: UpdateType | None = None
+    again: bool = False
 
     @property
     def primitive(self) -> Primitive:

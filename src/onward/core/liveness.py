@@ -8,6 +8,7 @@ how long. A compiler writes far fewer arrays than a Program has Variables, by ru
   never written down; what is larger than all it reads, such as a broadcast, is done within each such reader;
 * such arithmetic, a loop and a scatter write over an operand that nobody reads later, if it is as large;
 * the next value of state is written over the old one, once that was read for the last time;
+* random bits are two words for each number, of which readers make one, and two more while they are drawn;
 * what nobody reads is not computed.
 
 An op whose body is several equations is looked into; a loop takes what its own turn takes at most.
@@ -30,6 +31,7 @@ from itertools import accumulate
 
 from onward.core.cost import size
 from onward.core.primitives.table import of
+from onward.core.primitives.traits import Work
 from onward.core.program import Program, Variable
 from onward.core.steps import Equation, steps
 
@@ -132,11 +134,11 @@ class _LivenessWalk:
                 array.end = len(self.steps)
         self._over_state(last)
         self._over_operands()
-        within = tuple(max(map(self._turn, step.programs), default=0) for step in self.steps)
+        within = tuple(max(map(self._turn, step.programs), default=_drawing(step)) for step in self.steps)
         return Lifetimes(self.program, self.steps, tuple(self.arrays), within)
 
     def _new(self, v: Variable, begin: int, end: int) -> None:
-        array = Array([v], size(v), begin, end)
+        array = Array([v], size(v) if begin < 0 else _drawing(self.steps[begin]) or size(v), begin, end)
         self.arrays.append(array)
         self.read[v] = (array,)
 
@@ -221,3 +223,12 @@ class _LivenessWalk:
             given = sum(size(v) for v in (*program.inputs, *program.constants))
             self.turns[program] = max((taken - given for taken in inside.bytes), default=0)
         return self.turns[program]
+
+
+def _drawing(step: Equation) -> int:
+    """The bytes of random bits: two words of 32 for each number, of which readers make one; else 0.
+
+    The loop of Threefry that makes them holds as many again.
+    """
+    kind = of(step.kind)
+    return sum(8 * v.size for v in step.outputs) if kind.draws and kind.work is Work.RANDOM else 0

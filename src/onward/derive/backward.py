@@ -31,9 +31,9 @@ from onward.core.transform import remembered, transform
 from onward.core.walk import Where, ancestors, find, listed, producers, select
 from onward.core.whole import expect_derivative, opened
 from onward.core.words import Kind, Pass
+from onward.derive.again import computed_again
 from onward.derive.differentiate import DerivativeRule, flows, rule_for
 from onward.derive.loss import check_targets, expect_floats, loss_of
-from onward.derive.low_rank.again import dequantized_again
 
 
 @transform(phase=Phase.BACKWARD)
@@ -98,7 +98,7 @@ def append_backward(
             UnreachedWarning,
             stacklevel=user_level(),
         )
-    return dequantized_again(replace(backward.program(), gradients=pairs, loss=target))
+    return replace(backward.program(), gradients=pairs, loss=target)
 
 
 def gradients(
@@ -326,8 +326,9 @@ class _Backward:
 
     def program(self) -> Program:
         """The Program with the backward pass at its end."""
-        forward = (new for op in self.source.ops for new in self.saving.get(op, (op,)))
-        return replace(self.source, ops=(*forward, *(d.op() for d in self.drafts if any(d.outputs))))
+        forward = [new for op in self.source.ops for new in self.saving.get(op, (op,))]
+        backward = (draft.op() for draft in self.drafts if any(draft.outputs))
+        return replace(self.source, ops=(*forward, *computed_again(forward, backward, self.names)))
 
 
 _HAS_NO_RULE = (TypeError, ValueError, NotImplementedError)  # what JAX raises

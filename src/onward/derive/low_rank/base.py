@@ -33,7 +33,7 @@ def held(weight: Variable, base: str, inputs: Sequence[int], name: Any) -> tuple
         for word, t in zip(words, body.out_avals, strict=True)
     )
     back = body_of(partial(_weight, dtype=weight.dtype), *(v.aval for v in kept))
-    return Op("quantize", (weight,), kept, body), Op(DEQUANTIZE, kept, (weight,), back)
+    return Op("quantize", (weight,), kept, body), Op(DEQUANTIZE, kept, (weight,), back, again=True)
 
 
 def _rounded(weight: Any, inputs: tuple[int, ...]) -> list[Any]:

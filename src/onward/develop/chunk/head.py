@@ -11,7 +11,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.walk import producers
 from onward.develop.chunk.loop import CannotShortenError, ChunkPlan
-from onward.develop.chunk.region import Region, counted_apart, region_of
+from onward.develop.chunk.region import Region, counted_apart, counted_together, region_of
 from onward.develop.chunk.rows import Mixes, Rows, rows_of
 
 _MIXED = (
@@ -50,7 +50,7 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
         FewRowsError: there is only one row, or nothing divides them.
         GraphError: the rows cannot be computed apart.
     """
-    program = counted_apart(program)
+    before, program = program, counted_apart(program)
     logits = _product(program, logits)
     region = region_of(program, logits)
     _expect_gain(program, region)
@@ -61,7 +61,7 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
         op = plan.op()
     except CannotShortenError as error:
         raise _mixed(program, region, Mixes(error.op, "cannot be computed for some of the rows")) from error
-    return _with_op(program, region, op)
+    return counted_together(_with_op(program, region, op), before, op)
 
 
 def is_attention(program: Program, scores: Variable) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from onward.core.jaxprs.body import Body
 from onward.core.names import Names
 from onward.core.primitives.traits import Moves
 from onward.core.program import Op, Program, Variable
@@ -106,6 +107,29 @@ def counted_apart(program: Program) -> Program:
                 copy = replace(v, name=names.new(v.name))
                 ops.append(replace(op, outputs=(copy,)))
                 instead.setdefault(reader, {})[v] = copy
+    return replace(program, ops=tuple(ops))
+
+
+def counted_together(program: Program, before: Program, region: Op) -> Program:
+    """The Program with copies made by ``counted_apart`` as one again, but for those that a region reads.
+
+    Args:
+        program: where the region is one op.
+        before: the Program without copies.
+        region: the op.
+    """
+    first: dict[Body, Variable] = {}
+    stands: dict[Variable, Variable] = {}
+    ops: list[Op] = []
+    for op in program.ops:
+        if is_numbering(op):
+            (v,) = op.outputs
+            one = first.setdefault(op.body, v)
+            if one is not v and v.name not in before.variables and v not in region.inputs:
+                stands[v] = one
+                continue
+        reads = not stands.keys().isdisjoint(op.inputs)
+        ops.append(replace(op, inputs=tuple(stands.get(v, v) for v in op.inputs)) if reads else op)
     return replace(program, ops=tuple(ops))
 
 

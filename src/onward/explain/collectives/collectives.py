@@ -13,16 +13,13 @@ from jax.sharding import NamedSharding
 
 from onward.core.columns import columns
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.homes import own_scopes
 from onward.core.program import Op, Program
 from onward.core.show import human_bytes
 from onward.core.structure import describe
-from onward.execute.executable import Executable
 from onward.execute.step import Step
-from onward.execute.tuning import Tuning
 from onward.explain.collectives.found import KINDS, CompiledCollective, collectives_in
 from onward.explain.collectives.hlo_text import CompiledText
-from onward.explain.compiling.measured import fresh_name
+from onward.explain.compiling.once import Marks, compiled_once
 
 _WIDTH = 100
 _SHOWN = 3
@@ -134,33 +131,13 @@ def collectives(step: Program | Step | Callable[..., Any], /, *args: Any, **kwar
     if isinstance(step, Program):
         if args or kwargs:
             raise ArgumentError("collectives takes a Program alone: collectives(program).")
-        return _of_program(step)
-    marks = _Marks({})
+        found = compiled_once(step)
+        return _read(step.name, found.text, found.shardings, found.ops)
+    marks = Marks()
     if isinstance(step, Step):
         text, shardings = step.compiled_text(marks, *args, **kwargs)
         return _read(step.program.name, text, shardings, marks.ops)
     return _of_function(step, args, kwargs)
-
-
-@dataclass(frozen=True)
-class _Marks:
-    """Scopes for the ops of a Program, each with a last one of its own, by which it is found again."""
-
-    ops: dict[str, Op]
-
-    def __call__(self, program: Program) -> Mapping[Op, str]:
-        scopes = own_scopes(program)
-        self.ops.update((f"op_{i}_of_program", op) for i, op in enumerate(program.ops))
-        return {op: "/".join(filter(None, (scopes[op], mark))) for mark, op in self.ops.items()}
-
-
-def _of_program(program: Program) -> Collectives:
-    marks = _Marks({})
-    tuned = Tuning()(program, ()).program
-    named = replace(tuned, name=fresh_name(program.name))
-    executable = Executable(named, (), {v.name for v in tuned.next_state}, scopes=marks, keep_memory=False)
-    executable.compile()
-    return _read(program.name, executable.text, executable.shardings, marks.ops)
 
 
 def _of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectives:

@@ -27,7 +27,7 @@ It is below where XLA for CPU does what other devices need not do: bfloat16 is c
 the gradient of max pooling writes the number of every pixel down (- 64 %), and the barriers of
 ``jax.checkpoint`` are forgotten, so that it saves nothing (- 59 %). The library's ``recompute`` is not
 affected by the last. Small programs of one kind of op are further off: attention over 1,024 rows (- 28 %),
-random numbers drawn in the loss (- 41 %), a scan that stacks what its turns return (+ 42 %), ``while`` and
+random numbers drawn in the loss (- 27 %), a scan that stacks what its turns return (+ 42 %), ``while`` and
 ``cond`` (+ 29 %, + 25 %; jax 0.12).
 """
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 from onward.core.program import Program
 from onward.distribute.mesh_plan import mesh_plan
-from onward.execute.executable import Executable
 from onward.execute.memory.held import MemoryShare
-from onward.execute.storage.plan import plan as storage_of
-from onward.execute.tuning import Tuning
+from onward.explain.compiling.once import compiled_once
 
 _KEPT = {
     "parameter": MemoryShare.PARAMETERS,
@@ -31,11 +29,7 @@ def on_each_device(program: Program) -> Mapping[MemoryShare, int]:
     found = dict.fromkeys(_KEPT.values(), 0)
     for kind, _, _, part in mesh_plan(program).rows:
         found[_KEPT[kind]] += part
-    tuned = Tuning()(program, ()).program
-    donated = {v.name for v in tuned.next_state}
-    executable = Executable(tuned, (), donated, storage=storage_of(tuned, ()), keep_memory=False)
-    executable.compile()
-    planned = executable.memory
+    planned = compiled_once(program).memory
     results = planned.output_size_in_bytes - planned.alias_size_in_bytes
     return found | {
         MemoryShare.RESULTS: max(results, 0),
