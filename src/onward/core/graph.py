@@ -121,6 +121,7 @@ class Phase(IntEnum):
     DEVICES = 9  # one Program for many devices
     MICRO_BATCHES = 10
     STEP = 11  # decides about a step as a whole: guards, checks
+    MEMORY = 12  # where state lies between two steps
 
 
 class Origin(Protocol):

@@ -13,6 +13,7 @@ from onward.core.walk import ancestors, consumers, descendants, liveness, produc
 from onward.develop.chunk.chunk import attention_scores, chunks_of
 from onward.develop.fence import fences, worth_fencing
 from onward.develop.fission.fission import fissions
+from onward.develop.offload import offloaded
 from onward.develop.recompute.report import recomputed
 from onward.develop.roll.cost import worth_rolling
 from onward.develop.roll.roll import rolls_of
@@ -30,6 +31,7 @@ __all__ = [
     "forward_pass",
     "homes",
     "liveness",
+    "offloaded",
     "producers",
     "recomputed",
     "rolls_of",

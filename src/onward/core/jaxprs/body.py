@@ -294,7 +294,7 @@ class Body(NotPickled):
         shown = {}
         for key, value in self.equations[0].params.items():
             is_nowhere = getattr(getattr(value, "mesh", None), "empty", False)  # how it lies on no mesh
-            if not (callable(value) or jaxprs_in(value) or value is None or is_nowhere):
+            if not (callable(value) or jaxprs_in(value) or value in (None, (None,)) or is_nowhere):
                 key, value = ("spec", value.spec) if hasattr(value, "spec") else (key, value)
                 text = str(_plain(value))
                 shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."
