@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onward.core.program import Program
-from onward.distribute.mesh_plan import mesh_plan
+from onward.distribute.mesh_plan import HOST_STATE, mesh_plan
 from onward.execute.executable import Executable
 from onward.execute.memory.held import MemoryShare
 from onward.execute.storage.plan import plan as storage_of
@@ -30,7 +30,8 @@ def on_each_device(program: Program) -> Mapping[MemoryShare, int]:
     """
     found = dict.fromkeys(_KEPT.values(), 0)
     for kind, _, _, part in mesh_plan(program).rows:
-        found[_KEPT[kind]] += part
+        if kind != HOST_STATE:
+            found[_KEPT[kind]] += part
     tuned = Tuning()(program, ()).program
     donated = {v.name for v in tuned.next_state}
     executable = Executable(tuned, (), donated, storage=storage_of(tuned, ()), keep_memory=False)
