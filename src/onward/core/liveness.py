@@ -39,8 +39,8 @@ from onward.core.steps import Equation, steps
 class Array:
     """A piece of memory: the Variables in it, its bytes, and its first and last step, both included.
 
-    An array that is there before the first step begins at -1; one that stays ends behind the last step. One in
-    host memory takes nothing of the device.
+    An array that is there before the first step begins at -1; one that stays ends behind the last step. One
+    in host memory takes nothing of the device.
     """
 
     variables: list[Variable]

@@ -39,13 +39,13 @@ _EACH = UpdateType.ELEMENTWISE
 def offload(program: Program, where: Where | Iterable[Where] | None = None) -> Program:
     """Keep what the optimizer keeps in host memory between the steps.
 
-    Adds ops, and moves ops of the update: all numbers stay what they were. Before the first op that reads such
-    a Variable stands an op ``fetch``, which brings it to the device, behind the op that makes its next value
-    an op ``store``, which takes that to the host. The update is ordered so that it ends with the state of one
-    parameter before it begins with that of the next, as far as one does not read the other's. Every step
-    moves all of it over the bus twice, in part while it computes: this is for what would not fit otherwise.
-    ``compile(..., check_finite=True)`` looks at all next values before it keeps any, so that all of them are on
-    the device at the end of a step. ``memory(program)`` tells what is gained, without running.
+    Adds ops, and moves ops of the update: all numbers stay what they were. Before the first op that reads
+    such a Variable stands an op ``fetch``, which brings it to the device, behind the op that makes its next
+    value an op ``store``, which takes that to the host. The update is ordered so that it ends with the state
+    of one parameter before it begins with that of the next, as far as one does not read the other's. Every
+    step moves all of it over the bus twice, in part while it computes: this is for what would not fit
+    otherwise. ``compile(..., check_finite=True)`` looks at all next values before it keeps any, so that all
+    of them are on the device at the end of a step. ``memory(program)`` tells what is gained, without running.
 
     Args:
         program: a training Program. Whatever else is done to it, in whatever order, this acts last.
@@ -70,8 +70,8 @@ def offload(program: Program, where: Where | Iterable[Where] | None = None) -> P
     """
     if found := offloaded(program):
         raise GraphError(
-            f"offload: {program.name!r} is offloaded already: {_some(found)} lie in host memory. Name all in one "
-            "call: where=[...]."
+            f"offload: {program.name!r} is offloaded already: {_some(found)} lie in host memory. Name all in "
+            "one call: where=[...]."
         )
     return _moved(program, _chosen(program, where))
 
@@ -87,15 +87,6 @@ def offloaded(program: Program) -> tuple[Variable, ...]:
     """
     expect_program(program, "offloaded")
     return tuple(op.inputs[0] for op in program.ops if op.type is FETCH)
-
-
-def expect_on_device(program: Program, what: str) -> None:
-    """Raise ``GraphError`` if state of a Program lies in host memory, with which this does not go together."""
-    if found := offloaded(program):
-        raise GraphError(
-            f"{what}: {program.name!r} keeps {_some(found)} in host memory, which this cannot do. "
-            "Give the Program as it was before onward.offload."
-        )
 
 
 _NOTHING = (
@@ -178,8 +169,8 @@ def _moved(program: Program, chosen: Sequence[Variable]) -> Program:
 def _one_after_the_other(program: Program, chosen: Container[Variable]) -> Sequence[Op]:
     """The ops in an order in which all that needs one of these Variables stands together.
 
-    First those that need none; then, behind the first op that reads one, what else needs nothing that is first
-    read later. An op is never moved before one that it reads from.
+    First those that need none; then, behind the first op that reads one, what else needs nothing that is
+    first read later. An op is never moved before one that it reads from.
     """
     first: dict[Variable, int] = {}
     needs: dict[Variable, int] = {}

@@ -85,8 +85,8 @@ class Executable:
         elif program.partition is not None:
             self._spread = Meshed(program, specs, following, wanted)
         self.scopes = scopes(program)
-        on_device = dict((op.inputs + op.outputs) for op in program.ops if op.type is FETCH)
-        on_device |= dict((op.outputs + op.inputs) for op in program.ops if op.type is STORE)
+        on_device = {op.inputs[0]: op.outputs[0] for op in program.ops if op.type is FETCH}
+        on_device |= {op.outputs[0]: op.inputs[0] for op in program.ops if op.type is STORE}
         shown = (on_device.get(v, v) for v in wanted)
         run = lower(program, [*following, *shown], at_once=True, scopes=self.scopes)
         self._run = run if self._spread is None else self._spread.over_devices(run)
@@ -203,7 +203,9 @@ class Executable:
 
     def place(self, v: Variable, value: Any) -> Any:
         """The value of a state Variable where the compiled step takes it from."""
-        return in_memory(value, v.name in self.pinned) if self._spread is None else self._spread.place(v, value)
+        return (
+            in_memory(value, v.name in self.pinned) if self._spread is None else self._spread.place(v, value)
+        )
 
     def feed(self, values: Sequence[Any]) -> Sequence[Any]:
         """The data of this process as its part of that of all."""

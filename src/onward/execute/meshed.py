@@ -77,7 +77,8 @@ class Meshed:
 
     def _sharding(self, v: Variable) -> NamedSharding:
         home = NamedSharding(self.mesh, self._specs.get(v.name, PartitionSpec()))
-        return pinned(home, v.name in self._pinned)
+        lies: NamedSharding = pinned(home, v.name in self._pinned)
+        return lies
 
 
 def mesh_of(program: str, how: Partition) -> Mesh:

@@ -20,8 +20,8 @@ from onward.develop.offload import offloaded
 PINNED = "pinned_host"
 
 _LACKS = (
-    "{program} keeps {name!r} in host memory (offload), and {device} has no memory kind {kind!r}, only {found}. "
-    "Compile the Program as it was before offload."
+    "{program} keeps {name!r} in host memory (offload), and {device} has no memory kind {kind!r}, only "
+    "{found}. Compile the Program as it was before offload."
 )
 
 
@@ -63,7 +63,9 @@ def in_memory(value: Any, is_there: bool) -> Any:
     if isinstance(value, jax.core.Tracer) or is_pinned(value) == is_there:
         return value
     if is_there:
-        return jax.device_put(value, pinned(value.sharding) if isinstance(value, jax.Array) else pinned_home())
+        return jax.device_put(
+            value, pinned(value.sharding) if isinstance(value, jax.Array) else pinned_home()
+        )
     devices = value.devices()
     if devices == {_default_device()}:
         return jax.device_put(np.array(value))  # not bound to that device, as what was never offloaded
@@ -75,7 +77,9 @@ def shardings(groups: Any, names: frozenset[str]) -> Mapping[str, Any]:
     if not names:
         return {}
     home = pinned_home()
-    return {"in_shardings": tuple(tuple(home if v.name in names else None for v in group) for group in groups)}
+    return {
+        "in_shardings": tuple(tuple(home if v.name in names else None for v in group) for group in groups)
+    }
 
 
 def _default_device() -> Any:

@@ -178,7 +178,8 @@ class Spread:
 
     def _home(self, v: Variable) -> NamedSharding:
         """Where a Variable lies that is given to a step."""
-        return pinned(self._sharding(v.placement), v.name in self._pinned)
+        home: NamedSharding = pinned(self._sharding(v.placement), v.name in self._pinned)
+        return home
 
     def _sharding(self, placement: Placement) -> NamedSharding:
         return NamedSharding(self.mesh, self._spec(placement))

@@ -356,7 +356,9 @@ class Step(NotPickled, Pointing):
             return state
         if state.storage is not None and state.storage.mixes(names):
             return self._stored([state[v.name] for v in self.layout.variables])
-        held = state.layout.variables if state.storage is None else [b.variable for b in state.storage.buffers]
+        held = (
+            state.layout.variables if state.storage is None else [b.variable for b in state.storage.buffers]
+        )
         pairs = zip(held, state.buffers, strict=True)
         buffers = [self._first.place(v, x) if v.name in names and not is_pinned(x) else x for v, x in pairs]
         is_same = all(x is y for x, y in zip(buffers, state.buffers, strict=True))

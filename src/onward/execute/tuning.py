@@ -67,8 +67,8 @@ class StepPlan:
             there, whole = sum(map(nbytes, found)), sum(map(nbytes, self.program.state))
             names = some([v.name for v in found], 3)
             yield (
-                f"offloaded: {names}, {human_bytes(there)} of state in host memory, {human_bytes(whole - there)} "
-                "on the device"
+                f"offloaded: {names}, {human_bytes(there)} of state in host memory, "
+                f"{human_bytes(whole - there)} on the device"
             )
 
     __repr__ = __str__

@@ -75,7 +75,9 @@ def out_of_memory(
         limit = _of_machine()
     others, told_others = _others(arrays, device)
     there = set(offloaded(program))
-    beside = () if donated is None else (v for v in program.next_state if v.name not in donated and v not in there)
+    beside = (
+        () if donated is None else (v for v in program.next_state if v.name not in donated and v not in there)
+    )
     is_whole = program.partition is None  # of parts nothing is known before the compiler splits them
     room = max(limit - others, 0) if limit is not None and is_whole else None
     shortage = Shortage(MemoryUse(program), sum(map(nbytes, beside)), device.platform, room)

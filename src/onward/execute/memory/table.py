@@ -41,7 +41,9 @@ def bars(shares: Mapping[MemoryShare, int]) -> str:
     return columns(told, right=(1, 2))
 
 
-def side_by_side(memories: Sequence[tuple[Mapping[MemoryShare, int], int, int]], labels: Sequence[str]) -> str:
+def side_by_side(
+    memories: Sequence[tuple[Mapping[MemoryShare, int], int, int]], labels: Sequence[str]
+) -> str:
     """The shares, the peaks and the bytes in host memory of several, a column each."""
     table: list[tuple[str, ...]] = [("", *labels)]
     for share in memories[0][0]:

@@ -132,11 +132,10 @@ def _may_join(op: Op) -> bool:
 
 
 def _moved_by_itself(program: Program) -> set[Op]:
-    """The ops on state from host memory: as one op for many they would have all of it on the device at once."""
-    there = {v for op in program.ops if op.type is FETCH for v in op.outputs}
-    back = {v for op in program.ops if op.type is STORE for v in op.inputs}
-    moves = (op for op in program.ops if op.type is FETCH or op.type is STORE)
-    return {op for op in program.ops if there.intersection(op.inputs) or back.intersection(op.outputs)} | {*moves}
+    """The ops on state from host memory: as one op for many they would have all of it there at once."""
+    there = {v for op in program.ops if op.type is FETCH for v in (*op.inputs, *op.outputs)}
+    there |= {v for op in program.ops if op.type is STORE for v in op.inputs}
+    return {op for op in program.ops if not there.isdisjoint((*op.inputs, *op.outputs))}
 
 
 def _kind(op: Op) -> Hashable:
