@@ -217,6 +217,18 @@ def test_checkpoints_bit_for_bit_both_ways(plain, step, wanted, tmp_path):
         _expect_equal(wanted, state)
 
 
+def test_training_goes_on_from_a_checkpoint_of_either(tmp_path):
+    def network():
+        return ow.layer.mse(ow.layer.fc(ow.data("x", (8, WIDTH)), 3), ow.data("y", (8, 3)))
+
+    program = ow.Adam(1e-2).minimize(network)
+    data = [(x, x[:, :3]) for x in BATCHES]
+    wanted = ow.train(program, data, epochs=2).history["loss"]
+    ow.train(program, data, checkpoints=tmp_path)
+    resumed = ow.train(ow.offload(program), data, epochs=2, checkpoints=tmp_path, resume=True)
+    np.testing.assert_array_equal(resumed.history["loss"][-5:], wanted[5:])
+
+
 def test_memory_tells_host_and_device_apart():
     slots = {v: nbytes(v) for v in ow.graph.offloaded(OFFLOADED)}
     before, after = ow.memory(ADAM), ow.memory(OFFLOADED)

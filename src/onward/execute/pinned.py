@@ -59,7 +59,7 @@ def pinned(sharding: Any, is_there: bool = True) -> Any:
 
 
 def in_memory(value: Any, is_there: bool) -> Any:
-    """The value in host memory, or on its devices; the same array if it lies so, or if it is no array yet."""
+    """The value in host memory, or on its devices; the same one if it lies so, or is only traced."""
     if isinstance(value, jax.core.Tracer) or is_pinned(value) == is_there:
         return value
     if is_there:
@@ -73,7 +73,7 @@ def in_memory(value: Any, is_there: bool) -> Any:
 
 
 def shardings(groups: Any, names: frozenset[str]) -> Mapping[str, Any]:
-    """Where a step on one device takes its arrays from, group by group; nothing of a step that offloads none."""
+    """Where a step on one device takes its arrays from, group by group; nothing if it offloads none."""
     if not names:
         return {}
     home = pinned_home()
