@@ -88,6 +88,7 @@ from onward.develop.fence import fence as fence
 from onward.develop.fission.fission import fission as fission
 from onward.develop.guard import guard as guard
 from onward.develop.mixed.mixed_precision import mixed_precision as mixed_precision
+from onward.develop.offload import offload as offload
 from onward.develop.recompute.recompute import recompute as recompute
 from onward.develop.rewrite.rewrite import rewrite as rewrite
 from onward.develop.roll.roll import roll as roll

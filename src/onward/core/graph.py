@@ -124,6 +124,7 @@ class Phase(IntEnum):
     DEVICES = 10  # one Program for many devices
     MICRO_BATCHES = 11
     STEP = 12  # decides about a step as a whole: guards, checks
+    MEMORY = 13  # where state lies between two steps
 
 
 class Origin(Protocol):

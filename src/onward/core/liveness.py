@@ -24,12 +24,13 @@ An op whose body is several equations is looked into; a loop takes what its own 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 from onward.core.cost import size
+from onward.core.marks import FETCH, STORE
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Work
 from onward.core.program import Program, Variable
@@ -40,13 +41,15 @@ from onward.core.steps import Equation, steps
 class Array:
     """A piece of memory: the Variables in it, its bytes, and its first and last step, both included.
 
-    An array that is there before the first step begins at -1; one that stays ends behind the last step.
+    An array that is there before the first step begins at -1; one that stays ends behind the last step. One
+    in host memory takes nothing of the device.
     """
 
     variables: list[Variable]
     bytes: int
     begin: int
     end: int
+    is_on_host: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +68,21 @@ class Lifetimes:
     arrays: tuple[Array, ...]
     within: tuple[int, ...]
 
+    @property
+    def on_device(self) -> Iterator[Array]:
+        """The arrays in the memory of the device."""
+        return (array for array in self.arrays if not array.is_on_host)
+
+    @property
+    def on_host(self) -> int:
+        """The bytes in host memory."""
+        return sum(array.bytes for array in self.arrays if array.is_on_host)
+
     @cached_property
     def bytes(self) -> tuple[int, ...]:
         """The bytes taken at each step."""
         change = [0] * (len(self.steps) + 2)
-        for array in self.arrays:
+        for array in self.on_device:
             change[max(array.begin, 0)] += array.bytes
             change[min(array.end, len(self.steps)) + 1] -= array.bytes
         return tuple(taken + more for taken, more in zip(accumulate(change), self.within, strict=False))
@@ -81,7 +94,7 @@ class Lifetimes:
 
     def alive(self, step: int) -> tuple[Array, ...]:
         """The arrays in memory at a step, the largest first."""
-        there = (array for array in self.arrays if array.begin <= step <= array.end and array.bytes)
+        there = (array for array in self.on_device if array.begin <= step <= array.end and array.bytes)
         return tuple(sorted(there, key=lambda array: -array.bytes))
 
 
@@ -124,8 +137,9 @@ class _LivenessWalk:
 
     def lifetimes(self) -> Lifetimes:
         """The arrays: first what is made and how long it is read, then what is written over what."""
+        there = {v for op in self.program.ops if op.type is FETCH for v in op.inputs}
         for v in (*self.program.inputs, *self.program.state, *self.program.constants):
-            self._new(v, -1, len(self.steps))
+            self._new(v, -1, len(self.steps), v in there)
         last: dict[Array, int] = {}
         for i, step in enumerate(self.steps):
             self._run(i, step, last)
@@ -137,8 +151,9 @@ class _LivenessWalk:
         within = tuple(max(map(self._turn, step.programs), default=_drawing(step)) for step in self.steps)
         return Lifetimes(self.program, self.steps, tuple(self.arrays), within)
 
-    def _new(self, v: Variable, begin: int, end: int) -> None:
-        array = Array([v], size(v) if begin < 0 else _drawing(self.steps[begin]) or size(v), begin, end)
+    def _new(self, v: Variable, begin: int, end: int, is_on_host: bool = False) -> None:
+        bytes_ = size(v) if begin < 0 else _drawing(self.steps[begin]) or size(v)
+        array = Array([v], bytes_, begin, end, is_on_host)
         self.arrays.append(array)
         self.read[v] = (array,)
 
@@ -147,7 +162,7 @@ class _LivenessWalk:
         outputs = [v for v in step.outputs if v in self.readers or v in self.results]
         if step.outputs and not outputs:
             return
-        if of(step.kind).is_view:
+        if self._is_view(step):
             for source, v in zip(step.inputs, step.outputs, strict=False):
                 self._view(source, v)
             outputs = [v for v in outputs if v not in self.read]
@@ -156,10 +171,15 @@ class _LivenessWalk:
             self.read[step.outputs[0]] = tuple(dict.fromkeys(sources))
             return
         for v in outputs:
-            self._new(v, i, i)
+            self._new(v, i, i, self.program.ops[step.op].type is STORE)
         for array in (array for v in step.inputs for array in self._arrays(v)):
             last[array] = i
             array.end = max(array.end, i)
+
+    def _is_view(self, step: Equation) -> bool:
+        """Whether its result is another view of the same array; not one in another memory."""
+        kind = self.program.ops[step.op].type
+        return of(step.kind).is_view and kind is not FETCH and kind is not STORE
 
     def _view(self, source: Variable, v: Variable) -> None:
         if v.size == source.size or size(v) == size(source):
@@ -184,7 +204,7 @@ class _LivenessWalk:
         """The steps that read a Variable, also through views; a view that is a result counts itself."""
         found = []
         for reader in self.readers.get(v, ()):
-            if not of(reader.kind).is_view:
+            if not self._is_view(reader):
                 found.append(reader)
             else:
                 for source, view in zip(reader.inputs, reader.outputs, strict=False):
@@ -198,7 +218,8 @@ class _LivenessWalk:
         for old, new in self.program.next_state.items():
             (array,) = self.read[old]
             made = self._arrays(new)
-            if len(made) == 1 and made[0] not in taken and made[0].begin >= max(last.get(array, 0), 0):
+            is_here = len(made) == 1 and made[0].is_on_host == array.is_on_host
+            if is_here and made[0] not in taken and made[0].begin >= max(last.get(array, 0), 0):
                 taken.add(made[0])
                 array.variables += made[0].variables
                 made[0].bytes = 0

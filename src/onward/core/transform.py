@@ -72,15 +72,19 @@ def _transform(function: Callable[..., Program], phase: Phase | None) -> Callabl
     return applied
 
 
-_ORDER = "Apply it before replicate and accumulate"
+_ORDER = "Apply it before replicate, accumulate and offload"
 
 
 def _moves(step: Applied, recipe: Recipe | None) -> bool:
     """Whether a transform belongs before what laid out the batch of a Program, and can be moved there.
 
+    Where state lies between two steps is decided last: it finds all that reads it.
     What derives a Program further is not: the merge of devices was chosen for what there was to merge.
     """
-    later = [] if recipe is None else [s for s in recipe.steps if s.lays_out_batch and s.phase > step.phase]
+    steps = () if recipe is None else recipe.steps
+    if step.phase < Phase.MEMORY and any(s.phase is Phase.MEMORY for s in steps):
+        return True
+    later = [s for s in steps if s.lays_out_batch and s.phase > step.phase]
     return bool(later) and (step.phase is Phase.LOOK or later[0].phase is not Phase.DEVICES)
 
 

@@ -13,6 +13,7 @@ from onward.core.walk import ancestors, consumers, descendants, liveness, produc
 from onward.develop.chunk.chunk import attention_scores, chunks_of
 from onward.develop.fence import fences, worth_fencing
 from onward.develop.fission.fission import fissions
+from onward.develop.offload import offloaded
 from onward.develop.recompute.report import recomputed
 from onward.develop.rewrite.rewrite import matches_of
 from onward.develop.roll.cost import worth_rolling
@@ -32,6 +33,7 @@ __all__ = [
     "homes",
     "liveness",
     "matches_of",
+    "offloaded",
     "producers",
     "recomputed",
     "rolls_of",

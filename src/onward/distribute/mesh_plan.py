@@ -26,7 +26,9 @@ from onward.core.meshes import part_size, specs_of
 from onward.core.program import Program
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind
+from onward.develop.offload import offloaded
 
+HOST_STATE = "state in host memory"
 _SENT = "What devices send is for JAX's partitioner to find: print(ow.collectives(program))."
 
 
@@ -49,8 +51,8 @@ class MeshPlan:
 
     @property
     def kept(self) -> int:
-        """The bytes on each device."""
-        return sum(part for *_, part in self.rows)
+        """The bytes on each device, without what lies in host memory for it."""
+        return sum(part for kind, *_, part in self.rows if kind != HOST_STATE)
 
     @property
     def whole(self) -> int:
@@ -70,12 +72,13 @@ class MeshPlan:
 def mesh_plan(program: Program) -> MeshPlan:
     """Count the bytes that each device keeps of a partitioned Program."""
     assert program.partition is not None
-    specs, mesh = specs_of(program), program.partition.mesh
+    specs, mesh, there = specs_of(program), program.partition.mesh, offloaded(program)
     whole: Counter[tuple[str, str]] = Counter()
     part: Counter[tuple[str, str]] = Counter()
     given = dict.fromkeys((*program.parameters, *program.state, *program.inputs))
     for v in given:
-        kind = {Kind.PARAMETER: "parameter", Kind.DATA: "feed"}.get(v.kind, "state")
+        own = HOST_STATE if v in there else "state"
+        kind = {Kind.PARAMETER: "parameter", Kind.DATA: "feed"}.get(v.kind, own)
         key = kind, str(specs.get(v.name, "on every one"))
         whole[key] += nbytes(v)
         part[key] += nbytes(v) // max(1, v.size) * part_size(v, specs.get(v.name), mesh)

@@ -23,7 +23,7 @@ state                  a part              2.0 KiB
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -36,6 +36,7 @@ from onward.core.primitives.traits import Exchanges
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import Kind, Placement
+from onward.develop.offload import offloaded
 from onward.distribute.mesh_plan import MeshPlan, mesh_plan
 from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.split.cut import Split
@@ -163,7 +164,7 @@ def plan(program: Program | Split | Pipeline) -> Plan | MeshPlan | Traffic | Pip
         name=program.name,
         devices=n,
         exchanges=tuple(_exchange(op, replicas) for op in program.ops if op.body.collectives),
-        kept=tuple(_kept(program.state)),
+        kept=tuple(_kept(program.state, offloaded(program))),
         bound=2 * (n - 1) / n * weights,
     )
 
@@ -191,11 +192,12 @@ def _sent(collective: Collective, n: int) -> float:
     return ways * (n - 1) / n * collective.bytes
 
 
-def _kept(state: Iterable[Variable]) -> list[tuple[str, Placement, int]]:
-    """The bytes on one device, of the parameters and of the other state."""
+def _kept(state: Iterable[Variable], there: Collection[Variable]) -> list[tuple[str, Placement, int]]:
+    """The bytes for one device, of the parameters and of the other state, on it and in host memory."""
     sizes: dict[tuple[str, Placement], int] = {}
     for v in state:
-        key = ("parameters" if v.kind is Kind.PARAMETER else "state", v.placement)
+        own = "state in host memory" if v in there else "state"
+        key = ("parameters" if v.kind is Kind.PARAMETER else own, v.placement)
         sizes[key] = sizes.get(key, 0) + nbytes(v)
     return sorted((what, placement, size) for (what, placement), size in sizes.items())
 

@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
+from onward.core.marks import FETCH, STORE
 from onward.core.meshes import specs_of
 from onward.core.placement import whole_shape
 from onward.core.program import Op, Program, Variable
@@ -28,6 +29,8 @@ from onward.execute.meshed import Meshed
 from onward.execute.options import Value, all_options, refusal
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
+from onward.execute.pinned import in_memory, pinned_names
+from onward.execute.pinned import shardings as pinned_shardings
 from onward.execute.portions import Filling
 from onward.execute.spread import By, Spread, on_this_process
 from onward.execute.state import SPENT, is_deleted
@@ -74,6 +77,7 @@ class Executable:
             donate = storage.whole(donate)
         self.program = program
         self.layout = Layout.of(program)
+        self.pinned = pinned_names(program)
         following = [program.next_state[v] for v in self.layout.changed]
         self._spread: Spread | Meshed | None = None
         if program.replicas is not None:
@@ -81,7 +85,10 @@ class Executable:
         elif program.partition is not None:
             self._spread = Meshed(program, specs, following, wanted)
         self.scopes = scopes(program)
-        run = lower(program, [*following, *wanted], at_once=True, scopes=self.scopes)
+        on_device = {op.inputs[0]: op.outputs[0] for op in program.ops if op.type is FETCH}
+        on_device |= {op.outputs[0]: op.inputs[0] for op in program.ops if op.type is STORE}
+        shown = (on_device.get(v, v) for v in wanted)
+        run = lower(program, [*following, *shown], at_once=True, scopes=self.scopes)
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
         reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]
@@ -130,7 +137,9 @@ class Executable:
 
     @property
     def _shardings(self) -> Mapping[str, Any]:
-        return {} if self._spread is None else self._spread.shardings(*self._groups)
+        if self._spread is None:
+            return pinned_shardings(self._groups, self.pinned)
+        return self._spread.shardings(*self._groups)
 
     def lowered(self, shardings: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
         """The step as XLA is given it; without shardings, as its Program is laid out."""
@@ -194,7 +203,9 @@ class Executable:
 
     def place(self, v: Variable, value: Any) -> Any:
         """The value of a state Variable where the compiled step takes it from."""
-        return value if self._spread is None else self._spread.place(v, value)
+        return (
+            in_memory(value, v.name in self.pinned) if self._spread is None else self._spread.place(v, value)
+        )
 
     def feed(self, values: Sequence[Any]) -> Sequence[Any]:
         """The data of this process as its part of that of all."""
@@ -247,7 +258,9 @@ class Executable:
                 return own, *self._run_compiled(own, values)
             except ValueError:
                 if self._spread is None:
-                    return self._run_where_they_lie(on_this_process(own), on_this_process(values))
+                    pairs = zip(self.layout.variables, on_this_process(own), strict=True)
+                    own = [self.place(v, x) for v, x in pairs]
+                    return self._run_where_they_lie(own, on_this_process(values))
                 moved = self.home(own, values)
                 if all(x is y for x, y in zip((*moved[0], *moved[1]), (*own, *values), strict=True)):
                     raise

@@ -18,6 +18,7 @@ from onward.core.errors import ArgumentError
 from onward.core.meshes import parameters_of
 from onward.core.program import Program, Variable
 from onward.core.words import some
+from onward.execute.pinned import is_pinned, pinned, pinned_names
 
 Lying = tuple[Sharding | None, ...]
 
@@ -55,8 +56,9 @@ def homes_of(program: Program, variables: Sequence[Variable], values: Sequence[A
     if not put:
         return found
     _expect_together(program.name, put)
-    everywhere, like = _everywhere(put), parameters_of(program)
-    return tuple(put.get(v) or put.get(like.get(v, v)) or everywhere for v in variables)
+    everywhere, like, there = _everywhere(put), parameters_of(program), pinned_names(program)
+    homes = ((v, put.get(v) or put.get(like.get(v, v)) or everywhere) for v in variables)
+    return tuple(pinned(home, v.name in there) for v, home in homes)
 
 
 def laid(program: Program, variables: Sequence[Variable], values: Sequence[Any]) -> list[Any]:
@@ -82,7 +84,9 @@ def within(sharding: Sharding) -> Sharding:
 
 
 def _is_put(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+    """Whether someone put it on a device; what lies in host memory follows what is on devices."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_array and x.committed and not is_pinned(x)
 
 
 def _everywhere(put: Mapping[Variable, Sharding]) -> Sharding:

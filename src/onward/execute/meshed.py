@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from onward.core.errors import ArgumentError
 from onward.core.program import Partition, Program, Variable
 from onward.core.words import Placement
+from onward.execute.pinned import pinned, pinned_names
 
 _TOO_FEW = (
     "{program} is partitioned over {mesh}, which is {count} devices, and JAX shows {found} ({platform}). "
@@ -49,6 +50,7 @@ class Meshed:
         self.results = [Placement.REPLICATED for _ in wanted]  # whole arrays, wherever their parts lie
         old = {new: old for old, new in program.next_state.items()}
         self._changed = [old[v] for v in following]
+        self._pinned = pinned_names(program)
 
     def over_devices(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """The function of whole arrays that ``run`` is already."""
@@ -74,7 +76,9 @@ class Meshed:
     of_all = local
 
     def _sharding(self, v: Variable) -> NamedSharding:
-        return NamedSharding(self.mesh, self._specs.get(v.name, PartitionSpec()))
+        home = NamedSharding(self.mesh, self._specs.get(v.name, PartitionSpec()))
+        lies: NamedSharding = pinned(home, v.name in self._pinned)
+        return lies
 
 
 def mesh_of(program: str, how: Partition) -> Mesh:

@@ -16,6 +16,7 @@ from onward.core.errors import ArgumentError
 from onward.core.placement import equal_variables
 from onward.core.program import Program, Replicas, Variable
 from onward.core.words import Kind, Pass, Placement
+from onward.execute.pinned import pinned, pinned_names
 
 _TOO_FEW = (
     "{program} is replicated for {count} devices, and JAX shows {found} ({platform}). Replicate it for "
@@ -67,7 +68,9 @@ class Spread:
         # What is merged is not an array over examples, though it may happen to be as long as the batch.
         self._merged = {v for op in program.ops if op.made_by is Pass.COLLECTIVE for v in op.inputs}
         self.results = [self._of_result(v) for v in wanted]
-        self.changed = [old[v].placement for v in following]
+        self._replaced = [old[v] for v in following]
+        self.changed = [v.placement for v in self._replaced]
+        self._pinned = pinned_names(program)
         self.is_shared = jax.process_count() > 1 and self.replicas.count > 1
 
     def over_devices(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -120,8 +123,8 @@ class Spread:
 
     def shardings(self, *groups: Sequence[Variable]) -> dict[str, Any]:
         """Where the compiled step takes its arrays from, group by group, and where it leaves them."""
-        out = ([self._sharding(p) for p in self.changed], [self._sharding(p) for p in self.results])
-        given = tuple(tuple(self._sharding(v.placement) for v in group) for group in groups)
+        out = (list(map(self._home, self._replaced)), [self._sharding(p) for p in self.results])
+        given = tuple(tuple(map(self._home, group)) for group in groups)
         return {"in_shardings": given, "out_shardings": out}
 
     def place(self, v: Variable, value: Any) -> Any:
@@ -137,7 +140,7 @@ class Spread:
         ):
             self._expect_whole(v, value)
         try:
-            return jax.device_put(value, self._sharding(v.placement))
+            return jax.device_put(value, self._home(v))
         except AssertionError:
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} differs from process to process. All must begin with the "
@@ -172,6 +175,11 @@ class Spread:
             x if p is Placement.REPLICATED else multihost_utils.process_allgather(np.asarray(x), tiled=True)
             for x, p in zip(results, self.results, strict=True)
         ]
+
+    def _home(self, v: Variable) -> NamedSharding:
+        """Where a Variable lies that is given to a step."""
+        home: NamedSharding = pinned(self._sharding(v.placement), v.name in self._pinned)
+        return home
 
     def _sharding(self, placement: Placement) -> NamedSharding:
         return NamedSharding(self.mesh, self._spec(placement))

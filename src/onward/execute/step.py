@@ -29,6 +29,7 @@ from onward.execute.options import Value
 from onward.execute.out import Out
 from onward.execute.outs import Outs
 from onward.execute.peers.deadline import deadline_of
+from onward.execute.pinned import is_pinned
 from onward.execute.places import Places
 from onward.execute.spread import By
 from onward.execute.state import State
@@ -199,6 +200,7 @@ class Step(NotPickled, Pointing):
             >>> outs.loss.tolist(), float(state.parameters)
             ([4.0, 0.0, 0.0, 1.0, 2.25], 0.75)
         """
+        state = self._in_memory(state) if isinstance(state, State) else state
         return self._many.run(state, batches, steps)
 
     def restore(
@@ -335,7 +337,7 @@ class Step(NotPickled, Pointing):
             )
         if state.layout is self.layout:
             is_packed = state.storage is not None or self.storage is None or lies_elsewhere(state.buffers)
-            return state if is_packed else self._stored(state.values)
+            return self._in_memory(state) if is_packed else self._stored(state.values)
         if state.layout not in self._known:
             begun = {} if self._checks is None else self._checks.begun
             added = {v: x for v, x in begun.items() if v.name not in state.layout.position}
@@ -345,7 +347,22 @@ class Step(NotPickled, Pointing):
                 values |= {name: state[name] for name in state}
                 return self._stored([values[v.name] for v in self.layout.variables])
             self._known.add(state.layout)
-        return state
+        return self._in_memory(state)
+
+    def _in_memory(self, state: State) -> State:
+        """The State with what lies in host memory between two steps there; the same State if it does."""
+        names = self._first.pinned
+        if not names:
+            return state
+        if state.storage is not None and state.storage.mixes(names):
+            return self._stored([state[v.name] for v in self.layout.variables])
+        held = (
+            state.layout.variables if state.storage is None else [b.variable for b in state.storage.buffers]
+        )
+        pairs = zip(held, state.buffers, strict=True)
+        buffers = [self._first.place(v, x) if v.name in names and not is_pinned(x) else x for v, x in pairs]
+        is_same = all(x is y for x, y in zip(buffers, state.buffers, strict=True))
+        return state if is_same else State(state.layout, buffers, state.storage)
 
     def __copy__(self) -> Step:
         return self

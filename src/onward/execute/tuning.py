@@ -9,15 +9,18 @@ a value again and again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 
 from onward.core.errors import GraphError, RecipeError
 from onward.core.program import Program
+from onward.core.show import human_bytes, nbytes
+from onward.core.words import some
 from onward.develop.fence import fence, worth_fencing
 from onward.develop.fission.fission import fission, fissions
+from onward.develop.offload import offloaded
 from onward.develop.recompute.lean import lean
 from onward.develop.recompute.loops import is_recomputed
 from onward.develop.rewrite.formulations import reformulated, reformulated_ops
@@ -55,7 +58,18 @@ class StepPlan:
         count = len(self.program.state)
         kept = str(self.storage) if self.storage else f"{count} state Variables, each in a buffer of its own"
         head = f"{self.program.name}: {len(self.program.ops):,} ops, compiled as {len(self.compiled.ops):,}"
-        return "\n".join([head, *self.notes, kept])
+        return "\n".join([head, *self.notes, *self._offloaded, kept])
+
+    @property
+    def _offloaded(self) -> Iterator[str]:
+        """The state in host memory, if there is any, by its bytes."""
+        if found := offloaded(self.program):
+            there, whole = sum(map(nbytes, found)), sum(map(nbytes, self.program.state))
+            names = some([v.name for v in found], 3)
+            yield (
+                f"offloaded: {names}, {human_bytes(there)} of state in host memory, "
+                f"{human_bytes(whole - there)} on the device"
+            )
 
     __repr__ = __str__
 

@@ -294,7 +294,7 @@ class Body(NotPickled):
         shown = {}
         for key, value in self.equations[0].params.items():
             is_nowhere = getattr(getattr(value, "mesh", None), "empty", False)  # how it lies on no mesh
-            if not (callable(value) or jaxprs_in(value) or value is None or is_nowhere):
+            if not (callable(value) or jaxprs_in(value) or _is_left_open(value) or is_nowhere):
                 key, value = ("spec", value.spec) if hasattr(value, "spec") else (key, value)
                 text = str(_plain(value))
                 shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."
@@ -380,6 +380,11 @@ def _has_type(value: Any) -> bool:
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind not in "OSUVmM"
     return isinstance(value, jax.Array | Type)
+
+
+def _is_left_open(value: Any) -> bool:
+    """Whether a parameter says nothing."""
+    return value is None or (isinstance(value, tuple) and len(value) == 1 and value[0] is None)
 
 
 def _plain(value: Any) -> Any:

@@ -28,6 +28,7 @@ _REFUSED = {
     Phase.DEVICES: "lays it out over devices already. Leave it out, and say data= for more devices a stage",
     Phase.MICRO_BATCHES: "takes its batch in parts already. Leave it out, and say micro_batches=",
     Phase.STEP: "decides about a step as a whole, of which each stage sees a part. Leave it out",
+    Phase.MEMORY: "keeps state in host memory, where stages do not look for it. Leave it out",
 }
 _BY_NAME = {
     "adjust_scale": "scales the loss of float16, and leaves out steps as a whole. Take bfloat16",
@@ -76,7 +77,8 @@ def pipeline(
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
             that do not divide the batch, or fewer than 2; more devices a stage than divide a micro-batch.
         GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
-            norm); a Program that is replicated, accumulated, partitioned, rolled, watched or guarded.
+            norm); a Program that is replicated, accumulated, partitioned, rolled, watched, guarded or
+            offloaded.
         UnknownNameError: no op stands in a scope of ``at``.
         RecipeError: the Program was not traced, or its ops were changed by hand.
 

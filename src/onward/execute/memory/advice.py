@@ -136,6 +136,8 @@ def _of_state(found: Shortage) -> Iterator[str]:
     program = found.use.program
     if program.replicas is None and program.partition is None and program.recipe is not None:
         yield 'ow.partition(program, {"data": devices}, {"*": "data"}): each device keeps its part of them'
+    if 4 * state > found.use.peak and found.platform != "cpu" and program.recipe and not found.use.on_host:
+        yield "ow.offload(program): the state of the optimizer lies in host memory between the steps"
     if 4 * state > found.use.peak:
         yield f"an optimizer that keeps less than {human_bytes(state)}, such as ow.Adafactor"
 

@@ -19,6 +19,7 @@ from onward.core.columns import columns
 from onward.core.errors import OutOfMemoryError
 from onward.core.program import Program
 from onward.core.show import human_bytes, nbytes
+from onward.develop.offload import offloaded
 from onward.execute.memory.advice import Shortage, advice
 from onward.execute.memory.exhausted import EXHAUSTED
 from onward.execute.memory.table import place, rows
@@ -73,7 +74,10 @@ def out_of_memory(
     if limit is None and device.platform == "cpu":
         limit = _of_machine()
     others, told_others = _others(arrays, device)
-    beside = () if donated is None else (v for v in program.next_state if v.name not in donated)
+    there = set(offloaded(program))
+    beside = (
+        () if donated is None else (v for v in program.next_state if v.name not in donated and v not in there)
+    )
     is_whole = program.partition is None  # of parts nothing is known before the compiler splits them
     room = max(limit - others, 0) if limit is not None and is_whole else None
     shortage = Shortage(MemoryUse(program), sum(map(nbytes, beside)), device.platform, room)

@@ -41,13 +41,17 @@ def bars(shares: Mapping[MemoryShare, int]) -> str:
     return columns(told, right=(1, 2))
 
 
-def side_by_side(memories: Sequence[tuple[Mapping[MemoryShare, int], int]], labels: Sequence[str]) -> str:
-    """The shares and the peaks of several, a column each."""
+def side_by_side(
+    memories: Sequence[tuple[Mapping[MemoryShare, int], int, int]], labels: Sequence[str]
+) -> str:
+    """The shares, the peaks and the bytes in host memory of several, a column each."""
     table: list[tuple[str, ...]] = [("", *labels)]
     for share in memories[0][0]:
-        if any(shares[share] for shares, _ in memories):
-            table.append((str(share), *(human_bytes(shares[share]) for shares, _ in memories)))
-    table.append(("all at the peak", *(human_bytes(peak) for _, peak in memories)))
+        if any(shares[share] for shares, *_ in memories):
+            table.append((str(share), *(human_bytes(shares[share]) for shares, *_ in memories)))
+    table.append(("all at the peak", *(human_bytes(peak) for _, peak, _ in memories)))
+    if any(there for *_, there in memories):
+        table.append(("in host memory", *(human_bytes(there) for *_, there in memories)))
     return columns(table, right=range(1, len(memories) + 1))
 
 

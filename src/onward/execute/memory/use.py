@@ -44,7 +44,7 @@ class MemoryUse:
         """For each share its bytes at each step."""
         count = max(len(self._lives.steps), 1)
         change = {share: [0] * (count + 2) for share in MemoryShare}
-        for array in self._lives.arrays:
+        for array in self._lives.on_device:
             row = change[self._share(array)]
             row[max(array.begin, 0)] += array.bytes
             row[min(array.end, count) + 1] -= array.bytes
@@ -77,8 +77,13 @@ class MemoryUse:
         return self.program.ops[self._lives.steps[step].op]
 
     @property
+    def on_host(self) -> int:
+        """The bytes of state that lies in host memory between two steps, which are part of no share."""
+        return self._lives.on_host
+
+    @property
     def peak(self) -> int:
-        """The most bytes that are taken at once."""
+        """The most bytes that are taken at once, on the device."""
         return max((moment.bytes for moment in self.curve), default=sum(self.shares.values()))
 
     @property

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from onward.core.marks import STACK, UNSTACK, gradient_type
+from onward.core.marks import FETCH, STACK, STORE, UNSTACK, gradient_type
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
 from onward.core.words import Pass
@@ -75,7 +75,8 @@ class _Colours:
     """Equal numbers for ops of one family, refined until neighbours agree (Weisfeiler and Leman, 1968)."""
 
     def __init__(self, program: Program) -> None:
-        able = [op for op in program.ops if _may_join(op)]
+        apart = _moved_by_itself(program)
+        able = [op for op in program.ops if op not in apart and _may_join(op)]
         count = Counter(map(_kind, able))
         self.candidates = [op for op in able if count[_kind(op)] > 1]
         self.program = program
@@ -128,6 +129,13 @@ def _may_join(op: Op) -> bool:
     if op.made_by not in (Pass.UPDATE, Pass.COLLECTIVE) or op.body.collected is not None:
         return False
     return bool(op.inputs) and not op.body.has_effects and not is_stack(op) and not is_rows(op)
+
+
+def _moved_by_itself(program: Program) -> set[Op]:
+    """The ops on state from host memory: as one op for many they would have all of it there at once."""
+    there = {v for op in program.ops if op.type is FETCH for v in (*op.inputs, *op.outputs)}
+    there |= {v for op in program.ops if op.type is STORE for v in op.inputs}
+    return {op for op in program.ops if not there.isdisjoint((*op.inputs, *op.outputs))}
 
 
 def _kind(op: Op) -> Hashable:

@@ -16,6 +16,7 @@ from onward.core.meshes import specs_of
 from onward.core.names import Names
 from onward.core.program import Program, Variable
 from onward.core.words import Placement, UpdateType
+from onward.develop.offload import offloaded
 from onward.execute.storage.families import components, families_of, is_stack
 from onward.execute.storage.packing import pattern_of
 from onward.execute.storage.storage import Buffer, BufferForm, Storage
@@ -52,6 +53,7 @@ class _Planning:
         self.names = Names(program.variables)
         self.split = specs_of(program)
         fixed = {v for op in program.ops if op.update is UpdateType.BOOKKEEPING for v in op.inputs}
+        fixed |= {*offloaded(program)}  # one buffer lies in one memory, and is moved as a whole
         self.free = {
             v: None
             for v in program.state

@@ -100,6 +100,10 @@ class Storage:
         """Whether buffer ``i`` holds several Variables."""
         return self.buffers[i].form is not BufferForm.ALONE
 
+    def mixes(self, names: Collection[str]) -> bool:
+        """Whether any of these Variables shares a buffer."""
+        return any(self.is_shared(self.place[name][0]) for name in names)
+
     def whole(self, names: Collection[str]) -> frozenset[str]:
         """The names of the buffers that hold nothing but these Variables."""
         return frozenset(b.variable.name for b in self.buffers if all(v.name in names for v in b.members))

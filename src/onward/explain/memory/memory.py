@@ -90,6 +90,7 @@ class Memory(MemoryUse):
 
     def __str__(self) -> str:
         told = text(self._title, self.peak, self.curve, self.peak_number, self.shares, self.held, self.names)
+        told += f"\n\n{human_bytes(self.on_host)} of state lie in host memory" if self.on_host else ""
         return told if self.program.partition is None else f"{self._on_mesh}\n\n{told}"
 
     @property
@@ -119,7 +120,7 @@ class Beside:
         return self.plot().html([])
 
     def __str__(self) -> str:
-        return side_by_side([(m.shares, m.peak) for m in self.memories], self.labels)
+        return side_by_side([(m.shares, m.peak, m.on_host) for m in self.memories], self.labels)
 
 
 def memory(program: Program) -> Memory:

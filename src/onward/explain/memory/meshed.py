@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onward.core.program import Program
-from onward.distribute.mesh_plan import mesh_plan
+from onward.distribute.mesh_plan import HOST_STATE, mesh_plan
 from onward.execute.memory.held import MemoryShare
 from onward.explain.compiling.once import compiled_once
 
@@ -28,7 +28,8 @@ def on_each_device(program: Program) -> Mapping[MemoryShare, int]:
     """
     found = dict.fromkeys(_KEPT.values(), 0)
     for kind, _, _, part in mesh_plan(program).rows:
-        found[_KEPT[kind]] += part
+        if kind != HOST_STATE:
+            found[_KEPT[kind]] += part
     planned = compiled_once(program).memory
     results = planned.output_size_in_bytes - planned.alias_size_in_bytes
     return found | {
