@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,9 +29,11 @@ from onward.derive.update.precision import dtype_word
 from onward.derive.update.update import append_update, optimizer_of
 from onward.develop.guard import guard
 from onward.develop.mixed.loss_scale import adjust_scale, scale_loss
+from onward.develop.mixed.products import Float8, is_test
 from onward.develop.mixed.roles import Lowering, kept_ops
 
-_DTYPES = ("bfloat16", "float16")
+_DTYPES = ("bfloat16", "float16", "float8")
+_SCALINGS = ("current", "delayed")
 _UPDATES = (append_update, append_foreign_update)
 
 
@@ -42,6 +45,9 @@ def mixed_precision(
     scale: float | None = None,
     growth_every: int = 2000,
     factor: float = 2.0,
+    where: Where | Iterable[Where] | None = None,
+    scaling: str | None = None,
+    history: int | None = None,
 ) -> Program:
     """Compute most of the forward and backward pass in 16 bits; parameters and slots stay float32.
 
@@ -85,33 +91,33 @@ def mixed_precision(
     """
     dtype = dtype_word(dtype)
     if not is_word(dtype, _DTYPES):
-        raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16' or 'float16'.")
+        raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16', 'float16' or 'float8'.")
+    float8 = _float8(dtype, where, scaling, history)
     recipe = recipe_of(program, f"in {dtype}", "Compute in that dtype yourself")
     if recipe.of(lowered):
         raise GraphError(
             f"Program {program.name!r} is in mixed precision already; it is asked for only once."
         )
-    scaling = _scaling(dtype, scale, growth_every, factor)
-    if scaling is not None:
+    loss_scaling = _loss_scaling(dtype, scale, growth_every, factor)
+    if loss_scaling is not None:
         _expect_updates(program, recipe)
     scaled = replace(
-        recipe, steps=tuple(step for old in recipe.steps for step in (old, *_after(old, scaling)))
+        recipe, steps=tuple(step for old in recipe.steps for step in (old, *_after(old, loss_scaling)))
     )
-    lowering = Applied(lowered, (dtype, tuple(listed(keep))), {}, Phase.PRECISION)
+    lowering = Applied(lowered, (dtype, tuple(listed(keep)), float8), {}, Phase.PRECISION)
     return build(scaled.including(lowering), whole_types(program))
 
 
 @transform(phase=Phase.PRECISION)
-def lowered(program: Program, dtype: str, keep: tuple[Where, ...]) -> Program:
+def lowered(program: Program, dtype: str, keep: tuple[Where, ...], float8: Float8 | None = None) -> Program:
     """The forward pass, each op in the dtype of its role; see ``mixed_precision``."""
     if program.code is not None:
         raise GraphError(
             f"mixed_precision: {program.name!r} was loaded from {program.code.file}, in which every op has "
             "its dtype. Lower the precision of the Program before save."
         )
-    is_test = program.recipe is not None and not program.recipe.origin.training
-    kept = kept_ops(program, keep, strict=not is_test)
-    return Lowering(program, np.dtype(jnp.dtype(dtype)), kept).program()
+    kept = kept_ops(program, keep, strict=not is_test(program))
+    return Lowering(program, np.dtype(jnp.dtype("bfloat16" if float8 else dtype)), kept, float8).program()
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,24 @@ class _Scaling:
         expect_count(self.growth_every, what, 1, "a number of steps", HyperparameterError)
 
 
-def _scaling(dtype: str, scale: float | None, growth_every: int, factor: float) -> _Scaling | None:
+def _float8(dtype: str, where: Any, scaling: str | None, history: int | None) -> Float8 | None:
+    """What is asked of float8; None for another dtype."""
+    given = {"where": where, "scaling": scaling, "history": history}
+    if dtype != "float8":
+        if words := ", ".join(key for key, value in given.items() if value is not None):
+            raise ArgumentError(f'mixed_precision: {words} is for "float8", and dtype is {dtype!r}.')
+        return None
+    scaling = "current" if scaling is None else scaling
+    if not is_word(scaling, _SCALINGS):
+        raise ArgumentError(f"mixed_precision: scaling is {scaling!r}; expected 'current' or 'delayed'.")
+    if history is not None and scaling != "delayed":
+        raise ArgumentError(f'mixed_precision: history is for scaling="delayed", and it is {scaling!r}.')
+    count = 16 if history is None else history
+    expect_count(count, "mixed_precision: history", 1, "a number of steps", HyperparameterError)
+    return Float8(None if where is None else tuple(listed(where)), scaling, count)
+
+
+def _loss_scaling(dtype: str, scale: float | None, growth_every: int, factor: float) -> _Scaling | None:
     """How the loss is scaled; None where it is not."""
     found = _Scaling(2.0**15 if scale is None else scale, growth_every, factor)
     return found if dtype == "float16" or scale is not None else None
