@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from onward.core.builder import Builder, op_of
 from onward.core.errors import GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import FLOAT8_PRODUCT
 from onward.core.names import Names
 from onward.core.primitives.table import of
@@ -84,18 +87,28 @@ class Float8Products:
 
     def remember(self, v: Variable, amax: Variable, reader: Op) -> Variable:
         """The history of a tensor's largest values before this step."""
+        axis = current_axis()
+        if axis is not None:  # the state is one for all devices
+            most = partial(lax.pmax, axis_name=axis.name)
+            amax = self.added("all_max", most, [amax], f"all_max({amax.name})", reader, Pass.COLLECTIVE)
         past = self.builder.carry(f"largest_of({v.name})", lambda: jnp.zeros(self.history, jnp.float32))
         after = self.added("remember", remembered, [amax, past], f"next({past.name})", reader)
         self.builder.follow({past: after})
         return past
 
     def added(
-        self, kind: str, function: Callable[..., Any], reads: list[Variable], name: str, reader: Op
+        self,
+        kind: str,
+        function: Callable[..., Any],
+        reads: list[Variable],
+        name: str,
+        reader: Op,
+        made_by: Pass = Pass.FORWARD,
     ) -> Variable:
         """The one result of an op in the scope of the product that it is for."""
         body = body_of(lambda *values: [function(*values)], *(v.aval for v in reads))
         v = self.builder.named(name, body.out_avals[0])
-        self.ops.append(Op(kind, tuple(reads), (v,), body, scope=reader.scope, source=reader.source))
+        self.ops.append(Op(kind, tuple(reads), (v,), body, made_by, reader.scope, reader.source))
         return v
 
     def program(self) -> Program:
