@@ -21,6 +21,7 @@ from jax import lax
 
 FORWARD = np.dtype(jnp.float8_e4m3fn)
 BACKWARD = np.dtype(jnp.float8_e5m2)
+_MOST = {FORWARD: np.float32(448), BACKWARD: np.float32(57344)}
 _LEAST = np.float32(2.0**-126)  # a smaller scale would be read as 0
 
 Axes = tuple[int, ...]
@@ -55,13 +56,13 @@ def remembered(amax: Any, history: Any) -> Any:
 
 def rounded(x: Any, scale: Any, dtype: np.dtype[Any]) -> Any:
     """A tensor over its scale, clipped to what float8 holds and rounded to it."""
-    most = np.float32(jnp.finfo(dtype).max)
+    most = _MOST[dtype]
     y = x.astype(jnp.float32) / scale
     return jnp.where(jnp.isfinite(x), jnp.clip(y, -most, most), y).astype(dtype)
 
 
 def _scale(amax: Any, dtype: np.dtype[Any]) -> Any:
-    most = np.float32(jnp.finfo(dtype).max)
+    most = _MOST[dtype]
     return jnp.where(amax > 0, jnp.maximum(amax / most, _LEAST), np.float32(1))
 
 
@@ -113,4 +114,4 @@ def _transposed(g: Any, ndim: int, other: Any, dimensions: Any, is_left: bool) -
     numbers = ((summed, tuple(others)), (tuple(range(len(batch))), tuple(batch_of_other)))
     found = lax.dot_general(g, other, numbers, lax.Precision.HIGHEST, preferred_element_type=np.float32)
     by_theirs = [contract[i] for i in np.argsort(theirs)]
-    return jnp.transpose(found, np.argsort([*batch, *own, *by_theirs]))
+    return jnp.transpose(found, [*map(int, np.argsort([*batch, *own, *by_theirs]))])

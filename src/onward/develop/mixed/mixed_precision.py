@@ -1,4 +1,4 @@
-"""Compute in 16 bits, keep in 32: the dtype of each op of the forward pass by its role.
+"""Compute in 16 or 8 bits, keep in 32: the dtype of each op of the forward pass by its role.
 
     mixed_precision(optimizer.minimize(loss, ...), "bfloat16")
 
@@ -49,7 +49,7 @@ def mixed_precision(
     scaling: str | None = None,
     history: int | None = None,
 ) -> Program:
-    """Compute most of the forward and backward pass in 16 bits; parameters and slots stay float32.
+    """Compute most of the forward and backward pass in 16 or 8 bits; parameters and slots stay float32.
 
     Matrix products and convolutions take and give 16 bits (hardware adds up in float32). Elementwise ops,
     ops of shape and maxima follow what they read, parameters and numbers beside it included; next to a
@@ -62,23 +62,40 @@ def mixed_precision(
     gradients are divided by it before anything reads them, a step in which they overflow is left out and
     counted in ``skipped``, as ``guard`` does, and the scale shrinks; it grows after many good steps in a row.
 
+    With ``"float8"`` all is as in bfloat16, but that chosen products read operands in float8_e4m3fn, and their
+    gradients' products these and gradients in float8_e5m2. Each tensor is divided by a scale, its largest finite
+    number over the dtype's, and clipped; what is not finite shows as NaN or infinity. Sums are float32.
+    Convolutions stay in bfloat16. On devices, and in micro-batches, a scale is that of the part at hand.
+    ``for_test`` scales by the tensor at hand.
+
     Args:
         program: a Program that was traced, at any stage, replicated or not. For float16 it is minimized.
-        dtype: ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float8"``.
         keep: what stays in float32: names, patterns (``"head/*"``), Variables or predicates of activations,
             for the ops that compute them, or of parameters, for the ops that read them.
         scale: the first ``loss_scale``; 2**15 unless given. Given for bfloat16, it is scaled as well.
         growth_every: after how many good steps in a row the scale grows.
         factor: by how much it grows and shrinks, above 1.
+        where: for float8, which products: names, patterns, Variables or predicates of their results or of the
+            parameters that they read; ``"*"`` is all. Unless given, those that read a parameter and that
+            another product follows: the last one, which gives logits, stays in bfloat16, and so do products
+            of activations.
+        scaling: for float8, ``"current"``, by the tensor at hand, which is the default; or ``"delayed"``, by
+            the largest values of the steps before, kept as state, which need not be known before the product.
+            Gradients are scaled by the tensor at hand in both.
+        history: of how many steps delayed scaling knows; 16 unless given.
 
     Raises:
-        ArgumentError: another dtype.
-        HyperparameterError: a scale or factor out of range.
-        GraphError: it is in mixed precision already, or in float16 and not minimized, or guarded.
+        ArgumentError: another dtype or scaling, or what is for float8 only given for another dtype.
+        HyperparameterError: a scale, factor or history out of range.
+        GraphError: it is in mixed precision already, or in float16 and not minimized, or guarded; or it has no
+            product to take in float8.
         RecipeError: the Program was not traced, or its ops were changed by hand.
-        UnknownNameError: ``keep`` names nothing.
+        UnknownNameError: ``keep`` or ``where`` names nothing.
 
-    Source: Micikevicius et al., Mixed Precision Training, 2018, sections 3.1 to 3.3.
+    Source: Micikevicius et al., Mixed Precision Training, 2018, sections 3.1 to 3.3; of float8,
+    Micikevicius et al., FP8 Formats for Deep Learning, 2022, with delayed scaling as in NVIDIA's Transformer
+    Engine.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -91,7 +108,9 @@ def mixed_precision(
     """
     dtype = dtype_word(dtype)
     if not is_word(dtype, _DTYPES):
-        raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16', 'float16' or 'float8'.")
+        raise ArgumentError(
+            f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16', 'float16' or 'float8'."
+        )
     float8 = _float8(dtype, where, scaling, history)
     recipe = recipe_of(program, f"in {dtype}", "Compute in that dtype yourself")
     if recipe.of(lowered):

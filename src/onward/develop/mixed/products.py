@@ -122,13 +122,11 @@ def chosen_products(program: Program, where: Iterable[Where] | None) -> set[Op]:
     """The products that are asked for."""
     found = _hidden(program) if where is None else _named(program, where)
     if not found and not is_test(program):
+        tried = "beside its last one" if where is None else f"among {where!r}"
         raise GraphError(
-            f"mixed_precision: Program {program.name!r} has no product to take in float8"
-            + (
-                " beside its last one, which stays in bfloat16 unless it is asked for: where='*'."
-                if where is None
-                else f" among {where!r}. Name the results of products, or the parameters that they read."
-            )
+            f"mixed_precision: Program {program.name!r} has no product to take in float8 {tried}. Name the "
+            "results of products, or parameters that they read, by where=; '*' is all, the last included. "
+            "Products within a loop, such as scan, stay in float32: write the layers one by one, then onward.roll."
         )
     return found
 
