@@ -357,11 +357,11 @@ def _sum(count: int, shape: tuple[int, ...], dtype: Any) -> Body:
 
 
 def _expect_no_float8(op: Op) -> None:
-    """Raise ``GraphError`` for a gradient op that reads float8: the derivative would be rounded to float8 too."""
+    """Raise ``GraphError`` for a gradient op that reads float8: its derivative would be rounded as well."""
     low = [v for v in op.inputs if v.is_float and np.dtype(v.dtype).itemsize == 1]
     if low and op.made_by is Pass.BACKWARD:
         raise GraphError(
             f"{op.type}{op.at} computes a gradient from {low[0].name!r} ({low[0].type}), and is to be "
-            "differentiated again: a second derivative through numbers of 8 bits would be wrong. Take it of the "
-            'Program without mixed_precision, or in "bfloat16".'
+            "differentiated again: a second derivative through numbers of 8 bits would be wrong. Take it of "
+            'the Program without mixed_precision, or in "bfloat16".'
         )

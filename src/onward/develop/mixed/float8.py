@@ -1,7 +1,7 @@
 """The arithmetic of float8: a tensor's scale, its rounding, and a product that has its own gradient.
 
-A tensor is divided by a scale, so that its largest finite number becomes the largest of the dtype, clipped and
-rounded. What is not finite stays so: float8_e4m3fn has no infinity, and gives NaN in its place. XLA takes the
+A tensor is divided by a scale, so that its largest finite number becomes the largest of the dtype, clipped
+and rounded. What is not finite stays so: float8_e4m3fn has no infinity, and gives NaN in its place. XLA takes the
 product of two float8 arrays as such where the device can (cuBLASLt on Hopper and newer GPUs); elsewhere it
 converts them up, which is exact, and multiplies.
 
@@ -71,8 +71,8 @@ def product(dimensions: Dimensions, precision: Any, dtype: np.dtype[Any]) -> Cal
     """The product of two operands by their scales, its result of a dtype; their gradients are products too.
 
     Gradients that arrive are rounded to float8_e5m2 by their own largest value, and multiply the operands as
-    they were rounded to float8_e4m3fn, which is all that is saved. Sums are float32, in the backward pass never
-    in the faster mode of a GPU that sums in fewer bits.
+    they were rounded to float8_e4m3fn, which is all that is saved. Sums are float32, in the backward pass
+    never in the faster mode of a GPU that sums in fewer bits.
     """
 
     def forward(a: Any, b: Any, of_a: Any, of_b: Any) -> tuple[Any, Any]:

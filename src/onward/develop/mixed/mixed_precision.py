@@ -62,9 +62,10 @@ def mixed_precision(
     gradients are divided by it before anything reads them, a step in which they overflow is left out and
     counted in ``skipped``, as ``guard`` does, and the scale shrinks; it grows after many good steps in a row.
 
-    With ``"float8"`` all is as in bfloat16, but that chosen products read operands in float8_e4m3fn, and their
-    gradients' products these and gradients in float8_e5m2. Each tensor is divided by a scale, its largest finite
-    number over the dtype's, and clipped; what is not finite shows as NaN or infinity. Sums are float32.
+    With ``"float8"`` all is as in bfloat16, but that chosen products read operands in float8_e4m3fn, and
+    their gradients' products these and gradients in float8_e5m2. Each tensor is divided by a scale, its
+    largest finite number over the dtype's, and clipped; what is not finite shows as NaN or infinity.
+    Sums are float32.
     Convolutions stay in bfloat16. On devices, and in micro-batches, a scale is that of the part at hand.
     ``for_test`` scales by the tensor at hand.
 

@@ -126,7 +126,8 @@ def chosen_products(program: Program, where: Iterable[Where] | None) -> set[Op]:
         raise GraphError(
             f"mixed_precision: Program {program.name!r} has no product to take in float8 {tried}. Name the "
             "results of products, or parameters that they read, by where=; '*' is all, the last included. "
-            "Products within a loop, such as scan, stay in float32: write the layers one by one, then onward.roll."
+            "Products within a loop, such as scan, stay in float32: write the layers one by one, then "
+            "onward.roll."
         )
     return found
 
