@@ -1,9 +1,9 @@
 """The arithmetic of float8: a tensor's scale, its rounding, and a product that has its own gradient.
 
 A tensor is divided by a scale, so that its largest finite number becomes the largest of the dtype, clipped
-and rounded. What is not finite stays so: float8_e4m3fn has no infinity, and gives NaN in its place. XLA takes the
-product of two float8 arrays as such where the device can (cuBLASLt on Hopper and newer GPUs); elsewhere it
-converts them up, which is exact, and multiplies.
+and rounded. What is not finite stays so: float8_e4m3fn has no infinity, and gives NaN in its place. XLA takes
+the product of two float8 arrays as such where the device can (cuBLASLt on Hopper and newer GPUs); elsewhere
+it converts them up, which is exact, and multiplies.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, sections 3 and 4.
 """

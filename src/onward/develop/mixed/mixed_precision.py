@@ -89,8 +89,8 @@ def mixed_precision(
     Raises:
         ArgumentError: another dtype or scaling, or what is for float8 only given for another dtype.
         HyperparameterError: a scale, factor or history out of range.
-        GraphError: it is in mixed precision already, or in float16 and not minimized, or guarded; or it has no
-            product to take in float8.
+        GraphError: it is in mixed precision already, or in float16 and not minimized, or guarded; or it has
+            no product to take in float8.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``keep`` or ``where`` names nothing.
 
