@@ -23,7 +23,8 @@ LOW, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def network(w, x, y):
-    h = jax.nn.relu(x @ w["a"]) @ w["b"]
+    with jax.named_scope("hidden"):
+        h = jax.nn.relu(x @ w["a"]) @ w["b"]
     return jnp.mean((h @ w["c"] - y) ** 2)
 
 
@@ -144,7 +145,7 @@ def test_what_is_not_finite_shows_and_leaves_other_rows_alone():
 def test_delayed_scales_are_those_of_the_steps_before():
     """The first step has a scale of 1, and the history is a moving window over the largest values."""
     program = minimized(scaling="delayed", history=2)
-    step = ow.compile(program, fetch=["dot_general"])
+    step = ow.compile(program, fetch=["hidden/dot_general"])
     state = step.init(WEIGHTS)
     past = np.zeros(2, np.float32)
     for factor in (1.0, 2.0, 0.5):
@@ -153,7 +154,7 @@ def test_delayed_scales_are_those_of_the_steps_before():
         plain = by_hand(SPECS["matmul"][3], np.float32(s), np.float32(t))(x, jnp.asarray(a))
         state, out = step(state, factor * X, Y)
         np.testing.assert_allclose(
-            np.asarray(out["dot_general"], "float32"), np.asarray(plain, "float32"), rtol=2.0**-7
+            np.asarray(out["hidden/dot_general"], "float32"), np.asarray(plain, "float32"), rtol=2.0**-7
         )
         past = np.array([np.max(np.abs(x.astype(jnp.bfloat16))), past[0]], np.float32)
         np.testing.assert_array_equal(state["largest_of(bfloat16(x))"], past)
@@ -169,9 +170,11 @@ def after_a_step(scaling, transform=lambda program: program, rows=(0, 8)):
 
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 def test_recomputed_it_is_the_same(scaling):
-    found = after_a_step(scaling, lambda program: ow.recompute(program, 6300))
+    """But for what XLA fuses otherwise: a bfloat16 that is not rounded between two ops."""
+    found = after_a_step(scaling, lambda program: ow.recompute(program, scopes=["hidden"]))
     for name, value in after_a_step(scaling).items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        moved = np.max(np.abs(value - WEIGHTS[name])) if name in WEIGHTS else 0
+        np.testing.assert_allclose(found[name], value, atol=0.1 * moved, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
