@@ -374,9 +374,9 @@ def a_program():
 
 REFUSED = {
     "another dtype": (
-        lambda: mixed_precision(a_program(), "float8"),
+        lambda: mixed_precision(a_program(), "int8"),
         ow.ArgumentError,
-        "'bfloat16' or 'float16'",
+        "'bfloat16', 'float16' or 'float8'",
     ),
     "twice": (lambda: mixed_precision(mixed_precision(a_program())), ow.GraphError, "already"),
     "no recipe": (

@@ -41,6 +41,7 @@ COUNT = Mark("count")  # the steps
 DEQUANTIZE = Mark("dequantize")  # a weight that is kept in fewer bits
 FENCE = Mark("fence")
 FETCH = Mark("fetch")  # state from host memory, for the op that reads it
+FLOAT8_PRODUCT = Mark("float8_product")  # of two operands that are rounded to float8
 FINITE = Mark("finite")  # looks at a step as ``guard`` does
 GO_ON = Mark("go_on")
 KEEP = Mark("keep")  # old values: (whether the step counts, new, old)

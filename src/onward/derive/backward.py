@@ -17,6 +17,7 @@ from operator import add
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from onward.core.check import expect_program
 from onward.core.errors import GraphError, LossError, UnreachedWarning
@@ -257,6 +258,7 @@ class _Backward:
         self, op: Op, chosen: list[int], given: list[int], total: dict[Variable, Variable]
     ) -> None:
         """Append the gradient op of one forward op."""
+        _expect_no_float8(op)
         body = self.body(op)
         rule = _rule_of(op, body, chosen, given)
         saved = self.residuals(op, rule, body)
@@ -353,3 +355,14 @@ def _ones(shape: tuple[int, ...], dtype: Any) -> Body:
 @lru_cache(maxsize=1024)
 def _sum(count: int, shape: tuple[int, ...], dtype: Any) -> Body:
     return body_of(lambda *terms: [reduce(add, terms)], *[Type(shape, dtype)] * count)
+
+
+def _expect_no_float8(op: Op) -> None:
+    """Raise ``GraphError`` for a gradient op that reads float8: its derivative would be rounded as well."""
+    low = [v for v in op.inputs if v.is_float and np.dtype(v.dtype).itemsize == 1]
+    if low and op.made_by is Pass.BACKWARD:
+        raise GraphError(
+            f"{op.type}{op.at} computes a gradient from {low[0].name!r} ({low[0].type}), and is to be "
+            "differentiated again: a second derivative through numbers of 8 bits would be wrong. Take it of "
+            'the Program without mixed_precision, or in "bfloat16".'
+        )

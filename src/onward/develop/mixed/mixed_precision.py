@@ -1,4 +1,4 @@
-"""Compute in 16 bits, keep in 32: the dtype of each op of the forward pass by its role.
+"""Compute in 16 or 8 bits, keep in 32: the dtype of each op of the forward pass by its role.
 
     mixed_precision(optimizer.minimize(loss, ...), "bfloat16")
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,9 +29,11 @@ from onward.derive.update.precision import dtype_word
 from onward.derive.update.update import append_update, optimizer_of
 from onward.develop.guard import guard
 from onward.develop.mixed.loss_scale import adjust_scale, scale_loss
+from onward.develop.mixed.products import Float8, is_test
 from onward.develop.mixed.roles import Lowering, kept_ops
 
-_DTYPES = ("bfloat16", "float16")
+_DTYPES = ("bfloat16", "float16", "float8")
+_SCALINGS = ("current", "delayed")
 _UPDATES = (append_update, append_foreign_update)
 
 
@@ -42,8 +45,11 @@ def mixed_precision(
     scale: float | None = None,
     growth_every: int = 2000,
     factor: float = 2.0,
+    where: Where | Iterable[Where] | None = None,
+    scaling: str | None = None,
+    history: int | None = None,
 ) -> Program:
-    """Compute most of the forward and backward pass in 16 bits; parameters and slots stay float32.
+    """Compute most of the forward and backward pass in 16 or 8 bits; parameters and slots stay float32.
 
     Matrix products and convolutions take and give 16 bits (hardware adds up in float32). Elementwise ops,
     ops of shape and maxima follow what they read, parameters and numbers beside it included; next to a
@@ -56,23 +62,41 @@ def mixed_precision(
     gradients are divided by it before anything reads them, a step in which they overflow is left out and
     counted in ``skipped``, as ``guard`` does, and the scale shrinks; it grows after many good steps in a row.
 
+    With ``"float8"`` all is as in bfloat16, but that chosen products read operands in float8_e4m3fn, and
+    their gradients' products these and gradients in float8_e5m2. Each tensor is divided by a scale, its
+    largest finite number over the dtype's, and clipped; what is not finite shows as NaN or infinity.
+    Sums are float32.
+    Convolutions stay in bfloat16. On devices, and in micro-batches, a scale is that of the part at hand.
+    ``for_test`` scales by the tensor at hand.
+
     Args:
         program: a Program that was traced, at any stage, replicated or not. For float16 it is minimized.
-        dtype: ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float8"``.
         keep: what stays in float32: names, patterns (``"head/*"``), Variables or predicates of activations,
             for the ops that compute them, or of parameters, for the ops that read them.
         scale: the first ``loss_scale``; 2**15 unless given. Given for bfloat16, it is scaled as well.
         growth_every: after how many good steps in a row the scale grows.
         factor: by how much it grows and shrinks, above 1.
+        where: for float8, which products: names, patterns, Variables or predicates of their results or of the
+            parameters that they read; ``"*"`` is all. Unless given, those that read a parameter and that
+            another product follows: the last one, which gives logits, stays in bfloat16, and so do products
+            of activations.
+        scaling: for float8, ``"current"``, by the tensor at hand, which is the default; or ``"delayed"``, by
+            the largest values of the steps before, kept as state, which need not be known before the product.
+            Gradients are scaled by the tensor at hand in both.
+        history: of how many steps delayed scaling knows; 16 unless given.
 
     Raises:
-        ArgumentError: another dtype.
-        HyperparameterError: a scale or factor out of range.
-        GraphError: it is in mixed precision already, or in float16 and not minimized, or guarded.
+        ArgumentError: another dtype or scaling, or what is for float8 only given for another dtype.
+        HyperparameterError: a scale, factor or history out of range.
+        GraphError: it is in mixed precision already, or in float16 and not minimized, or guarded; or it has
+            no product to take in float8.
         RecipeError: the Program was not traced, or its ops were changed by hand.
-        UnknownNameError: ``keep`` names nothing.
+        UnknownNameError: ``keep`` or ``where`` names nothing.
 
-    Source: Micikevicius et al., Mixed Precision Training, 2018, sections 3.1 to 3.3.
+    Source: Micikevicius et al., Mixed Precision Training, 2018, sections 3.1 to 3.3; of float8,
+    Micikevicius et al., FP8 Formats for Deep Learning, 2022, with delayed scaling as in NVIDIA's Transformer
+    Engine.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -85,33 +109,35 @@ def mixed_precision(
     """
     dtype = dtype_word(dtype)
     if not is_word(dtype, _DTYPES):
-        raise ArgumentError(f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16' or 'float16'.")
+        raise ArgumentError(
+            f"mixed_precision: dtype is {dtype!r}; expected 'bfloat16', 'float16' or 'float8'."
+        )
+    float8 = _float8(dtype, where, scaling, history)
     recipe = recipe_of(program, f"in {dtype}", "Compute in that dtype yourself")
     if recipe.of(lowered):
         raise GraphError(
             f"Program {program.name!r} is in mixed precision already; it is asked for only once."
         )
-    scaling = _scaling(dtype, scale, growth_every, factor)
-    if scaling is not None:
+    loss_scaling = _loss_scaling(dtype, scale, growth_every, factor)
+    if loss_scaling is not None:
         _expect_updates(program, recipe)
     scaled = replace(
-        recipe, steps=tuple(step for old in recipe.steps for step in (old, *_after(old, scaling)))
+        recipe, steps=tuple(step for old in recipe.steps for step in (old, *_after(old, loss_scaling)))
     )
-    lowering = Applied(lowered, (dtype, tuple(listed(keep))), {}, Phase.PRECISION)
+    lowering = Applied(lowered, (dtype, tuple(listed(keep)), float8), {}, Phase.PRECISION)
     return build(scaled.including(lowering), whole_types(program))
 
 
 @transform(phase=Phase.PRECISION)
-def lowered(program: Program, dtype: str, keep: tuple[Where, ...]) -> Program:
+def lowered(program: Program, dtype: str, keep: tuple[Where, ...], float8: Float8 | None = None) -> Program:
     """The forward pass, each op in the dtype of its role; see ``mixed_precision``."""
     if program.code is not None:
         raise GraphError(
             f"mixed_precision: {program.name!r} was loaded from {program.code.file}, in which every op has "
             "its dtype. Lower the precision of the Program before save."
         )
-    is_test = program.recipe is not None and not program.recipe.origin.training
-    kept = kept_ops(program, keep, strict=not is_test)
-    return Lowering(program, np.dtype(jnp.dtype(dtype)), kept).program()
+    kept = kept_ops(program, keep, strict=not is_test(program))
+    return Lowering(program, np.dtype(jnp.dtype("bfloat16" if float8 else dtype)), kept, float8).program()
 
 
 @dataclass(frozen=True)
@@ -132,7 +158,24 @@ class _Scaling:
         expect_count(self.growth_every, what, 1, "a number of steps", HyperparameterError)
 
 
-def _scaling(dtype: str, scale: float | None, growth_every: int, factor: float) -> _Scaling | None:
+def _float8(dtype: str, where: Any, scaling: str | None, history: int | None) -> Float8 | None:
+    """What is asked of float8; None for another dtype."""
+    given = {"where": where, "scaling": scaling, "history": history}
+    if dtype != "float8":
+        if words := ", ".join(key for key, value in given.items() if value is not None):
+            raise ArgumentError(f'mixed_precision: {words} is for "float8", and dtype is {dtype!r}.')
+        return None
+    scaling = "current" if scaling is None else scaling
+    if not is_word(scaling, _SCALINGS):
+        raise ArgumentError(f"mixed_precision: scaling is {scaling!r}; expected 'current' or 'delayed'.")
+    if history is not None and scaling != "delayed":
+        raise ArgumentError(f'mixed_precision: history is for scaling="delayed", and it is {scaling!r}.')
+    count = 16 if history is None else history
+    expect_count(count, "mixed_precision: history", 1, "a number of steps", HyperparameterError)
+    return Float8(None if where is None else tuple(listed(where)), scaling, count)
+
+
+def _loss_scaling(dtype: str, scale: float | None, growth_every: int, factor: float) -> _Scaling | None:
     """How the loss is scaled; None where it is not."""
     found = _Scaling(2.0**15 if scale is None else scale, growth_every, factor)
     return found if dtype == "float16" or scale is not None else None

@@ -21,6 +21,7 @@ from onward.core.primitives.traits import Precision
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, consumers, producers, select
 from onward.core.words import Kind, Pass
+from onward.develop.mixed.products import Float8, Float8Products
 
 _FULL = np.dtype(np.float32)
 
@@ -28,7 +29,9 @@ _FULL = np.dtype(np.float32)
 class Lowering:
     """One walk over the ops: ``low`` and ``full`` hold each float32 Variable as it was asked for so far."""
 
-    def __init__(self, program: Program, dtype: np.dtype[Any], kept: set[Op]) -> None:
+    def __init__(
+        self, program: Program, dtype: np.dtype[Any], kept: set[Op], float8: Float8 | None = None
+    ) -> None:
         self.source, self.dtype, self.kept = program, dtype, kept
         self.names = Names(program.variables)
         self.returned = {*program.outputs, *program.next_state.values()}
@@ -38,6 +41,7 @@ class Lowering:
         self.computed_low: set[Variable] = set()
         self.bodies: dict[Any, Body | None] = {}
         self.ops: list[Op] = []
+        self.products = Float8Products(program, float8, self.names, self.ops) if float8 else None
         self.wide = self.only_read_wide()
 
     def program(self) -> Program:
@@ -47,7 +51,7 @@ class Lowering:
                 self.append_low(op)
             else:
                 self.append_full(op)
-        return replace(self.source, ops=tuple(self.ops))
+        return self.products.program() if self.products else replace(self.source, ops=tuple(self.ops))
 
     def only_read_wide(self) -> set[Op]:
         """The ops that follow what they read, and whose results only ops read that compute in float32."""
@@ -110,7 +114,10 @@ class Lowering:
         assert body is not None
         outputs = tuple(self.lowered(v) for v in op.outputs)
         inputs = tuple(self.as_low(v, op) for v in op.inputs)
-        self.ops.append(replace(op, inputs=inputs, outputs=outputs, body=body))
+        if self.products and op in self.products.chosen:
+            self.products.append(op, body, inputs, outputs)
+        else:
+            self.ops.append(replace(op, inputs=inputs, outputs=outputs, body=body))
         self.return_full(op)
 
     def append_cast_back(self, op: Op) -> None:
