@@ -107,6 +107,7 @@ OUTSIDE = {
     "fill bytes": (lambda t, i: t.at[i].get(mode="fill", fill_value=0.5), 0, 90, "uint8"),
     "take fills nan": (lambda t, i: jnp.nan_to_num(jnp.take(t, i, axis=0), nan=2.0), -90, 90, "int8"),
     "unsigned": (lambda t, i: t[i], 0, LONG, "uint32"),
+    "bytes": (lambda t, i: t[i], 0, 256, "uint8"),  # of more rows than they count
 }
 
 
@@ -117,7 +118,7 @@ def test_row_numbers_outside_of_the_table():
             for (name, (lookup, *_)), i in zip(OUTSIDE.items(), ids, strict=True)
         )
 
-    params = dict.fromkeys(OUTSIDE, PARAMS["table"])
+    params = dict.fromkeys(OUTSIDE, PARAMS["table"]) | {"bytes": random(300, WIDE)}
     batches = [
         tuple(ids(k, low, high, dtype=dtype) for _, low, high, dtype in OUTSIDE.values()) for k in range(3)
     ]
@@ -192,6 +193,13 @@ def test_what_travels_whole():
     compared(cut, whole, params, [(ids(k),) for k in range(2)], 2, 1e-4, 1e-5)
 
 
+def test_a_table_whose_rows_another_parameter_chooses_travels_whole():
+    def loss(p, ids):
+        return plain(p, (ids + (p["w"][0, 0] > 0)) % LONG)
+
+    assert cut_of(ow.SGD(0.5), loss=loss).tables == ()
+
+
 def test_rows_can_be_declined():
     cut = cut_of(ow.SGD(0.5), rows=False)
     assert cut.tables == ()
@@ -260,6 +268,26 @@ def test_lazy_and_dense_differ_where_the_rule_has_slots():
         for k in range(3):
             hand.step([{"ids": part} for [part] in parts_of([ids(k)], 2)])
     assert abs(lazy.whole("table") - dense.whole("table")).max() > 1e-3
+
+
+class Counting(ow.Optimizer):
+    """Gradient descent that counts its steps in a slot without rows."""
+
+    learning_rate: float = 0.5
+
+    def init(self, parameter):
+        return {"count": jnp.zeros(())}
+
+    def update(self, parameter, gradient, slots):
+        return parameter - self.learning_rate * gradient, {"count": slots["count"] + 1}
+
+
+def test_a_slot_without_rows_is_updated_whole():
+    counting, descent = (ByHand(cut_of(rule, lazy=["table"]), PARAMS) for rule in (Counting(), ow.SGD(0.5)))
+    for hand in (counting, descent):
+        hand.step([{"ids": part} for [part] in parts_of([ids(0)], 2)])
+    np.testing.assert_array_equal(counting.whole("table"), descent.whole("table"))
+    assert [x for s in counting.states for n, x in s.items() if n.endswith("/count")] == [1, 1, 1]
 
 
 def test_lazy_tables_are_those_that_are_named():
