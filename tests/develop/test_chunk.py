@@ -271,10 +271,6 @@ NEAR_MISSES = {
         of_flat(lambda z: jax.lax.pad(z, 0.0, ((1, -1, 0), (0, 0, 0)))),
         "does not keep the rows apart",
     ),
-    "the largest of three rows": (
-        of_flat(lambda z: jax.lax.reduce_window(z, -jnp.inf, jax.lax.max, (3, 1), (1, 1), "SAME")),
-        "does not keep the rows apart",
-    ),
     "some of the rows": (by_some_numbers, "does not keep the rows apart"),
     "rows of something else": (of_flat(with_rows_of_a_half), "makes rows of something else"),
     "checkpointed": (of_flat(jax.checkpoint(lambda z: jnp.sin(z))), "a function that is not looked into"),
