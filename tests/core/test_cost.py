@@ -227,6 +227,12 @@ def test_what_only_moves_is_free_however_it_is_called():
         assert ow.cost(ow.trace(function, x)).flops == 0
 
 
+@pytest.mark.parametrize(("power", "products"), [(1, 0), (4, 2), (7, 4), (-4, 3)])
+def test_a_power_costs_its_products_and_a_quotient_below_0(power, products):
+    program = ow.trace(lambda x: jax.lax.integer_pow(x, power), jnp.ones(10))
+    assert ow.cost(program).flops == 10 * products
+
+
 @pytest.mark.parametrize("how", ["add", "min", "max", "multiply", "subtract"])
 def test_scatters_cost_what_is_scattered(how):
     places = jnp.array([1, 2])

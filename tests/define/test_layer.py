@@ -123,6 +123,7 @@ ATTENTION = (
     B,
 )
 MASK = normal(9, 2, 5, 4) > -1
+MASKS = jnp.stack([MASK, ~MASK | (jnp.arange(4) == 0)], axis=1)
 LSTM = (SERIES, normal(5, 3, 8), normal(6, 2, 8), normal(7, 8))
 GRU = (SERIES, normal(5, 3, 6), normal(6, 2, 6), normal(7, 8))
 AGAINST_FLAX = {
@@ -225,6 +226,11 @@ AGAINST_FLAX = {
     "attention with a mask": (
         lambda *a: our_attention(*a, mask=MASK),
         lambda *a: flax_attention(*a, mask=MASK[:, None]),
+        ATTENTION,
+    ),
+    "attention with a mask for each head": (
+        lambda *a: our_attention(*a, mask=MASKS),
+        lambda *a: flax_attention(*a, mask=MASKS),
         ATTENTION,
     ),
     "causal attention": (

@@ -298,6 +298,13 @@ def test_weighted_means_of_batches_that_do_not_divide(how, rows):
         equal(out.aux["error"], np.average(abs(error), weights=weight[:rows]))
 
 
+def test_the_mean_of_a_batch_that_weighs_nothing_is_not_0():
+    step = weighted_step("alone")
+    _, out = step(step.init(W), X[:8], Y[:8], np.zeros(8))
+    assert np.isnan(weighted(W, X[:8], Y[:8], np.zeros(8))[0])
+    assert np.isnan(out.loss)
+
+
 @pytest.mark.parametrize("how", ["alone", "then on devices", "on devices before"])
 def test_a_loss_that_is_a_sum(how):
     def total(w, x, y):

@@ -69,8 +69,8 @@ def looked_up_by_number(p, x, labels, mask):
 
 
 def looked_up_by_two_numbers(p, x, labels, mask):
-    places = jnp.arange(BATCH)[:, None], jnp.arange(TIME)[None]
-    return -jax.nn.log_softmax(logits(p, x))[*places, labels].mean()
+    places = jnp.arange(TIME)[:, None], jnp.arange(BATCH)[None]  # of which the second number is cut
+    return -jax.nn.log_softmax(logits(p, x.swapaxes(0, 1)))[*places, labels.T].mean()
 
 
 def layer(p, x, labels, mask):
@@ -250,6 +250,15 @@ def by_wrong_number(p, x, labels, mask):
     return jax.nn.log_softmax(flat(p, x))[(jnp.arange(BATCH * TIME) + 1) % 12, labels.ravel()].mean()
 
 
+def by_some_numbers(p, x, labels, mask):
+    return jax.nn.log_softmax(flat(p, x))[jnp.arange(6), labels.ravel()[:6]].mean()
+
+
+def with_rows_of_a_half(z):
+    half = jnp.ones((BATCH * TIME // 2, WORDS))
+    return z + jnp.concatenate([half, half])
+
+
 NEAR_MISSES = {
     "softmax over the batch": (of_flat(lambda z: jax.nn.softmax(z, axis=0)), "reduces the rows to one"),
     "the largest of all": (of_flat(lambda z: z / z.max()), "reduces the rows to one"),
@@ -258,6 +267,12 @@ NEAR_MISSES = {
     "rows in another order": (of_flat(lambda z: z[::-1]), "runs along the rows"),
     "rows pushed on": (of_flat(lambda z: jnp.roll(z, 1, 0)), "does not keep the rows apart"),
     "rows padded": (of_flat(lambda z: jnp.pad(z, ((1, 0), (0, 0)))[:-1]), "does not keep the rows apart"),
+    "rows pushed out": (
+        of_flat(lambda z: jax.lax.pad(z, 0.0, ((1, -1, 0), (0, 0, 0)))),
+        "does not keep the rows apart",
+    ),
+    "some of the rows": (by_some_numbers, "does not keep the rows apart"),
+    "rows of something else": (of_flat(with_rows_of_a_half), "makes rows of something else"),
     "checkpointed": (of_flat(jax.checkpoint(lambda z: jnp.sin(z))), "a function that is not looked into"),
     "another row": (by_wrong_number, "does not keep the rows apart"),
     "against each other": (against_each_other, "makes an array of all pairs of rows"),

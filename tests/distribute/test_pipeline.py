@@ -215,6 +215,8 @@ def test_stages_begin_with_the_scopes_that_are_named(program: Program):
         ow.pipeline(program, 3, 3, at=["layer_2", "layer_1"])
     with pytest.raises(ow.ArgumentError, match="3 stages begin with 2 of them"):
         ow.pipeline(program, 3, 3, at="layer_1")
+    with pytest.raises(ow.ArgumentError, match=r"at is \(1,\); expected names of scopes"):
+        ow.pipeline(program, 2, 3, at=[1])
     with pytest.raises(ow.UnknownNameError, match=r"'layer_9'.*nearest names are 'layer_0'"):
         ow.pipeline(program, 2, 3, at=["layer_9"])
     with pytest.raises(ow.GraphError, match="stage 1 reads no parameter"):

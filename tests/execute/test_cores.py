@@ -216,6 +216,13 @@ def test_random_numbers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Cores(2, is_free=True)(made, ())[1].startswith("cores: one: it draws at random")
 
 
+def test_auto_takes_no_more_cores_than_there_are() -> None:
+    made = ow.SGD(0.1).minimize(normalized, {"w": W}, X[:3], has_aux=True)
+    kept, note = Cores(2, is_free=True)(made, ())
+    assert kept is made
+    assert note == "cores: one, for 2 do not divide a batch of 3 rows"
+
+
 SCRIPT = """
 import numpy as np, jax, onward as ow
 if {begun}:

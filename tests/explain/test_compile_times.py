@@ -71,6 +71,17 @@ def test_a_step_of_someone_else_and_where_its_arrays_lie():
     assert "jax.lax.scan over them" in found.advice[0]
 
 
+def test_a_loop_of_python_is_named_by_its_line():
+    def looped(w, x):
+        for _ in range(20):
+            x = jnp.sin(x)
+        return jnp.sum(x) * w
+
+    found = ow.compile_times(ow.trace(looped, 1.0, X))
+    assert "stands 20 times in the step (sin): where a loop of Python runs it" in found.advice[0]
+    assert found.advice[0].startswith("test_compile_times.py:")
+
+
 def test_devices_and_constants():
     table = jnp.asarray(np.arange(2**18, dtype=np.float32))
     program = ow.SGD(0.1).minimize(

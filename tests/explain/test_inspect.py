@@ -354,6 +354,8 @@ def test_a_step_without_a_mark_is_all_forward():
     program = inspect(lambda params, x: plain_loss(params, x, Y), plain_parameters(), X)
     assert {op.made_by for op in program.ops} == {Pass.FORWARD}
     assert (program.state, program.next_state, program.gradients) == ((), {}, ())
+    counting = inspect(lambda x, n: (jnp.sum(x), n + 1), X, 1)
+    assert {op.made_by for op in counting.ops} == {Pass.FORWARD}
 
 
 def test_remat_is_one_op_of_the_backward_pass():

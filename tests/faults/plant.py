@@ -24,6 +24,7 @@ from pathlib import Path
 from queue import Queue
 
 from tests.faults.places import Fault, sample
+from tests.quick import function_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path("src/onward")
@@ -88,12 +89,18 @@ def _rows(path: Path) -> Iterator[dict]:
 
 
 def _recorded(folder: Path) -> dict[str, dict[str, float]]:
-    """For each function the tests that enter it, with their seconds."""
+    """For each function the tests that enter it, with their seconds.
+
+    Of a test with several cases all are meant: what the first one computes the others may find in a cache.
+    """
+    rows = [row for path in folder.glob("*.jsonl") for row in _rows(path) if "test" in row]
+    cases: dict[str, dict[str, float]] = {}
+    for row in rows:
+        cases.setdefault(function_of(row["test"]), {})[row["test"]] = row["seconds"]
     tests: dict[str, dict[str, float]] = {}
-    for path in folder.glob("*.jsonl"):
-        for row in _rows(path):
-            for function in row.get("functions", ()):
-                tests.setdefault(function, {})[row["test"]] = row["seconds"]
+    for row in rows:
+        for function in row["functions"]:
+            tests.setdefault(function, {}).update(cases[function_of(row["test"])])
     if not tests:
         sys.exit(f"no recorded tests in {folder}: pytest -n 3 --dist loadfile -p tests.faults.record")
     return tests

@@ -128,6 +128,19 @@ def test_row_numbers_outside_of_the_table():
     compared(cut, whole, params, batches, 2, 1e-4, 1e-5)
 
 
+def test_bytes_are_asked_for_as_they_are_in_a_table_with_more_rows_than_they_count():
+    """The functions of ``jax.numpy`` make int32 of them, ``lax.gather`` does not."""
+    rows = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+
+    def loss(p, ids):
+        return jnp.mean(jax.lax.gather(p["table"], ids[:, None], rows, (1, WIDE), mode="clip") ** 2)
+
+    params, batch = {"table": random(300, WIDE)}, np.array([3, 255, 60, 44], "uint8")
+    hand = ByHand(cut_of(ow.SGD(0.5), loss=loss, example=batch, params=params), params)
+    [(wanted, _)] = hand.looked_up({"ids": batch[:2]})
+    assert set(np.ravel(wanted)) == {3, 255}
+
+
 SHAPES = {
     "a vector": ((LONG,), (ROWS,)),
     "pages": ((LONG, 2, 3), (ROWS,)),
@@ -190,6 +203,13 @@ def test_what_travels_whole():
     assert ([t.parameter.name for t in cut.tables], cut.places) == ([], None)
     whole = ow.SGD(0.01).minimize(loss, params, ids(0))
     compared(cut, whole, params, [(ids(k),) for k in range(2)], 2, 1e-4, 1e-5)
+
+
+def test_a_table_whose_rows_another_parameter_chooses_travels_whole():
+    def loss(p, ids):
+        return plain(p, (ids + (p["w"][0, 0] > 0)) % LONG)
+
+    assert cut_of(ow.SGD(0.5), loss=loss).tables == ()
 
 
 def test_rows_can_be_declined():
@@ -260,6 +280,26 @@ def test_lazy_and_dense_differ_where_the_rule_has_slots():
         for k in range(3):
             hand.step([{"ids": part} for [part] in parts_of([ids(k)], 2)])
     assert abs(lazy.whole("table") - dense.whole("table")).max() > 1e-3
+
+
+class Counting(ow.Optimizer):
+    """Gradient descent that counts its steps in a slot without rows."""
+
+    learning_rate: float = 0.5
+
+    def init(self, parameter):
+        return {"count": jnp.zeros(())}
+
+    def update(self, parameter, gradient, slots):
+        return parameter - self.learning_rate * gradient, {"count": slots["count"] + 1}
+
+
+def test_a_slot_without_rows_is_updated_whole():
+    counting, descent = (ByHand(cut_of(rule, lazy=["table"]), PARAMS) for rule in (Counting(), ow.SGD(0.5)))
+    for hand in (counting, descent):
+        hand.step([{"ids": part} for [part] in parts_of([ids(0)], 2)])
+    np.testing.assert_array_equal(counting.whole("table"), descent.whole("table"))
+    assert [x for s in counting.states for n, x in s.items() if n.endswith("/count")] == [1, 1, 1]
 
 
 def test_lazy_tables_are_those_that_are_named():

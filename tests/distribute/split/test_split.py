@@ -333,7 +333,7 @@ def each_alone():
     return program, [step(step.init(), *part)[0] for part in parts_of(XY, 2)]
 
 
-@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.75, 0.25), (1.0, 0.0)])
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.75, 0.25), (1.0, 0.0), (1.0, 1.0)])  # the last: of a sum
 def test_statistics_are_averaged_by_shares(shares):
     program, ones = each_alone()
     hand = ByHand(ow.split(program, 2, 2))
@@ -342,7 +342,7 @@ def test_statistics_are_averaged_by_shares(shares):
     first = first_values(program, None, 0)
     assert len(hand.cut.carried) == 2
     for v in hand.cut.carried:
-        expected = sum(s * np.asarray(one[v.name]) for s, one in zip(shares, ones, strict=True))
+        expected = np.average([one[v.name] for one in ones], 0, shares)
         np.testing.assert_allclose(hand.states[0][v.name], expected, 1e-5, 1e-6)
         assert abs(expected - first[v.name]).max() > 1e-3
 
