@@ -111,7 +111,7 @@ def _chosen(program: Program, where: Where | Iterable[Where] | None) -> tuple[Va
 
 
 class _Obstacles:
-    """What speaks against host memory, for each state Variable of a Program."""
+    """The obstacles to host memory, for each state Variable of a Program."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.readers, self.makers = program, consumers(program), producers(program)

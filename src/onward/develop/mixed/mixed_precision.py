@@ -159,7 +159,7 @@ class _Scaling:
 
 
 def _float8(dtype: str, where: Any, scaling: str | None, history: int | None) -> Float8 | None:
-    """What is asked of float8; None for another dtype."""
+    """The wishes for float8; None for another dtype."""
     given = {"where": where, "scaling": scaling, "history": history}
     if dtype != "float8":
         if words := ", ".join(key for key, value in given.items() if value is not None):

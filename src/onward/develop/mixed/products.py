@@ -32,7 +32,7 @@ from onward.develop.mixed.float8 import (
 
 @dataclass(frozen=True)
 class Float8:
-    """What is asked of float8.
+    """The wishes of a user for float8.
 
     Attributes:
         where: which products; None for those that read a parameter, but for the last.

@@ -12,27 +12,28 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs.equations import Type
+from onward.core.primitives.traits import Moves
 from onward.core.variable import Variable, holds_keys
 from onward.develop.rewrite.pattern import Pattern, shown_type
 
-_LARGE = 2**20  # numbers that a pattern reads
-_ROUNDINGS = 32  # of the largest number of a result: what two ways to compute it may differ by
+_LARGE = 2**24  # numbers of the largest array that is made
+_ROUNDINGS, _MOST = 128, 0.03  # of the largest number of a result: what two ways to compute it may differ by
 
+_NO_GRADIENT = (TypeError, ValueError, NotImplementedError)
 _OTHER = (
     "rewrite: {new} computes something else than {old}. With {types}, on random numbers, {what} is {found} "
-    "at {at}, where {old} makes it {expected}; {bound:.2g} apart would be rounding. The op that parts them: "
-    "print(ow.compare(ow.trace({old}, ...), ow.trace({new}, ...))). If it is meant, give the tolerance: "
-    "tolerance=0.01 of the largest number, or math.inf."
+    "at {at}, where {old} makes it {expected}; {bound:.2g} apart would be rounding. ow.compare of both, "
+    "traced, tells the op that parts them. If it is meant, give the tolerance: tolerance=0.01 of the largest "
+    "number, or math.inf."
 )
 
 
-def expect_equal(
-    old: Pattern, new: Pattern, types: Sequence[Type], tolerance: float | None, gradients: bool
-) -> None:
+def expect_equal(old: Pattern, new: Pattern, types: Sequence[Type], tolerance: float | None) -> None:
     """Raise unless both compute the same at these types, and have the same gradients.
 
     Large arrays are compared at the lengths of ``like``. In a half precision the numbers are compared in
-    float32 where both take it, since rounding would hide what differs.
+    float32 where both take it, since rounding would hide what differs. The third draw has zeros, ties and
+    large numbers: there a gradient is a convention, and a replacement may be finite where the pattern is not.
     """
     _expect_same_results(old, new, types)
     if tolerance == math.inf:
@@ -40,12 +41,19 @@ def expect_equal(
     types = _short(old, new, types)
     wide = tuple(Type(t.shape, jnp.float32) if _is_half(t) else t for t in types)
     wide = wide if _take(old, new, wide) else types
+    bound = min(_ROUNDINGS * _coarsest(old, wide), _MOST) if tolerance is None else tolerance
     compared = False
-    for draw in range(2):
-        values = [_drawn(t, np.random.default_rng((draw, i)), draw, wide) for i, t in enumerate(wide)]
-        for what, expected, found in _both(old, new, values, gradients):
-            compared |= bool(np.isfinite(expected).any())
-            _expect_near(old, new, wide, what, expected, found, tolerance)
+    looks_up = _looks_up(old, wide)
+    with jax.ensure_compile_time_eval():  # a Program may be built again while a function is traced
+        for draw in range(3):
+            values = [
+                _drawn(t, np.random.default_rng((draw, i)), draw, wide, looks_up) for i, t in enumerate(wide)
+            ]
+            for what, expected, found in _both(old, new, values, draw < 2):
+                compared |= bool(np.isfinite(expected).any())
+                if draw == 2 and expected.dtype.kind in "fc":
+                    found = np.where(np.isfinite(expected), found, expected)
+                _expect_near(old, new, wide, what, expected, found, bound)
     if not compared:
         raise ArgumentError(
             f"rewrite: {old.name} gives no finite number of random ones, so nothing could be compared. "
@@ -56,7 +64,8 @@ def expect_equal(
 def _short(old: Pattern, new: Pattern, types: Sequence[Type]) -> tuple[Type, ...]:
     """The types to compare at: those of ``like`` where arrays are large and both take these."""
     short = tuple(Type(mine.shape, t.dtype) for mine, t in zip(old.types, types, strict=True))
-    numbers = sum(math.prod(t.shape) for t in types)
+    program = old.at(types)
+    numbers = 0 if program is None else max((v.size for v in program.variables.values()), default=0)
     same_ranks = all(len(a.shape) == len(b.shape) for a, b in zip(short, types, strict=True))
     return short if numbers > _LARGE and same_ranks and _take(old, new, short) else tuple(types)
 
@@ -106,7 +115,18 @@ def _both(
         return
     random = np.random.default_rng(1)
     seeds = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in seeds]
-    for i, g, h in zip(chosen, pulled(old, seeds), pulled(new, seeds), strict=True):
+    try:
+        expected = pulled(old, seeds)
+    except _NO_GRADIENT:
+        return
+    try:
+        made = pulled(new, seeds)
+    except _NO_GRADIENT as error:
+        raise ArgumentError(
+            f"rewrite: {old.name} can be differentiated, and {new.name}, which should replace it, cannot: "
+            f"{error}. Give it a rule: jax.custom_vjp."
+        ) from error
+    for i, g, h in zip(chosen, expected, made, strict=True):
         yield f"the gradient of argument {i}", _numbers(g), _numbers(h)
 
 
@@ -117,12 +137,12 @@ def _expect_near(
     what: str,
     expected: np.ndarray,
     found: np.ndarray,
-    tolerance: float | None,
+    part: float,
 ) -> None:
-    """Raise where two results are further apart than rounding, or than the tolerance."""
+    """Raise where two results are further apart than this part of the largest number."""
     finite = np.abs(expected[np.isfinite(expected)])
     scale = float(finite.max()) if finite.size else 0.0
-    bound = scale * (_ROUNDINGS * _coarsest(old, new, types) if tolerance is None else tolerance)
+    bound = scale * part
     is_exact = expected.dtype.kind in "biu"
     with np.errstate(invalid="ignore"):
         far = expected != found if is_exact else ~(np.abs(expected - found) <= bound)
@@ -134,11 +154,18 @@ def _expect_near(
         raise ArgumentError(_OTHER.format(**names, **numbers, what=what, at=list(at)))
 
 
-def _coarsest(old: Pattern, new: Pattern, types: Sequence[Type]) -> float:
-    """The largest rounding of any number that either computes."""
-    programs = (old.at(types), new.at(types))
-    variables = (v for p in programs if p is not None for v in p.variables.values())
+def _coarsest(old: Pattern, types: Sequence[Type]) -> float:
+    """The largest rounding of any number that a pattern computes."""
+    program = old.at(types)
+    variables = () if program is None else program.variables.values()
     return max((_rounding(v) for v in variables if v.is_float), default=0.0)
+
+
+def _looks_up(old: Pattern, types: Sequence[Type]) -> bool:
+    """Whether whole numbers may be places in an array."""
+    program = old.at(types)
+    found = () if program is None else program.ops
+    return any(op.primitive.moves in (Moves.LOOKS_UP, Moves.CUTS_AT) or op.primitive.update for op in found)
 
 
 def _rounding(v: Variable) -> float:
@@ -152,19 +179,37 @@ def _numbers(value: Any) -> np.ndarray:
     return found if found.dtype.kind in "biufc" else found.astype(np.float32)
 
 
-def _drawn(t: Type, random: np.random.Generator, draw: int, types: Sequence[Type]) -> Any:
-    """Random numbers of a type: of both signs first, then such as a logarithm takes."""
+def _drawn(t: Type, random: np.random.Generator, draw: int, types: Sequence[Type], looks_up: bool) -> Any:
+    """Random numbers of a type: of both signs, such as a logarithm takes, then zeros, ties and large ones.
+
+    Whole numbers are valid places where the pattern looks something up. Each row of bools has a True.
+    """
     if holds_keys(t.dtype):
         return jax.random.split(jax.random.key(draw), t.shape)
     if t.dtype == bool:
-        return jnp.asarray(random.random(t.shape) < 0.7)
+        chosen = random.random(t.shape) < 0.7
+        if t.shape:
+            chosen[..., 0] = True
+        return jnp.asarray(chosen)
     if jnp.issubdtype(t.dtype, np.integer):
-        high = min((n for other in types for n in other.shape if n > 1), default=2)
-        return jnp.asarray(random.integers(0, min(high, 100), t.shape), t.dtype)
-    value = random.standard_normal(t.shape) if draw == 0 else random.uniform(0.1, 1.0, t.shape)
+        return jnp.asarray(random.integers(*_range(t, types, looks_up), t.shape), t.dtype)
+    if draw == 0:
+        value = random.standard_normal(t.shape)
+    elif draw == 1:
+        value = random.uniform(0.1, 1.0, t.shape)
+    else:
+        value = random.choice([0.0, 1.0, -1.0, 20.0, -20.0, 100.0, -100.0], t.shape)
     if jnp.issubdtype(t.dtype, np.complexfloating):
         value = value + 1j * random.standard_normal(t.shape)
     return jnp.asarray(value, t.dtype)
+
+
+def _range(t: Type, types: Sequence[Type], looks_up: bool) -> tuple[int, int]:
+    """From where to where whole numbers are drawn."""
+    if looks_up:
+        return 0, min((n for other in types for n in other.shape if n > 1), default=2)
+    told = np.iinfo(t.dtype)
+    return max(int(told.min), -200), min(int(told.max), 200)
 
 
 def _is_half(t: Type) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from onward.core.jaxprs.edited import exchanged
@@ -31,12 +32,19 @@ class Match:
         ops: those that it stands for, in order.
         inputs: what they read, in the order of the pattern's arguments.
         outputs: what they give, in the order of its results.
+        within: the name of what the loop computes in which they stand, with a slash; empty outside of loops.
     """
 
     pattern: Pattern
     ops: tuple[Op, ...]
     inputs: tuple[Variable, ...]
     outputs: tuple[Variable, ...]
+    within: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of its first result, behind that of the loop it stands in."""
+        return f"{self.within}{self.outputs[0].name}"
 
     @property
     def types(self) -> tuple[Type, ...]:
@@ -46,7 +54,7 @@ class Match:
     def __str__(self) -> str:
         last = self.ops[-1]
         types = ", ".join(f"{v.name} {v.type}" for v in self.inputs)
-        return f"{self.pattern.name} is {self.outputs[0].name}{last.at}: {len(self.ops)} ops on {types}"
+        return f"{self.pattern.name} is {self.name}{last.at}: {len(self.ops)} ops on {types}"
 
 
 @dataclass
@@ -71,6 +79,7 @@ class PatternSearch:
 
     program: Program
     nearest: Nearest = field(default_factory=Nearest)
+    within: str = ""
 
     def __post_init__(self) -> None:
         program = self.program
@@ -83,17 +92,17 @@ class PatternSearch:
     def of(self, patterns: Sequence[Pattern]) -> list[Match]:
         """The occurrences of these patterns that share no op; the first patterns first."""
         found: list[Match] = []
-        taken: set[Op] = set()
+        self.taken: dict[Op, Match] = {}
         for pattern in patterns:
             for op in self.program.ops:
-                if op.made_by is Pass.FORWARD and op not in taken:
-                    match = next(self._at(op, pattern, taken), None)
+                if op.made_by is Pass.FORWARD and op not in self.taken:
+                    match = next(self._at(op, pattern), None)
                     if match is not None:
                         found.append(match)
-                        taken.update(match.ops)
+                        self.taken.update(dict.fromkeys(match.ops, match))
         return sorted(found, key=lambda match: self.number[match.ops[-1]])
 
-    def _at(self, op: Op, pattern: Pattern, taken: set[Op]) -> Iterator[Match]:
+    def _at(self, op: Op, pattern: Pattern) -> Iterator[Match]:
         """The occurrences of a pattern whose first result this op computes."""
         for sketch in pattern.sketches:
             for rough in _PatternWalk(self, pattern, sketch, is_exact=False).ending_in(op):
@@ -101,13 +110,13 @@ class PatternSearch:
                 if exact is not None:
                     for bound in _PatternWalk(self, pattern, exact, is_exact=True).ending_in(op):
                         match = self._match(pattern, exact, bound)
-                        if taken.isdisjoint(match.ops) and self._is_apart(match):
+                        if self.taken.keys().isdisjoint(match.ops) and self._is_apart(match):
                             yield match
 
     def _match(self, pattern: Pattern, exact: Program, bound: Bound) -> Match:
         ops = {self.makers[bound[v]] for op in exact.ops for v in op.outputs if v in bound}
         inputs, outputs = (tuple(bound[v] for v in group) for group in (exact.inputs, exact.outputs))
-        return Match(pattern, tuple(sorted(ops, key=self.number.__getitem__)), inputs, outputs)
+        return Match(pattern, tuple(sorted(ops, key=self.number.__getitem__)), inputs, outputs, self.within)
 
     def _is_apart(self, match: Match) -> bool:
         """Whether nothing else reads what is computed between, and one op can stand for all."""
@@ -120,12 +129,19 @@ class PatternSearch:
                     why = f"all of it stands at {match.outputs[0].name}{op.at}, but {by} {v.name} as well"
                     self.nearest.note(match.pattern, len(match.ops), why)
                     return False
-        makers = [self.makers[v] for v in match.inputs if v in self.makers]
-        if not ops.isdisjoint(makers):
-            return False
-        before = (self.number[op] for op in makers)
-        readers = (self.number[r] for v in match.outputs for r in self.readers.get(v, ()) if r not in ops)
-        return max(before, default=-1) < min(readers, default=len(self.number))
+        return self._reached(match).isdisjoint(match.inputs)
+
+    def _reached(self, match: Match) -> set[Variable]:
+        """All that is computed of the results of a match, what other matches compute as a whole included."""
+        reached, waiting = set(match.outputs), list(match.outputs)
+        while waiting:
+            for reader in self.readers.get(waiting.pop(), ()):
+                other = self.taken.get(reader)
+                made = reader.outputs if other is None else (*reader.outputs, *other.outputs)
+                if reader not in match.ops:
+                    waiting += [v for v in made if v not in reached]
+                    reached.update(made)
+        return reached
 
 
 class _PatternWalk:
@@ -152,8 +168,10 @@ class _PatternWalk:
             return
         maker = self.makers[others[0]]
         at = maker.outputs.index(others[0])
+        results = {bound[v] for v in self.graph.outputs if v in bound}
         for op in self.search.program.ops:
-            if op.type == maker.type and op.made_by is Pass.FORWARD and len(op.outputs) > at:
+            is_like = op.type == maker.type and op.made_by is Pass.FORWARD and len(op.outputs) > at
+            if is_like and op.outputs[at] not in results:
                 for more in self._fitted(((others[0], op.outputs[at]),), bound):
                     yield from self._with(others[1:], more)
 
@@ -203,11 +221,12 @@ class _PatternWalk:
 
     def _same_constant(self, mine: Variable, theirs: Variable) -> bool:
         value = self.search.program.constants.get(theirs)
-        return (
-            value is not None
-            and mine.dtype == theirs.dtype
-            and np.array_equal(np.asarray(self.graph.constants[mine]), np.asarray(value))
-        )
+        if value is None or mine.dtype != theirs.dtype:
+            return False
+        own = self.graph.constants[mine]
+        if mine.is_key:
+            own, value = jax.random.key_data(own), jax.random.key_data(value)
+        return np.array_equal(np.asarray(own), np.asarray(value))
 
     def _note(self, maker: Op, op: Op | None, bound: Bound) -> None:
         """Remember where the pattern parts from what is there, if it came far."""

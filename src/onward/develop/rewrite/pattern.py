@@ -78,7 +78,7 @@ class Pattern:
         if key not in self._read:
             try:
                 self._read[key] = program_of(traced(self.flat, *types), self.name)
-            except (TypeError, ValueError, NotImplementedError):
+            except Exception:
                 self._read[key] = None
         return self._read[key]
 
@@ -90,9 +90,10 @@ class Pattern:
         """
         try:
             return body_of(self.flat, *types)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:
             shown = ", ".join(map(shown_type, types))
-            raise TraceError(_NOT_TRACED.format(name=self.name, types=shown, error=error)) from error
+            told = f"{type(error).__name__}: {error}"
+            raise TraceError(_NOT_TRACED.format(name=self.name, types=shown, error=told)) from error
 
     def flat(self, *values: Any) -> list[Any]:
         """Its results in a row."""
@@ -107,6 +108,8 @@ class Pattern:
                 f"rewrite: the pattern {self.name} returns what no op of it computes. Expected a function "
                 "whose results are computed of its arguments."
             )
+        if len(set(program.outputs)) < len(program.outputs):
+            raise ArgumentError(f"rewrite: the pattern {self.name} returns a value twice. Return it once.")
         read = ancestors(program, program.outputs)
         for i, v in enumerate(program.inputs):
             if v not in read:

@@ -24,12 +24,14 @@ _HOLDS_ARRAYS = (
 _ENTERED = (Runs.AGAIN, Runs.SCAN, Runs.WHILE, Runs.BRANCH)
 
 
-def occurrences(program: Program, patterns: Sequence[Pattern], nearest: Nearest) -> list[Match]:
+def occurrences(
+    program: Program, patterns: Sequence[Pattern], nearest: Nearest, within: str = ""
+) -> list[Match]:
     """Where patterns occur in the forward pass, and in the loops, branches and checkpoints within."""
-    found = PatternSearch(program, nearest).of(patterns)
+    found = PatternSearch(program, nearest, within).of(patterns)
     for op in _entered(program):
         for inner in op.subprograms.values():
-            found += occurrences(inner, patterns, nearest)
+            found += occurrences(inner, patterns, nearest, _inside(op, within))
     return found
 
 
@@ -47,11 +49,12 @@ class Rewriting:
     new: Pattern
     is_meant: Callable[[Match], bool]
 
-    def of(self, program: Program) -> Program:
+    def of(self, program: Program, within: str = "") -> Program:
         """The Program with the replacement."""
-        within = {op: self._entered(op) for op in _entered(program)}
-        matches = [match for match in PatternSearch(program).of(self.patterns) if self.is_meant(match)]
-        if not matches and all(op is new for op, new in within.items()):
+        loops = {op: self._entered(op, within) for op in _entered(program)}
+        search = PatternSearch(program, within=within)
+        matches = [match for match in search.of(self.patterns) if self.is_meant(match)]
+        if not matches and all(op is new for op, new in loops.items()):
             return program
         at: dict[Op, list[Match]] = {}
         for match in matches:
@@ -62,14 +65,15 @@ class Rewriting:
             for match in at.get(op, ()):
                 placed.put(match, self.new)
             if op not in gone:
-                placed.ops.append(within.get(op, op))
-        return replace(program, ops=tuple(placed.ops), constants=placed.constants)
+                placed.ops.append(loops.get(op, op))
+        ops = _in_order(placed.ops) if any(len(match.outputs) > 1 for match in matches) else placed.ops
+        return replace(program, ops=tuple(ops), constants=placed.constants)
 
-    def _entered(self, op: Op) -> Op:
+    def _entered(self, op: Op, within: str) -> Op:
         """An op that runs Programs, with the replacement in these."""
         body = op.body
         for name, inner in op.subprograms.items():
-            new = self.of(inner)
+            new = self.of(inner, _inside(op, within))
             if new is not inner:
                 if new.constants:
                     raise GraphError(_HOLDS_ARRAYS.format(new=self.new.name, op=op.type, at=op.at))
@@ -112,6 +116,27 @@ def _entered(program: Program) -> Iterator[Op]:
     for op in program.ops:
         if op.made_by is Pass.FORWARD and op.primitive.runs in _ENTERED:
             yield op
+
+
+def _inside(op: Op, within: str) -> str:
+    """The words before the names of what a loop computes within."""
+    return f"{within}{op.outputs[0].name}/" if op.outputs else within
+
+
+def _in_order(ops: Sequence[Op]) -> list[Op]:
+    """The ops, each behind all that it reads, else in the order in which they stand."""
+    makers = {v: i for i, op in enumerate(ops) for v in op.outputs}
+    done: dict[int, Op] = {}
+    for i in range(len(ops)):
+        waiting = [i]
+        while waiting:
+            at = waiting[-1]
+            missing = [makers[v] for v in ops[at].inputs if v in makers and makers[v] not in done]
+            if not missing:
+                done[waiting.pop()] = ops[at]
+            else:
+                waiting += missing
+    return list(done.values())
 
 
 def _first_reader(program: Program, match: Match) -> Op:

@@ -8,10 +8,13 @@ Both are small JAX functions of the same arguments. The gradient is derived of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
+from onward.core.jaxprs.equations import Type
 from onward.core.program import Applied, Phase, Program
 from onward.core.recipe import build, recipe_of, resumed, whole_types
 from onward.core.structure import describe, is_number
@@ -51,9 +54,10 @@ def rewrite(
     (``q.shape[-1] ** -0.5``). What else reads a value from between is in the way, and such a place stays as
     it is. The gradient is derived of the replacement, or is its own rule (``jax.custom_vjp``).
 
-    Wherever it is found, pattern and replacement are first run on random numbers: results and gradients must
-    agree. Where the Program is built again, for a batch of another length or a part of one, it is rewritten
-    again.
+    Pattern and replacement are first run on random numbers of the types that are found, those of a batch of
+    another length as well: results must agree, up to rounding or ``tolerance``, and gradients, but for those
+    at zeros and ties. Arrays of more than 16 million numbers are compared at the lengths of ``like``. Bools
+    are drawn with a True in each row, whole numbers that look something up as valid places.
 
     Args:
         program: a Program that was traced, at any stage.
@@ -61,12 +65,13 @@ def rewrite(
         replacement: takes what the pattern takes, and gives arrays of the types that it gives.
         like: what the pattern is called with, arrays of any lengths; float32 numbers, or arrays of one rank,
             unless given, which is enough for arithmetic number by number.
-        where: the results to replace, by name, pattern or Variable, if not all.
+        where: the results to replace, by name (``matches_of`` tells it), pattern or predicate, if not all.
         tolerance: how far the numbers may differ, in parts of the largest of a result, if by more than
             rounding; ``math.inf`` where something else is meant to be computed, which is not compared then.
 
     Raises:
-        ArgumentError: the replacement computes something else, or other types; a pattern of no use.
+        ArgumentError: the replacement computes something else, or other types, or has no gradient; a pattern
+            of no use.
         GraphError: the pattern occurs nowhere: it names the place that came closest.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         TraceError: the pattern or the replacement cannot be traced with such arguments.
@@ -95,11 +100,10 @@ def rewrite(
     new = Pattern(replacement, patterns[0].types)
     forward = build(recipe.until(Phase.ADAPT), whole_types(program))
     names, matches = _found(forward, patterns, where)
-    derived = any(step.phase is Phase.BACKWARD for step in recipe.steps)
-    for old, types in {(m.pattern, m.types): None for m in matches}:
-        expect_equal(old, new, types, tolerance, derived)
+    _expect_equal(matches, new, tolerance)
     functions = tuple(p.function for p in patterns)
-    step = Applied(rewritten, (functions, replacement, patterns[0].like, names), {}, Phase.REWRITE)
+    told = (functions, replacement, patterns[0].like, names, tolerance)
+    step = Applied(rewritten, told, {}, Phase.REWRITE)
     grown = recipe.including(step)
     return resumed(step(forward), grown, len(grown.until(Phase.ADAPT).steps), whole_types(program))
 
@@ -124,16 +128,48 @@ def matches_of(
 
 @transform(phase=Phase.REWRITE)
 def rewritten(
-    program: Program, functions: Sequence[Function], replacement: Function, like: Any, names: Sequence[str]
+    program: Program,
+    functions: Sequence[Function],
+    replacement: Function,
+    like: Any,
+    names: Sequence[str],
+    tolerance: float | None,
 ) -> Program:
-    """A forward Program with the replacement, of these results or all; what is not found stays as it is."""
+    """A forward Program with the replacement, of these results or all; what is not found stays as it is.
+
+    Lengths that are new, such as those of another batch, are compared as the first ones were.
+    """
     chosen = frozenset(names)
 
     def is_meant(match: Match) -> bool:
-        return not chosen or not chosen.isdisjoint(v.name for v in match.outputs)
+        return not chosen or match.name in chosen
 
     patterns = [Pattern(function, like) for function in functions]
-    return Rewriting(patterns, Pattern(replacement, patterns[0].types), is_meant).of(program)
+    new = Pattern(replacement, patterns[0].types)
+    _expect_equal([m for m in occurrences(program, patterns, Nearest()) if is_meant(m)], new, tolerance)
+    return Rewriting(patterns, new, is_meant).of(program)
+
+
+def _expect_equal(matches: Sequence[Match], new: Pattern, tolerance: float | None) -> None:
+    """Raise unless the replacement computes what was found, at all of its types; each is compared once."""
+    for old, types in {(match.pattern, match.types): None for match in matches}:
+        key = tuple((t.shape, t.dtype) for t in types)
+        compared = _compared if _are_hashable(old.function, new.function) else _compared.__wrapped__
+        compared(old.function, new.function, key, old.types, tolerance)
+
+
+def _are_hashable(*functions: Function) -> bool:
+    """Whether functions can be remembered; a module that holds arrays cannot."""
+    try:
+        return bool(hash(functions)) or True
+    except TypeError:
+        return False
+
+
+@lru_cache(maxsize=256)
+def _compared(old: Function, new: Function, key: tuple[Any, ...], like: Any, tolerance: float | None) -> None:
+    types = [Type(*t) for t in key]
+    expect_equal(Pattern(old, like), Pattern(new, like), types, tolerance)
 
 
 def _patterns(given: Any, like: Any) -> tuple[Pattern, ...]:
@@ -159,9 +195,9 @@ def _found(
         raise GraphError(_NOWHERE.format(name=program.name, patterns=shown, closest=close, advice=_ADVICE))
     if not (wanted := listed(where)):
         return (), matches
-    chosen = select([v for match in matches for v in match.outputs], wanted, "rewrite, where")
-    meant = [match for match in matches if not set(chosen).isdisjoint(match.outputs)]
-    return tuple(v.name for v in chosen), meant
+    named = {replace(match.outputs[0], name=match.name): match for match in matches}
+    chosen = select(tuple(named), wanted, "rewrite, where")
+    return tuple(v.name for v in chosen), [named[v] for v in chosen]
 
 
 def _expect_tolerance(tolerance: Any) -> None:
