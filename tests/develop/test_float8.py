@@ -295,12 +295,3 @@ def test_what_cannot_be_is_refused(case):
     make, error, words = WRONG[case]
     with pytest.raises(error, match=words):
         make()
-
-
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU with float8 products")
-def test_a_gpu_takes_the_products_in_float8():
-    scaled = product((((1,), (0,)), ((), ())), None, np.dtype(jnp.bfloat16))
-    x = jnp.ones((64, 64), jnp.bfloat16)
-    gradients = jax.jit(lambda x, w: jax.vjp(lambda x, w: scaled(x, w, 1.0, 1.0), x, w)[1](x))
-    for run in (jax.jit(lambda x, w: scaled(x, w, 1.0, 1.0)), gradients):
-        assert "matmul$f8" in run.lower(x, x).compile().as_text()

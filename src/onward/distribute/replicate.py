@@ -28,7 +28,7 @@ from onward.core.meshes import expect_no_partition
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
 from onward.core.recipe import build, laid_out, recipe_of, whole_types
-from onward.core.structure import describe, expect_count, is_word
+from onward.core.structure import describe, expect_count, expect_flag, is_word
 from onward.core.walk import Where, listed, select, substitute, with_results
 from onward.core.whole import opened
 from onward.core.words import Pass, Placement
@@ -76,7 +76,8 @@ def replicate(
         example_weight: the name of the data that says how much each example counts.
 
     Raises:
-        ArgumentError: a batch that the devices do not divide, or a ``merge`` that is not a strategy.
+        ArgumentError: a batch that the devices do not divide, a ``merge`` that is not a strategy, or a flag
+            that is none.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         GraphError: it is replicated already, it has no gradients to merge, the function lays something out
             over a mesh of its own, or the optimizer's rule looks further than the strategy can see.
@@ -109,6 +110,7 @@ def replicate(
         raise ArgumentError(
             f"replicate: axis_name is {describe(axis_name)}; expected a name, such as 'replicas'."
         )
+    expect_flag(sync_batch_norm, "replicate: sync_batch_norm")
     count = jax.device_count() if devices is None else _checked(devices)
     if (how := accumulation_of(program)) is not None:
         expect_devices(program, count, merge.is_sum)
