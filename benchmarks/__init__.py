@@ -10,6 +10,7 @@
     options_time      which options of the compiler, and how many cores, make a step fast on a CPU?
     parameter_server  what do parameter servers cost beside bare Ray, and what does a step send?
     partition_time    what does a model that is split over devices cost, beside a sharded jit by hand?
+    pipeline_time     what does a pipeline cost beside one by hand, and how long do its stages wait?
     recompute_time    what does it cost to train in half the memory?
     serving           what does batching bring to a server, and does it lose or mix up an answer?
     step_time         does a step of Onward cost more than the one written by hand, or less?

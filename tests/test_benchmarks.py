@@ -39,6 +39,7 @@ CASES = {
     "first_step_time": ["24-layer transformer, first step"],
     "options_time": ["MLP, Adam"],
     "partition_time": ["residual MLP, 2 layers, 8 devices"],
+    "pipeline_time": ["4 layers of 8, 16 rows, 4 stages", "stages that take equally long"],
     "recompute_time": ["100-layer MLP"],
     "step_time": ["MLP, Adam", "CNN, Momentum"],
     "update_time": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from math import prod
 from typing import Any
@@ -284,7 +285,13 @@ def test_its_code_is_what_apply_does_and_trains_as_one_device(small: Program) ->
     names["program"] = small
     exec(layouts.find(stages=4, data=2, recompute=False).code, names)
     assert names["program"].data == 2
+    assert layouts.find(stages=4, data=2).runs
     staged = layouts.find(stages=4, tensor=2)
+    assert not staged.runs
+    marked = [line.split()[:5] for line in str(layouts).splitlines() if re.match(r" *\d+\*? +\d", line)]
+    assert all(row[0].endswith("*") == (row[4] != "1" and row[2:4] != ["1", "1"]) for row in marked)
+    assert {row[0][-1] == "*" for row in marked} == {True, False}
+    assert "* is foretold, and pipeline does not make it yet" in str(layouts)
     assert staged.code.startswith("# Foretold, and not yet made: pipeline shares the examples in a stage")
     with pytest.raises(ow.GraphError, match=r"(?s)has 4 stages.*\n\n.*ow.pipeline\(program, stages=4"):
         staged.apply(small)
@@ -318,6 +325,7 @@ def test_a_model_of_405_billion_is_planned_from_shapes() -> None:
     least = per_token * 256 * 8192 / 512 / H100.flops_of(2)
     assert least < one.working.compute * (16 / 126 * 8) ** -1 * 1.2
     assert all(one.kept.all < 96e9 for one in layouts)
+    assert not one.runs
     assert "fsdp 8 x tensor 8 x stages 8, 32 micro-batches, layers computed again" in one.explain()
     told = str(layouts)
     assert told.splitlines()[0].endswith(

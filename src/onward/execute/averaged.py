@@ -12,6 +12,7 @@ from onward.core.lower import lower
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.derive.for_evaluation import evaluated_parameters
+from onward.execute.lying import together
 from onward.execute.merged import multiplied_out
 from onward.execute.state import State
 
@@ -68,4 +69,4 @@ def averages(program: Program, state: State) -> list[Any]:
     """The values of all parameters to evaluate, in their order; some may be the State's own arrays."""
     state.expect_whole()
     evaluated = evaluated_parameters(program)
-    return lower(evaluated, evaluated.outputs)([state[v] for v in evaluated.state], ())
+    return lower(evaluated, evaluated.outputs)(together([state[v] for v in evaluated.state]), ())

@@ -61,6 +61,19 @@ def homes_of(program: Program, variables: Sequence[Variable], values: Sequence[A
     return tuple(pinned(home, v.name in there) for v, home in homes)
 
 
+def together(values: Sequence[Any]) -> Sequence[Any]:
+    """The values where one computation reads all of them: copies on one device of what lies on several sets.
+
+    The stages of a pipeline have theirs apart; what lies on one set of devices, or anywhere, stays as it is.
+
+    >>> values = [jax.device_put(jnp.zeros(2), device) for device in jax.devices()[:2]]
+    >>> [x.devices() == {jax.devices()[0]} for x in together(values)]
+    [True, True]
+    """
+    apart = len({frozenset(s.device_set) for s in lying(values) if s is not None}) > 1
+    return jax.device_put(list(values), jax.devices()[0]) if apart else values
+
+
 def laid(program: Program, variables: Sequence[Variable], values: Sequence[Any]) -> list[Any]:
     """The values where they are to lie; the same arrays if they lie there."""
     homes = homes_of(program, variables, values)

@@ -158,7 +158,8 @@ class PipelineStep(NotPickled):
             if tuple(x.shape) != v.shape:
                 raise ArgumentError(
                     f"{self.program.name}: {v.name!r} is {x.dtype}{list(x.shape)}; the pipeline was cut for "
-                    f"{v.type}. Make one for batches of this length: pipeline(program traced for it, ...)."
+                    f"{v.type}. Make one for batches of this length: pipeline(program traced for it, ...). A "
+                    "shorter last batch is left out by batches(..., drop_last=True)."
                 )
         return values
 

@@ -35,6 +35,7 @@ class Crew:
     ) -> None:
         if not isinstance(threads, int) or threads < 1:
             raise ArgumentError(f"threads is {describe(threads)}; expected a whole number, at least 1.")
+        trainer.expect_one_place(f"threads={threads}")
         self.trainer, self.apply, self.training = trainer, apply, training
         names = [p.name for p, _ in trainer.program.gradients]
         if trainer.program.replicas is not None and trainer.program.replicas.count > 1:
@@ -106,6 +107,7 @@ class Applier:
     """Applies gradients that were computed elsewhere to the parameters as they are now."""
 
     def __init__(self, trainer: TrainerParts) -> None:
+        trainer.expect_one_place("apply")
         self.trainer = trainer
         part = update_pass(trainer.program)
         self.names = GradientMachine(trainer.model, [p.name for p, _ in trainer.program.gradients]).names

@@ -80,7 +80,7 @@ class Evaluator(NotPickled, Pointing):
         """
         given = self._named(data, feed) if data else feed
         fed = {name: unshared(value) for name, value in given.items()}
-        state = self.model.state
+        state = self.model.together
         self._out = out = self._forward(fed, self._fetch, only=False)(state, fed)
         self._seen, self._asked = (state, fed), {}
         return out

@@ -71,7 +71,7 @@ class GradientMachine(NotPickled):
         Raises:
             ArgumentError: data of the wrong name, number, shape or dtype.
         """
-        state, self._out = self._step(self._with_own_keys(self.model.state), *data, **feed)
+        state, self._out = self._step(self._with_own_keys(self.model.together), *data, **feed)
         if self._step.layout.changed:
             self._keep(state)
         return self._out

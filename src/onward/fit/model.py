@@ -22,6 +22,7 @@ from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
 from onward.execute.initialize import by_name, by_structure, initialized, is_declared
 from onward.execute.layout import Layout
+from onward.execute.lying import together
 from onward.execute.restore import Restored, loaded, matched
 from onward.execute.state import State
 from onward.fit.applied import applied
@@ -81,13 +82,17 @@ class Model(NotPickled, Pointing):
         self.about = about
         self.lock = RLock()
         self._made: dict[Any, Any] = {}
+        self._together: tuple[State, State] | None = None
         layout = Layout.of(topology)
         self.state = State(layout, [values[v] for v in layout.variables])
 
     @property
     def parameters(self) -> Any:
-        """The parameters as they are now: a dict by name, or the containers in which they were traced."""
-        return self.state.parameters
+        """The parameters as they are now: a dict by name, or the containers in which they were traced.
+
+        Those that a pipeline trains are copied from its stages to one device; ``model[name]`` stays there.
+        """
+        return self.together.parameters
 
     def __getitem__(self, name: str | Variable) -> Any:
         """The value of a parameter or state Variable as it is now."""
@@ -117,7 +122,17 @@ class Model(NotPickled, Pointing):
             >>> [v.name for v in program.parameters]
             ['fc_0/b', 'fc_0/w']
         """
-        return applied(self.test_program, self.state, parameters, data)
+        return applied(self.test_program, self.together, parameters, data)
+
+    @property
+    def together(self) -> State:
+        """The State where one computation reads all of it: copied, once, from the stages of a pipeline."""
+        state, known = self.state, self._together
+        if known is None or known[0] is not state:
+            buffers = together(state.buffers)
+            found = state if buffers is state.buffers else State(state.layout, buffers, state.storage)
+            self._together = known = (state, found)
+        return known[1]
 
     def replace(self, values: Mapping[str, Any]) -> None:
         """Publish other values for some parameters, all at once.
@@ -127,7 +142,7 @@ class Model(NotPickled, Pointing):
             ArgumentError: a value of another shape or dtype.
         """
         with self.lock:
-            self.state = self.state.replace(values)
+            self.publish(self.state.replace(values))
 
     def copy(self) -> Model:
         """Another Model of the same network with the values that this one has now; it goes its own way."""
@@ -175,7 +190,7 @@ class Model(NotPickled, Pointing):
 
     def publish(self, state: State) -> None:
         """Exchange all values at once; what reads meanwhile sees the old ones or the new ones, whole."""
-        self.state = state
+        self.state, self._together = state, None
 
     @property
     def test_program(self) -> Program:

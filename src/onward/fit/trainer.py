@@ -29,7 +29,8 @@ class Trainer(TrainerParts):
 
     Args:
         model: what to train.
-        optimizer: an Optimizer, or a training Program that ``minimize`` made of the model's network.
+        optimizer: an Optimizer, a training Program that ``minimize`` made of the model's network, or the
+            Pipeline that one was cut into, which takes batches of the length that it was traced for.
         parameter_list: the parameters to train; all unless given.
         share: other threads may use the model while it is trained. Without it a step reuses the buffers of
             the parameters, which saves their memory once.
@@ -76,8 +77,8 @@ class Trainer(TrainerParts):
             gradients: by the name of their parameter, one for each that is trained: ``machine.gradients``.
 
         Raises:
-            ArgumentError, UnknownNameError: one is missing, too many, or has another shape or dtype. Nothing
-                is changed then.
+            ArgumentError, UnknownNameError: one is missing, too many, or has another shape or dtype, or the
+                Trainer trains a Pipeline. Nothing is changed then.
             GraphError: the Trainer trains on several devices, or its update evaluates the loss again.
 
         Example:

@@ -17,6 +17,7 @@ from onward.core.program import Program, Variable
 from onward.core.walk import Where
 from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
+from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.feeds import data_names
@@ -25,6 +26,7 @@ from onward.execute.initialize import initialized
 from onward.execute.layout import Layout
 from onward.execute.loop.history import History
 from onward.execute.out import Out
+from onward.execute.pipelined import PipelineStep
 from onward.execute.restore import Restored, begun_anew, compared, loaded, matched
 from onward.execute.state import State
 from onward.execute.step import Step
@@ -48,7 +50,7 @@ class TrainerParts(NotPickled, Pointing):
     def __init__(
         self,
         model: Model,
-        optimizer: Optimizer | Program,
+        optimizer: Optimizer | Program | Pipeline,
         *,
         parameter_list: Iterable[Where] | None = None,
         share: bool = True,
@@ -73,7 +75,11 @@ class TrainerParts(NotPickled, Pointing):
         values = initialized(self.program, given, 0)
         self._given = {v.name: float(values[v]) for v in layout.hyperparameters}
         donated = [v.name for v in layout.changed if not share or v.name not in mine]
-        self._step = Step(self.program, (), donate=donated, ahead=False, tuning=Tuning(), apart=mine)
+        self._step: Step | PipelineStep
+        if isinstance(optimizer, Pipeline):
+            self._step = PipelineStep(optimizer, donated)
+        else:
+            self._step = Step(self.program, (), donate=donated, ahead=False, tuning=Tuning(), apart=mine)
         self._state = State(self._step.layout, [values[v] for v in self._step.layout.variables])
         self._taken: State | None = model.state
 
@@ -87,8 +93,17 @@ class TrainerParts(NotPickled, Pointing):
 
     def expect_going(self) -> None:
         """Raise ``NonFiniteError`` if a check, or ``guard(program, "stop")``, stopped the training."""
-        with self._kept():
-            self._step.expect_going(self.joined())
+        if isinstance(self._step, Step):  # nothing stops a pipeline
+            with self._kept():
+                self._step.expect_going(self.joined())
+
+    def expect_one_place(self, what: str) -> None:
+        """Raise ``ArgumentError`` if what is trained lies in the stages of a pipeline."""
+        if isinstance(self._step, PipelineStep):
+            raise ArgumentError(
+                f"{what} updates all parameters in one place, and {self.program.name} is a pipeline, whose "
+                "stages have theirs apart. Train with trainer.update(*batch), or trainer.train(reader)."
+            )
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -115,7 +130,7 @@ class TrainerParts(NotPickled, Pointing):
             raise UnknownNameError(f"The trainer keeps nothing named {name!r}. {known}")
         return self._state[name]
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> StepPlan | Pipeline:
         """The changes made to the training Program before it was compiled; see ``Step.plan``."""
         return self._step.plan()
 

@@ -11,6 +11,7 @@ from onward.core.walk import Where, listed
 from onward.derive.optimizer import Optimizer
 from onward.develop.check_finite import check_finite as checked
 from onward.distribute.merge import Merge
+from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.replicate import replicate
 from onward.execute.layout import Layout
 from onward.fit.model import Model
@@ -18,17 +19,21 @@ from onward.fit.model import Model
 
 def training_program(
     model: Model,
-    optimizer: Optimizer | Program,
+    optimizer: Optimizer | Program | Pipeline,
     parameter_list: Iterable[Where] | None,
     devices: int | None,
     merge: Merge | None,
     check_finite: bool,
 ) -> Program:
-    """The training Program that a Trainer runs; the arguments are the Trainer's.
+    """The training Program that a Trainer runs, of a Pipeline that of its numbers; arguments as there.
 
     Raises:
-        ArgumentError: the optimizer is none, or the Program keeps other Variables than the model.
+        ArgumentError: the optimizer is none, the Program keeps other Variables than the model, or a Pipeline
+            is to be changed.
     """
+    if isinstance(optimizer, Pipeline):
+        _expect_alone(parameter_list, devices, merge, check_finite)
+        optimizer = optimizer.accumulated
     program = _minimized(model, optimizer, parameter_list)
     if devices != 1 or merge is not None:
         program = replicate(program, devices, merge)
@@ -48,6 +53,31 @@ def expect_same(model: Layout, training: Layout) -> None:
                 f"The model keeps {v.name!r} ({v.type}), and the training Program keeps {what}. Make it of "
                 "the model's own network: optimizer.minimize(model.topology)."
             )
+
+
+def _expect_alone(
+    parameter_list: Iterable[Where] | None, devices: int | None, merge: Merge | None, check_finite: bool
+) -> None:
+    """Raise ``ArgumentError`` for what comes too late for a Program that is cut into stages already."""
+    given = {
+        "parameter_list": parameter_list is not None,
+        "devices": devices != 1,
+        "merge": merge is not None,
+        "check_finite": check_finite,
+    }
+    for word in (word for word, is_given in given.items() if is_given):
+        raise ArgumentError(f"Trainer was given a Pipeline and {word}. {_INSTEAD[word]}")
+
+
+_INSTEAD = {
+    "parameter_list": "Say it before the cut: optimizer.minimize(model.topology, parameter_list=...).",
+    "devices": "Stages have devices of their own: pipeline(..., data=2) for two each.",
+    "merge": "JAX's partitioner sums the gradients of a stage. Leave it out.",
+    "check_finite": (
+        "It decides about a step as a whole, of which each stage sees a part. Leave it out: "
+        "train(check=True), the default, raises where the loss was not finite."
+    ),
+}
 
 
 def _minimized(

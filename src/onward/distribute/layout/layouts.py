@@ -107,6 +107,12 @@ class DeviceLayout:
         return min(0.95, max(0.05, ceil(20 * self.fraction) / 20)) if self.choice.recompute else None
 
     @property
+    def runs(self) -> bool:
+        """Whether its ``code`` makes a step; else it is foretold only, and the code says why."""
+        c = self.choice
+        return c.stages == 1 or (c.fsdp * c.tensor == 1 and not self.in_loop)
+
+    @property
     def code(self) -> str:
         """The calls to write to have a Program laid out so."""
         return code(self)

@@ -23,6 +23,8 @@ assumed of {name} ({source}):
   micro-batch; data sums gradients once. Stages run by 1F1B. Products seldom reach the peak, and kernels such
   as flash attention move less: the seconds rank layouts and promise nothing."""
 
+_FORETOLD = "* is foretold, and pipeline does not make it yet: its code says why, and its runs is False"
+
 
 def table(layouts: Any) -> str:
     """The layouts under each other, the fastest first."""
@@ -35,9 +37,10 @@ def table(layouts: Any) -> str:
         ("", *_AXES, "micro-batches", "recompute", "keeps", "sends", "bubble", "seconds", "limited by")
     ]
     for number, one in enumerate(layouts[:_SHOWN]):
-        rows.append((str(number), *_words(one)))
+        rows.append((f"{number}{'' if one.runs else '*'}", *_words(one)))
     shown = columns(rows, right=[0, 1, 2, 3, 4, 5, 7, 8, 9, 10])
     more = [f"{len(layouts) - _SHOWN} more"] if len(layouts) > _SHOWN else []
+    more += [] if all(one.runs for one in layouts[:_SHOWN]) else [_FORETOLD]
     return "\n\n".join([head, shown, *more, *layouts.notes])
 
 

@@ -32,7 +32,10 @@ _REFUSED = {
 }
 _BY_NAME = {
     "adjust_scale": "scales the loss of float16, and leaves out steps as a whole. Take bfloat16",
-    "partitioned": "splits its arrays over a mesh already. Leave partition out",
+    "partitioned": (
+        "splits its arrays over a mesh already, and stages share out examples (data=), no parameters yet. "
+        "Leave partition out"
+    ),
 }
 
 

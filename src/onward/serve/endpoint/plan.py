@@ -117,7 +117,7 @@ class RequestPlan:
 
     def run(self, feed: Arrays) -> list[np.ndarray]:
         """Compute on arrays of the right names, shapes and dtypes, with an Evaluator made for the purpose."""
-        self._own.publish(self.model.state)
+        self._own.publish(self.model.together)
         out = Evaluator(self._own, self.fetch).forward(**self._arguments(feed))
         return [np.asarray(out[name]) for name in self.fetch]
 
