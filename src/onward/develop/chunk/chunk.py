@@ -122,7 +122,7 @@ def chunk(
     expect_count(chunks, "chunk: chunks", of="how many chunks")
     limit = None if memory is None else bytes_of(memory, "chunk: memory")
     recipe = recipe_of(program, "with its loss head in chunks", "Write the loop yourself, with jax.lax.map")
-    forward = forward_of(program, recipe)
+    forward = forward_of(program, recipe, (chunked,))
     names = tuple(v.name for v in _logits(forward, tuple(listed(where))))
     step = Applied(chunked, (chunks, limit, names), {}, Phase.FORWARD)
     result = step(forward)
@@ -178,7 +178,9 @@ def attention_scores(program: Program) -> tuple[Variable, ...]:
     expect_program(program, "attention_scores")
     forward = program
     if program.recipe is not None:
-        forward = forward_of(program, recipe_of(program, "to find attention", "Trace the function"))
+        forward = forward_of(
+            program, recipe_of(program, "to find attention", "Trace the function"), (chunked,)
+        )
     return tuple(v for v in scores(forward) if is_attention(forward, v))
 
 

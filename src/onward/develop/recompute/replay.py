@@ -10,6 +10,7 @@ from onward.core.errors import UnreachedWarning
 from onward.core.program import Applied, Phase, Program
 from onward.core.recipe import build, recipe_of, resumed, whole_types
 from onward.derive.backward import append_backward
+from onward.develop.chunk.chunk import chunked
 from onward.develop.roll.forward import forward_of
 from onward.develop.roll.roll import rolled
 
@@ -29,7 +30,7 @@ def with_step(program: Program, function: Callable[..., Program], *arguments: An
     grown = recipe.including(step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        forward = step(forward_of(program, recipe, (rolled,)))
+        forward = step(forward_of(program, recipe, (chunked, rolled)))
         return resumed(forward, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
 
 

@@ -22,6 +22,7 @@ from onward.core.transform import transform
 from onward.core.walk import Where, listed, prune, select
 from onward.core.words import Pass
 from onward.derive.backward import append_backward
+from onward.develop.chunk.chunk import chunked
 from onward.develop.roll.build import Layers
 from onward.develop.roll.cost import Verdict, is_worth, worth_rolling
 from onward.develop.roll.find import Accepts, find_runs
@@ -171,7 +172,7 @@ def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Progr
     wanted = select(tuple(program.variables.values()), keep, "roll, keep") if keep else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        forward = forward_of(program, recipe)
+        forward = forward_of(program, recipe, (chunked,))
         read, changed = _named_later(forward, recipe.steps)
         names = tuple(v.name for v in wanted if v.name in forward.variables)
         step = Applied(rolled, ((*names, *read), changed, accepts), {}, Phase.ROLL)
