@@ -117,18 +117,21 @@ def test_nothing_that_fits_is_faster():
     program = ow.Adam(0.1).minimize(deep, [normal(24, 24) for _ in range(3)], normal(128, 24))
     base = Base(program, Chunking(), H100)
     states = offloadable(program)
-    slots = [tuple(states[:n]) for n in (0, 2, 4, 6)]
+    slots = [tuple(states[:n]) for n in (0, len(states))]
     choices = [Choice(base, rung, some) for rung in range(base.last + 1) for some in slots]
     known = {choice: bytes_taken(choice.program) for choice in choices}
-    for budget in (0.9, 0.75, 0.6):
+    are_met = []
+    for budget in (0.9, 0.75):
         limit = int(budget * known[choices[0]])
         late = [
             all(known[replace(c, rung=r)] <= limit for r in range(c.rung, base.last + 1)) for c in choices
         ]
         fitting = [c.seconds for c, fits in zip(choices, late, strict=True) if fits]
         found = BudgetSearch(program, H100).best(limit)
-        assert (found is not None) == bool(fitting)
-        assert found is None or found.seconds <= 1.02 * min(fitting)
+        assert found is not None
+        assert found.seconds <= 1.02 * min(fitting, default=1.0)
+        are_met.append(bool(fitting))
+    assert sum(are_met) == 2
 
 
 def test_a_budget_that_cannot_be_met_tells_the_least_that_can():
@@ -149,7 +152,7 @@ def test_savings_are_those_of_the_compiler():
     assert found.plain[0] - sum(row.saved for row in found.rows) == found.rows[-1].bytes
     assert all(row.lost >= 0 for row in found.rows)
     told = str(found)
-    for words in ("test_fit_memory.py:", "in 8 chunks", "4 x exp"):
+    for words in ("test_fit_memory.py:", "in 8 chunks", "not kept"):
         assert words in told
     assert memory_savings(plain()).rows == ()
 

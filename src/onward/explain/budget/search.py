@@ -21,6 +21,7 @@ from onward.explain.compiling.once import compiled_once
 
 _MOST_COMPILED = 16
 _WORTH = 1.01  # less gain is not worth a compilation
+_OFF = 1.15  # an estimate may be too high by so much
 _PARTS = 4  # of the optimizer's state, that lie in host memory together
 
 
@@ -129,7 +130,10 @@ class BudgetSearch:
         fails = max((rung for rung, n in alike.items() if n > limit and rung < fits), default=-1)
         if fits <= last:
             return (fits + fails) // 2 if fits - fails > 1 else None
-        rung = whole.base.first_within(int((limit - whole.resident) / self._correction(whole.base)))
+        room = int((limit - whole.resident) / self._correction(whole.base))
+        rung = whole.base.first_within(room)
+        if rung is None and whole.base.estimate(last) < _OFF * room:
+            rung = last
         return None if rung is None or fails == last else max(rung, fails + 1)
 
     def _smallest(self) -> Choice:
