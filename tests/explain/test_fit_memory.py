@@ -15,7 +15,7 @@ from onward.distribute.layout.accelerators import H100
 from onward.explain.budget.bases import Base, Chunking, Chunkings
 from onward.explain.budget.fit_memory import fit_memory
 from onward.explain.budget.savings import memory_savings
-from onward.explain.budget.search import BudgetSearch, Choice, bytes_taken
+from onward.explain.budget.search import BudgetChoice, BudgetSearch, bytes_taken
 
 RNG = np.random.default_rng(0)
 DEPTH, WIDTH, ROWS, WORDS = 4, 8, 128, 256
@@ -118,7 +118,7 @@ def test_nothing_that_fits_is_faster():
     base = Base(program, Chunking(), H100)
     states = offloadable(program)
     slots = [tuple(states[:n]) for n in (0, len(states))]
-    choices = [Choice(base, rung, some) for rung in range(base.last + 1) for some in slots]
+    choices = [BudgetChoice(base, rung, some) for rung in range(base.last + 1) for some in slots]
     known = {choice: bytes_taken(choice.program) for choice in choices}
     are_met = []
     for budget in (0.9, 0.75):

@@ -25,7 +25,7 @@ from onward.core.walk import Where, listed, select
 from onward.develop.chunk.head import FewRowsError, in_chunks, is_attention
 from onward.develop.chunk.loop import ChunkPlan, Chunks
 from onward.develop.chunk.region import heads, scores
-from onward.develop.roll.forward import forward_of
+from onward.develop.roll.forward import forward_of, separable
 
 _NO_HEAD = (
     "chunk: {name!r} multiplies nothing with a parameter on the way to its loss, so it has no logits to cut. "
@@ -122,7 +122,7 @@ def chunk(
     expect_count(chunks, "chunk: chunks", of="how many chunks")
     limit = None if memory is None else bytes_of(memory, "chunk: memory")
     recipe = recipe_of(program, "with its loss head in chunks", "Write the loop yourself, with jax.lax.map")
-    forward = forward_of(program, recipe, (chunked,))
+    forward = forward_of(program, recipe)
     names = tuple(v.name for v in _logits(forward, tuple(listed(where))))
     step = Applied(chunked, (chunks, limit, names), {}, Phase.FORWARD)
     result = step(forward)
@@ -178,12 +178,11 @@ def attention_scores(program: Program) -> tuple[Variable, ...]:
     expect_program(program, "attention_scores")
     forward = program
     if program.recipe is not None:
-        forward = forward_of(
-            program, recipe_of(program, "to find attention", "Trace the function"), (chunked,)
-        )
+        forward = forward_of(program, recipe_of(program, "to find attention", "Trace the function"))
     return tuple(v for v in scores(forward) if is_attention(forward, v))
 
 
+@separable
 @transform(phase=Phase.FORWARD)
 def chunked(program: Program, chunks: int, memory: int | None, names: Sequence[str]) -> Program:
     """A forward Program with these heads in chunks; what is not there, or has one row, stays as it is."""

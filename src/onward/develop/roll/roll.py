@@ -22,12 +22,11 @@ from onward.core.transform import transform
 from onward.core.walk import Where, listed, prune, select
 from onward.core.words import Pass
 from onward.derive.backward import append_backward
-from onward.develop.chunk.chunk import chunked
 from onward.develop.roll.build import Layers
 from onward.develop.roll.cost import Verdict, is_worth, worth_rolling
 from onward.develop.roll.find import Accepts, find_runs
 from onward.develop.roll.fold import with_loops
-from onward.develop.roll.forward import forward_of
+from onward.develop.roll.forward import forward_of, separable
 from onward.develop.roll.line import line_of, returned_by
 from onward.develop.roll.near import nothing_repeats
 from onward.develop.roll.run import LayerRun
@@ -152,6 +151,7 @@ def rolls_of(program: Program) -> tuple[Rolled, ...]:
     return tuple(found)
 
 
+@separable
 @transform(phase=Phase.ROLL)
 def rolled(
     program: Program, keep: tuple[Where, ...], apart: tuple[Where, ...], accepts: Accepts = everything
@@ -172,7 +172,7 @@ def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Progr
     wanted = select(tuple(program.variables.values()), keep, "roll, keep") if keep else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        forward = forward_of(program, recipe, (chunked,))
+        forward = forward_of(program, recipe)
         read, changed = _named_later(forward, recipe.steps)
         names = tuple(v.name for v in wanted if v.name in forward.variables)
         step = Applied(rolled, ((*names, *read), changed, accepts), {}, Phase.ROLL)

@@ -83,7 +83,7 @@ def memory_savings(program: Program, device: str | Accelerator = "H100") -> Memo
 
     The choices are those of ``fit_memory``, or of ``chunk``, ``recompute`` and ``offload``. The Program is
     compiled without them, and again with each on top of those before it. Time is at the published peaks of a
-    kind of device: it compares choices, and is no measurement.
+    kind of device, to compare choices; nothing is run.
 
     Args:
         program: a Program that was traced, not accumulated, replicated or partitioned.

@@ -26,7 +26,7 @@ _PARTS = 4  # of the optimizer's state, that lie in host memory together
 
 
 @dataclass(frozen=True)
-class Choice:
+class BudgetChoice:
     """A base, what it keeps for its backward pass, and the state that lies in host memory."""
 
     base: Base
@@ -60,15 +60,15 @@ class BudgetSearch:
         self._chunkings = Chunkings(program, MemoryUse(program).peak)
         self._bases = {Chunking(): Base(program, Chunking(), device)}
         self._slots = _prefixes(program)
-        self._bytes: dict[Choice, int] = {}
+        self._bytes: dict[BudgetChoice, int] = {}
         self._ratio: dict[Base, float] = {}
 
     @property
-    def plain(self) -> Choice:
+    def plain(self) -> BudgetChoice:
         """The Program as it is."""
-        return Choice(self._bases[Chunking()], 0, ())
+        return BudgetChoice(self._bases[Chunking()], 0, ())
 
-    def best(self, limit: int) -> Choice | None:
+    def best(self, limit: int) -> BudgetChoice | None:
         """The fastest choice that takes no more bytes; None where none was found."""
         if self.bytes(self.plain) <= limit:
             return self.plain
@@ -83,7 +83,7 @@ class BudgetSearch:
                 best = choice
         return best
 
-    def _next(self, limit: int, below: float) -> Choice | None:
+    def _next(self, limit: int, below: float) -> BudgetChoice | None:
         """Of the choices that would fit, and take fewer seconds than ``below``, the fastest not yet compiled.
 
         More chunks take no less time, nor does more in host memory: what follows a choice that is too slow is
@@ -112,17 +112,17 @@ class BudgetSearch:
         known = self._bases.get(chunking)
         return max([*before, 0.0 if known is None else known.seconds()])
 
-    def _within(self, base: Base, limit: int, below: float) -> Iterator[Choice]:
+    def _within(self, base: Base, limit: int, below: float) -> Iterator[BudgetChoice]:
         """For each part of the state the first rung that would fit, of what is not compiled yet."""
         for slots in self._slots:
-            whole = Choice(base, 0, slots)
+            whole = BudgetChoice(base, 0, slots)
             if whole.seconds >= below:
                 break
             rung = self._rung(whole, limit)
             if rung is not None:
                 yield replace(whole, rung=rung)
 
-    def _rung(self, whole: Choice, limit: int) -> int | None:
+    def _rung(self, whole: BudgetChoice, limit: int) -> int | None:
         """The rung to compile next, of those that may be the first that fits; None where there is none."""
         last = whole.base.last
         alike = {c.rung: n for c, n in self._bytes.items() if replace(c, rung=0) == whole}
@@ -136,12 +136,12 @@ class BudgetSearch:
             rung = last
         return None if rung is None or fails == last else max(rung, fails + 1)
 
-    def _smallest(self) -> Choice:
+    def _smallest(self) -> BudgetChoice:
         """The choice of the fewest bytes, as far as the ops tell."""
         base = min(self._bases.values(), key=lambda b: b.estimate(b.last) * self._correction(b))
-        return Choice(base, base.last, self._slots[-1])
+        return BudgetChoice(base, base.last, self._slots[-1])
 
-    def bytes(self, choice: Choice) -> int:
+    def bytes(self, choice: BudgetChoice) -> int:
         """The bytes of the compiled step, which correct the estimates of others."""
         if choice not in self._bytes:
             taken = self._bytes[choice] = bytes_taken(choice.program)
@@ -154,7 +154,7 @@ class BudgetSearch:
         return self._ratio.get(base) or next(reversed(self._ratio.values()))
 
     @property
-    def least(self) -> Choice:
+    def least(self) -> BudgetChoice:
         """Of those that were compiled the one of the fewest bytes."""
         return min(self._bytes, key=self._bytes.__getitem__)
 
@@ -164,7 +164,8 @@ def bytes_taken(program: Program) -> int:
     plan = compiled_once(program).memory
     beside = plan.output_size_in_bytes - plan.alias_size_in_bytes
     whole = plan.argument_size_in_bytes + max(beside, 0) + plan.temp_size_in_bytes
-    return int(whole) - sum(map(nbytes, offloaded(program))) * (plan.host_argument_size_in_bytes == 0)
+    told_apart = plan.host_argument_size_in_bytes > 0  # a CPU counts host memory as its own
+    return int(whole) - (0 if told_apart else sum(map(nbytes, offloaded(program))))
 
 
 def _prefixes(program: Program) -> tuple[tuple[Variable, ...], ...]:
