@@ -1,6 +1,7 @@
 """What Onward costs, each file one question.
 
     accumulate_time   what does a step over micro-batches cost, beside optax.MultiSteps?
+    budget_time       how little memory does a GPT train in, for how much more time?
     check_finite_time what does it cost to look at every step for NaN and infinity?
     chunk_time        what do chunks of a loss head, and of attention, cost and save?
     derive_time       what does it cost to trace a function and derive its backward pass?

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from benchmarks import (
     accumulate_time,
+    budget_time,
     check_finite_time,
     chunk_time,
     derive_time,
@@ -36,6 +37,7 @@ from benchmarks.report import Measured, environment, plot, table, write_json
 
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
     "accumulate_time": accumulate_time.run,
+    "budget_time": budget_time.run,
     "check_finite_time": check_finite_time.run,
     "chunk_time": chunk_time.run,
     "derive_time": derive_time.run,

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 CASES = {
     "check_finite_time": ["4-layer transformer"],
     "accumulate_time": ["MLP, 16 rows", "transformer, 1 text"],
+    "budget_time": [f"at most {limit} of a plain step" for limit in (1.15, 1.5, 2.0)],
     "chunk_time": ["loss head of 64", "2 layers of attention"],
     "derive_time": ["derive, 3 layers", "and lower, 3 layers", "roll and lower, 3 layers"],
     "first_step_time": ["24-layer transformer, first step"],

@@ -133,7 +133,14 @@ TOPICS = {
     ),
     "explain-cost": Topic(
         "Cost, memory, time",
-        ("explain.summary", "explain.memory", "explain.profile", "explain.compiling", "explain.collectives"),
+        (
+            "explain.summary",
+            "explain.memory",
+            "explain.budget",
+            "explain.profile",
+            "explain.compiling",
+            "explain.collectives",
+        ),
     ),
     "explain-watch": Topic(
         "Watched numbers, faults", ("explain.watched", "explain.find_nonfinite", "explain.testing")

@@ -124,6 +124,8 @@ from onward.execute.step import Step as Step
 from onward.execute.trials.tune import tune as tune
 from onward.explain import testing as testing
 from onward.explain.adopt.adopt import adopt as adopt
+from onward.explain.budget.fit_memory import fit_memory as fit_memory
+from onward.explain.budget.savings import memory_savings as memory_savings
 from onward.explain.collectives.collectives import collectives as collectives
 from onward.explain.compare.compare import compare as compare
 from onward.explain.compiling.compile_times import compile_times as compile_times

@@ -8,7 +8,10 @@ import pytest
 from tests.compiled import OPTIMIZED, at_once, expect_no, together, training
 
 import onward as ow
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.products import reading_before
 from onward.core.lower import lower
+from onward.core.primitives.traits import Moves
 
 BATCH, TIME, WIDTH, WORDS = 4, 3, 5, 24
 
@@ -603,3 +606,50 @@ def test_a_softmax_over_queries_is_cut_by_what_it_leaves_apart():
     program = ow.trace(lambda _, *qkv: over_the_queries(*qkv), {}, rows, rows, rows)
     found = ow.graph.attention_scores(program)
     assert [h.count for h in ow.graph.chunks_of(ow.chunk(program, 2, where=found))] == [HEADS]
+
+
+def test_a_tied_head_reads_the_embedding_as_it_lies():
+    """The transpose of an embedding would be an array as large as that, in front of the loop."""
+
+    def tied(params, tokens, labels):
+        h = jnp.tanh(params["words"][tokens] @ params["hidden"])
+        logits = jnp.einsum("btd,vd->btv", h, params["words"]) + h @ params["words"].T
+        log_p = jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.take_along_axis(log_p, labels[..., None], -1))
+
+    rng = np.random.default_rng(0)
+    params = {"words": rng.normal(size=(60, 4)), "hidden": rng.normal(size=(4, 4))}
+    params = jax.tree.map(jnp.float32, params)
+    tokens = rng.integers(0, 60, (2, 8)), rng.integers(0, 60, (2, 8))
+    plain = ow.SGD(0.1).minimize(tied, params, *tokens)
+    less = ow.chunk(plain, 4)
+    [head] = [op for op in less.ops if op.type == "chunk"]
+    assert less["words"] in head.inputs
+    forward = ow.graph.forward_pass(less)
+    assert not [op.type for op in forward.ops if op.primitive.moves is Moves.PERMUTES]
+    one, four = ow.compile(plain), ow.compile(less)
+    (a, x), (b, y) = one(one.init(params), *tokens), four(four.init(params), *tokens)
+    np.testing.assert_allclose(x.loss, y.loss, rtol=1e-6)
+    for name in params:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (0, 2, 1), (2, 1, 0)])
+def test_a_product_reads_what_stands_before_a_transpose(place, order):
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=(3, 3, 3)).astype("float32") for _ in range(2)]
+    turned = body_of(lambda x: [jnp.transpose(x, order)], values[0])
+    is_found = []
+    for sums in range(3):
+        for batch in range(3):
+            axes = ([sums], [(sums + 1) % 3]), ([] if batch == sums else [batch],) * 2
+            if batch != sums and batch == (sums + 1) % 3:
+                continue
+            product = body_of(lambda x, y, axes=axes: [jax.lax.dot_general(x, y, axes)], *values)
+            body = reading_before(product, place, turned)
+            is_found.append(body is not None)
+            if body is not None:
+                given = [v.transpose(order) if i == place else v for i, v in enumerate(values)]
+                np.testing.assert_allclose(body(*values)[0], product(*given)[0], rtol=1e-5)
+    assert any(is_found)

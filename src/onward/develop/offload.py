@@ -97,17 +97,22 @@ _NOTHING = (
 
 def _chosen(program: Program, where: Where | Iterable[Where] | None) -> tuple[Variable, ...]:
     """The state Variables to keep in host memory."""
-    obstacles = _Obstacles(program)
     if where is None:
-        chosen = tuple(v for v in program.state if obstacles.of(v) is None)
-        if not chosen:
+        if not (chosen := offloadable(program)):
             raise GraphError(_NOTHING.format(name=program.name))
         return chosen
+    obstacles = _Obstacles(program)
     chosen = select(program.state, listed(where), "offload")
     for v in chosen:
         if (obstacle := obstacles.of(v)) is not None:
             raise GraphError(f"offload: {v.name!r} of {program.name!r} {obstacle}")
     return chosen
+
+
+def offloadable(program: Program) -> tuple[Variable, ...]:
+    """The state Variables that can lie in host memory between two steps: only the update reads them."""
+    obstacles = _Obstacles(program)
+    return tuple(v for v in program.state if obstacles.of(v) is None)
 
 
 class _Obstacles:

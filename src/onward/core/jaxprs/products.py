@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from jax import lax
 from jax.extend import core as jex
 
-from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import close
 
 
@@ -39,6 +40,45 @@ def in_other_order(body: Body) -> Body | None:
     kept = (e for e in body.equations if e.primitive.name != "transpose" or e.invars[0] not in found)
     jaxpr = body.closed.jaxpr.replace(eqns=[found.get(e.outvars[0], e) if e.outvars else e for e in kept])
     return Body(close(jaxpr, body.closed.consts))
+
+
+def reading_before(product: Body, place: int, transpose: Body) -> Body | None:
+    """A product of what stands before a transpose of one of its operands; None where there is none.
+
+    Args:
+        product: of two inputs.
+        place: the input that is transposed.
+        transpose: how it is.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from onward.core.jaxprs.body import body_of
+        >>> x, w = jnp.ones((2, 4)), jnp.ones((5, 4))
+        >>> transpose = body_of(lambda w: w.T, w)
+        >>> body = reading_before(body_of(lambda x, w: x @ w, x, w.T), 1, transpose)
+        >>> [v.shape for v in body.in_types], [v.shape for v in body.out_types]
+        ([(2, 4), (5, 4)], [(2, 5)])
+    """
+    call, (turned,) = next(product.calls), transpose.calls
+    is_plain = len(product.equations) == 1 and call.primitive == "dot_general" and len(product.in_types) == 2
+    if not is_plain or call.params.get("out_sharding") is not None:
+        return None
+    order, side = turned.params["permutation"], product.operands.index(place)
+    sums, batch = ([list(axes) for axes in pair] for pair in call.params["dimension_numbers"])
+    used = {*sums[side], *batch[side]}
+    free = [order[i] for i in range(len(order)) if i not in used]
+    if free != sorted(free):
+        return None
+    sums[side], batch[side] = ([order[i] for i in axes[side]] for axes in (sums, batch))
+    rest = {name: call.params[name] for name in ("precision", "preferred_element_type")}
+
+    def run(*values: Any) -> list[Any]:
+        left, right = (values[i] for i in product.operands)
+        return [lax.dot_general(left, right, (sums, batch), **rest)]
+
+    types = list(product.in_types)
+    types[place] = transpose.in_types[0]
+    return body_of(run, *types)
 
 
 def _exchanges(product: Any, transposed: Any) -> bool:

@@ -25,7 +25,7 @@ from onward.core.walk import Where, listed, select
 from onward.develop.chunk.head import FewRowsError, in_chunks, is_attention
 from onward.develop.chunk.loop import ChunkPlan, Chunks
 from onward.develop.chunk.region import heads, scores
-from onward.develop.roll.forward import forward_of
+from onward.develop.roll.forward import forward_of, separable
 
 _NO_HEAD = (
     "chunk: {name!r} multiplies nothing with a parameter on the way to its loss, so it has no logits to cut. "
@@ -182,6 +182,7 @@ def attention_scores(program: Program) -> tuple[Variable, ...]:
     return tuple(v for v in scores(forward) if is_attention(forward, v))
 
 
+@separable
 @transform(phase=Phase.FORWARD)
 def chunked(program: Program, chunks: int, memory: int | None, names: Sequence[str]) -> Program:
     """A forward Program with these heads in chunks; what is not there, or has one row, stays as it is."""

@@ -7,9 +7,11 @@ from dataclasses import replace
 from math import ceil, gcd
 
 from onward.core.errors import GraphError
+from onward.core.jaxprs.products import reading_before
+from onward.core.primitives.traits import Moves
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes, nbytes
-from onward.core.walk import producers
+from onward.core.walk import consumers, producers
 from onward.develop.chunk.loop import CannotShortenError, ChunkPlan
 from onward.develop.chunk.region import Region, counted_apart, counted_together, region_of
 from onward.develop.chunk.rows import Mixes, Rows, rows_of
@@ -52,6 +54,7 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
     """
     before, program = program, counted_apart(program)
     logits = _product(program, logits)
+    program = _before_transposes(program, logits)
     region = region_of(program, logits)
     _expect_gain(program, region)
     plan = _plan(program, region, chunks if memory is None else ceil(nbytes(logits) / memory))
@@ -110,6 +113,27 @@ def _plan(program: Program, region: Region, chunks: int) -> ChunkPlan:
         raise FewRowsError(_FEW.format(**_facts(program, region)))
     enough = [plan for plan in plans if plan.count >= chunks]
     return min(enough, key=_by_count) if enough else max(plans, key=_by_count)
+
+
+def _before_transposes(program: Program, logits: Variable) -> Program:
+    """The Program whose product reads its operands as they lie, where it reads the transpose of one.
+
+    In a loop the transpose of an embedding would be an array as large as that, and so would its gradient.
+    """
+    makers, readers = producers(program), consumers(program)
+    product = makers[logits]
+    for place, v in enumerate(product.inputs):
+        turned = makers.get(v)
+        if turned is None or turned.primitive.moves is not Moves.PERMUTES:
+            continue
+        body = reading_before(product.body, place, turned.body)
+        if body is not None:
+            inputs = (*product.inputs[:place], *turned.inputs, *product.inputs[place + 1 :])
+            new = replace(product, inputs=inputs, body=body)
+            gone = turned if readers[v] == (product,) and v not in program.outputs else None
+            ops = (new if op is product else op for op in program.ops if op is not gone)
+            return _before_transposes(replace(program, ops=tuple(ops)), logits)
+    return program
 
 
 def _by_count(plan: ChunkPlan) -> int:

@@ -28,12 +28,14 @@ class KeepPlan:
         begins: what the first op of each segment computes.
         loops: for each loop whose turns compute something again, its first result and what they keep.
         is_outside: whether anything outside of loops is computed again.
+        effort: how much work is done again, in multiply-adds of a matrix product.
     """
 
     kept: tuple[str, ...]
     begins: tuple[str, ...]
     loops: Kept = ()
     is_outside: bool = True
+    effort: int = 0
 
     def applied(self, program: Program) -> Program:
         """The Program that keeps this and computes the rest again."""
@@ -104,7 +106,8 @@ def _plan(
         (part.loop.outputs[0].name, part.kept(k)) for part, k in pairs if part.loop is not None and k
     )
     kept = (name for part, k in outside for name in part.kept(k))
-    return KeepPlan((*fixed, *kept), begins, inside, any(k for _, k in outside))
+    effort = sum(part.turns * (part.curve[k].effort - part.curve[0].effort) for part, k in pairs)
+    return KeepPlan((*fixed, *kept), begins, inside, any(k for _, k in outside), effort)
 
 
 def _boundaries(program: Program, keep: Iterable[Variable]) -> tuple[tuple[int, ...], set[Variable]]:

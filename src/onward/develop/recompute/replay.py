@@ -11,7 +11,6 @@ from onward.core.program import Applied, Phase, Program
 from onward.core.recipe import build, recipe_of, resumed, whole_types
 from onward.derive.backward import append_backward
 from onward.develop.roll.forward import forward_of
-from onward.develop.roll.roll import rolled
 
 _PURPOSE = "with other activations kept", "Leave its ops as they were derived"
 
@@ -29,7 +28,7 @@ def with_step(program: Program, function: Callable[..., Program], *arguments: An
     grown = recipe.including(step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        forward = step(forward_of(program, recipe, (rolled,)))
+        forward = step(forward_of(program, recipe))
         return resumed(forward, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
 
 

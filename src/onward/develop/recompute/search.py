@@ -66,7 +66,7 @@ class Rungs:
         if self.temporary(0) <= limit:
             return 0
         failing, fitting = 0, len(self.plans)
-        stride, rung = 1, self._guess(limit)
+        stride, rung = 1, self.guess(limit)
         while fitting - failing > 1:
             if self.temporary(rung) <= limit:
                 fitting, rung = rung, rung - stride
@@ -78,15 +78,16 @@ class Rungs:
             stride *= 2
         return fitting if fitting < len(self.plans) else None
 
-    def _guess(self, limit: int) -> int:
-        """The first rung whose estimate fits."""
+    def guess(self, limit: int) -> int:
+        """The first rung but 0 whose estimate fits; the last one if none does."""
         low, high = 0, len(self.plans) - 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._estimate(middle) <= limit else (middle, high)
+            low, high = (low, middle) if self.estimate(middle) <= limit else (middle, high)
         return max(high, 1)
 
-    def _estimate(self, rung: int) -> int:
+    def estimate(self, rung: int) -> int:
+        """The bytes of temporary memory as far as the ops tell."""
         if rung not in self._known.estimated:
             self._known.estimated[rung] = estimated(self.program(rung)).bytes
         return self._known.estimated[rung]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 from onward.core.program import Op, Phase, Program, Recipe
@@ -11,16 +11,25 @@ from onward.core.words import Pass
 from onward.derive.backward import append_backward
 from onward.derive.update.update import append_update
 
+Made = Callable[..., Program]
+_separable: set[Made] = set()
 
-def forward_of(program: Program, recipe: Recipe, known: Collection[Callable[..., Program]] = ()) -> Program:
+
+def separable(function: Made) -> Made:
+    """Say of a transform of the forward pass that what is derived of it can be taken away again."""
+    _separable.add(function)
+    return function
+
+
+def forward_of(program: Program, recipe: Recipe) -> Program:
     """The forward pass as the recipe makes it, before backward pass and update.
 
-    What only adds ops to it is taken away again, if before that come but transforms that are ``known`` to
-    leave the rest as it is; otherwise it is built once more.
+    What only adds ops to it is taken away again, if before that come but transforms that are ``separable``;
+    otherwise it is built once more.
     """
     before = recipe.until(Phase.BACKWARD)
     made = [step.function for step in recipe.steps[len(before.steps) :]]
-    is_known = all(step.function in known for step in before.steps)
+    is_known = all(step.function in _separable for step in before.steps)
     if program.replicas is None and is_known and made == [append_backward, append_update][: len(made)]:
         return without_derived(program, before)
     return build(before, whole_types(program))

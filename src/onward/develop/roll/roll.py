@@ -26,7 +26,7 @@ from onward.develop.roll.build import Layers
 from onward.develop.roll.cost import Verdict, is_worth, worth_rolling
 from onward.develop.roll.find import Accepts, find_runs
 from onward.develop.roll.fold import with_loops
-from onward.develop.roll.forward import forward_of
+from onward.develop.roll.forward import forward_of, separable
 from onward.develop.roll.line import line_of, returned_by
 from onward.develop.roll.near import nothing_repeats
 from onward.develop.roll.run import LayerRun
@@ -151,6 +151,7 @@ def rolls_of(program: Program) -> tuple[Rolled, ...]:
     return tuple(found)
 
 
+@separable
 @transform(phase=Phase.ROLL)
 def rolled(
     program: Program, keep: tuple[Where, ...], apart: tuple[Where, ...], accepts: Accepts = everything

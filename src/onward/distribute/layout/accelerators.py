@@ -44,6 +44,7 @@ class Accelerator:
         far: the link to all others.
         node: how many devices make a node.
         source: who published these numbers, and where.
+        host: bytes a second between its memory and that of the machine it is in, in one direction.
 
     Example:
         >>> from onward.typing import Accelerator, Interconnect
@@ -61,6 +62,7 @@ class Accelerator:
     far: Interconnect
     node: int
     source: str
+    host: float = 16e9
 
     def flops_of(self, width: int) -> float:
         """Operations a second on numbers of so many bytes; of the next wider kind that it knows."""
@@ -88,6 +90,7 @@ A100 = Accelerator(
     Interconnect(25e9, _NETWORK),
     8,
     "NVIDIA A100 80GB SXM datasheet, 2021 (float32 as TF32); DGX A100: 200 Gb/s of network for each GPU",
+    32e9,
 )
 H100 = Accelerator(
     "H100",
@@ -98,6 +101,7 @@ H100 = Accelerator(
     Interconnect(50e9, _NETWORK),
     8,
     "NVIDIA H100 SXM datasheet, 2023, without sparsity (float32 as TF32); 400 Gb/s of network for each GPU",
+    64e9,
 )
 H200 = replace(
     H100,
@@ -119,15 +123,21 @@ V5P = Accelerator(
 KNOWN = MappingProxyType({a.name: a for a in (A100, H100, H200, V5P)})
 
 
+def known(device: str | Accelerator, what: str) -> Accelerator:
+    """The device of a name, in the words of who asks."""
+    if isinstance(device, Accelerator):
+        return device
+    if device not in KNOWN:
+        raise UnknownNameError(
+            f"{what}: there is no device {device!r}. {nearest(str(device), KNOWN)} Describe others: "
+            "device=ow.typing.Accelerator(...)."
+        )
+    return KNOWN[device]
+
+
 def accelerator(device: str | Accelerator, memory: str | int | None, link: Any) -> Accelerator:
     """The device of a name, with other memory or another link to what is beyond its node."""
-    if not isinstance(device, Accelerator):
-        if device not in KNOWN:
-            raise UnknownNameError(
-                f"layout: there is no device {device!r}. {nearest(str(device), KNOWN)} Describe others: "
-                "device=ow.typing.Accelerator(...)."
-            )
-        device = KNOWN[device]
+    device = known(device, "layout")
     if memory is not None:
         device = replace(device, memory=bytes_of(memory, "memory"))
     if isinstance(link, Interconnect):

@@ -107,11 +107,16 @@ class Account:
         is_bound = compute > memory
         return Seconds(float(compute[is_bound].sum()), float(memory[~is_bound].sum()))
 
+    @property
+    def step(self) -> Seconds:
+        """The time of a whole step whose batch is in one part."""
+        return sum((self.seconds(1, *key) for key in self._tables), Seconds())
+
     @cached_property
     def _tables(self) -> Mapping[tuple[LayerPart, Pass], Numbers]:
         """For each part and pass a column for each equation: seconds of both kinds, and how often."""
         columns: dict[tuple[LayerPart, Pass], list[tuple[float, ...]]] = {}
-        existing = {id(lives): _existing(lives) for lives in self.found.lives.values()}
+        existing = {id(lives): _existing(lives) for lives in {step.lives for step in self.found.steps}}
         for step in self.found.steps:
             if step.call is not None and step.step.outputs:
                 key = self._part(step), step.made_by

@@ -18,6 +18,7 @@ from onward.execute.memory.use import MemoryUse
 _KEPT = (MemoryShare.PARAMETERS, MemoryShare.STATE)
 _OF_BATCH = (MemoryShare.FEEDS, MemoryShare.SAVED, MemoryShare.TEMPORARIES)
 _OF_PASSES = (MemoryShare.SAVED, MemoryShare.GRADIENTS, MemoryShare.TEMPORARIES)
+_SPREAD = {Phase.DEVICES, Phase.MICRO_BATCHES}
 _MOST_ROWS = 2**24
 _FILLED = 0.9  # the estimate is a few percent off, and memory is never filled to the last byte
 
@@ -86,6 +87,9 @@ def _in_parts(held: Held) -> str:
 def _transforms(found: Shortage, recipe: Recipe) -> Iterator[str]:
     """The transforms that a Program takes which can be traced again, as far as they help."""
     use, phases = found.use, {step.phase for step in recipe.steps}
+    if found.room is not None and not phases & _SPREAD:
+        room = human_bytes(int(_FILLED * found.room))
+        yield f'ow.fit_memory(program, "{room}"): chunks, recomputation and host memory, if they are enough'
     if 5 * use.shares[MemoryShare.SAVED] > use.peak and not is_recomputed(use.program):
         yield _recomputed(found)
     if 5 * found.bytes(_OF_BATCH) > use.peak:

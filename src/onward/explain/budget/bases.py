@@ -1,0 +1,161 @@
+"""The same training with its loss head and its attention whole or in chunks: the bases of a search.
+
+What each has in addition is for ``recompute`` to keep or to compute again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from onward.core.check import expect_program
+from onward.core.errors import GraphError
+from onward.core.marks import ACCUMULATE
+from onward.core.program import Program, Variable
+from onward.core.show import nbytes
+from onward.develop.chunk.chunk import attention_scores, chunk, chunks_of
+from onward.develop.recompute.loops import is_recomputed
+from onward.develop.recompute.measure import estimated
+from onward.develop.recompute.replay import is_replayable
+from onward.develop.recompute.search import Rungs
+from onward.develop.roll.roll import roll_where_worth
+from onward.distribute.layout.accelerators import Accelerator
+from onward.distribute.layout.foretold import Foretelling
+from onward.execute.tuning import Tuning
+
+_COUNTS = (1, 8, 64)
+_LEAST = 20  # an array that is less than this part of the peak is not worth a loop
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """The chunks of the loss head, and of the attention, of a Program; 1: it is whole."""
+
+    head: int = 1
+    attention: int = 1
+
+    @property
+    def before(self) -> tuple[Chunking, ...]:
+        """The same with fewer chunks of one of the two."""
+        fewer = {count: less for less, count in pairwise(_COUNTS)}
+        heads = [Chunking(fewer[self.head], self.attention)] if self.head > 1 else []
+        return (*heads, *([Chunking(self.head, fewer[self.attention])] if self.attention > 1 else []))
+
+
+class Base:
+    """A Program with its head and its attention chunked so, and what can be computed again of it.
+
+    A rung is a choice of what it keeps for the backward pass: 0 what ``compile`` keeps, then less and less.
+    """
+
+    def __init__(self, program: Program, chunking: Chunking, device: Accelerator) -> None:
+        self.program, self.chunking, self.device = program, chunking, device
+        may_recompute = is_replayable(program) and not is_recomputed(program)
+        self._rolled = roll_where_worth(program)[0] if may_recompute else program
+        self._rungs = Rungs(self._rolled, ()) if may_recompute else None
+        self._tuned = Tuning()(program, ()).program
+
+    def at(self, rung: int) -> Program:
+        """The Program at a rung."""
+        return self.program if rung == 0 or self._rungs is None else self._rungs.program(rung)
+
+    def estimate(self, rung: int) -> int:
+        """The bytes of temporary memory as far as the ops tell."""
+        return self._whole if rung == 0 or self._rungs is None else self._rungs.estimate(rung)
+
+    @cached_property
+    def _whole(self) -> int:
+        return estimated(self._tuned).bytes
+
+    def first_within(self, limit: int) -> int | None:
+        """The first rung whose estimate is no more than this."""
+        if self.estimate(0) <= limit:
+            return 0
+        if self.last == 0 or self._rungs is None:
+            return None
+        rung = self._rungs.guess(limit)
+        return rung if self.estimate(rung) <= limit else None
+
+    @property
+    def last(self) -> int:
+        """The rung that keeps the least."""
+        return len(self._rungs.plans) - 1 if self._rungs is not None else 0
+
+    def seconds(self, rung: int = 0) -> float:
+        """The seconds of a step at a rung."""
+        if rung == 0 or self._rungs is None:
+            return self._seconds
+        again = 2 * self._rungs.plans[rung].effort / self.device.flops_of(4)
+        return max(self._seconds_keeping_all + again, self._seconds)
+
+    @cached_property
+    def _seconds(self) -> float:
+        return seconds_of(self._tuned, self.device)
+
+    @cached_property
+    def _seconds_keeping_all(self) -> float:
+        return seconds_of(self._rolled, self.device)
+
+
+def seconds_of(program: Program, device: Accelerator) -> float:
+    """The seconds of a step at the published peak of a device, without what host memory takes."""
+    return Foretelling(program, device).account(1).step.all
+
+
+class Chunkings:
+    """The ways to cut the head and the attention of a Program into chunks that would matter to its peak."""
+
+    def __init__(self, program: Program, peak: int) -> None:
+        self.program, self.peak = program, peak
+        self.scores = self._large(attention_scores(program))
+        self.has_head = any(_LEAST * head.before > peak for head in chunks_of(self._headed(_COUNTS[1])))
+
+    def __iter__(self) -> Iterator[Chunking]:
+        """Each of the two whole, in a few and in many chunks; first both whole."""
+        for head in _COUNTS if self.has_head else (1,):
+            for attention in _COUNTS if self.scores else (1,):
+                yield Chunking(head, attention)
+
+    def made(self, chunking: Chunking) -> Program:
+        """The Program with these chunks."""
+        program = self._headed(chunking.head)
+        if chunking.attention == 1:
+            return program
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return chunk(program, chunking.attention, where=[v.name for v in self.scores])
+
+    def _headed(self, count: int) -> Program:
+        """The Program with its head in chunks; as it is where it has none, or none that can be cut."""
+        if count == 1 or chunks_of(self.program):
+            return self.program
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                return chunk(self.program, count)
+        except GraphError:
+            return self.program
+
+    def _large(self, scores: Iterable[Variable]) -> tuple[Variable, ...]:
+        there = tuple(scores)
+        return there if _LEAST * sum(map(nbytes, there)) > self.peak and not chunks_of(self.program) else ()
+
+
+def expect_one_device(program: Program, what: str) -> None:
+    """Raise an error for what is no Program of one device and one batch, in the words of who asks."""
+    expect_program(program, what)
+    if any(op.type is ACCUMULATE for op in program.ops):
+        word = "accumulate"
+    elif program.replicas is not None:
+        word = "replicate"
+    elif program.partition is not None:
+        word = "partition"
+    else:
+        return
+    raise GraphError(
+        f"{what}: {program.name!r} went through {word} already, and its bytes are those of a part. Give "
+        f"{what} the Program before that, and {word} what it returns."
+    )

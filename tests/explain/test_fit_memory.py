@@ -1,0 +1,203 @@
+"""A step within a budget: equal numbers, the compiler's own bytes below it, and nothing faster that fits."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.core.errors import ArgumentError, GraphError, RecipeError, UnknownNameError
+from onward.develop.offload import offload, offloadable
+from onward.distribute.layout.accelerators import H100
+from onward.explain.budget.bases import Base, Chunking, Chunkings
+from onward.explain.budget.fit_memory import fit_memory
+from onward.explain.budget.savings import memory_savings
+from onward.explain.budget.search import BudgetChoice, BudgetSearch, bytes_taken
+
+RNG = np.random.default_rng(0)
+DEPTH, WIDTH, ROWS, WORDS = 4, 8, 128, 256
+
+
+def normal(*shape):
+    return (0.3 * RNG.normal(size=shape)).astype("float32")
+
+
+PARAMS = {"layers": [normal(WIDTH, WIDTH) for _ in range(DEPTH)], "words": normal(WIDTH, WORDS)}
+DATA = normal(ROWS, WIDTH), RNG.integers(0, WORDS, ROWS).astype("int32")
+
+
+def loss(params, x, labels):
+    """Layers whose activations are cheap to compute again, and a head whose logits are most of the step."""
+    for w in params["layers"]:
+        h = jnp.sin(x @ w)
+        x = x + jnp.tanh(h) * jnp.exp(-h)
+    log_p = jax.nn.log_softmax(x @ params["words"])
+    return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
+
+
+@cache
+def plain():
+    return ow.Adam(0.01).minimize(loss, PARAMS, *DATA)
+
+
+@cache
+def fitted(budget):
+    return fit_memory(plain(), budget)
+
+
+def compiled_bytes(program):
+    """The bytes of a step as ``compile`` makes it, by XLA, without what lies in host memory."""
+    step = ow.compile(program)
+    plan = step.executable(step.init(PARAMS), *DATA).memory
+    there = sum(v.size * v.dtype.itemsize for v in ow.graph.offloaded(program))
+    beside = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return plan.argument_size_in_bytes + beside + plan.temp_size_in_bytes - there
+
+
+def trained(program, steps=3):
+    step = ow.compile(program)
+    state = step.init(PARAMS)
+    for _ in range(steps):
+        state, out = step(state, *DATA)
+    return [out.loss, *jax.tree.leaves(state.parameters)]
+
+
+@pytest.mark.parametrize("budget", [0.6, 0.3, 0.2])
+def test_the_compiled_step_fits_and_computes_the_same(budget):
+    limit = budget * compiled_bytes(plain())
+    assert compiled_bytes(fitted(budget)) <= limit
+    for a, b in zip(*map(trained, (plain(), fitted(budget))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_fits_comes_back_as_it_is():
+    assert fit_memory(plain(), bytes_taken(plain())) is plain()
+    assert fit_memory(plain(), "1GB") is plain()
+
+
+def test_each_way_is_taken_where_it_is_the_one_that_helps():
+    assert ow.graph.chunks_of(fitted(0.6))  # the logits are most of the step
+
+    def deep(ws, x):
+        for w in ws:
+            h = jnp.sin(x @ w)
+            x = x + jnp.tanh(h) * jnp.exp(-h)
+        return jnp.mean(x**2)
+
+    layers, x = [normal(8, 8) for _ in range(6)], normal(1024, 8)
+    less = fit_memory(ow.SGD(0.1).minimize(deep, layers, x), 0.8)
+    assert any(row.again for row in ow.graph.recomputed(less).rows)
+
+    wide = ow.Adam(0.1).minimize(lambda w, x: jnp.mean((x @ w) ** 2), normal(128, 128), normal(4, 128))
+    assert ow.graph.offloaded(fit_memory(wide, 0.8))
+
+
+def test_ways_are_put_together_where_one_is_not_enough():
+    less = bytes_taken(fitted(0.2))
+    assert len(memory_savings(fitted(0.2)).rows) > 1
+    alone = [ow.chunk(plain(), 64), ow.recompute(plain(), scopes=lambda _: True), offload(plain())]
+    assert less < min(map(bytes_taken, alone))
+
+
+def test_nothing_that_fits_is_faster():
+    """Every choice of a small training is compiled: none that fits the budget is foretold less time.
+
+    Bytes fall from rung to rung but for details, so those count that fit with all the rungs behind them.
+    """
+
+    def deep(ws, x):
+        for w in ws:
+            h = jnp.sin(x @ w)
+            x = x + jnp.tanh(h) * jnp.exp(-h)
+        return jnp.mean(x**2)
+
+    program = ow.Adam(0.1).minimize(deep, [normal(24, 24) for _ in range(3)], normal(128, 24))
+    base = Base(program, Chunking(), H100)
+    states = offloadable(program)
+    slots = [tuple(states[:n]) for n in (0, len(states))]
+    choices = [BudgetChoice(base, rung, some) for rung in range(base.last + 1) for some in slots]
+    known = {choice: bytes_taken(choice.program) for choice in choices}
+    are_met = []
+    for budget in (0.9, 0.75):
+        limit = int(budget * known[choices[0]])
+        late = [
+            all(known[replace(c, rung=r)] <= limit for r in range(c.rung, base.last + 1)) for c in choices
+        ]
+        fitting = [c.seconds for c, fits in zip(choices, late, strict=True) if fits]
+        found = BudgetSearch(program, H100).best(limit)
+        assert found is not None
+        assert found.seconds <= 1.02 * min(fitting, default=1.0)
+        are_met.append(bool(fitting))
+    assert sum(are_met) == 2
+
+
+def test_a_budget_that_cannot_be_met_tells_the_least_that_can():
+    search = BudgetSearch(plain(), H100)
+    with pytest.raises(GraphError, match=r"the least that was reached is .* chunks, .*host memory") as caught:
+        fit_memory(plain(), 1000)
+    assert "As it is it takes" in str(caught.value)
+    assert "parameters" in str(caught.value)
+    assert search.best(1000) is None
+    least = search.bytes(search.least)
+    assert bytes_taken(fit_memory(plain(), least)) <= least
+
+
+def test_savings_are_those_of_the_compiler():
+    found = memory_savings(fitted(0.2))
+    assert found.plain[0] == compiled_bytes(plain())
+    assert found.rows[-1].bytes == compiled_bytes(fitted(0.2))
+    assert found.plain[0] - sum(row.saved for row in found.rows) == found.rows[-1].bytes
+    assert all(row.lost >= 0 for row in found.rows)
+    told = str(found)
+    for words in ("test_fit_memory.py:", "in 8 chunks", "not kept"):
+        assert words in told
+    assert memory_savings(plain()).rows == ()
+
+
+def test_it_goes_together_with_what_comes_before_and_after():
+    mixed = fit_memory(ow.mixed_precision(plain(), "bfloat16"), 0.6)
+    assert ow.graph.chunks_of(mixed)
+    for program in (ow.accumulate(fitted(0.3), 2), ow.replicate(fitted(0.3), 2)):
+        for a, b in zip(trained(plain(), 1), trained(program, 1), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_done_already_stays():
+    chunked = ow.chunk(plain(), 2)
+    assert [head.count for head in ow.graph.chunks_of(fit_memory(chunked, 0.8))] == [2]
+    moved = offload(plain(), "words/mean")
+    assert [v.name for v in ow.graph.offloaded(fit_memory(moved, 0.5))] == ["words/mean"]
+
+
+def test_attention_is_cut_where_its_scores_are_most():
+    def attending(ws, x):
+        for w in ws:
+            q, k, v = jnp.split((x @ w)[:, :, None], 3, -1)
+            x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True)[:, :, 0]
+        return jnp.mean(x**2)
+
+    program = ow.SGD(0.1).minimize(attending, [normal(4, 12) for _ in range(2)], normal(1, 256, 4))
+    assert len(ow.graph.chunks_of(fit_memory(program, 0.4))) == 2
+    assert [*Chunkings(program, 10**12)] == [Chunking()]  # what is small beside the peak is left alone
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, "much", "-3GB", None, True, [1], float("nan")])
+def test_a_budget_that_is_none(budget):
+    with pytest.raises(ArgumentError, match="fit_memory: budget is"):
+        fit_memory(plain(), budget)
+
+
+def test_programs_that_cannot_be_fitted():
+    with pytest.raises(GraphError, match="Derive backward pass and update first"):
+        fit_memory(ow.trace(loss, PARAMS, *DATA), 0.5)
+    for spread, word in ((ow.accumulate(plain(), 2), "accumulate"), (ow.replicate(plain(), 2), "replicate")):
+        for ask in (fit_memory, memory_savings):
+            with pytest.raises(GraphError, match=f"went through {word} already"):
+                ask(spread, *([0.5] if ask is fit_memory else []))
+    with pytest.raises(UnknownNameError, match=r"fit_memory: there is no device 'H10'.*H100"):
+        fit_memory(plain(), 0.5, device="H10")
+    with pytest.raises(RecipeError, match="changed by hand"):
+        fit_memory(replace(plain(), ops=(*plain().ops,)), 0.5)
