@@ -31,7 +31,7 @@ class Trainer(TrainerParts):
         model: what to train.
         optimizer: an Optimizer, a training Program that ``minimize`` made of the model's network, or the
             Pipeline that one was cut into, which takes batches of the length that it was traced for.
-        parameter_list: the parameters to train; all unless given.
+        parameter_list: the parameters to train; all unless given. A Program or Pipeline has chosen already.
         share: other threads may use the model while it is trained. Without it a step reuses the buffers of
             the parameters, which saves their memory once.
         checkpoints: where, how often and how many to save; a folder saves at the end, at Ctrl-C and SIGTERM.

@@ -84,6 +84,11 @@ def _minimized(
     model: Model, optimizer: Optimizer | Program, parameter_list: Iterable[Where] | None
 ) -> Program:
     if isinstance(optimizer, Program):
+        if parameter_list is not None:
+            raise ArgumentError(
+                "Trainer was given a training Program and parameter_list, which that has chosen already. Say "
+                "it there: optimizer.minimize(model.topology, parameter_list=...)."
+            )
         return optimizer
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
