@@ -705,7 +705,7 @@ def test_a_training_program_in_place_of_an_optimizer():
     trainer = ow.Trainer(model, ow.Momentum(0.05, 0.9).minimize(model.topology))
     trainer.train(reader(), epochs=2)
     same(trainer.model.parameters, well_trained().model.parameters)
-    with pytest.raises(ArgumentError, match="parameter_list, which that has chosen already"):
+    with pytest.raises(ow.ArgumentError, match="parameter_list, which that has chosen already"):
         ow.Trainer(model, ow.SGD(0.1).minimize(model.topology), parameter_list=["last/w"])
 
 
