@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from onward.core.homes import scoped_names
+from onward.core.kernels.rules import rules_at_hand
 from onward.core.liveness import Array, lifetimes
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
@@ -22,7 +23,7 @@ class MemoryUse:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._lives = lifetimes(program, results(program))
+        self._lives = lifetimes(program, results(program), rules_at_hand())
         self._gradients = {g for _, g in program.gradients}
 
     @cached_property
