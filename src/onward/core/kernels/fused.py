@@ -16,7 +16,8 @@ and such on several arrays, within one only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import TypeAlias
 
 from onward.core.kernels.expanded import is_along_rows
@@ -75,12 +76,13 @@ class FusedSteps:
         """The kernels in which a step is computed: its own, or those that read its result, or both."""
         takers = self._takers(step)
         kernels = {k for r in takers for k in self.within.get(r, {r} | self._again_in(r))}
-        is_cheap = of(step.kind).on_cpu is OnCpu.AGAIN
-        if takers and self._is_all(takers, step) and (len(kernels) == 1 or is_cheap):
+        may_again, is_all = of(step.kind).on_cpu is OnCpu.AGAIN, self._is_all(takers, step)
+        reads_one = may_again and self._reads_one(step)
+        if is_all and (len(kernels) == 1 or reads_one or (may_again and self._is_read_once(i, step))):
             self.within[i] = kernels
             return kernels
         self.kernels.add(i)
-        if takers and is_cheap and self._reads_one(step):
+        if reads_one and takers:
             self.again[i] = set(takers)
             return {i} | kernels
         return {i}
@@ -95,8 +97,8 @@ class FusedSteps:
         return [r for r in self._readers.get(step.outputs[0], ()) if self._takes(r, step)]
 
     def _is_all(self, takers: list[int], step: Equation) -> bool:
-        (v,) = step.outputs
-        return _HANDED_OUT not in self.used[v] and len(takers) == len(self._readers[v])
+        is_kept = any(_HANDED_OUT in self.used.get(v, ()) for v in step.outputs)
+        return bool(takers) and not is_kept and len(takers) == len(self._readers[step.outputs[0]])
 
     def is_view(self, step: Equation) -> bool:
         """Whether its result is another view of the same array; not one in another memory."""
@@ -126,6 +128,26 @@ class FusedSteps:
         """Whether at most one array as large as its result has to be read for it."""
         large = (v for v in dict.fromkeys(step.inputs) if 2 * v.size > step.outputs[0].size)
         return sum(not self._is_repeated(v) for v in large) <= 1
+
+    def _is_read_once(self, i: int, step: Equation) -> bool:
+        """Whether each reader needs its result for no other of its operands that stands in memory."""
+        readers = self._readers[step.outputs[0]]
+        return not any(self._before[self._number[v]] >> i & 1 for r in readers for v in self._others(r, step))
+
+    def _others(self, reader: int, step: Equation) -> Iterator[Variable]:
+        return (v for v in self.steps[reader].inputs if v in self._number and v not in step.outputs)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """For each step those it needs, if only through something that no kernel does on the way, as bits."""
+        need: list[int] = []
+        before: list[int] = []
+        for i, step in enumerate(self.steps):
+            makers = {self._number[v] for v in step.inputs if v in self._number}
+            need.append(reduce(or_, (need[m] for m in makers), 1 << i))
+            is_passed = of(step.kind).is_fusible or self.is_view(step)
+            before.append(reduce(or_, (before[m] for m in makers), 0 if is_passed else need[i]))
+        return before
 
     def _is_repeated(self, v: Variable) -> bool:
         i = self._number.get(v)
@@ -203,8 +225,9 @@ class FusedSteps:
         for i in nodes:
             for k in self.needs[i]:
                 users[k].append(i)
+        fused = {k for kernels in self.within.values() for k in kernels}
         for group in users.values():
-            group.sort(key=self._is_put_last)
+            group.sort(key=lambda i: (self._is_put_last(i), i in fused, -i if i in fused else i))
         ready = [i for i in nodes if not missing[i]]
         for i in ready:
             yield i
