@@ -5,11 +5,14 @@ how long. A compiler writes far fewer arrays than a Program has Variables, by ru
 
 * a reshape, a name or a barrier is another view of the same array;
 * arithmetic number by number that is read by one op of its kind, or by a reduction, is done within that and
-  never written down; what is larger than all it reads, such as a broadcast, is done within each such reader;
+  never written down; where it is cheap and reads one array, it is done within each such reader;
 * such arithmetic, a loop and a scatter write over an operand that nobody reads later, if it is as large;
 * the next value of state is written over the old one, once that was read for the last time;
-* random bits are two words for each number, of which readers make one, and two more while they are drawn;
+* random bits of Threefry are two words for each number, of which readers make one, and two more while they
+  are drawn;
 * what nobody reads is not computed.
+
+``core.kernels`` says which op needs an array of its own, and in which order they run.
 
 An op whose body is several equations is looked into; a loop takes what its own turn takes at most.
 
@@ -229,9 +232,10 @@ class _LivenessWalk:
 
 
 def _drawing(step: Equation) -> int:
-    """The bytes of random bits of Threefry: two words of 32 for each number, of which readers make one; else 0.
+    """The bytes of random bits of Threefry; 0 for anything else.
 
-    The loop that makes them holds as many again.
+    They are two words of 32 bits for each number, of which readers make one. The loop that makes them holds
+    as many again.
     """
     kind = of(step.kind)
     if not kind.draws or kind.work is not Work.RANDOM or not step.inputs[0].is_key:

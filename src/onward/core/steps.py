@@ -21,7 +21,8 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable, programs_within
 
-_SAME, _HELD = "copy", "optimization_barrier"
+_SAME = "copy"
+_HELD = "optimization_barrier"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,7 +107,7 @@ class _OpOpener:
 
 
 def _is_held_back(body: Body) -> bool:
-    """Whether JAX puts a barrier before what is computed again, so that it is not found to be there already."""
+    """Whether JAX puts a barrier before it, so that a compiler computes it a second time."""
     params = next(body.calls).params
     return bool(params["differentiated"] and params["prevent_cse"])
 

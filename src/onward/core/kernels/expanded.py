@@ -4,8 +4,10 @@
   is laid out otherwise, as those of the gradient of a kernel, is written once more;
 * a product along the first axis of its left operand, as those of the gradient of weights, and a convolution
   compute in float32: operands of a lower precision are written once more;
-* the gradient of a maximum over windows counts the places of all numbers along each axis, writes down for each
-  window where its largest stands, and adds the gradients there.
+* the gradient of a maximum over windows counts the places of all numbers along each axis, writes down for
+  each window where its largest stands, and adds the gradients there;
+* the inverse of the error function, of which normal random numbers are made, is cheap arithmetic on a
+  logarithm and a root.
 
 >>> import jax, jax.numpy as jnp, onward as ow
 >>> from onward.core.steps import steps
@@ -24,12 +26,21 @@ import numpy as np
 
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Work
-from onward.core.program import Variable
 from onward.core.steps import Equation
 
-_LAID, _WIDENED, _COUNTED, _PADDED = "transpose", "convert_element_type", "iota", "pad"
-_CHOSEN, _JOINED, _ZEROS, _ADDED, _CUT = "", "concatenate", "broadcast_in_dim", "scatter-add", "slice"
-_FUNCTION, _PICKED = "log1p", "select_n"
+# The kinds of the equations that are added.
+_LAID = "transpose"
+_WIDENED = "convert_element_type"
+_COUNTED = "iota"
+_PADDED = "pad"
+_CHOSEN = ""
+_JOINED = "concatenate"
+_ZEROS = "broadcast_in_dim"
+_ADDED = "scatter-add"
+_CUT = "slice"
+_FUNCTION = "log1p"
+_PICKED = "select_n"
+
 _PLACES = np.dtype("int32")
 
 
@@ -81,7 +92,7 @@ def _laid_otherwise(step: Equation) -> Iterator[int]:
 
 
 def _behind(step: Equation, laid: Iterable[int], widened: Iterable[int]) -> Iterator[Equation]:
-    """A step that reads some operands laid out anew, and those of a low precision in float32."""
+    """A step that reads some operands in another layout, and those of a low precision in float32."""
     laid, now = set(laid), dict(enumerate(step.inputs))
     for i in widened:
         source, is_low = now[i], now[i].is_float and now[i].dtype.itemsize < 4

@@ -1,8 +1,10 @@
 """Which equations need no kernel of their own, and in which order the others run.
 
-A view is another name of an array. Arithmetic number by number is done within the kernels that read it, if all
-of them can: cheap arithmetic on one array in each of them, so that the array is kept in its place; dearer one,
-and such on several arrays, within one only.
+A view is another name of an array. Arithmetic number by number is done within the kernels that read it. If
+it is cheap and reads one array, each reader that can does it, and that array is kept in its place. On several
+arrays it is done within all readers or none; what is dear is done once.
+
+Source: the instruction fusion and the breadth-first scheduler of XLA, as its compiled steps show them.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> from onward.core.kernels.rules import AS_WRITTEN
@@ -29,6 +31,7 @@ from onward.core.program import Program, Variable
 from onward.core.steps import Equation
 
 _HANDED_OUT = _GIVEN = -1
+_MANY = 20_000  # steps, of which a bit is kept for each pair
 Wire: TypeAlias = tuple[Variable, int]
 
 
@@ -50,6 +53,7 @@ class FusedSteps:
         self.kernels: set[int] = set()
         self.within: dict[int, set[int]] = {}
         self.again: dict[int, set[int]] = {}
+        self._done_in: dict[int, set[int]] = {}
         self.used: dict[Variable, set[int]] = {v: {_HANDED_OUT} for v in results}
         self._readers: dict[Variable, list[int]] = {}
         self._number = {v: i for i, step in enumerate(steps) for v in step.outputs}
@@ -63,19 +67,19 @@ class FusedSteps:
             for v, out in zip(step.inputs, step.outputs, strict=False):
                 self._read(v, self.used.get(out, set()), self._readers.get(out, []))
             return
-        computed_in = self._computed_in(i, step)
+        self._done_in[i] = self._computed_in(i, step)
         for v in step.inputs:
-            self._read(v, computed_in, [i])
+            self._read(v, self._done_in[i], [i])
 
     def _read(self, v: Variable, kernels: set[int], readers: list[int]) -> None:
         if kernels:
-            self.used[v] = self.used.get(v, set()) | kernels
+            self.used.setdefault(v, set()).update(kernels)
             self._readers.setdefault(v, []).extend(readers)
 
     def _computed_in(self, i: int, step: Equation) -> set[int]:
         """The kernels in which a step is computed: its own, or those that read its result, or both."""
         takers = self._takers(step)
-        kernels = {k for r in takers for k in self.within.get(r, {r} | self._again_in(r))}
+        kernels = {k for r in takers for k in self._done_in[r]}
         may_again, is_all = of(step.kind).on_cpu is OnCpu.AGAIN, self._is_all(takers, step)
         reads_one = may_again and self._reads_one(step)
         if is_all and (len(kernels) == 1 or reads_one or (may_again and self._is_read_once(i, step))):
@@ -86,9 +90,6 @@ class FusedSteps:
             self.again[i] = set(takers)
             return {i} | kernels
         return {i}
-
-    def _again_in(self, i: int) -> set[int]:
-        return {k for r in self.again.get(i, ()) for k in self.within.get(r, {r} | self._again_in(r))}
 
     def _takers(self, step: Equation) -> list[int]:
         """The readers of its result that can compute it themselves."""
@@ -132,7 +133,9 @@ class FusedSteps:
     def _is_read_once(self, i: int, step: Equation) -> bool:
         """Whether each reader needs its result for no other of its operands that stands in memory."""
         readers = self._readers[step.outputs[0]]
-        return not any(self._before[self._number[v]] >> i & 1 for r in readers for v in self._others(r, step))
+        return len(self.steps) < _MANY and not any(
+            self._before[self._number[v]] >> i & 1 for r in readers for v in self._others(r, step)
+        )
 
     def _others(self, reader: int, step: Equation) -> Iterator[Variable]:
         return (v for v in self.steps[reader].inputs if v in self._number and v not in step.outputs)
@@ -214,17 +217,18 @@ class FusedSteps:
         return tuple(sorted(range(len(self.steps)), key=key))
 
     def _is_put_last(self, i: int) -> bool:
-        """Whether XLA has written a step anew, and so behind others that read the same."""
+        """Whether XLA wrote it in place of another step, and so behind all that read the same."""
         return self.rules.expands and is_along_rows(self.steps[i])
 
     def _waves(self) -> Iterator[int]:
-        """The kernels and barriers, each when the last of what it needs is there: first come, first served."""
+        """The kernels and barriers, each as soon as the last of what it needs is there."""
         nodes = [i for i, step in enumerate(self.steps) if i in self.kernels or self._holds(step)]
         users: dict[int, list[int]] = {i: [] for i in nodes}
         missing = {i: len(self.needs[i]) for i in nodes}
         for i in nodes:
             for k in self.needs[i]:
                 users[k].append(i)
+        # XLA notes a kernel of several steps as a reader when it makes it, and makes the last ones first.
         fused = {k for kernels in self.within.values() for k in kernels}
         for group in users.values():
             group.sort(key=lambda i: (self._is_put_last(i), i in fused, -i if i in fused else i))
