@@ -141,7 +141,6 @@ PROGRAMS = {
     "mlp, deep": lambda: trained(models.mlp((128,) * 8 + (10,), batch=128)),
     "mlp replicated": lambda: ow.replicate(mlp(), 8),
     "mlp in bfloat16": lambda: ow.mixed_precision(mlp(), "bfloat16"),
-    "mlp offloaded": lambda: ow.offload(trained(models.mlp((64, 256, 256, 10), batch=16))),
     "mlp accumulated": lambda: ow.accumulate(mlp(), 4),
     "bfloat16 by hand": low_precision,
     "convolutions": lambda: trained(models.resnet((8,), size=16, batch=8), SGD),
@@ -185,3 +184,11 @@ def test_foretold_within_15_percent(name):
     found = memory(program)
     embedded = found.shares[MemoryShare.CONSTANTS]  # XLA counts them as code
     assert (found.peak - embedded) / of_xla(program) == pytest.approx(1, abs=0.15)
+
+
+def test_what_lies_in_host_memory_is_fetched_for_one_parameter_at_a_time():
+    program = trained(models.mlp((64, 256, 256, 10), batch=16))
+    before, after = memory(program), memory(ow.offload(program))
+    slots = before.shares[MemoryShare.STATE]
+    assert after.on_host == pytest.approx(slots, rel=0.01)
+    assert after.peak < before.peak - slots / 4  # two of the largest slots of three are fetched at once

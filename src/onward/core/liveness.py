@@ -60,6 +60,12 @@ class Array:
     begin: int
     end: int
     is_on_host: bool = False
+    is_written_over: bool = False
+
+    @property
+    def read_last(self) -> int:
+        """The step that reads it last, which may write its result there."""
+        return self.end + self.is_written_over
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +225,9 @@ class _LivenessWalk:
         for array in self.arrays:
             before = ending.get((array.begin, array.bytes))
             if before and of(self.steps[array.begin].kind).may_overwrite:
-                before.pop().end -= 1
+                source = before.pop()
+                source.end -= 1
+                source.is_written_over = True
 
     def _turn(self, program: Program) -> int:
         """The bytes that a turn of a loop takes at most, besides its inputs and constants."""
