@@ -6,6 +6,8 @@ import pytest
 from benchmarks import models
 
 import onward as ow
+from onward.core.kernels.rules import KernelRules
+from onward.core.liveness import lifetimes
 from onward.execute.executable import Executable
 from onward.execute.memory.held import MemoryShare
 from onward.explain.memory.memory import memory
@@ -192,3 +194,15 @@ def test_what_lies_in_host_memory_is_fetched_for_one_parameter_at_a_time():
     slots = before.shares[MemoryShare.STATE]
     assert after.on_host == pytest.approx(slots, rel=0.01)
     assert after.peak < before.peak - slots / 4  # two of the largest slots of three are fetched at once
+
+
+def test_the_places_of_a_maximum_are_written_down():
+    def loss(x):
+        return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID"))
+
+    program = ow.append_backward(ow.trace(loss, jnp.ones((64, 64))))
+    rules = KernelRules(expands=True)
+    lives = lifetimes(program, [g for _, g in program.gradients], rules)
+    image, windows, number = 4 * 64 * 64, 4 * 32 * 32, 4
+    # x, and of all its numbers both places; of each window these of the largest, and its gradient; the loss.
+    assert max(lives.bytes) == 3 * image + 3 * windows + number

@@ -5,8 +5,8 @@
 
 The bytes are an estimate from the ops, by the rules of ``core.liveness`` and, for the device at hand, of
 ``core.kernels``; nothing is compiled. Against what XLA for CPU reports of the compiled step (arguments,
-results that are not written over them, temporary memory) 30 small models are within 15 %, as a test holds; the
-page *Count cost and memory* has a table.
+results that are not written over them, temporary memory) 30 small models are within 15 %, as a test holds;
+the page *Count cost and memory* has a table.
 
 Where state lies in host memory the ops are taken as they stand: a CPU has one memory, and what its compiler
 does there tells nothing of a device that has its own.
