@@ -124,6 +124,7 @@ def convolved(numbers):
     ("function", "args", "kinds"),
     [
         (lambda x, g: jnp.einsum("bi,bo->io", x, g), (LOW, LOW), ["convert_element_type"] * 2),
+        (lambda x: jnp.einsum("bi,bo->io", x, x), (LOW,), ["convert_element_type"]),
         (lambda x, w: x @ w, (LOW, LOW), []),
         (lambda x, g: jnp.einsum("bi,bo->io", x, g), (M, M), []),
         (convolved(NUMBERS), (jnp.ones((2, 4, 4, 2)), jnp.ones((1, 1, 2, 2))), []),

@@ -246,7 +246,7 @@ def _drawing(step: Equation) -> int:
     as many again.
     """
     kind = of(step.kind)
-    if not kind.draws or kind.work is not Work.RANDOM or not step.inputs[0].is_key:
+    if not kind.draws or kind.work is not Work.RANDOM or not any(v.is_key for v in step.inputs[:1]):
         return 0
     words = jax.eval_shape(jax.random.key_data, step.inputs[0].aval).shape[-1]
     return sum(8 * v.size for v in step.outputs) if words == _THREEFRY else 0

@@ -108,8 +108,8 @@ class _OpOpener:
 
 def _is_held_back(body: Body) -> bool:
     """Whether JAX puts a barrier before it, so that a compiler computes it a second time."""
-    params = next(body.calls).params
-    return bool(params["differentiated"] and params["prevent_cse"])
+    call = next(body.calls, None)
+    return call is not None and bool(call.params["differentiated"] and call.params["prevent_cse"])
 
 
 def _is_called(program: Program, op: Op) -> bool:

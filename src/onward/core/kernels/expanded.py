@@ -18,7 +18,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,13 +48,13 @@ def expanded(steps: Iterable[Equation]) -> Iterator[Equation]:
     """The equations, and before each those that its kernel needs."""
     for step in steps:
         work = of(step.kind).work
-        if work is Work.WINDOW_SPREAD:
+        if work is Work.WINDOW_SPREAD and len(step.inputs) == 2:
             yield from _chosen(step)
         elif work is Work.CONVOLUTION:
             yield from _behind(step, _laid_otherwise(step), range(2))
         elif work is Work.PRODUCT:
             yield from _behind(step, (), range(2) if is_along_rows(step) else ())
-        elif of(step.kind).functions:
+        elif of(step.kind).functions and step.inputs:
             yield from _of_functions(step)
         else:
             yield step
@@ -69,21 +69,26 @@ def _of_functions(step: Equation) -> Iterator[Equation]:
     yield Equation(step.op, _PICKED, (v, *made), step.outputs)
 
 
-def _params(step: Equation) -> Any:
-    return next(step.body.calls).params if step.body is not None else {}
+def _params(step: Equation) -> Mapping[str, Any]:
+    """The parameters of its primitive; none where it was read from a file, which has no code."""
+    call = None if step.body is None else next(step.body.calls, None)
+    return {} if call is None else call.params
 
 
 def is_along_rows(step: Equation) -> bool:
     """Whether it is a product that adds up along another axis than the last of its left operand."""
-    if of(step.kind).work is not Work.PRODUCT:
+    numbers = _params(step).get("dimension_numbers")
+    if of(step.kind).work is not Work.PRODUCT or numbers is None:
         return False
-    (left, _), _ = _params(step)["dimension_numbers"]
+    (left, _), _ = numbers
     return tuple(left) != (step.inputs[0].ndim - 1,)
 
 
 def _laid_otherwise(step: Equation) -> Iterator[int]:
     """Which operands of a convolution have not their channels last."""
-    numbers, count = _params(step)["dimension_numbers"], step.outputs[0].ndim
+    numbers, count = _params(step).get("dimension_numbers"), step.outputs[0].ndim
+    if numbers is None:
+        return
     inner = tuple(range(1, count - 1))
     if tuple(numbers.lhs_spec) != (0, count - 1, *inner):
         yield 0
@@ -92,9 +97,13 @@ def _laid_otherwise(step: Equation) -> Iterator[int]:
 
 
 def _behind(step: Equation, laid: Iterable[int], widened: Iterable[int]) -> Iterator[Equation]:
-    """A step that reads some operands in another layout, and those of a low precision in float32."""
-    laid, now = set(laid), dict(enumerate(step.inputs))
-    for i in widened:
+    """A step that reads some operands in another layout, and those of a low precision in float32.
+
+    An array that stands for both operands is read once.
+    """
+    last = len(step.inputs) - 1
+    laid, now = {min(i, last) for i in laid}, dict(enumerate(step.inputs))
+    for i in dict.fromkeys(min(i, last) for i in widened):
         source, is_low = now[i], now[i].is_float and now[i].dtype.itemsize < 4
         if i in laid or is_low:
             now[i] = replace(source, dtype=np.dtype("float32") if is_low else source.dtype)
@@ -105,7 +114,7 @@ def _behind(step: Equation, laid: Iterable[int], widened: Iterable[int]) -> Iter
 def _chosen(step: Equation) -> Iterator[Equation]:
     """The gradient of a maximum over windows: places, those of the largest, and a sum of what comes there."""
     small, large = sorted(step.inputs, key=lambda v: v.size)
-    padding = _params(step)["padding"]
+    padding = _params(step).get("padding", ((0, 0),) * large.ndim)
     shape = tuple(n + before + after for n, (before, after) in zip(large.shape, padding, strict=True))
     padded, zeros, added = (replace(large, shape=shape) for _ in range(3))
     counted = [replace(padded, dtype=_PLACES) for _ in shape]
