@@ -335,7 +335,7 @@ def test_what_takes_a_program_takes_it(inspected, name):
     total = sum(ow.cost(op).flops for op in program.ops)
     assert total > 2 * 4 * (3 * 8 + 8 * 2) * 3 - 2 * 4 * 3 * 8, "the dots alone"
     assert "backward" in str(ow.summary(program))
-    assert "saved for backward" in str(ow.memory(program))
+    assert any(moment.shares["saved for backward"] for moment in ow.memory(program).curve)
     assert ow.prune(program, [g for _, g in program.gradients]).next_state == {}
 
 

@@ -5,11 +5,14 @@ how long. A compiler writes far fewer arrays than a Program has Variables, by ru
 
 * a reshape, a name or a barrier is another view of the same array;
 * arithmetic number by number that is read by one op of its kind, or by a reduction, is done within that and
-  never written down; what is larger than all it reads, such as a broadcast, is done within each such reader;
+  never written down; where it is cheap and reads one array, it is done within each such reader;
 * such arithmetic, a loop and a scatter write over an operand that nobody reads later, if it is as large;
 * the next value of state is written over the old one, once that was read for the last time;
-* random bits are two words for each number, of which readers make one, and two more while they are drawn;
+* random bits of Threefry are two words for each number, of which readers make one, and two more while they
+  are drawn;
 * what nobody reads is not computed.
+
+``core.kernels`` says which op needs an array of its own, and in which order they run.
 
 An op whose body is several equations is looked into; a loop takes what its own turn takes at most.
 
@@ -29,12 +32,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import jax
+
 from onward.core.cost import size
+from onward.core.kernels.expanded import expanded
+from onward.core.kernels.fused import FusedSteps
+from onward.core.kernels.rules import AS_WRITTEN, KernelRules
 from onward.core.marks import FETCH, STORE
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Work
 from onward.core.program import Program, Variable
 from onward.core.steps import Equation, steps
+
+_THREEFRY = 2  # words in a key
 
 
 @dataclass(eq=False)
@@ -50,6 +60,12 @@ class Array:
     begin: int
     end: int
     is_on_host: bool = False
+    is_written_over: bool = False
+
+    @property
+    def read_last(self) -> int:
+        """The step that reads it last, which may write its result there."""
+        return self.end + self.is_written_over
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,12 +114,15 @@ class Lifetimes:
         return tuple(sorted(there, key=lambda array: -array.bytes))
 
 
-def lifetimes(program: Program, results: Iterable[Variable] = ()) -> Lifetimes:
-    """Compute which arrays are in memory while a Program runs, op by op in its order.
+def lifetimes(
+    program: Program, results: Iterable[Variable] = (), rules: KernelRules = AS_WRITTEN
+) -> Lifetimes:
+    """Compute which arrays are in memory while a Program runs.
 
     Args:
         program: a Program; of a replicated one the arrays on one device are counted.
         results: what is handed out beside the outputs and the next state.
+        rules: how kernels are made of its equations, and in which order these run; as written by default.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -112,28 +131,29 @@ def lifetimes(program: Program, results: Iterable[Variable] = ()) -> Lifetimes:
         >>> [program.ops[step.op].type for step in lives.steps][lives.peak], lives.bytes[lives.peak]
         ('reduce_sum', 36)
     """
-    return _LivenessWalk(program, results, {}).lifetimes()
+    return _LivenessWalk(program, results, rules, {}).lifetimes()
 
 
 class _LivenessWalk:
     """``read[v]`` are the arrays that are read to read v: its own, or those it is made of on the way."""
 
-    def __init__(self, program: Program, results: Iterable[Variable], turns: dict[Program, int]) -> None:
-        self.program, self.turns = program, turns
-        self.steps = steps(program)
+    def __init__(
+        self,
+        program: Program,
+        results: Iterable[Variable],
+        rules: KernelRules,
+        turns: dict[Program, int],
+    ) -> None:
+        self.program, self.rules, self.turns = program, rules, turns
         self.results = {*program.outputs, *program.next_state.values(), *results}
-        self.readers = self._readers()
+        written = steps(program)
+        self.fused = FusedSteps(
+            program, tuple(expanded(written)) if rules.expands else written, self.results, rules
+        )
+        self.order = self.fused.order
+        self.steps = tuple(self.fused.steps[i] for i in self.order)
         self.read: dict[Variable, tuple[Array, ...]] = {}
         self.arrays: list[Array] = []
-
-    def _readers(self) -> dict[Variable, list[Equation]]:
-        """The steps that read each Variable, without those whose results nothing needs."""
-        readers: dict[Variable, list[Equation]] = {}
-        for step in reversed(self.steps):
-            if not step.outputs or any(v in readers or v in self.results for v in step.outputs):
-                for v in dict.fromkeys(step.inputs):
-                    readers.setdefault(v, []).append(step)
-        return readers
 
     def lifetimes(self) -> Lifetimes:
         """The arrays: first what is made and how long it is read, then what is written over what."""
@@ -159,27 +179,20 @@ class _LivenessWalk:
 
     def _run(self, i: int, step: Equation, last: dict[Array, int]) -> None:
         """Record the arrays that a step makes, and that those it reads are needed until then."""
-        outputs = [v for v in step.outputs if v in self.readers or v in self.results]
+        outputs = [v for v in step.outputs if v in self.fused.used]
         if step.outputs and not outputs:
             return
-        if self._is_view(step):
+        if self.fused.is_view(step):
             for source, v in zip(step.inputs, step.outputs, strict=False):
                 self._view(source, v)
             outputs = [v for v in outputs if v not in self.read]
-        elif self._is_done_on_the_way(step):
-            sources = (array for v in step.inputs for array in self._arrays(v))
-            self.read[step.outputs[0]] = tuple(dict.fromkeys(sources))
+        elif self.order[i] in self.fused.within:
             return
         for v in outputs:
             self._new(v, i, i, self.program.ops[step.op].type is STORE)
-        for array in (array for v in step.inputs for array in self._arrays(v)):
+        for array in (array for v in self.fused.sources[self.order[i]] for array in self._arrays(v)):
             last[array] = i
             array.end = max(array.end, i)
-
-    def _is_view(self, step: Equation) -> bool:
-        """Whether its result is another view of the same array; not one in another memory."""
-        kind = self.program.ops[step.op].type
-        return of(step.kind).is_view and kind is not FETCH and kind is not STORE
 
     def _view(self, source: Variable, v: Variable) -> None:
         if v.size == source.size or size(v) == size(source):
@@ -189,28 +202,6 @@ class _LivenessWalk:
 
     def _arrays(self, v: Variable) -> tuple[Array, ...]:
         return self.read.get(v, ())
-
-    def _is_done_on_the_way(self, step: Equation) -> bool:
-        """Whether only arithmetic and reductions read this result, which can compute it themselves."""
-        if not of(step.kind).is_fusible or len(step.outputs) != 1 or step.outputs[0] in self.results:
-            return False
-        readers = self._behind_views(step.outputs[0])
-        if len(readers) > 1 and 2 * sum(map(size, step.inputs)) > size(step.outputs[0]):
-            return False
-        kinds = [of(reader.kind) for reader in readers]
-        return all(kind.is_fusible or kind.reduces is not None for kind in kinds)
-
-    def _behind_views(self, v: Variable) -> list[Equation]:
-        """The steps that read a Variable, also through views; a view that is a result counts itself."""
-        found = []
-        for reader in self.readers.get(v, ()):
-            if not self._is_view(reader):
-                found.append(reader)
-            else:
-                for source, view in zip(reader.inputs, reader.outputs, strict=False):
-                    if source is v:
-                        found += [reader] if view in self.results else self._behind_views(view)
-        return found
 
     def _over_state(self, last: dict[Array, int]) -> None:
         """Write the next value of state over the old one, if that is not read any more."""
@@ -234,12 +225,14 @@ class _LivenessWalk:
         for array in self.arrays:
             before = ending.get((array.begin, array.bytes))
             if before and of(self.steps[array.begin].kind).may_overwrite:
-                before.pop().end -= 1
+                source = before.pop()
+                source.end -= 1
+                source.is_written_over = True
 
     def _turn(self, program: Program) -> int:
         """The bytes that a turn of a loop takes at most, besides its inputs and constants."""
         if program not in self.turns:
-            walk = _LivenessWalk(program, (), self.turns)
+            walk = _LivenessWalk(program, (), self.rules, self.turns)
             inside = walk.lifetimes()
             given = sum(size(v) for v in (*program.inputs, *program.constants))
             self.turns[program] = max((taken - given for taken in inside.bytes), default=0)
@@ -247,9 +240,13 @@ class _LivenessWalk:
 
 
 def _drawing(step: Equation) -> int:
-    """The bytes of random bits: two words of 32 for each number, of which readers make one; else 0.
+    """The bytes of random bits of Threefry; 0 for anything else.
 
-    The loop of Threefry that makes them holds as many again.
+    They are two words of 32 bits for each number, of which readers make one. The loop that makes them holds
+    as many again.
     """
     kind = of(step.kind)
-    return sum(8 * v.size for v in step.outputs) if kind.draws and kind.work is Work.RANDOM else 0
+    if not kind.draws or kind.work is not Work.RANDOM or not any(v.is_key for v in step.inputs[:1]):
+        return 0
+    words = jax.eval_shape(jax.random.key_data, step.inputs[0].aval).shape[-1]
+    return sum(8 * v.size for v in step.outputs) if words == _THREEFRY else 0

@@ -18,9 +18,11 @@ from onward.core.described import DescribedBody
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.reading import program_of
 from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable, programs_within
 
 _SAME = "copy"
+_HELD = "optimization_barrier"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -95,9 +97,19 @@ class _OpOpener:
         elif len(inner) == 1 and _is_called(inner[0], op):
             operands = zip(op.body.operands, inner[0].inputs, strict=True)
             given = tuple(inputs[x] if isinstance(x, int) else replace(v) for x, v in operands)
+            if of(kind).runs is Runs.AGAIN and _is_held_back(op.body):
+                held = tuple(map(replace, given))
+                yield Equation(number, _HELD, given, held)
+                given = held
             yield from self._inside(number, inner[0], given, outputs)
         else:
             yield Equation(number, kind, inputs, outputs, (), op.body)
+
+
+def _is_held_back(body: Body) -> bool:
+    """Whether JAX puts a barrier before it, so that a compiler computes it a second time."""
+    call = next(body.calls, None)
+    return call is not None and bool(call.params["differentiated"] and call.params["prevent_cse"])
 
 
 def _is_called(program: Program, op: Op) -> bool:

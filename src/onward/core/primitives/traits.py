@@ -141,6 +141,7 @@ class Primitive:
         reduces: what it makes of the numbers of an axis that it takes away.
         along: the parameter that holds the axis, or axes, along which it runs and which it keeps.
         linear: in which operands it is linear.
+        multiplies: its result is the product of its operands, or of one with itself.
         commutes: its two operands may be exchanged.
         chooses: each number of the result is one of those that stand in its place in the operands.
         update: which operand is written into a copy of the first; 0 where none is.
@@ -162,6 +163,7 @@ class Primitive:
         fails_at_zero: it, or its derivative, is not finite at 0, or is not defined below.
         index: what becomes of an array of places in it.
         on_cpu: what XLA's CPU compiler does with it.
+        functions: of how many dearer functions XLA computes it by cheap arithmetic, where that is not one.
         is_slow_in_loop: that compiler makes slow code of it where it stands in a loop.
     """
 
@@ -173,6 +175,7 @@ class Primitive:
     reduces: Reduces | None = None
     along: str = ""
     linear: Linear | None = None
+    multiplies: bool = False
     commutes: bool = False
     chooses: bool = False
     update: int = 0
@@ -194,6 +197,7 @@ class Primitive:
     fails_at_zero: bool = False
     index: Index | None = None
     on_cpu: OnCpu = OnCpu.APART
+    functions: int = 0
     is_slow_in_loop: bool = False
 
     @property

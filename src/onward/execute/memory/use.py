@@ -10,7 +10,9 @@ from functools import cached_property
 from itertools import accumulate
 
 from onward.core.homes import scoped_names
+from onward.core.kernels.rules import AS_WRITTEN, KernelRules, rules_at_hand
 from onward.core.liveness import Array, lifetimes
+from onward.core.marks import FETCH
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
 from onward.develop.recompute.measure import results
@@ -22,7 +24,7 @@ class MemoryUse:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._lives = lifetimes(program, results(program))
+        self._lives = lifetimes(program, results(program), _rules(program))
         self._gradients = {g for _, g in program.gradients}
 
     @cached_property
@@ -66,7 +68,7 @@ class MemoryUse:
             return MemoryShare.GRADIENTS
         if array.end >= len(self._lives.steps):
             return MemoryShare.RESULTS
-        made, read = (self._op(step).made_by for step in (array.begin, array.end))
+        made, read = (self._op(step).made_by for step in (array.begin, array.read_last))
         if made is Pass.FORWARD:
             return MemoryShare.TEMPORARIES if read is Pass.FORWARD else MemoryShare.SAVED
         return (
@@ -115,5 +117,10 @@ class MemoryUse:
     def _held(self, array: Array, known: set[Variable]) -> Held:
         shown = next((v for v in array.variables if v in known), array.variables[0])
         maker = self._op(array.begin) if array.begin >= 0 else None
-        reader = self._op(array.end) if array.end < len(self._lives.steps) else None
+        reader = self._op(array.read_last) if array.end < len(self._lives.steps) else None
         return Held(shown, array.bytes, self._share(array), maker, reader)
+
+
+def _rules(program: Program) -> KernelRules:
+    """Those of the compiler at hand; as written where state lies in a memory that only other devices have."""
+    return AS_WRITTEN if any(op.type is FETCH for op in program.ops) else rules_at_hand()
