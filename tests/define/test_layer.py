@@ -223,6 +223,7 @@ AGAINST_FLAX = {
         (SERIES, normal(5, 3)),
     ),
     "attention": (our_attention, flax_attention, ATTENTION),
+    "attention by XLA": (lambda *a: our_attention(*a, implementation="xla"), flax_attention, ATTENTION),
     "attention with a mask": (
         lambda *a: our_attention(*a, mask=MASK),
         lambda *a: flax_attention(*a, mask=MASK[:, None]),
@@ -768,6 +769,14 @@ REFUSALS = {
     "a kind": (lambda: L.pool(IMAGE, 2, kind="mean"), ["'mean'", '"average"']),
     "groups": (lambda: L.conv(IMAGE, 6, 3, groups=3), ["4 channels", "6 filters", "3 groups"]),
     "heads": (lambda: L.attention(SERIES, heads=2), ["2 heads", "3 features", "size="]),
+    "implementation": (
+        lambda: L.attention(SERIES, heads=3, implementation="flash"),
+        ["implementation='flash'", "'xla', 'cudnn' or None"],
+    ),
+    "cudnn on a processor": (
+        lambda: L.attention(SERIES, heads=3, implementation="cudnn"),
+        ["'cudnn'", "NVIDIA GPU", "Leave implementation away"],
+    ),
     "no series": (lambda: L.lstm(X, 2), ["lstm", "[batch, time, features]"]),
     "an initial state": (lambda: L.gru(*GRU[:1], 2, w=GRU[1], u=GRU[2], b=GRU[3], initial=X), ["[2, 2]"]),
     "another batch": (

@@ -33,6 +33,7 @@ def attention(
     w: Mapping[str, Any] | None = None,
     b: Mapping[str, Any] | Literal[False] | None = None,
     training: bool | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
     initializer: Initializer | None = None,
     name: str | None = None,
 ) -> jax.Array:
@@ -54,6 +55,8 @@ def attention(
         w: matrices by "query", "key", "value" [features, size] and "out" [size, size].
         b: vectors [size] by the same names; False for none.
         training: whether to drop; unless given, as ``onward.is_training()`` says.
+        implementation: ``"cudnn"`` for the kernels of cuDNN, which never hold all weights at once, for
+            bfloat16 or float16 on an NVIDIA GPU; ``"xla"``, and unless given, what XLA makes of it.
         initializer: of all w; Xavier's uniform one unless given. b begins at 0.
         name: as for every layer.
 
@@ -61,7 +64,8 @@ def attention(
         [batch, time, size].
 
     Raises:
-        ArgumentError: another number of axes, heads that do not divide the size, or a mask that does not fit.
+        ArgumentError: another number of axes, heads that do not divide the size, a mask that does not fit, or
+            cuDNN where it cannot be taken: another dtype, another device, weights that are dropped.
 
     Source: Vaswani et al., Attention Is All You Need, 2017, sections 3.2.1 and 3.2.2.
 
@@ -80,25 +84,65 @@ def attention(
     heads = count("attention", "heads", heads)
     width = _width(arrays, heads, size)
 
+    active = declare.is_training() if training is None else training
+    _expect_available(implementation, arrays["query"], dropout if active else 0.0)
+
     def project(x: Any, part: str) -> Any:
         with jax.named_scope(part):
             bias = False if b is False else (b or {}).get(part)
             return affine(x, width, (w or {}).get(part), bias, initializer)
 
     q, k, v = (_split(project(x, part), heads) for part, x in arrays.items())
-    active = declare.is_training() if training is None else training
-    seen = _attend(q, k, v, causal, _mask(mask, q, k), dropout if active else 0.0)
+    seen = _attend(q, k, v, causal, _mask(mask, q, k), dropout if active else 0.0, implementation)
     return project(seen.reshape(*seen.shape[:2], width), "out")
 
 
-def _attend(q: Any, k: Any, v: Any, causal: bool, mask: Any, rate: float) -> Any:
+_NO_CUDNN = "attention at {at} was given implementation='cudnn', {why}."
+
+
+def _expect_available(implementation: Any, query: Any, rate: float) -> None:
+    """Raise ``ArgumentError`` for another implementation than JAX has, or than can run here."""
+    if implementation not in (None, "xla", "cudnn"):
+        raise ArgumentError(
+            f"attention at {user_line()} was given implementation={implementation!r}; expected 'xla', 'cudnn' "
+            "or None."
+        )
+    if implementation != "cudnn":
+        return
+    why = ""
+    if (platform := jax.default_backend()) != "gpu":
+        why = f"and runs on {platform}; expected an NVIDIA GPU. Leave implementation away here"
+    elif query.dtype not in ("bfloat16", "float16"):
+        why = (
+            f"and computes in {query.dtype}; expected bfloat16 or float16: cast query, key and value before. "
+            "mixed_precision acts on the traced function, which is too late for that"
+        )
+    elif rate:
+        why = (
+            "and drops weights, which cuDNN would draw by itself. Write dropout=0.0, or implementation='xla'"
+        )
+    if why:
+        raise ArgumentError(_NO_CUDNN.format(at=user_line(), why=why))
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    mask: Any,
+    rate: float,
+    implementation: Literal["xla", "cudnn"] | None,
+) -> Any:
     """The output of attention: for each place, the mean of the values weighted by softmax scores.
 
     Written out where weights are dropped, and in float64, whose softmax JAX would take in float32.
     """
     wide = jnp.promote_types(q.dtype, "float32")
     if wide == "float32" and not rate:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=causal, implementation=implementation
+        )
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=wide) / q.shape[-1] ** 0.5
     allowed = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     if causal:
