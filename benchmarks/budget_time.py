@@ -9,8 +9,8 @@ step by ``memory_analysis``: arguments, results, temporaries; state in host memo
                of a checkpointed body; attention whole, or in 8 chunks of queries by the same means; what Adam
                keeps in pinned host memory
 
-The plain step is the first of those, with all on the device. For each limit on time, relative to it, stand the two that take
-the fewest bytes within the limit. Run it by
+The plain step is the first of those, with all on the device. For each limit on time, relative to it, stand
+the two that take the fewest bytes within the limit. Run it by
 
     python -m benchmarks budget_time --rounds 5
 

@@ -104,8 +104,8 @@ def _expect_available(implementation: Any, query: Any, rate: float) -> None:
     """Raise ``ArgumentError`` for another implementation than JAX has, or than can run here."""
     if implementation not in (None, "xla", "cudnn"):
         raise ArgumentError(
-            f"attention at {user_line()} was given implementation={implementation!r}; expected 'xla', 'cudnn' "
-            "or None."
+            f"attention at {user_line()} was given implementation={implementation!r}; expected 'xla', "
+            "'cudnn' or None."
         )
     if implementation != "cudnn":
         return
