@@ -63,7 +63,8 @@ def reading_before(product: Body, place: int, transpose: Body) -> Body | None:
     is_plain = len(product.equations) == 1 and call.primitive == "dot_general" and len(product.in_types) == 2
     if not is_plain or call.params.get("out_sharding") is not None:
         return None
-    order, side = turned.params["permutation"], product.operands.index(place)
+    order, places = turned.params["permutation"], [int(x) for x in product.operands]
+    side = places.index(place)
     sums, batch = ([list(axes) for axes in pair] for pair in call.params["dimension_numbers"])
     used = {*sums[side], *batch[side]}
     free = [order[i] for i in range(len(order)) if i not in used]
@@ -73,8 +74,9 @@ def reading_before(product: Body, place: int, transpose: Body) -> Body | None:
     rest = {name: call.params[name] for name in ("precision", "preferred_element_type")}
 
     def run(*values: Any) -> list[Any]:
-        left, right = (values[i] for i in product.operands)
-        return [lax.dot_general(left, right, (sums, batch), **rest)]
+        left, right = (values[i] for i in places)
+        axes = (sums[0], sums[1]), (batch[0], batch[1])
+        return [lax.dot_general(left, right, axes, **rest)]
 
     types = list(product.in_types)
     types[place] = transpose.in_types[0]
