@@ -34,6 +34,7 @@ def gradient_type(of: str) -> str:
 
 ACCUMULATE = Mark("accumulate")
 ADVANCE = Mark("advance")  # the state of an optimizer that belongs to no parameter
+ATTENTION = Mark("attention")  # of queries over keys, all of it
 CAST = Mark("cast")  # between the dtypes of mixed precision
 CHUNK = Mark("chunk")  # a loss head in chunks of rows
 CHECK = Mark("check_finite")  # looks at a step as ``check_finite`` does

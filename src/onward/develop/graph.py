@@ -10,6 +10,7 @@ from onward.core.homes import homes
 from onward.core.jaxprs.body import body_of
 from onward.core.pointing import pointing
 from onward.core.walk import ancestors, consumers, descendants, liveness, producers
+from onward.develop.attention.report import attentions_of
 from onward.develop.chunk.chunk import attention_scores, chunks_of
 from onward.develop.fence import fences, worth_fencing
 from onward.develop.fission.fission import fissions
@@ -23,6 +24,7 @@ from onward.develop.seam import forward_pass, update_pass
 __all__ = [
     "ancestors",
     "attention_scores",
+    "attentions_of",
     "body_of",
     "chunks_of",
     "consumers",

@@ -48,7 +48,7 @@ _key = partial(Primitive, makes_keys=True)
 _free = partial(Primitive, work=Work.NOTHING)
 
 _ARITHMETIC = (
-    _number("abs", precision=FOLLOWS, spreads_nonfinite=True),
+    _number("abs", precision=FOLLOWS, spreads_nonfinite=True, keeps_positive=True),
     _number(
         "add",
         commutes=True,
@@ -59,7 +59,7 @@ _ARITHMETIC = (
         keeps_sign=True,
     ),
     _number("add_any", commutes=True, linear=TOGETHER, spreads_nonfinite=True, keeps_sign=True),
-    _number("and", commutes=True),
+    _number("and", commutes=True, conjoins=True),
     _number("ceil", spreads_nonfinite=True, keeps_sign=True),
     _number("clamp", chooses=True, precision=FOLLOWS, keeps_sign=True),
     _number("clz"),
@@ -124,11 +124,11 @@ _FUNCTIONS = (
     _root("erf"),
     _root("erf_inv", functions=2),
     _root("erfc"),
-    _root("exp", keeps_sign=True),
+    _root("exp", keeps_sign=True, exponential=True),
     _root("exp2", keeps_sign=True),
     _root("expm1", keeps_sign=True),
     _root("lgamma"),
-    _root("log", spreads_nonfinite=True, keeps_sign=True, fails_at_zero=True),
+    _root("log", spreads_nonfinite=True, keeps_sign=True, fails_at_zero=True, logarithm=True),
     _root("log1p", spreads_nonfinite=True, keeps_sign=True),
     _root("log2", spreads_nonfinite=True, keeps_sign=True, fails_at_zero=True),
     _root("logistic", precision=FOLLOWS, keeps_sign=True),

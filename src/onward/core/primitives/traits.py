@@ -156,6 +156,10 @@ class Primitive:
         leaves_float16: its results leave the range of float16 for numbers that are not large.
         spreads_nonfinite: where an operand is not finite, the result in that place is not.
         divides: its result is the first operand over the second.
+        exponential: its result is e to the power of its operand.
+        logarithm: its result is the natural logarithm of its operand.
+        keeps_positive: its result is its operand where that is not negative.
+        conjoins: its result is true where all of its operands are, or holds the bits that all of them have.
         names: its result is its operand, which it gives a name.
         stops_gradient: no gradient passes through it.
         tells_length: its result is a length that a symbol stands for.
@@ -190,6 +194,10 @@ class Primitive:
     leaves_float16: bool = False
     spreads_nonfinite: bool = False
     divides: bool = False
+    exponential: bool = False
+    logarithm: bool = False
+    keeps_positive: bool = False
+    conjoins: bool = False
     names: bool = False
     stops_gradient: bool = False
     tells_length: bool = False

@@ -21,7 +21,7 @@ _HOLDS_ARRAYS = (
     "rewrite: {new} would stand in the {op}{at}, which cannot hold the arrays that it closes over. Make them "
     "in it, such as with jnp.arange, or let the pattern read them as arguments."
 )
-_ENTERED = (Runs.AGAIN, Runs.SCAN, Runs.WHILE, Runs.BRANCH)
+ENTERED = (Runs.AGAIN, Runs.SCAN, Runs.WHILE, Runs.BRANCH)
 
 
 def occurrences(
@@ -29,9 +29,9 @@ def occurrences(
 ) -> list[Match]:
     """Where patterns occur in the forward pass, and in the loops, branches and checkpoints within."""
     found = PatternSearch(program, nearest, within).of(patterns)
-    for op in _entered(program):
+    for op in entered(program):
         for inner in op.subprograms.values():
-            found += occurrences(inner, patterns, nearest, _inside(op, within))
+            found += occurrences(inner, patterns, nearest, inside(op, within))
     return found
 
 
@@ -51,7 +51,7 @@ class Rewriting:
 
     def of(self, program: Program, within: str = "") -> Program:
         """The Program with the replacement."""
-        loops = {op: self._entered(op, within) for op in _entered(program)}
+        loops = {op: self._entered(op, within) for op in entered(program)}
         search = PatternSearch(program, within=within)
         matches = [match for match in search.of(self.patterns) if self.is_meant(match)]
         if not matches and all(op is new for op, new in loops.items()):
@@ -73,7 +73,7 @@ class Rewriting:
         """An op that runs Programs, with the replacement in these."""
         body = op.body
         for name, inner in op.subprograms.items():
-            new = self.of(inner, _inside(op, within))
+            new = self.of(inner, inside(op, within))
             if new is not inner:
                 if new.constants:
                     raise GraphError(_HOLDS_ARRAYS.format(new=self.new.name, op=op.type, at=op.at))
@@ -111,14 +111,14 @@ class _RewrittenOps:
         self.ops.append(Op("copy", (v,), (name,), body_of(lambda x: [x], v.aval), scope=scope))
 
 
-def _entered(program: Program) -> Iterator[Op]:
+def entered(program: Program) -> Iterator[Op]:
     """The ops of the forward pass whose Programs are looked into."""
     for op in program.ops:
-        if op.made_by is Pass.FORWARD and op.primitive.runs in _ENTERED:
+        if op.made_by is Pass.FORWARD and op.primitive.runs in ENTERED:
             yield op
 
 
-def _inside(op: Op, within: str) -> str:
+def inside(op: Op, within: str) -> str:
     """The words before the names of what a loop computes within."""
     return f"{within}{op.outputs[0].name}/" if op.outputs else within
 

@@ -1,0 +1,109 @@
+"""Which axis of the scores each dimension of a value counts along, whatever was permuted or merged since.
+
+The scores are the product of queries and keys. Each of their dimensions is an axis, a number. A dimension of
+any value that is computed of them counts along one axis, or along several that were merged, the last of them
+fastest, or along none, where it is 1 long or repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.jaxprs.body import Call
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Moves
+
+Axes: TypeAlias = tuple[tuple[int, ...], ...]
+"""For each dimension of a value the axes along which it counts."""
+
+Lengths: TypeAlias = Mapping[int, int]
+"""How long each axis is."""
+
+
+def moved(call: Call, axes: Axes, lengths: Lengths) -> Axes | None:
+    """The axes of what an equation moves its first operand to; None where it takes numbers apart.
+
+    >>> import jax.numpy as jnp
+    >>> from onward.core.jaxprs.body import body_of
+    >>> (call,) = body_of(lambda x: [x.T], jnp.ones((2, 3))).calls
+    >>> moved(call, ((0,), (1,)), {0: 2, 1: 3})
+    ((1,), (0,))
+    """
+    moves, shape = of(call.primitive).moves, call.results[0].shape
+    if moves in (Moves.KEEPS, Moves.ROUNDS):
+        return axes
+    if moves is Moves.PERMUTES and "permutation" in call.params:
+        return tuple(axes[i] for i in call.params["permutation"])
+    if moves is Moves.RESHAPES:
+        return regrouped(axes, shape, lengths)
+    if moves is Moves.REPEATS and "broadcast_dimensions" in call.params:
+        places = dict(zip(call.params["broadcast_dimensions"], axes, strict=True))
+        return tuple(places.get(i, ()) for i in range(len(shape)))
+    return None
+
+
+def before_moved(call: Call, axes: Axes, lengths: Lengths) -> Axes | None:
+    """The axes of the operand of an equation that moves it to these."""
+    operand, result = call.operands[0].shape, call.results[0].shape
+    moves = of(call.primitive).moves
+    if moves in (Moves.KEEPS, Moves.ROUNDS):
+        return axes
+    if moves is Moves.PERMUTES and "permutation" in call.params:
+        places = dict(zip(call.params["permutation"], axes, strict=True))
+        return tuple(places[i] for i in range(len(operand)))
+    if moves is Moves.RESHAPES:
+        return regrouped(axes, operand, lengths)
+    if moves is Moves.REPEATS and "broadcast_dimensions" in call.params:
+        at = call.params["broadcast_dimensions"]
+        return tuple(axes[j] if n == result[j] else () for n, j in zip(operand, at, strict=True))
+    return None
+
+
+def regrouped(axes: Axes, shape: Sequence[int], lengths: Lengths) -> Axes | None:
+    """The axes of the same numbers in another shape; None where an axis would be cut.
+
+    >>> regrouped(((0,), (1,), (2,)), (2, 15), {0: 2, 1: 3, 2: 5})
+    ((0,), (1, 2))
+    """
+    waiting = [axis for group in axes for axis in group if lengths[axis] > 1]
+    if prod(shape) != prod(lengths[axis] for axis in waiting):
+        return None  # a dimension repeats
+    found: list[tuple[int, ...]] = []
+    for n in shape:
+        group: list[int] = []
+        while prod(lengths[a] for a in group) < n and waiting:
+            group.append(waiting.pop(0))
+        if prod(lengths[a] for a in group) != n:
+            return None
+        found.append(tuple(group))
+    return tuple(found)
+
+
+def spread(x: jnp.ndarray | np.ndarray, axes: Axes, lengths: Lengths) -> jnp.ndarray | np.ndarray:
+    """An array with one dimension for each axis of the scores, 1 long where it does not count along it.
+
+    >>> spread(np.ones((6, 5)), ((2, 0), (1,)), {0: 3, 1: 5, 2: 2}).shape
+    (3, 5, 2)
+    """
+    order = [axis for group in axes for axis in group]
+    apart = x.reshape([lengths[axis] for axis in order])
+    ranked = apart.transpose(np.argsort(order))
+    return ranked.reshape([lengths[axis] if axis in order else 1 for axis in range(len(lengths))])
+
+
+def grouped(x: jnp.ndarray, axes: Axes, groups: Sequence[Sequence[int]], lengths: Lengths) -> jnp.ndarray:
+    """An array with a dimension for each group of axes, all of which it counts along.
+
+    >>> grouped(jnp.ones((6, 5)), ((2, 0), (1,)), ((1,), (), (0, 2)), {0: 3, 1: 5, 2: 2}).shape
+    (5, 1, 6)
+    """
+    order = [axis for group in axes for axis in group]
+    apart = x.reshape([lengths[axis] for axis in order])
+    wanted = [axis for group in groups for axis in group]
+    laid = apart.transpose([order.index(axis) for axis in wanted if axis in order])
+    return laid.reshape([prod(lengths[axis] for axis in group) for group in groups])

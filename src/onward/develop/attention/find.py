@@ -1,0 +1,477 @@
+"""Attention among ops, in any spelling: softmax(scale q k^T, masked, with a bias) v, proved op by op.
+
+The walk begins at a product and gives each value that is computed of it a part in that formula: scores,
+numbers that all keys share, exponentials and their sum, weights, the mean of the values. What plays no part
+ends it. Softmax is not changed by a number that all keys share, so whatever is taken off before the
+exponential, such as the largest score, is left away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from onward.core.jaxprs.body import Call
+from onward.core.primitives.traits import Linear, Moves, Reduces, Work
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import consumers, producers
+from onward.core.words import Pass
+from onward.develop.attention.axes import Axes, moved
+from onward.develop.attention.operands import Operand, Operands, row_of
+from onward.develop.chunk.numbered import operands_of
+
+
+class Part(Enum):
+    """The part of a value in attention."""
+
+    SCORES = auto()
+    SHARED = auto()  # by all keys, such as the largest score
+    EXPONENTIALS = auto()
+    SUM = auto()  # of the exponentials
+    INVERSE = auto()  # of that sum
+    LOG_SUM = auto()
+    LOG_WEIGHTS = auto()
+    WEIGHTS = auto()
+    UNWEIGHED = auto()  # the product of exponentials and values
+    MEAN = auto()  # that of weights and values: the result
+
+
+class Change(Enum):
+    """A step from the product to the numbers whose softmax is taken."""
+
+    ADD = auto()
+    SUBTRACT = auto()
+    MULTIPLY = auto()
+    DIVIDE = auto()
+    CHOOSE = auto()  # the score where a mask is true, and a number where it is not
+    DISMISS = auto()  # the same where it is not true
+    ROUND = auto()  # to another dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A change of scores.
+
+    Attributes:
+        change: which.
+        op: makes it.
+        by: its operand; of a choice the masks, all of which have to be true.
+        fill: what stands where a mask is not true.
+    """
+
+    change: Change
+    op: Op
+    by: tuple[Operand, ...] = ()
+    fill: Operand | None = None
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        """The values that it reads beside the scores."""
+        operands = (*self.by, *(() if self.fill is None else (self.fill,)))
+        return tuple(v for operand in operands for v in operand.reads)
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Attention as a region of a Program.
+
+    Attributes:
+        ops: those of it, in order, the first product first.
+        query: the factor of the scores that does not count along the keys.
+        key: the other one.
+        value: what is averaged.
+        result: what is computed.
+        query_axes: along which the dimensions of the query count, and so on; the axes of the scores come
+            first, then that of the features of the value, then that of those of query and key.
+        lengths: of all axes.
+        source: the axis of the keys.
+        steps: from the product of query and key to the numbers whose softmax is the weights.
+        means: the op that multiplies weights and values.
+        weights: what it reads beside the values, perhaps without having been divided by the sum.
+    """
+
+    ops: tuple[Op, ...]
+    query: Variable
+    key: Variable
+    value: Variable
+    result: Variable
+    query_axes: Axes
+    key_axes: Axes
+    value_axes: Axes
+    result_axes: Axes
+    lengths: dict[int, int]
+    source: int
+    steps: tuple[Step, ...]
+    means: Op
+    weights: Variable
+
+    @property
+    def scores(self) -> Op:
+        """The op that multiplies queries and keys."""
+        return self.ops[0]
+
+    @property
+    def inputs(self) -> tuple[Variable, ...]:
+        """All that it reads: query, key and value first."""
+        others = (v for step in self.steps for v in step.reads)
+        return tuple(dict.fromkeys((self.query, self.key, self.value, *others)))
+
+
+class NoPartError(Exception):
+    """An op that plays no part in attention, and why."""
+
+    def __init__(self, op: Op, why: str) -> None:
+        super().__init__(why)
+        self.op, self.why = op, why
+
+
+def attentions(program: Program, missed: list[tuple[int, NoPartError]] | None = None) -> Iterator[Attention]:
+    """Attention in the forward pass of a Program, but not in the loops within.
+
+    ``missed`` gets what came close, with the number of ops that fit.
+    """
+    readers, makers = consumers(program), producers(program)
+    kept = {*program.outputs, *program.next_state.values(), *program.losses}
+    kept |= {v for pair in program.gradients for v in pair}
+    taken: set[Op] = set()
+    for i, op in enumerate(program.ops):
+        if op.made_by is Pass.FORWARD and op not in taken and _is_product(op):
+            walk = _Walk(program, op, makers)
+            try:
+                found = walk.over(program.ops[i + 1 :], readers, kept)
+            except NoPartError as why:
+                if missed is not None and any(p is not Part.SCORES for p in walk.part.values()):
+                    missed.append((len(walk.ops), why))
+                continue
+            taken.update(found.ops)
+            yield found
+
+
+def _is_product(op: Op) -> bool:
+    values = operands_of(op) if op.primitive.work is Work.PRODUCT else []
+    return len(values) == 2 and None not in values and op.outputs[0].is_float
+
+
+@dataclass(eq=False)
+class _Walk:
+    """One walk from a product, of which every value has to play a part."""
+
+    program: Program
+    product: Op
+    makers: Mapping[Variable, Op]
+    ops: list[Op] = field(default_factory=list)
+    part: dict[Variable, Part] = field(default_factory=dict)
+    axes: dict[Variable, Axes] = field(default_factory=dict)
+    of: dict[Variable, Variable] = field(default_factory=dict)  # the scores behind exponentials
+    steps: dict[Variable, tuple[Step, ...]] = field(default_factory=dict)  # behind scores
+    shifted: dict[Variable, tuple[Variable, Variable]] = field(default_factory=dict)
+    source: int | None = None
+    common: frozenset[int] | None = None  # the axes along which everything is shared that is taken off
+
+    def __post_init__(self) -> None:
+        (scores,), self.ops = self.product.outputs, [self.product]
+        self.lengths = dict(enumerate(scores.shape))
+        self.own = Operands(self.program, self.makers, dict(self.lengths))
+        self._note(scores, Part.SCORES, tuple((i,) for i in range(scores.ndim)))
+        self.steps[scores] = ()
+
+    def over(
+        self, ops: Sequence[Op], readers: Mapping[Variable, tuple[Op, ...]], kept: set[Variable]
+    ) -> Attention:
+        """The attention that begins with the product."""
+        result: Variable | None = None
+        for op in ops:
+            if result is not None and result in op.inputs:
+                break
+            if not self.part.keys().isdisjoint(op.inputs):
+                self.ops.append(op)
+                if not any(readers.get(v) or v in kept for v in op.outputs) and not op.body.has_effects:
+                    continue
+                self._step(op)
+                if self.part[op.outputs[0]] is Part.MEAN:
+                    result = op.outputs[0]
+        if result is None:
+            raise NoPartError(self.ops[-1], "ends without a product of weights and values")
+        inside = set(self.ops)
+        for v in self.part:
+            others = [op for op in readers.get(v, ()) if op not in inside]
+            if v is not result and (others or v in kept):
+                by = f"{others[0].type}{others[0].at}" if others else "the Program, which returns it,"
+                raise NoPartError(self.ops[-1], f"is all there, but {by} reads {v.name} as well")
+        return self._found(result)
+
+    def _found(self, result: Variable) -> Attention:
+        sides = operands_of(self.product)
+        query, key = (v for v in sides if v is not None)
+        query_axes, key_axes = self._factors(next(self.product.body.calls))
+        assert self.source is not None
+        if self.common is not None and self.source not in self.common:
+            raise NoPartError(self.product, "takes something else off for each key")
+        if (self.source,) in query_axes:
+            query, key, query_axes, key_axes = key, query, key_axes, query_axes
+        if (self.source,) in query_axes or (self.source,) not in key_axes:
+            raise NoPartError(self.product, "sums over what counts queries and keys alike")
+        means = self.means
+        (value,) = (v for v in operands_of(means) if v is not None and v not in self.part)
+        weights = next(v for v in means.inputs if v in self.part)
+        return Attention(
+            tuple(self.ops), query, key, value, result, query_axes, key_axes, self.value_axes,
+            self.axes[result], self.lengths, self.source, self.steps[self.of[weights]], means, weights,
+        )  # fmt: skip
+
+    def _factors(self, call: Call) -> tuple[Axes, Axes]:
+        """The axes of the two factors of the scores, that of features being one more, or several."""
+        (contracted, batch) = call.params["dimension_numbers"]
+        features = [len(self.lengths) + i for i in range(len(contracted[0]))]
+        for axis, i in zip(features, contracted[0], strict=True):
+            self.lengths[axis] = call.operands[0].shape[i]
+        free = len(batch[0])
+        sides = []
+        for side in range(2):
+            places = {i: (n,) for n, i in enumerate(batch[side])}
+            places |= {i: (axis,) for axis, i in zip(features, contracted[side], strict=True)}
+            for i in range(len(call.operands[side].shape)):
+                if i not in places:
+                    places[i] = (free,)
+                    free += 1
+            sides.append(tuple(places[i] for i in range(len(places))))
+        return sides[0], sides[1]
+
+    def _note(self, v: Variable, part: Part, axes: Axes, of: Variable | None = None) -> None:
+        self.part[v], self.axes[v] = part, axes
+        if of is not None:
+            self.of[v] = of
+
+    def _step(self, op: Op) -> None:
+        """Give the result of an op its part, or raise NoPartError."""
+        calls = list(op.body.calls)
+        if len(calls) != 1 or len(op.outputs) != 1 or calls[0].inner or op.body.has_effects:
+            raise NoPartError(op, "is not looked into")
+        row, read = row_of(op), [v for v in operands_of(op) if v in self.part]
+        if row.stops_gradient and self.part[op.inputs[0]] is not Part.SHARED:
+            raise NoPartError(op, "lets no gradient through")
+        if row.work is Work.PRODUCT:
+            self._multiplied(op, calls[0], read)
+        elif row.reduces is not None:
+            self._reduced(op, calls[0], read)
+        elif row.moves is not None:
+            self._moved(op, calls[0], read)
+        elif row.is_elementwise:
+            self._computed(op, read)
+        else:
+            raise NoPartError(op, "is no part of it")
+
+    def _moved(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
+        (v, *others), (out,) = read, op.outputs
+        axes = moved(call, self.axes[v], self.lengths) if not others and len(op.inputs) == 1 else None
+        if axes is None:
+            raise NoPartError(op, "lays it out in a way that is not followed")
+        part = self.part[v]
+        repeats = any(n > 1 and not group for n, group in zip(out.shape, axes, strict=True))
+        if repeats and part not in (Part.SHARED, Part.SUM, Part.INVERSE, Part.LOG_SUM):
+            raise NoPartError(op, "repeats it")
+        self._note(out, part, axes, self.of.get(v))
+        if part is Part.SCORES:
+            rounds = (Step(Change.ROUND, op),) if row_of(op).moves is Moves.ROUNDS else ()
+            self.steps[out] = (*self.steps[v], *rounds)
+
+    def _reduced(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
+        (v, *_), (out,) = read, op.outputs
+        gone = call.params.get("axes")
+        if gone is None or len(read) != 1:
+            raise NoPartError(op, "reduces it in a way that is not followed")
+        axes = tuple(group for i, group in enumerate(self.axes[v]) if i not in gone)
+        part = self.part[v]
+        if part in (Part.SCORES, Part.SHARED):
+            self._note(out, Part.SHARED, axes)
+            return
+        taken = [self.axes[v][i] for i in gone if self.axes[v][i]]
+        if part is not Part.EXPONENTIALS or row_of(op).reduces is not Reduces.SUM or len(taken) != 1:
+            raise NoPartError(op, "reduces what softmax does not")
+        self._expect_source(op, taken[0])
+        self._note(out, Part.SUM, axes, self.of[v])
+
+    def _expect_source(self, op: Op, group: tuple[int, ...]) -> None:
+        """The axis of the keys, which is that over which exponentials are summed."""
+        if len(group) != 1 or self.source not in (None, group[0]):
+            raise NoPartError(op, "sums over another axis than that of the keys")
+        self.source = group[0]
+
+    def _multiplied(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
+        sides = operands_of(op)
+        if len(read) != 1 or None in sides or self.part[read[0]] not in (Part.WEIGHTS, Part.EXPONENTIALS):
+            raise NoPartError(op, "multiplies what is not weights yet")
+        at = sides.index(read[0])
+        (contracted, batch), axes = call.params["dimension_numbers"], self.axes[read[0]]
+        taken = [axes[i] for i in contracted[at] if axes[i]]
+        if len(taken) != 1:
+            raise NoPartError(op, "sums over another axis than that of the keys")
+        self._expect_source(op, taken[0])
+        places = {i: axes[j] for i, j in zip(batch[1 - at], batch[at], strict=True)}
+        places |= {i: axes[j] for i, j in zip(contracted[1 - at], contracted[at], strict=True)}
+        shape = call.operands[1 - at].shape
+        features = {
+            i: (len(self.lengths) + n,) for n, i in enumerate(i for i in range(len(shape)) if i not in places)
+        }
+        for i, (axis,) in features.items():
+            self.lengths[axis] = shape[i]
+        self.value_axes: Axes = tuple((places | features)[i] for i in range(len(shape)))
+        self.means = op
+        own = [axes[i] for i in range(len(axes)) if i not in (*contracted[at], *batch[at])]
+        free = (own, list(features.values())) if at == 0 else (list(features.values()), own)
+        made = (*(axes[i] for i in batch[at]), *free[0], *free[1])
+        part = Part.MEAN if self.part[read[0]] is Part.WEIGHTS else Part.UNWEIGHED
+        self._note(op.outputs[0], part, made, self.of[read[0]])
+
+    def _computed(self, op: Op, read: Sequence[Variable]) -> None:
+        """The result of arithmetic number by number."""
+        (out,), parts = op.outputs, {self.part[v] for v in read}
+        axes = self._aligned(op, read)
+        if parts == {Part.SHARED}:
+            self._expect_shared(op, axes)
+            self._note(out, Part.SHARED, axes)
+        elif parts == {Part.SCORES} and len(read) == 1:
+            self._changed(op, read[0], axes)
+        elif Part.SCORES in parts and len(read) == 2 and len(op.inputs) == 2:
+            self._shifted(op, axes)
+        else:
+            self._normalized(op, read, axes)
+
+    def _aligned(self, op: Op, read: Sequence[Variable]) -> Axes:
+        """The axes of a result, if those of all that is read beside each other are the same."""
+        found: list[tuple[int, ...]] = []
+        for i in range(op.outputs[0].ndim):
+            groups = {self.axes[v][i] for v in read if v.ndim}
+            groups.discard(())
+            if len(groups) > 1:
+                raise NoPartError(op, "computes numbers of different places with each other")
+            found.append(next(iter(groups), ()))
+        return tuple(found)
+
+    def _expect_shared(self, op: Op, axes: Axes) -> None:
+        """Raise if an op lets numbers that keys share depend on something else, which may tell them apart."""
+        for v in op.inputs:
+            if v not in self.part and any(
+                n > 1 and not group for n, group in zip(v.shape, axes, strict=False)
+            ):
+                raise NoPartError(op, "computes something else for each key")
+
+    def _changed(self, op: Op, v: Variable, axes: Axes) -> None:
+        """The result of arithmetic with scores and what is not computed of them."""
+        (out,), row = op.outputs, row_of(op)
+        if row.exponential:
+            self._note(out, Part.EXPONENTIALS, axes, v)
+            return
+        step = self._change(op, v, axes)
+        if step is None:
+            raise NoPartError(op, "changes scores in a way that is not known")
+        self._note(out, Part.SCORES, axes)
+        self.steps[out] = (*self.steps[v], step)
+
+    def _change(self, op: Op, v: Variable, axes: Axes) -> Step | None:
+        row, values, numbers = row_of(op), operands_of(op), op.body.numbers
+        at = values.index(v)
+        others = [
+            self.own.number(numbers[i]) if x is None else self.own.of(x, axes if x.ndim else ())
+            for i, x in enumerate(values)
+            if i != at
+        ]
+        if row.chooses and row.linear is Linear.TOGETHER and len(values) == 3 and at > 0:
+            mask, fill = others
+            chooses = at == 2
+            return Step(
+                Change.CHOOSE if chooses else Change.DISMISS, op, mask.conjuncts if chooses else (mask,), fill
+            )
+        if len(others) != 1 or row.chooses:
+            return None
+        (other,) = others
+        if row.adds:
+            return Step(Change.ADD, op, (other,))
+        if row.linear is Linear.TOGETHER and at == 0:
+            return Step(Change.SUBTRACT, op, (other,))
+        if row.multiplies and row.linear is Linear.EACH and other.size == 1:
+            return Step(Change.MULTIPLY, op, (other,))
+        if row.divides and at == 0 and other.size == 1:
+            return Step(Change.DIVIDE, op, (other,))
+        return None
+
+    def _shifted(self, op: Op, axes: Axes) -> None:
+        """Scores from which something is taken off that all keys share."""
+        (first, second), (out,), row = op.inputs, op.outputs, row_of(op)
+        if self.part[first] is not Part.SCORES:
+            first, second = second, first
+        takes_off = (
+            row.linear is Linear.TOGETHER and not row.adds and not row.chooses and op.inputs[0] is first
+        )
+        if self.part[second] is Part.LOG_SUM and takes_off and self.of[second] is first:
+            self._note(out, Part.LOG_WEIGHTS, axes, first)
+            return
+        if self.part[second] is not Part.SHARED or not (row.adds or takes_off):
+            raise NoPartError(op, "changes scores by what is computed of them")
+        absent = frozenset(_flat(axes)).difference(_flat(self.axes[second]))
+        self.common = absent if self.common is None else self.common & absent
+        self._note(out, Part.SCORES, axes)
+        self.steps[out] = self.steps[first]
+        if takes_off:
+            self.shifted[out] = (first, second)
+
+    def _normalized(self, op: Op, read: Sequence[Variable], axes: Axes) -> None:
+        """The result of arithmetic behind the exponential."""
+        (out,), row, parts = op.outputs, row_of(op), [self.part[v] for v in read]
+        values = operands_of(op)
+        of = self.of.get(read[0])
+        same = all(self.of.get(v) is of for v in read)
+        made: Part | None = None
+        if len(read) == 2 and same and len(values) == 2:
+            made = _OF_TWO.get(
+                (frozenset(parts), "divides" if row.divides else "multiplies" if row.multiplies else "")
+            )
+            if row.divides and parts[1] is not Part.SUM:
+                made = None
+        elif len(values) == 1 and parts == [Part.SUM] and (row.logarithm or row.keeps_positive):
+            made = Part.LOG_SUM if row.logarithm else Part.SUM
+        elif len(values) == 1 and parts == [Part.LOG_WEIGHTS] and row.exponential:
+            made = Part.WEIGHTS
+        elif parts == [Part.SUM] and row.divides and values[0] is None and op.body.numbers[0] == 1:
+            made = Part.INVERSE
+        elif set(parts) == {Part.LOG_SUM, Part.SHARED} and row.adds:
+            of = self._unshifted(read)
+            made = Part.LOG_SUM if of is not None else None
+        if made is None:
+            raise NoPartError(op, "does what softmax does not")
+        self._note(out, made, axes, of)
+
+    def _unshifted(self, read: Sequence[Variable]) -> Variable | None:
+        """The scores of which a log-sum is that, with what was taken off before added again."""
+        total = next(v for v in read if self.part[v] is Part.LOG_SUM)
+        shared = next(v for v in read if self.part[v] is Part.SHARED)
+        before, taken = self.shifted.get(self.of[total], (None, None))
+        return before if taken is not None and self._same(taken, shared) else None
+
+    def _same(self, v: Variable, other: Variable) -> bool:
+        """Whether two values hold the same numbers, laid out in other ways."""
+        return self._origin(v) is self._origin(other)
+
+    def _origin(self, v: Variable) -> Variable:
+        """What is only moved to become a value."""
+        op = self.makers.get(v)
+        while op is not None and row_of(op).moves in _LAID and not row_of(op).stops_gradient:
+            (v,) = op.inputs
+            op = self.makers.get(v)
+        return v
+
+
+def _flat(axes: Axes) -> Iterator[int]:
+    return (axis for group in axes for axis in group)
+
+
+_LAID = (Moves.REPEATS, Moves.RESHAPES)
+
+
+_OF_TWO = {
+    (frozenset((Part.EXPONENTIALS, Part.SUM)), "divides"): Part.WEIGHTS,
+    (frozenset((Part.EXPONENTIALS, Part.INVERSE)), "multiplies"): Part.WEIGHTS,
+    (frozenset((Part.UNWEIGHED, Part.SUM)), "divides"): Part.MEAN,
+    (frozenset((Part.UNWEIGHED, Part.INVERSE)), "multiplies"): Part.MEAN,
+}

@@ -1,0 +1,216 @@
+"""``fuse_attention``: attention as one op, computed by a better kernel than its ops are.
+
+fuse_attention(optimizer.minimize(loss, params, tokens))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from onward.core.check import expect_program
+from onward.core.errors import ArgumentError, GraphError
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.edited import with_inner
+from onward.core.jaxprs.joining import joined
+from onward.core.jaxprs.tracing import traced
+from onward.core.marks import ATTENTION
+from onward.core.program import Applied, Op, Phase, Program
+from onward.core.recipe import recipe_of, resumed, whole_types
+from onward.core.structure import expect_count
+from onward.core.transform import transform
+from onward.core.walk import Where, listed, select
+from onward.core.words import Pass
+from onward.develop.attention.find import NoPartError, attentions
+from onward.develop.attention.kernels import by_cudnn, in_blocks
+from onward.develop.attention.layout import Laid, laid_out
+from onward.develop.attention.places import Kernel, chosen, hindrance, places, unrolled
+from onward.develop.rewrite.put import ENTERED, inside
+from onward.develop.roll.forward import separable
+
+_NONE = (
+    "fuse_attention: nothing in {name!r} is computed as softmax(scale * q @ k.T + mask) @ v.{closest} "
+    "Leave fuse_attention away where there is no attention."
+)
+_CLOSEST = " Closest comes that of which {op}{at} {why}."
+_TWICE = (
+    "fuse_attention: attention of {name!r} is fused already. Call it once, with all that is meant: "
+    "where=[...]."
+)
+_NO_KERNEL = "fuse_attention: {name}{at} cannot be computed by {kernel}: {why}."
+
+
+def fuse_attention(
+    program: Program,
+    kernel: Kernel | None = None,
+    *,
+    blocks: int = 4,
+    where: Where | Iterable[Where] = (),
+) -> Program:
+    """The Program in which attention is one op, computed by a better kernel than its ops are.
+
+    Attention is found by what it computes, ``softmax(scale * q @ k.T + mask) @ v``, in any spelling: einsum,
+    matmul, the layers of flax, equinox and haiku, ``jax.nn.dot_product_attention``; causal, with padding, a
+    bias or a window, with fewer heads of keys than of queries; in loops over layers and ``jax.checkpoint``
+    too. Where weights are dropped, or read by something else, it stays as it is written.
+
+    ``"blocks"`` computes a block of queries at a time over the keys that its mask, where that is known while
+    the Program is built, lets some of them see: with a causal mask in 4 blocks 5/8 of the scores, forward and
+    backward. Values and gradients are the same up to rounding, for places that see no key as well.
+    ``"cudnn"`` takes the fused kernels of NVIDIA GPUs, for bfloat16 and float16, which never hold the scores.
+    Unless told which, cuDNN where it can be taken, else blocks where they leave something out of attention
+    over at least 64 places, else the ops as they are; for less memory there, see ``chunk``.
+
+    Args:
+        program: a Program that was traced, at any stage.
+        kernel: ``"blocks"`` or ``"cudnn"``; the best that can be taken unless given.
+        blocks: how many blocks of queries.
+        where: the results to compute so, by name (``attentions_of`` tells it), pattern or predicate.
+
+    Raises:
+        ArgumentError: another kernel, or cuDNN where it cannot be taken: another device or dtype, more than
+            128 features a head, values of other features than keys.
+        GraphError: there is no attention: it names what came closest.
+        RecipeError: the Program was not traced, or its ops were changed by hand.
+        UnknownNameError: ``where`` names nothing that was found.
+
+    Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2; Dao et al., FlashAttention, 2022,
+    section 3.3, for blocks that a mask rules out.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> def loss(w, x):
+        ...     q, k, v = jnp.split((x @ w)[None, :, None], 3, axis=-1)
+        ...     return jnp.mean(jax.nn.dot_product_attention(q, k, v, is_causal=True))
+        >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 12)), jnp.ones((64, 4)))
+        >>> print(*ow.graph.attentions_of(ow.fuse_attention(program, "blocks")))
+    """
+    expect_program(program, "fuse_attention")
+    _expect_kernel(kernel)
+    expect_count(blocks, "fuse_attention: blocks", of="how many blocks")
+    recipe = recipe_of(program, "with its attention fused", "Call jax.nn.dot_product_attention yourself")
+    if recipe.of(fused_attention):
+        raise GraphError(_TWICE.format(name=program.name))
+    forward = unrolled(program, recipe)
+    names = _names(forward, tuple(listed(where)))
+    _expect_possible(forward, names, kernel)
+    step = Applied(fused_attention, (kernel, blocks, names), {}, Phase.FORWARD)
+    grown = recipe.including(step)
+    return resumed(step(forward), grown, len(grown.until(Phase.ROLL).steps), whole_types(program))
+
+
+@separable
+@transform(phase=Phase.FORWARD)
+def fused_attention(program: Program, kernel: Kernel | None, blocks: int, names: Sequence[str]) -> Program:
+    """A forward Program in which this attention is one op; what is not found, or gains nothing, stays."""
+    return _fused(program, frozenset(names), kernel, blocks, "")
+
+
+class FusedAttention(Body):
+    """The body of an ``attention`` op."""
+
+    def __init__(self, closed: Any, kernel: Kernel, blocks: int) -> None:
+        super().__init__(closed)
+        self.kernel, self.blocks = kernel, blocks
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """By what it is computed."""
+        return {"kernel": self.kernel} | ({"blocks": str(self.blocks)} if self.kernel == "blocks" else {})
+
+
+def _fused(
+    program: Program, names: frozenset[str], kernel: Kernel | None, blocks: int, within: str
+) -> Program:
+    """A forward Program with the attention of these names as one op each, by this kernel or the best."""
+    at: dict[Op, Op] = {}
+    gone: set[Op] = set()
+    for attention in attentions(program):
+        laid = laid_out(attention)
+        best = chosen(laid, kernel, blocks) if within + attention.result.name in names else None
+        if isinstance(laid, Laid) and best is not None:
+            at[attention.ops[-1]] = _op(laid, best, blocks)
+            gone.update(attention.ops)
+    stay = (op for op in program.ops if op in at or op not in gone)
+    ops = tuple(at.get(op) or _entered(op, names, kernel, blocks, within) for op in stay)
+    if ops == program.ops:
+        return program
+    return replace(program, ops=_without_unread(program, ops, gone))
+
+
+def _entered(op: Op, names: frozenset[str], kernel: Kernel | None, blocks: int, within: str) -> Op:
+    """An op with the attention in the Programs that it runs fused."""
+    if op.made_by is not Pass.FORWARD or op.primitive.runs not in ENTERED:
+        return op
+    body = op.body
+    for name, inner in op.subprograms.items():
+        new = _fused(inner, names, kernel, blocks, inside(op, within))
+        if new is not inner:
+            body = with_inner(body, name, joined(new.ops, new.inputs, new.outputs, is_inner=True))
+    return op if body is op.body else replace(op, body=body)
+
+
+def _without_unread(program: Program, ops: Sequence[Op], gone: set[Op]) -> tuple[Op, ...]:
+    """The ops without those that made only what the ops which are gone read."""
+    made_for = {v for op in gone for v in op.inputs}
+    needed = {*program.outputs, *program.next_state.values(), *program.losses}
+    needed |= set() if program.loss is None else {program.loss}
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if made_for.issuperset(op.outputs) and needed.isdisjoint(op.outputs) and not op.body.has_effects:
+            made_for.update(op.inputs)
+            continue
+        needed.update(op.inputs)
+        kept.append(op)
+    return tuple(reversed(kept))
+
+
+def _op(laid: Laid, kernel: Kernel, blocks: int) -> Op:
+    """Attention as one op."""
+    found = laid.attention
+    ruled = laid.ruled if kernel == "blocks" or (laid.ruled is not None and laid.ruled.is_causal) else None
+    steps = found.steps if ruled is None else ruled.steps
+    read = [found.query, found.key, found.value, *(v for step in steps for v in step.reads)]
+    if ruled is not None and not ruled.is_causal:
+        read += [v for mask in ruled.by for v in mask.reads]
+    inputs = tuple(dict.fromkeys(read))
+
+    def run(*values: Any) -> list[Any]:
+        env = dict(zip(inputs, values, strict=True))
+        return [by_cudnn(laid, ruled, env) if kernel == "cudnn" else in_blocks(laid, ruled, blocks, env)]
+
+    body = FusedAttention(traced(run, *(v.aval for v in inputs)), kernel, blocks)
+    return Op(ATTENTION, inputs, (found.result,), body, scope=found.scores.scope, source=found.scores.source)
+
+
+def _names(program: Program, where: tuple[Where, ...]) -> tuple[str, ...]:
+    """The names of the attention that is meant."""
+    missed: list[tuple[int, NoPartError]] = []
+    found = {replace(p.attention.result, name=p.name): p for p in places(program, missed=missed)}
+    if not found:
+        raise GraphError(_NONE.format(name=program.name, closest=_closest(missed)))
+    chosen = select(tuple(found), where, "fuse_attention, where") if where else tuple(found)
+    return tuple(v.name for v in chosen)
+
+
+def _closest(missed: Sequence[tuple[int, NoPartError]]) -> str:
+    if not missed:
+        return ""
+    _, why = max(missed, key=lambda pair: pair[0])
+    return _CLOSEST.format(op=why.op.type, at=why.op.at, why=why.why)
+
+
+def _expect_possible(program: Program, names: Sequence[str], kernel: Kernel | None) -> None:
+    """Raise where a kernel that was asked for cannot compute what is meant."""
+    for place in places(program):
+        if kernel is not None and place.name in names:
+            why = place.laid if isinstance(place.laid, str) else hindrance(place.laid, kernel)
+            if why:
+                op = place.attention.scores
+                raise ArgumentError(_NO_KERNEL.format(name=place.name, at=op.at, kernel=kernel, why=why))
+
+
+def _expect_kernel(kernel: Any) -> None:
+    if kernel not in (None, "blocks", "cudnn"):
+        raise ArgumentError(f"fuse_attention: kernel is {kernel!r}; expected 'blocks', 'cudnn' or None.")

@@ -1,0 +1,145 @@
+"""Attention computed by kernels: in blocks that leave out what a mask rules out, or by cuDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.program import Op, Variable
+from onward.develop.attention.find import Attention, Change, Step
+from onward.develop.attention.layout import MASKS, Laid, Ruled
+
+
+def in_blocks(laid: Laid, ruled: Ruled | None, count: int, env: Mapping[Variable, Any]) -> Any:
+    """The mean of the values, for as many blocks of places, each over the keys that some of them look at.
+
+    All keys that a block leaves out have one score, that of what the mask rules out. They count as one key
+    that weighs as much as all of them: nothing beside a key that is looked at, and all where there is none.
+    """
+    found, steps = laid.attention, laid.attention.steps if ruled is None else ruled.steps
+    q, k, v = laid.query(env[found.query]), laid.key(env[found.key]), laid.value(env[found.value])
+    operands = [[laid.beside(x, env) for x in step.by] for step in steps]
+    fills = [None if step.fill is None else laid.beside(step.fill, env) for step in steps]
+    whole = slice(0, laid.length(laid.time)), slice(0, laid.source)
+    mask = None if ruled is None or ruled.is_causal else laid.seen(ruled.by, env)
+    parts = []
+    for rows, keys in [whole] if ruled is None else ruled.blocks(count):
+        scores = _product("btkgh,bskh->bkgts", q[:, rows], k[:, keys], found.scores)
+        for step, by, fill in zip(steps, operands, fills, strict=True):
+            part = [_cut(x, rows, keys) for x in by]
+            scores = changed(scores, step, part, None if fill is None else _cut(fill, rows, keys))
+        if ruled is not None:
+            seen = _causal(rows, keys) if mask is None else mask[rows, keys]
+            scores = jnp.where(seen, scores, jnp.asarray(ruled.fill, scores.dtype))
+        left = [v[:, : keys.start], v[:, keys.stop :]]
+        parts.append(_mean(scores, v[:, keys], left, ruled, found))
+    return laid.result(jnp.concatenate(parts, axis=1)).astype(found.result.dtype)
+
+
+def by_cudnn(laid: Laid, ruled: Ruled | None, env: Mapping[Variable, Any]) -> Any:
+    """The same by the kernels of cuDNN, which never hold all scores."""
+    found = laid.attention
+    causal = ruled is not None and ruled.is_causal
+    steps = ruled.steps if ruled is not None and causal else found.steps
+    scale: Any = 1.0
+    bias, dtype = jnp.zeros((1,) * 5, np.float32), found.query.dtype
+    q, k, v = laid.query(env[found.query]), laid.key(env[found.key]), laid.value(env[found.value])
+    for step in steps:
+        if step.change is Change.ROUND:
+            continue
+        by = [laid.beside(x, env) for x in step.by]
+        bias = changed(bias, step, by, None if step.fill is None else laid.beside(step.fill, env))
+        if step.change in (Change.MULTIPLY, Change.DIVIDE):
+            number = step.by[0].number
+            factor = by[0].reshape(()) if number is None else number
+            factor = factor if step.change is Change.MULTIPLY else 1 / factor
+            scale = scale * factor
+    if not isinstance(scale, float):
+        q, scale = (q * scale).astype(dtype), 1.0
+    heads = q.shape[2] * q.shape[3]
+    has_bias = any(step.change in MASKS for step in steps)
+    mean = jax.nn.dot_product_attention(
+        q.reshape(*q.shape[:2], heads, q.shape[-1]),
+        k,
+        v,
+        _whole(bias, q.shape, k.shape[1]).astype(dtype) if has_bias else None,
+        scale=scale,
+        is_causal=causal,
+        implementation="cudnn",
+    )
+    return laid.result(mean.reshape(*q.shape[:4], v.shape[-1])).astype(found.result.dtype)
+
+
+def _whole(bias: Any, query: Sequence[int], source: int) -> Any:
+    """A bias [batch, heads, groups, time, source] as [batch, heads, time, source], as few as may be."""
+    batch, heads, groups = bias.shape[:3]
+    if max(heads, groups) > 1:
+        heads, groups = query[2:4]
+    return jnp.broadcast_to(bias, (batch, heads, groups, query[1], source)).reshape(
+        batch, heads * groups, query[1], source
+    )
+
+
+def _causal(rows: slice, keys: slice) -> Any:
+    """Where places look at themselves and at what is before them."""
+    places = jnp.arange(rows.start, rows.stop, dtype=np.int32)
+    return jnp.arange(keys.start, keys.stop, dtype=np.int32) <= places[:, None]
+
+
+def _mean(scores: Any, v: Any, left: Sequence[Any], ruled: Ruled | None, attention: Attention) -> Any:
+    """[batch, time, heads, groups, features] of scores and values, with those that are left out."""
+    largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    count = sum(x.shape[1] for x in left)
+    leaves = ruled is not None and count > 0 and np.isfinite(ruled.fill)
+    fill = jnp.asarray(ruled.fill, scores.dtype) if ruled is not None and leaves else None
+    if fill is not None:
+        largest = jnp.maximum(largest, fill)
+    e = jnp.exp(scores - largest)
+    total = e.sum(axis=-1, keepdims=True)
+    if fill is None:
+        return _product("bkgts,bskh->btkgh", (e / total).astype(attention.weights.dtype), v, attention.means)
+    weight = jnp.exp(fill - largest)
+    total = total + count * weight
+    found = _product("bkgts,bskh->btkgh", (e / total).astype(attention.weights.dtype), v, attention.means)
+    rest = sum(x.sum(axis=1, dtype=found.dtype) for x in left)[:, None, :, None]
+    share = jnp.moveaxis(weight / total, 3, 1).astype(found.dtype)
+    return found + share * rest
+
+
+def _product(spec: str, x: Any, y: Any, op: Op) -> Any:
+    """A product as precise as that of an op."""
+    params = next(op.body.calls).params
+    wide = params.get("preferred_element_type")
+    return jnp.einsum(spec, x, y, precision=params.get("precision"), preferred_element_type=wide)
+
+
+def changed(scores: Any, step: Step, by: Sequence[Any], fill: Any) -> Any:
+    """Scores behind a step."""
+    if step.change is Change.ROUND:
+        return scores.astype(step.op.outputs[0].dtype)
+    if step.change in (Change.CHOOSE, Change.DISMISS):
+        mask = by[0]
+        for other in by[1:]:
+            mask = mask & other
+        old = (scores, fill) if step.change is Change.CHOOSE else (fill, scores)
+        return jnp.where(mask, *(x.astype(scores.dtype) for x in old))
+    (other,) = by
+    return _ARITHMETIC[step.change](scores, other.astype(scores.dtype))
+
+
+_ARITHMETIC: Mapping[Change, Callable[[Any, Any], Any]] = {
+    Change.ADD: jnp.add,
+    Change.SUBTRACT: jnp.subtract,
+    Change.MULTIPLY: jnp.multiply,
+    Change.DIVIDE: jnp.divide,
+}
+
+
+def _cut(x: Any, rows: slice, keys: slice) -> Any:
+    """The part of [batch, heads, groups, time, source] for some places and keys."""
+    x = x if x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., keys]

@@ -1,0 +1,207 @@
+"""Attention as everybody lays it out: queries [batch, time, heads, features], keys and values alike.
+
+The axes of the scores fall into groups: what all have (the batch, and heads of keys), what only queries have
+(their places, and groups of heads that share keys), and the places of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.core.program import Variable
+from onward.develop.attention.axes import Axes, grouped
+from onward.develop.attention.find import Attention, Change, Step
+from onward.develop.attention.operands import Operand
+
+_NEVER = -1e9  # what is added to scores so that their keys are not looked at
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """Attention with its axes in groups.
+
+    Attributes:
+        attention: as it was found.
+        batch: the axes of it, and so on.
+    """
+
+    attention: Attention
+    batch: tuple[int, ...]
+    heads: tuple[int, ...]  # of keys and values
+    groups: tuple[int, ...]  # of queries for each of these
+    time: tuple[int, ...]
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """How long each axis is."""
+        return self.attention.lengths
+
+    @property
+    def source(self) -> int:
+        """How many keys there are."""
+        return self.lengths[self.attention.source]
+
+    def length(self, axes: Sequence[int]) -> int:
+        """How long these are together."""
+        return prod(self.lengths[axis] for axis in axes)
+
+    def query(self, x: Any) -> Any:
+        """Queries as [batch, time, heads, groups, features]."""
+        return self._laid(x, self.attention.query_axes, (self.batch, self.time, self.heads, self.groups))
+
+    def key(self, x: Any) -> Any:
+        """Keys as [batch, source, heads, features]."""
+        return self._laid(x, self.attention.key_axes, (self.batch, (self.attention.source,), self.heads))
+
+    def value(self, x: Any) -> Any:
+        """Values as [batch, source, heads, features]."""
+        return self._laid(x, self.attention.value_axes, (self.batch, (self.attention.source,), self.heads))
+
+    def _laid(self, x: Any, axes: Axes, groups: Sequence[Sequence[int]]) -> Any:
+        return grouped(x, axes, (*groups, self.features(axes)), self.lengths)
+
+    def features(self, axes: Axes) -> tuple[int, ...]:
+        """Those of some axes that no score counts along."""
+        return tuple(axis for group in axes for axis in group if axis >= self._own)
+
+    @property
+    def _own(self) -> int:
+        """How many axes the scores have."""
+        return self.attention.scores.outputs[0].ndim
+
+    def beside(self, operand: Operand, env: Mapping[Variable, Any]) -> Any:
+        """An operand of the scores as [batch, heads, groups, time, source], 1 long where it repeats."""
+        x = operand.array(env)
+        for group in self._groups:
+            if any(x.shape[axis] > 1 for axis in group):
+                x = jnp.broadcast_to(x, [self.lengths[i] if i in group else n for i, n in enumerate(x.shape)])
+        laid = x.transpose([axis for group in self._groups for axis in group])
+        return laid.reshape([prod(x.shape[axis] for axis in group) for group in self._groups])
+
+    @property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        return (self.batch, self.heads, self.groups, self.time, (self.attention.source,))
+
+    def result(self, x: Any) -> Any:
+        """[batch, time, heads, groups, features] as the Program has it."""
+        order = [*self.batch, *self.time, *self.heads, *self.groups]
+        wanted = [axis for group in self.attention.result_axes for axis in group]
+        order = [a for a in (*order, *self.features(self.attention.result_axes)) if self.lengths[a] > 1]
+        apart = x.reshape([self.lengths[axis] for axis in order])
+        laid = apart.transpose([order.index(axis) for axis in wanted if self.lengths[axis] > 1])
+        return laid.reshape(self.attention.result.shape)
+
+    @cached_property
+    def ruled(self) -> Ruled | None:
+        """The masks that are known, if nothing comes behind them."""
+        steps = [s for s in self.attention.steps if s.change in MASKS]
+        if [s.change for s in steps] == [Change.ADD]:
+            return self._ruled_by_sum(steps[0])
+        fill = steps[-1].fill.number if steps and steps[-1].fill is not None else None
+        if fill is None:
+            return None
+        left: dict[Step, tuple[Step, ...]] = {step: (step,) for step in self.attention.steps}
+        known: list[Operand] = []
+        for step in steps[::-1]:
+            if step.change is not Change.CHOOSE or step.fill is None or step.fill.number != fill:
+                break
+            mine = [mask for mask in step.by if self._is_of_places(mask)]
+            rest = tuple(mask for mask in step.by if mask not in mine)
+            left[step] = (replace(step, by=rest),) if rest else ()
+            known += mine
+        if not known:
+            return None
+        with jax.ensure_compile_time_eval():
+            seen = np.asarray(self.seen(known, {}))
+        return Ruled(seen, fill, tuple(known), tuple(s for group in left.values() for s in group))
+
+    def _ruled_by_sum(self, step: Step) -> Ruled | None:
+        """The mask that is added as 0 and large negative numbers, of which no row is all negative."""
+        (operand,) = step.by
+        if not self._is_of_places(operand) or operand.value is None:
+            return None
+        with jax.ensure_compile_time_eval():
+            seen = np.asarray(self.seen([operand], {}))
+        if not seen.any(axis=1).all() or not np.all((operand.value == 0) | (operand.value <= _NEVER)):
+            return None
+        return Ruled(seen, -np.inf, (operand,), tuple(s for s in self.attention.steps if s is not step))
+
+    def _is_of_places(self, operand: Operand) -> bool:
+        """Whether an operand is known and depends on places and keys alone."""
+        return operand.counts <= {*self.time, self.attention.source} and operand.value is not None
+
+    def seen(self, operands: Iterable[Operand], env: Mapping[Variable, Any]) -> Any:
+        """Which places look at which keys by masks: [time, source]; by what is added, where that is 0."""
+        seen = jnp.ones((), bool)
+        for operand in operands:
+            laid = self.beside(operand, env)
+            seen = seen & (laid if laid.dtype == bool else laid == 0).reshape(laid.shape[-2:])
+        return jnp.broadcast_to(seen, (self.length(self.time), self.source))
+
+
+MASKS = (Change.ADD, Change.SUBTRACT, Change.CHOOSE, Change.DISMISS)
+
+
+@dataclass(frozen=True, eq=False)
+class Ruled:
+    """A mask that is known while the Program is built.
+
+    Attributes:
+        seen: [time, source], where a place looks.
+        fill: the score of the others.
+        by: what computes it, all of which have to be true.
+        steps: the changes of scores without it.
+    """
+
+    seen: np.ndarray
+    fill: float
+    by: tuple[Operand, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether each place looks at itself and at what is before it."""
+        return bool(np.array_equal(self.seen, np.tri(*self.seen.shape, dtype=bool)))
+
+    def blocks(self, count: int) -> Iterator[tuple[slice, slice]]:
+        """The places in as many blocks, each with the keys that some of them look at."""
+        rows = len(self.seen)
+        edges = [rows * i // count for i in range(count + 1)]
+        for a, b in pairwise(edges):
+            keys = np.flatnonzero(self.seen[a:b].any(axis=0))
+            if a < b:
+                yield slice(a, b), slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(0, 1)
+
+    def share(self, count: int) -> float:
+        """The share of the scores that is computed in as many blocks."""
+        made = sum((r.stop - r.start) * (k.stop - k.start) for r, k in self.blocks(count))
+        return float(made / self.seen.size)
+
+
+def laid_out(attention: Attention) -> Laid | str:
+    """Attention with its axes in groups; in words why not, where keys and values have different heads."""
+    lengths = attention.lengths
+    sides = {"q": attention.query_axes, "k": attention.key_axes, "v": attention.value_axes}
+    of = {side: [a for group in axes for a in group if lengths[a] > 1] for side, axes in sides.items()}
+    own = attention.scores.outputs[0].ndim
+    scores = [axis for axis in of["q"] if axis < own]
+    if {a for a in of["k"] if a < own} != {a for a in of["v"] if a < own}:
+        return "keys and values have different heads"
+    common = [axis for axis in scores if axis in of["k"]]
+    free = [axis for axis in scores if axis not in of["k"]]
+    counted = {axis for step in attention.steps for x in step.by for axis in x.counts}
+    time = sorted(free, key=lambda axis: (axis in counted, lengths[axis], axis))[-1:]
+    short = [axis for axis in range(own) if lengths[axis] == 1 and axis != attention.source]
+    heads = common[-1:] if len(common) > 1 else []
+    batch = [axis for axis in common if axis not in heads] + short
+    groups = [axis for axis in free if axis not in time]
+    return Laid(attention, *map(tuple, (batch, heads, groups, time)))

@@ -1,0 +1,92 @@
+"""Where attention stands in a Program and in the loops within, and by which kernel each is computed best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import jax
+
+from onward.core.program import Phase, Program, Recipe
+from onward.core.recipe import build, whole_types
+from onward.develop.attention.find import Attention, NoPartError, attentions
+from onward.develop.attention.layout import Laid, laid_out
+from onward.develop.rewrite.put import entered, inside
+from onward.develop.roll.forward import forward_of
+
+Kernel: TypeAlias = Literal["blocks", "cudnn"]
+
+_GAIN = 0.8  # blocks pay where they compute less than this share of the scores
+_SHORT = 64  # places below which they do not
+_LOW = ("bfloat16", "float16")
+_MOST_FEATURES = 128  # of a head, for cuDNN
+
+
+@dataclass(frozen=True)
+class Place:
+    """Attention where it stands: laid out, or in words why it cannot be."""
+
+    name: str
+    attention: Attention
+    laid: Laid | str
+
+
+def places(
+    program: Program, within: str = "", missed: list[tuple[int, NoPartError]] | None = None
+) -> Iterator[Place]:
+    """The attention of a forward Program and of the loops within, in order."""
+    found = {attention.ops[-1]: attention for attention in attentions(program, missed)}
+    loops = set(entered(program))
+    for op in program.ops:
+        if op in found:
+            yield Place(within + found[op].result.name, found[op], laid_out(found[op]))
+        elif op in loops:
+            for inner in op.subprograms.values():
+                yield from places(inner, inside(op, within), missed)
+
+
+def unrolled(program: Program, recipe: Recipe) -> Program:
+    """The forward pass before layers become loops."""
+    before = recipe.until(Phase.ROLL)
+    is_whole = len(before.steps) == len(recipe.until(Phase.BACKWARD).steps)
+    return forward_of(program, recipe) if is_whole else build(before, whole_types(program))
+
+
+def chosen(laid: Laid | str, kernel: Kernel | None, blocks: int) -> Kernel | None:
+    """The kernel that was asked for, or gains most; None where none does, or it cannot be taken."""
+    if isinstance(laid, str):
+        return None
+    if kernel is not None:
+        return None if hindrance(laid, kernel) else kernel
+    if not hindrance(laid, "cudnn"):
+        return "cudnn"
+    return None if no_gain(laid, blocks) else "blocks"
+
+
+def no_gain(laid: Laid, blocks: int) -> str:
+    """Why blocks compute it no faster; empty if they do."""
+    if laid.length(laid.time) < _SHORT:
+        return f"fewer than {_SHORT} places"
+    if laid.ruled is None or laid.ruled.share(blocks) > _GAIN:
+        return "no mask that is known rules out enough"
+    return ""
+
+
+def hindrance(laid: Laid, kernel: Kernel) -> str:
+    """Why a kernel cannot compute it; empty if it can."""
+    if kernel == "blocks":
+        return ""
+    found = laid.attention
+    platform, dtype = jax.default_backend(), str(found.query.dtype)
+    if platform != "gpu":
+        return f"it runs on {platform}, and cuDNN on NVIDIA GPUs; leave kernel away here"
+    if dtype not in _LOW or {found.key.dtype, found.value.dtype} != {found.query.dtype}:
+        return f"it computes in {dtype}; expected bfloat16 or float16, as of ow.mixed_precision(program)"
+    of_keys, of_values = (laid.length(laid.features(axes)) for axes in (found.key_axes, found.value_axes))
+    if of_keys != of_values or of_keys > _MOST_FEATURES or of_keys % 8:
+        return (
+            f"its heads have {of_keys} features of keys and {of_values} of values; expected as many, a "
+            f"multiple of 8 up to {_MOST_FEATURES}"
+        )
+    return ""
