@@ -173,7 +173,7 @@ def _op(laid: Laid, kernel: Kernel, blocks: int) -> Op:
     steps = found.steps if ruled is None else ruled.steps
     read = [found.query, found.key, found.value, *(v for step in steps for v in step.reads)]
     if ruled is not None and not ruled.is_causal:
-        read += [v for mask in ruled.by for v in mask.reads]
+        read += [v for mask in ruled.masks for v in mask.by.reads]
     inputs = tuple(dict.fromkeys(read))
 
     def run(*values: Any) -> list[Any]:

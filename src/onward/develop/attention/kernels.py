@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ def in_blocks(laid: Laid, ruled: Ruled | None, count: int, env: Mapping[Variable
     operands = [[laid.beside(x, env) for x in step.by] for step in steps]
     fills = [None if step.fill is None else laid.beside(step.fill, env) for step in steps]
     whole = slice(0, laid.length(laid.time)), slice(0, laid.source)
-    mask = None if ruled is None or ruled.is_causal else laid.seen(ruled.by, env)
+    mask = None if ruled is None or ruled.is_causal else laid.seen(ruled.masks, env)
     parts = []
     for rows, keys in [whole] if ruled is None else ruled.blocks(count):
         scores = _product("btkgh,bskh->bkgts", q[:, rows], k[:, keys], found.scores)
@@ -92,22 +93,34 @@ def _causal(rows: slice, keys: slice) -> Any:
 
 def _mean(scores: Any, v: Any, left: Sequence[Any], ruled: Ruled | None, attention: Attention) -> Any:
     """[batch, time, heads, groups, features] of scores and values, with those that are left out."""
-    largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     count = sum(x.shape[1] for x in left)
-    leaves = ruled is not None and count > 0 and np.isfinite(ruled.fill)
-    fill = jnp.asarray(ruled.fill, scores.dtype) if ruled is not None and leaves else None
-    if fill is not None:
-        largest = jnp.maximum(largest, fill)
-    e = jnp.exp(scores - largest)
-    total = e.sum(axis=-1, keepdims=True)
-    if fill is None:
-        return _product("bkgts,bskh->btkgh", (e / total).astype(attention.weights.dtype), v, attention.means)
-    weight = jnp.exp(fill - largest)
-    total = total + count * weight
-    found = _product("bkgts,bskh->btkgh", (e / total).astype(attention.weights.dtype), v, attention.means)
+    fill = -np.inf if ruled is None or not count else ruled.fill
+    weights, each = _weights(scores, fill, count)
+    means = attention.means
+    found = _product("bkgts,bskh->btkgh", weights.astype(attention.weights.dtype), v, means)
+    if fill == -np.inf:
+        return found
     rest = sum(x.sum(axis=1, dtype=found.dtype) for x in left)[:, None, :, None]
-    share = jnp.moveaxis(weight / total, 3, 1).astype(found.dtype)
-    return found + share * rest
+    return found + jnp.moveaxis(each, 3, 1).astype(found.dtype) * rest
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _weights(scores: Any, fill: float, count: int) -> tuple[Any, Any]:
+    """The softmax of scores beside so many others that all have one score, and the weight of each of these."""
+    least = jnp.asarray(fill, scores.dtype)
+    largest = jnp.maximum(scores.max(axis=-1, keepdims=True), least)
+    e, each = jnp.exp(scores - largest), jnp.exp(least - largest)
+    total = e.sum(axis=-1, keepdims=True) + count * each
+    return e / total, each / total
+
+
+@_weights.defjvp
+def _weights_jvp(fill: float, count: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """The weights, of which alone their derivative is computed."""
+    weights, each = _weights(*primals, fill, count)
+    (change,) = tangents
+    common = (weights * change).sum(axis=-1, keepdims=True)
+    return (weights, each), (weights * (change - common), -each * common)
 
 
 def _product(spec: str, x: Any, y: Any, op: Op) -> Any:

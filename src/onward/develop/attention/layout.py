@@ -22,7 +22,7 @@ from onward.develop.attention.axes import Axes, grouped
 from onward.develop.attention.find import Attention, Change, Step
 from onward.develop.attention.operands import Operand
 
-_NEVER = -1e9  # what is added to scores so that their keys are not looked at
+NEVER = -1e9  # a score of keys that are not looked at, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,49 +102,52 @@ class Laid:
 
     @cached_property
     def ruled(self) -> Ruled | None:
-        """The masks that are known, if nothing comes behind them."""
-        steps = [s for s in self.attention.steps if s.change in MASKS]
-        if [s.change for s in steps] == [Change.ADD]:
-            return self._ruled_by_sum(steps[0])
-        fill = steps[-1].fill.number if steps and steps[-1].fill is not None else None
-        if fill is None:
-            return None
+        """The masks that are known, if nothing but a change of dtype comes behind them."""
+        behind = [step for step in self.attention.steps[::-1] if step.change is not Change.ROUND]
+        if behind and behind[0].change is Change.ADD:
+            return self._ruled_by_sum(behind[0])
         left: dict[Step, tuple[Step, ...]] = {step: (step,) for step in self.attention.steps}
-        known: list[Operand] = []
-        for step in steps[::-1]:
-            if step.change is not Change.CHOOSE or step.fill is None or step.fill.number != fill:
+        known: list[Mask] = []
+        for step in behind:
+            if step.fill is None or step.fill.number is None or step.fill.number != behind[0].fill.number:
                 break
-            mine = [mask for mask in step.by if self._is_of_places(mask)]
-            rest = tuple(mask for mask in step.by if mask not in mine)
+            masks = [Mask(by, step.change is Change.DISMISS) for by in step.by if self._is_of_places(by)]
+            rest = tuple(by for by in step.by if by not in {mask.by for mask in masks})
             left[step] = (replace(step, by=rest),) if rest else ()
-            known += mine
+            known += masks
         if not known:
             return None
-        with jax.ensure_compile_time_eval():
-            seen = np.asarray(self.seen(known, {}))
-        return Ruled(seen, fill, tuple(known), tuple(s for group in left.values() for s in group))
+        steps = tuple(s for group in left.values() for s in group)
+        return Ruled(self._now(known), behind[0].fill.number, tuple(known), steps)
 
     def _ruled_by_sum(self, step: Step) -> Ruled | None:
         """The mask that is added as 0 and large negative numbers, of which no row is all negative."""
         (operand,) = step.by
+        if any(s.change in MASKS for s in self.attention.steps if s is not step):
+            return None
         if not self._is_of_places(operand) or operand.value is None:
             return None
-        with jax.ensure_compile_time_eval():
-            seen = np.asarray(self.seen([operand], {}))
-        if not seen.any(axis=1).all() or not np.all((operand.value == 0) | (operand.value <= _NEVER)):
+        masks, value = (Mask(operand),), operand.value
+        seen = self._now(masks)
+        if not seen.any(axis=1).all() or not np.all((value == 0) | (value <= NEVER)):
             return None
-        return Ruled(seen, -np.inf, (operand,), tuple(s for s in self.attention.steps if s is not step))
+        return Ruled(seen, -np.inf, masks, tuple(s for s in self.attention.steps if s is not step))
 
     def _is_of_places(self, operand: Operand) -> bool:
         """Whether an operand is known and depends on places and keys alone."""
         return operand.counts <= {*self.time, self.attention.source} and operand.value is not None
 
-    def seen(self, operands: Iterable[Operand], env: Mapping[Variable, Any]) -> Any:
-        """Which places look at which keys by masks: [time, source]; by what is added, where that is 0."""
+    def _now(self, masks: Iterable[Mask]) -> np.ndarray:
+        with jax.ensure_compile_time_eval():
+            return np.asarray(self.seen(masks, {}))
+
+    def seen(self, masks: Iterable[Mask], env: Mapping[Variable, Any]) -> Any:
+        """Which places look at which keys: [time, source]."""
         seen = jnp.ones((), bool)
-        for operand in operands:
-            laid = self.beside(operand, env)
-            seen = seen & (laid if laid.dtype == bool else laid == 0).reshape(laid.shape[-2:])
+        for mask in masks:
+            laid = self.beside(mask.by, env)
+            mine = (laid if laid.dtype == bool else laid == 0).reshape(laid.shape[-2:])
+            seen = seen & (~mine if mask.rules_out else mine)
         return jnp.broadcast_to(seen, (self.length(self.time), self.source))
 
 
@@ -152,25 +155,33 @@ MASKS = (Change.ADD, Change.SUBTRACT, Change.CHOOSE, Change.DISMISS)
 
 
 @dataclass(frozen=True, eq=False)
+class Mask:
+    """A mask, which says where a place looks, as bools or as 0, or with ``rules_out`` where it does not."""
+
+    by: Operand
+    rules_out: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Ruled:
-    """A mask that is known while the Program is built.
+    """The keys that masks rule out which are known while the Program is built.
 
     Attributes:
         seen: [time, source], where a place looks.
         fill: the score of the others.
-        by: what computes it, all of which have to be true.
-        steps: the changes of scores without it.
+        masks: those that are known.
+        steps: the changes of scores without them.
     """
 
     seen: np.ndarray
     fill: float
-    by: tuple[Operand, ...]
+    masks: tuple[Mask, ...]
     steps: tuple[Step, ...]
 
     @property
     def is_causal(self) -> bool:
-        """Whether each place looks at itself and at what is before it."""
-        return bool(np.array_equal(self.seen, np.tri(*self.seen.shape, dtype=bool)))
+        """Whether each place looks at itself and at what is before it, and at nothing else."""
+        return self.fill <= NEVER and bool(np.array_equal(self.seen, np.tri(*self.seen.shape, dtype=bool)))
 
     def blocks(self, count: int) -> Iterator[tuple[slice, slice]]:
         """The places in as many blocks, each with the keys that some of them look at."""

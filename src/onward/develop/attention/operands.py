@@ -121,7 +121,7 @@ class Operands:
         if (v, axes) not in self._found:
             plain = Operand(axes, self.lengths, v, self.program.constants.get(v))
             again = self._again(v, axes, depth + 1) if depth < _DEEPEST else None
-            is_less = again is not None and sum(x.size for x in again.reads) < v.size
+            is_less = again is not None and (again.is_known or sum(x.size for x in again.reads) < v.size)
             self._found[v, axes] = again if again is not None and is_less else plain
         return self._found[v, axes]
 

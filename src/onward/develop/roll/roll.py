@@ -173,7 +173,8 @@ def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Progr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
         forward = forward_of(program, recipe)
-        read, changed = _named_later(forward, recipe.steps)
+        later = recipe.steps[len(recipe.until(Phase.ROLL).steps) :]
+        read, changed = _named_later(forward, later)
         names = tuple(v.name for v in wanted if v.name in forward.variables)
         step = Applied(rolled, ((*names, *read), changed, accepts), {}, Phase.ROLL)
         result = step(forward)
