@@ -22,7 +22,10 @@ from onward.develop.attention.axes import Axes, grouped
 from onward.develop.attention.find import Attention, Change, Step
 from onward.develop.attention.operands import Operand
 
-NEVER = -1e9  # a score of keys that are not looked at, at most
+
+def never(dtype: Any) -> float:
+    """A score so low that its key is not looked at beside another."""
+    return -3e4 if dtype == "float16" else -1e8
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,11 @@ class Laid:
     def length(self, axes: Sequence[int]) -> int:
         """How long these are together."""
         return prod(self.lengths[axis] for axis in axes)
+
+    @property
+    def dtype(self) -> Any:
+        """That of the scores."""
+        return self.attention.scores.outputs[0].dtype
 
     def query(self, x: Any) -> Any:
         """Queries as [batch, time, heads, groups, features]."""
@@ -118,7 +126,7 @@ class Laid:
         if not known:
             return None
         steps = tuple(s for group in left.values() for s in group)
-        return Ruled(self._now(known), behind[0].fill.number, tuple(known), steps)
+        return Ruled(self._now(known), behind[0].fill.number, tuple(known), steps, self.dtype)
 
     def _ruled_by_sum(self, step: Step) -> Ruled | None:
         """The mask that is added as 0 and large negative numbers, of which no row is all negative."""
@@ -129,9 +137,10 @@ class Laid:
             return None
         masks, value = (Mask(operand),), operand.value
         seen = self._now(masks)
-        if not seen.any(axis=1).all() or not np.all((value == 0) | (value <= NEVER)):
+        if not seen.any(axis=1).all() or not np.all((value == 0) | (value <= never(value.dtype))):
             return None
-        return Ruled(seen, -np.inf, masks, tuple(s for s in self.attention.steps if s is not step))
+        steps = tuple(s for s in self.attention.steps if s is not step)
+        return Ruled(seen, -np.inf, masks, steps, self.dtype)
 
     def _is_of_places(self, operand: Operand) -> bool:
         """Whether an operand is known and depends on places and keys alone."""
@@ -171,17 +180,21 @@ class Ruled:
         fill: the score of the others.
         masks: those that are known.
         steps: the changes of scores without them.
+        dtype: of the scores.
     """
 
     seen: np.ndarray
     fill: float
     masks: tuple[Mask, ...]
     steps: tuple[Step, ...]
+    dtype: Any
 
     @property
     def is_causal(self) -> bool:
         """Whether each place looks at itself and at what is before it, and at nothing else."""
-        return self.fill <= NEVER and bool(np.array_equal(self.seen, np.tri(*self.seen.shape, dtype=bool)))
+        return self.fill <= never(self.dtype) and bool(
+            np.array_equal(self.seen, np.tri(*self.seen.shape, dtype=bool))
+        )
 
     def blocks(self, count: int) -> Iterator[tuple[slice, slice]]:
         """The places in as many blocks, each with the keys that some of them look at."""

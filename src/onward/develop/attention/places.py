@@ -11,7 +11,7 @@ import jax
 from onward.core.program import Phase, Program, Recipe
 from onward.core.recipe import build, whole_types
 from onward.develop.attention.find import Attention, NoPartError, attentions
-from onward.develop.attention.layout import NEVER, Laid, laid_out
+from onward.develop.attention.layout import Laid, laid_out, never
 from onward.develop.rewrite.put import entered, inside
 from onward.develop.roll.forward import forward_of
 
@@ -84,8 +84,8 @@ def hindrance(laid: Laid, kernel: Kernel) -> str:
     if dtype not in _LOW or {found.key.dtype, found.value.dtype} != {found.query.dtype}:
         return f"it computes in {dtype}; expected bfloat16 or float16, as of ow.mixed_precision(program)"
     fills = [step.fill for step in found.steps if step.fill is not None]
-    if any(fill.number is None or fill.number > NEVER for fill in fills):
-        return f"where its mask is not true, scores are not {NEVER:g} or less"
+    if any(fill.number is None or fill.number > never(laid.dtype) for fill in fills):
+        return f"where its mask is not true, scores are not {never(laid.dtype):g} or less"
     of_keys, of_values = (laid.length(laid.features(axes)) for axes in (found.key_axes, found.value_axes))
     if of_keys != of_values or of_keys > _MOST_FEATURES or of_keys % 8:
         return (
