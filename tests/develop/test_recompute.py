@@ -84,6 +84,7 @@ def test_a_smaller_budget_keeps_part_of_what_a_larger_one_keeps():
 def test_a_budget_that_the_step_keeps_anyway_changes_nothing():
     assert recompute(plain(), memory(1)) is plain()
     assert recompute(plain(), "1 GB") is plain()
+    assert recompute(plain(), 1e9) is plain()
 
 
 def test_a_budget_below_the_least_says_the_least_and_what_holds_it():

@@ -76,6 +76,7 @@ def test_the_compiled_step_fits_and_computes_the_same(budget):
 def test_what_fits_comes_back_as_it_is():
     assert fit_memory(plain(), bytes_taken(plain())) is plain()
     assert fit_memory(plain(), "1GB") is plain()
+    assert fit_memory(plain(), float(bytes_taken(plain()))) is plain()
 
 
 def test_each_way_is_taken_where_it_is_the_one_that_helps():
@@ -145,6 +146,20 @@ def test_a_budget_that_cannot_be_met_tells_the_least_that_can():
     assert bytes_taken(fit_memory(plain(), least)) <= least
 
 
+def test_state_of_no_rows_is_not_moved():
+    """What an optimizer keeps of a parameter without rows takes nothing."""
+    empty = ow.Momentum(0.1).minimize(lambda w, x: jnp.sum(jnp.sin(x @ w)), normal(4, 0), normal(3, 4))
+    with pytest.raises(GraphError, match="the least that was reached"):
+        fit_memory(empty, 2)
+
+    def with_an_empty_one(ws, x):
+        return jnp.sum(jnp.sin(x @ ws[0])) + jnp.sum(ws[1])
+
+    both = ow.Momentum(0.1).minimize(with_an_empty_one, [normal(64, 64), normal(0, 3)], normal(3, 64))
+    fitting = fit_memory(both, bytes_taken(both) - 10_000)
+    assert [v.name for v in ow.graph.offloaded(fitting)] == ["ws/0/velocity"]
+
+
 def test_savings_are_those_of_the_compiler():
     found = memory_savings(fitted(0.2))
     assert found.plain[0] == compiled_bytes(plain())
@@ -184,7 +199,9 @@ def test_attention_is_cut_where_its_scores_are_most():
     assert [*Chunkings(program, 10**12)] == [Chunking()]  # what is small beside the peak is left alone
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1.5, "much", "-3GB", None, True, [1], float("nan")])
+@pytest.mark.parametrize(
+    "budget", [0, -1, 1.5, 1.0, 2.5, "much", "-3GB", "0.5B", None, True, [1], float("nan"), float("inf")]
+)
 def test_a_budget_that_is_none(budget):
     with pytest.raises(ArgumentError, match="fit_memory: budget is"):
         fit_memory(plain(), budget)

@@ -14,13 +14,12 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
-from onward.core.amounts import bytes_in
+from onward.core.amounts import whole_bytes
 from onward.core.check import expect_program
 from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
 from onward.core.program import Program, Variable
-from onward.core.structure import is_count
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
 from onward.develop.recompute.activations import where
@@ -150,12 +149,11 @@ def _kept(program: Program, keep: Where | Iterable[Where]) -> tuple[Variable, ..
 
 
 def _checked(budget: int | float | str | None) -> int | float:
-    found = bytes_in(budget) if isinstance(budget, str) else None
-    given = budget if found is None else int(found)
-    is_bytes = is_count(given, 2)
-    is_fraction = isinstance(given, float | np.floating) and 0 < given < 1
-    if is_bytes or is_fraction:
-        return int(given) if is_bytes else float(given)  # type: ignore[arg-type]
+    count = whole_bytes(budget)
+    if count is not None and count >= 2:
+        return count
+    if isinstance(budget, float | np.floating) and 0 < budget < 1:
+        return float(budget)
     raise ArgumentError(
         f"recompute: budget is {budget!r}; expected bytes above 1, a whole number or such as '12GB', or a "
         "fraction between 0 and 1 of the temporary memory without it, such as 0.5."

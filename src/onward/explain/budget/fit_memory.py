@@ -5,12 +5,12 @@ fit_memory(optimizer.minimize(loss, ...), "12GB")
 
 from __future__ import annotations
 
-from onward.core.amounts import bytes_in
+from onward.core.amounts import whole_bytes
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program
 from onward.core.recipe import recipe_of
 from onward.core.show import human_bytes
-from onward.core.structure import describe, is_count, is_number
+from onward.core.structure import describe, is_number
 from onward.core.words import Pass
 from onward.distribute.layout.accelerators import Accelerator, known
 from onward.execute.memory.use import MemoryUse
@@ -72,11 +72,11 @@ def fit_memory(program: Program, budget: int | float | str, *, device: str | Acc
 
 def _limit(budget: int | float | str, search: BudgetSearch) -> int:
     """The budget in bytes."""
-    given = bytes_in(budget) if isinstance(budget, str) else budget
-    if is_count(given, 2) or (isinstance(budget, str) and given is not None and given >= 2):
-        return int(given)  # type: ignore[arg-type]
-    if is_number(given) and 0 < given < 1:  # type: ignore[operator]
-        return int(float(given) * search.bytes(search.plain))  # type: ignore[arg-type]
+    count = whole_bytes(budget)
+    if count is not None and count >= 2:
+        return count
+    if is_number(budget) and 0 < budget < 1:  # type: ignore[operator]
+        return int(float(budget) * search.bytes(search.plain))
     raise ArgumentError(
         f"fit_memory: budget is {describe(budget)}; expected bytes above 1, a whole number or such as "
         "'12GB', or a fraction between 0 and 1 of what the step takes as it is, such as 0.5."

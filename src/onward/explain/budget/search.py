@@ -170,7 +170,8 @@ def bytes_taken(program: Program) -> int:
 
 def _prefixes(program: Program) -> tuple[tuple[Variable, ...], ...]:
     """None, a quarter, a half and so on of the state that can lie in host memory, the largest first."""
-    found = sorted(() if offloaded(program) else offloadable(program), key=nbytes, reverse=True)
+    can_move = () if offloaded(program) else offloadable(program)
+    found = sorted(filter(nbytes, can_move), key=nbytes, reverse=True)  # an array of no rows frees nothing
     whole, done = sum(map(nbytes, found)), 0
     prefixes: list[tuple[Variable, ...]] = [()]
     for i, v in enumerate(found):
