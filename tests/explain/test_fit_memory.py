@@ -1,5 +1,6 @@
 """A step within a budget: equal numbers, the compiler's own bytes below it, and nothing faster that fits."""
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import onward as ow
+from onward.core.amounts import bytes_in
 from onward.core.errors import ArgumentError, GraphError, RecipeError, UnknownNameError
 from onward.develop.offload import offload, offloadable
 from onward.distribute.layout.accelerators import H100
@@ -140,10 +142,30 @@ def test_a_budget_that_cannot_be_met_tells_the_least_that_can():
     with pytest.raises(GraphError, match=r"the least that was reached is .* chunks, .*host memory") as caught:
         fit_memory(plain(), 1000)
     assert "As it is it takes" in str(caught.value)
-    assert "parameters" in str(caught.value)
     assert search.best(1000) is None
     least = search.bytes(search.least)
     assert bytes_taken(fit_memory(plain(), least)) <= least
+
+
+def told(error):
+    """The least that an error tells as it is printed, and the bytes of its shares."""
+    least, shares = re.search(r"reached is ([\d.]+ \w+), .*tell (.*)\. Give", str(error)).groups()
+    return least, [bytes_in(share.partition(" of ")[0]) for share in shares.split(", ")]
+
+
+@cache
+def wide_and_flat():
+    """A training of which the state of the optimizer is most."""
+    return ow.Adam(0.1).minimize(lambda w, x: jnp.mean((x @ w) ** 2), normal(67, 131), normal(5, 67))
+
+
+@pytest.mark.parametrize("make", [plain, wide_and_flat])
+def test_the_least_that_is_told_is_a_budget_that_can_be_met_and_is_the_sum_of_its_shares(make):
+    with pytest.raises(GraphError) as caught:
+        fit_memory(make(), 1000)
+    least, shares = told(caught.value)
+    assert sum(shares) == pytest.approx(bytes_in(least), rel=0.02)
+    assert bytes_taken(fit_memory(make(), least)) <= bytes_in(least)
 
 
 def test_state_of_no_rows_is_not_moved():

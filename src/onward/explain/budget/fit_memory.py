@@ -5,6 +5,8 @@ fit_memory(optimizer.minimize(loss, ...), "12GB")
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from onward.core.amounts import whole_bytes
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program
@@ -13,6 +15,7 @@ from onward.core.show import human_bytes
 from onward.core.structure import describe, is_number
 from onward.core.words import Pass
 from onward.distribute.layout.accelerators import Accelerator, known
+from onward.execute.memory.held import MemoryShare
 from onward.execute.memory.use import MemoryUse
 from onward.explain.budget.bases import expect_one_device
 from onward.explain.budget.search import BudgetSearch
@@ -85,31 +88,46 @@ def _limit(budget: int | float | str, search: BudgetSearch) -> int:
 
 _TOO_LITTLE = (
     "fit_memory: {name!r} does not fit {limit}. As it is it takes {plain}; the least that was reached is "
-    "{least}, with {how}. There, at its peak, it holds {shares}. Give it at least that budget, a smaller "
-    "batch or accumulate(program, steps), or an optimizer that keeps less; over several devices, "
+    "{least}, with {how}: as its ops tell {shares}. Give it at least that budget, a smaller batch or "
+    "accumulate(program, steps), or an optimizer that keeps less; over several devices, "
     "partition(program, mesh, where)."
 )
+_LASTING = (MemoryShare.PARAMETERS, MemoryShare.STATE, MemoryShare.FEEDS)
 
 
 def _too_little(search: BudgetSearch, limit: int) -> str:
     """The message where nothing fits: the least that was reached, how, and what for."""
     least = search.least
-    use = MemoryUse(least.program)
-    shares = sorted(use.shares.items(), key=lambda pair: -pair[1])[:3]
+    taken = search.bytes(least)
     ways = [
         f"the loss head in {least.base.chunking.head} chunks" if least.base.chunking.head > 1 else "",
         f"attention in {least.base.chunking.attention} chunks" if least.base.chunking.attention > 1 else "",
         "activations computed again" if least.rung else "",
         f"{len(least.slots)} arrays of state in host memory" if least.slots else "",
     ]
+    parts = sorted(_shares(least.program, taken).items(), key=lambda pair: -pair[1])
     return _TOO_LITTLE.format(
         name=search.program.name,
         limit=human_bytes(limit),
         plain=human_bytes(search.bytes(search.plain)),
-        least=human_bytes(search.bytes(least)),
+        least=human_bytes(taken, up=True),
         how=", ".join(filter(None, ways)) or "nothing changed, for nothing helps",
-        shares=", ".join(f"{human_bytes(n)} of {share}" for share, n in shares),
+        shares=", ".join(f"{human_bytes(n)} of {share}" for share, n in parts if n),
     )
+
+
+def _shares(program: Program, taken: int) -> Mapping[MemoryShare, int]:
+    """The bytes of a compiled step by what they are taken for.
+
+    What lies there between two steps is known; the rest is divided as the ops tell it at their peak.
+    """
+    told = MemoryUse(program).shares
+    lasting = {share: told[share] for share in _LASTING}
+    passing = {share: n for share, n in told.items() if share not in lasting}
+    rest, whole = taken - sum(lasting.values()), sum(passing.values())
+    if rest < 0 or not whole:  # the compiler leaves out what nothing reads
+        passing, lasting, rest, whole = dict(told), {}, taken, max(sum(told.values()), 1)
+    return {**lasting, **{share: n * rest // whole for share, n in passing.items()}}
 
 
 def _expect_fit(program: Program) -> None:
