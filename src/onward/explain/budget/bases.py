@@ -44,6 +44,11 @@ class Chunking:
         return self.head <= other.head and self.attention <= other.attention
 
     @property
+    def kind(self) -> tuple[bool, bool]:
+        """Which of the two are in chunks."""
+        return self.head > 1, self.attention > 1
+
+    @property
     def near(self) -> Iterator[Chunking]:
         """The same with some more or some fewer chunks of what is in chunks."""
         beside = {less: {more} for less, more in pairwise(_ALL_COUNTS)}
@@ -130,7 +135,7 @@ class Chunkings:
         """
         heads = _COUNTS if self.has_head else (1,)
         pairs = [Chunking(head, some) for head in heads for some in (_COUNTS if self.scores else (1,))]
-        yield from sorted(pairs, key=lambda c: ((c.head > 1) + (c.attention > 1), -c.head, -c.attention))
+        yield from sorted(pairs, key=lambda c: (sum(c.kind), -c.head, -c.attention))
 
     @property
     def finest(self) -> Chunking:

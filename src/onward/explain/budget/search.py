@@ -24,6 +24,7 @@ _MOST_COMPILED = 12
 _TRIED = 4  # rungs of one base
 _WORTH = 1.01  # less gain is not worth a compilation
 _OFF = 1.15  # an estimate may be too high by so much
+_LESS = 0.97  # of an estimate, which is not told apart from it
 _FAR = 1.1  # where the smallest takes so much more than the budget, no other is tried
 _PARTS = 4  # of the optimizer's state, that lie in host memory together
 
@@ -115,7 +116,7 @@ class BudgetSearch:
             bound, i, chunking = heappop(waiting)
             if bound >= below:
                 break
-            if self._is_out(chunking, limit):
+            if self._is_out(chunking, limit) or self._is_useless(chunking):
                 continue
             known = self._bound(chunking)
             if known == bound and chunking not in self._bases:
@@ -145,9 +146,20 @@ class BudgetSearch:
         finer = (base for known, base in self._bases.items() if chunking <= known)
         return any(self._foretold(self._leanest_of(base)) > limit * self._doubt(base) for base in finer)
 
+    def _is_useless(self, chunking: Chunking) -> bool:
+        """Whether as much as more chunks than these take no less memory than fewer chunks do."""
+        fewer = [base for known, base in self._bases.items() if known <= chunking and known != chunking]
+        more = [base for known, base in self._bases.items() if chunking <= known]
+        return any(_is_as_large(b, a) for a in fewer for b in more)
+
     def _doubt(self, base: Base) -> float:
-        """By how much the least that is foretold of a base may be too high: not at all once it was compiled."""
-        return 1.0 if base.leanest in self._temporary.get(base, ()) else _OFF
+        """By how much the least foretold of a base may be too high: not at all once one like it was compiled."""
+        return 1.0 if any(alike.leanest in rungs for alike, rungs in self._alike(base)) else _OFF
+
+    def _alike(self, base: Base) -> Iterator[tuple[Base, dict[int, int]]]:
+        """What was compiled of the bases with the same of the two in chunks, the latest last."""
+        kind = base.chunking.kind
+        return ((b, rungs) for b, rungs in self._temporary.items() if b.chunking.kind == kind)
 
     def _within(self, base: Base, limit: int, below: float) -> Iterator[BudgetChoice]:
         """For each part of the state the first rung that would fit, of what is not compiled yet."""
@@ -231,7 +243,8 @@ class BudgetSearch:
         known = [r for r in self._temporary.get(choice.base, ()) if (r == 0) == is_plain]
         if known:
             return self._off(choice.base, min(known, key=lambda rung: abs(rung - choice.rung)))
-        alike = [(b, r) for b, rungs in self._temporary.items() for r in rungs if (r == 0) == is_plain]
+        others = (*self._temporary.items(), *self._alike(choice.base))
+        alike = [(b, r) for b, rungs in others for r in rungs if (r == 0) == is_plain]
         return self._off(*alike[-1]) if alike else min(self._off(self.plain.base, 0), _OFF)
 
     def _off(self, base: Base, rung: int) -> float:
@@ -248,6 +261,12 @@ class BudgetSearch:
     def least_remembered(self) -> int:
         """The fewest bytes of those that were compiled."""
         return min(self._remembered.values())
+
+
+def _is_as_large(more: Base, fewer: Base) -> bool:
+    """Whether a base of more chunks takes about as much as one of fewer, with all or with the least kept."""
+    pairs = ((0, 0), (more.leanest, fewer.leanest))
+    return all(more.estimate(a) > _LESS * fewer.estimate(b) for a, b in pairs)
 
 
 def bytes_taken(program: Program) -> int:
