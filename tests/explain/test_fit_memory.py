@@ -182,6 +182,36 @@ def test_state_of_no_rows_is_not_moved():
     assert [v.name for v in ow.graph.offloaded(fitting)] == ["ws/0/velocity"]
 
 
+def head(words, x, labels):
+    log_p = jax.nn.log_softmax(x @ words)
+    return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
+
+
+def test_a_count_of_chunks_in_between_is_taken_where_it_is_enough():
+    labels = RNG.integers(0, 512, 256).astype("int32")
+    program = ow.SGD(0.1).minimize(head, normal(4, 512), normal(256, 4), labels)
+    in_8, in_16, in_64 = (bytes_taken(ow.chunk(program, count)) for count in (8, 16, 64))
+    assert in_8 > in_16 > in_64
+    limit = (in_8 + in_16) // 2
+    fitting = fit_memory(program, limit)
+    assert [found.count for found in ow.graph.chunks_of(fitting)] == [16]
+    assert bytes_taken(fitting) <= limit
+
+
+def test_a_budget_that_is_far_is_refused_after_two_compilations():
+    def flat(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    cases = [
+        (ow.Adam(0.01).minimize(loss, PARAMS, *DATA), 2),
+        (ow.SGD(0.1).minimize(flat, normal(16, 8), normal(4, 16)), 1),  # nothing helps
+    ]
+    for program, most in cases:
+        search = BudgetSearch(program, H100)
+        assert search.best(100) is None
+        assert search.compiled <= most
+
+
 def test_savings_are_those_of_the_compiler():
     found = memory_savings(fitted(0.2))
     assert found.plain[0] == compiled_bytes(plain())

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
@@ -50,14 +49,12 @@ class Chunking:
 
     @property
     def near(self) -> Iterator[Chunking]:
-        """The same with some more or some fewer chunks of what is in chunks."""
-        beside = {less: {more} for less, more in pairwise(_ALL_COUNTS)}
-        for less, more in pairwise(_ALL_COUNTS[1:]):
-            beside.setdefault(more, set()).add(less)
-        if self.head > 1:
-            yield from (Chunking(head, self.attention) for head in beside[self.head])
-        if self.attention > 1:
-            yield from (Chunking(self.head, attention) for attention in beside[self.attention])
+        """The same with more or fewer chunks of one of the two, if it is in chunks."""
+        for count in _ALL_COUNTS[1:]:
+            if self.head > 1:
+                yield Chunking(count, self.attention)
+            if self.attention > 1:
+                yield Chunking(self.head, count)
 
 
 class Base:

@@ -251,6 +251,11 @@ class BudgetSearch:
         return max(self._temporary[base][rung] / max(base.estimate(rung), 1), 0.01)
 
     @property
+    def compiled(self) -> int:
+        """How many choices were compiled."""
+        return len(self._bytes)
+
+    @property
     def least(self) -> BudgetChoice:
         """Of those that were compiled the one of the fewest bytes."""
         chunking, rung, count = min(self._remembered, key=self._remembered.__getitem__)
