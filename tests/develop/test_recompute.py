@@ -304,7 +304,9 @@ def with_head():
 
 @pytest.mark.parametrize("scopes", ["head", "head/log_softmax", lambda scope: scope.startswith("head")])
 def test_scopes_within_a_loop_over_chunks_are_refused(scopes):
-    with pytest.raises(GraphError, match=r"in 4 chunks at test_recompute.py:\d+, a loop that keeps only what"):
+    with pytest.raises(
+        GraphError, match=r"in 4 chunks at test_recompute.py:\d+, a loop that keeps only what"
+    ):
         recompute(ow.chunk(with_head(), 4), scopes=scopes)
 
 

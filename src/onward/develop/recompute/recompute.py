@@ -94,7 +94,9 @@ def recompute(
     if (budget is None) == (scopes is None):
         raise ArgumentError("recompute takes one of the two: a budget, or scopes to recompute.")
     if scopes is not None:
-        return _in_scopes(program, scopes if isinstance(scopes, str) or callable(scopes) else tuple(scopes), kept)
+        return _in_scopes(
+            program, scopes if isinstance(scopes, str) or callable(scopes) else tuple(scopes), kept
+        )
     return _within(program, _checked(budget), kept)
 
 

@@ -56,15 +56,16 @@ def nothing_again(program: Program, scopes: Scopes) -> str:
     loops = (op for op in program.ops if op.type is CHUNK and op.made_by is Pass.FORWARD)
     chunks = next((op for op in loops if any(_scope_of(o.scope, scopes) for o in (op, *_inner([op])))), None)
     if chunks is not None:
+        count = (chunks.primal or chunks.body).attributes["chunks"]
         why = (
-            f"They are in {(chunks.primal or chunks.body).attributes['chunks']} chunks{chunks.at}, a loop that "
-            "keeps only what enters it and that the backward pass runs again as it is. Leave them out."
+            f"They are in {count} chunks{chunks.at}, a loop that keeps only what enters it and that the backward "
+            "pass runs again as it is. Leave them out."
         )
     else:
         why = "In layers that are one loop a budget chooses: recompute(program, 0.5)."
     return (
-        f"recompute: nothing in the scopes {scopes_in_words(scopes)} of {program.name!r} is kept that could be "
-        f"computed again. {why}"
+        f"recompute: nothing in the scopes {scopes_in_words(scopes)} of {program.name!r} is kept that could "
+        f"be computed again. {why}"
     )
 
 

@@ -33,10 +33,9 @@ from onward.develop.roll.near import nothing_repeats
 from onward.develop.roll.run import LayerRun
 from onward.develop.watch.watch import watched
 
-
 _RECOMPUTED = (
-    "roll: the layers of {name!r} repeat, but recompute named the activations of each that are kept, and within "
-    "a loop they have no names. Roll first: recompute(roll(program), budget)."
+    "roll: the layers of {name!r} repeat, but recompute named the activations of each that are kept, and "
+    "within a loop they have no names. Roll first: recompute(roll(program), budget)."
 )
 
 
@@ -57,7 +56,8 @@ def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
         keep: activations that should exist: names, patterns, Variables or predicates.
 
     Raises:
-        GraphError: nothing repeats, or only what ``recompute`` chose the activations of; or ``keep`` names the gradient of an activation within a layer.
+        GraphError: nothing repeats, or only layers of which ``recompute`` keeps some activations by name; or
+            ``keep`` names the gradient of an activation within a layer.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``keep`` names nothing.
 

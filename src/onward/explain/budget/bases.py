@@ -42,6 +42,22 @@ class Chunking:
         """Whether neither of the two is in more chunks than in the other."""
         return self.head <= other.head and self.attention <= other.attention
 
+    def leads(self, other: Chunking, further: Chunking) -> bool:
+        """Whether another is on the way from this to one of more chunks, or on one beside it.
+
+        Beside are those where the other of the two is in fewer chunks: there it hides more.
+        """
+        if self in (other, further) or not self <= further:
+            return False
+        on_way = self <= other <= further
+        head = self.attention == further.attention >= other.attention
+        attention = self.head == further.head >= other.head
+        return (
+            on_way
+            or (head and self.head < other.head <= further.head)
+            or (attention and self.attention < other.attention <= further.attention)
+        )
+
     @property
     def kind(self) -> tuple[bool, bool]:
         """Which of the two are in chunks."""

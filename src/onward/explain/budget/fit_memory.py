@@ -32,7 +32,7 @@ def fit_memory(program: Program, budget: int | float | str, *, device: str | Acc
     what they are, up to the order of sums.
 
     Their time is foretold for a kind of device, from its published peaks. Their bytes are those of the
-    compiler of the device at hand: the Program is compiled some ten times. ``print(memory_savings(program))``
+    compiler of the device at hand: the Program is compiled a few times. ``print(memory_savings(program))``
     tells what was chosen, and what each choice saves and costs. A Program that fits comes back as it is.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import inf
 from weakref import WeakKeyDictionary
 
@@ -147,17 +148,16 @@ class BudgetSearch:
         return any(self._foretold(self._leanest_of(base)) > limit * self._doubt(base) for base in finer)
 
     def _is_useless(self, chunking: Chunking) -> bool:
-        """Whether as much as more chunks than these take no less memory than fewer chunks do."""
-        fewer = [base for known, base in self._bases.items() if known <= chunking and known != chunking]
-        more = [base for known, base in self._bases.items() if chunking <= known]
-        return any(_is_as_large(b, a) for a in fewer for b in more)
+        """Whether more chunks than there are with fewer take no less memory, as a pair of bases tells."""
+        pairs = product(self._bases.items(), repeat=2)
+        return any(a.leads(chunking, b) and _is_as_large(more, less) for (a, less), (b, more) in pairs)
 
     def _doubt(self, base: Base) -> float:
-        """By how much the least foretold of a base may be too high: not at all once one like it was compiled."""
+        """By how much the least of a base may be foretold too high: not at all once one like it is known."""
         return 1.0 if any(alike.leanest in rungs for alike, rungs in self._alike(base)) else _OFF
 
     def _alike(self, base: Base) -> Iterator[tuple[Base, dict[int, int]]]:
-        """What was compiled of the bases with the same of the two in chunks, the latest last."""
+        """The bases with the same of the two in chunks, and their compiled rungs, the latest last."""
         kind = base.chunking.kind
         return ((b, rungs) for b, rungs in self._temporary.items() if b.chunking.kind == kind)
 
