@@ -58,8 +58,8 @@ def nothing_again(program: Program, scopes: Scopes) -> str:
     if chunks is not None:
         count = (chunks.primal or chunks.body).attributes["chunks"]
         why = (
-            f"They are in {count} chunks{chunks.at}, a loop that keeps only what enters it and that the backward "
-            "pass runs again as it is. Leave them out."
+            f"They are in {count} chunks{chunks.at}, a loop that keeps only what enters it and that the "
+            "backward pass runs again as it is. Leave them out."
         )
     else:
         why = "In layers that are one loop a budget chooses: recompute(program, 0.5)."
