@@ -303,3 +303,24 @@ def test_a_device_without_such_memory(monkeypatch):
         ow.ArgumentError, match=r"'bias/mean' in host memory .*OldDevice.* no memory kind 'pinned_host'"
     ):
         ow.compile(OFFLOADED)
+
+
+def test_state_that_is_replaced_unread_takes_no_buffer_of_host_memory():
+    """All arrays have one type, so that a buffer could be given to the next value of another."""
+
+    def averaging(w, state, x):
+        return jnp.sum(jnp.sin(x * w)), {"average": 2 * x}
+
+    w, x = np.ones(3, "float32"), np.arange(3, dtype="float32")
+    program = ow.Adam(0.1).minimize(averaging, w, x, state={"average": w})
+    found = []
+    for each in (program, ow.offload(program)):
+        step = ow.compile(each)
+        state = step.init(w, {"average": w})
+        for _ in range(3):
+            state, out = step(state, x)
+        found.append([out.loss, state.parameters, state["state/average"]])
+        kinds = {v.name: state[v.name].sharding.memory_kind for v in each.state}
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert [name for name, kind in kinds.items() if kind == "pinned_host"] == ["w/mean", "w/variance"]

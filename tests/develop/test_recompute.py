@@ -84,6 +84,7 @@ def test_a_smaller_budget_keeps_part_of_what_a_larger_one_keeps():
 def test_a_budget_that_the_step_keeps_anyway_changes_nothing():
     assert recompute(plain(), memory(1)) is plain()
     assert recompute(plain(), "1 GB") is plain()
+    assert recompute(plain(), 1e9) is plain()
 
 
 def test_a_budget_below_the_least_says_the_least_and_what_holds_it():
@@ -281,3 +282,56 @@ def test_the_table_tells_what_is_kept_and_what_runs_again():
     assert told.estimated[1] < told.estimated[0]
     assert f"{told.compiled[1] / 1e6:,.2f} MB" in str(told)
     assert {row.again for row in recomputed(plain()).rows} == {0}
+
+
+@cache
+def with_head():
+    """A training whose layers and loss head stand in scopes."""
+    rng = np.random.default_rng(1)
+    params = [rng.normal(size=shape).astype("float32") for shape in ((4, 4), (4, 4), (4, 64))]
+
+    def loss(params, x, labels):
+        for w in params[:2]:
+            with jax.named_scope("layer"):
+                x = x + jnp.tanh(jnp.sin(x @ w))
+        with jax.named_scope("head"):
+            log_p = jax.nn.log_softmax(x @ params[2])
+            return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
+
+    x, labels = rng.normal(size=(16, 4)).astype("float32"), rng.integers(0, 64, 16).astype("int32")
+    return ow.Adam(0.1).minimize(loss, params, x, labels)
+
+
+@pytest.mark.parametrize("scopes", ["head", "head/log_softmax", lambda scope: scope.startswith("head")])
+def test_scopes_within_a_loop_over_chunks_are_refused(scopes):
+    with pytest.raises(
+        GraphError, match=r"in 4 chunks at test_recompute.py:\d+, a loop that keeps only what"
+    ):
+        recompute(ow.chunk(with_head(), 4), scopes=scopes)
+
+
+def test_the_head_in_chunks_runs_no_third_time_in_either_order():
+    first = recompute(ow.chunk(with_head(), 4), scopes="layer")
+    second = ow.chunk(recompute(with_head(), scopes="layer"), 4)
+    assert ow.cost(second).flops == pytest.approx(ow.cost(first).flops, rel=0.01)
+    for program in (first, second):
+        assert {op.type for op in again_ops(program)} >= {"dot_general", "sin", "tanh"}
+
+
+def test_scopes_are_named_in_errors_as_they_were_given():
+    def none(scope):
+        return False
+
+    for scopes, word in ((none, "chosen by none"), (lambda _: False, r"the lambda at test_recompute.py:\d+")):
+        with pytest.raises(UnknownNameError, match=f"stands in a scope .*{word}"):
+            recompute(plain(), scopes=scopes)
+    with pytest.raises(UnknownNameError, match="stands in a scope 'a', 'b'"):
+        recompute(plain(), scopes=iter(["a", "b"]))
+    in_turn = (scope for scope in ("block_1", "block_3"))
+    assert {op.scope for op in again_ops(recompute(plain(), scopes=in_turn))} == {"block_1", "block_3"}
+
+
+def test_roll_behind_recompute_says_the_order():
+    ow.roll(plain())
+    with pytest.raises(GraphError, match=r"of 'loss' repeat, but recompute .*recompute\(roll\(program\), "):
+        ow.roll(within(0.6))

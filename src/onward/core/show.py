@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import ceil
 
 from onward.core.graph import Op, Program
 from onward.core.meshes import specs_of
@@ -313,15 +314,18 @@ def nbytes(v: Variable) -> int:
     return v.size * int(v.dtype.itemsize)
 
 
-def human_bytes(count: int) -> str:
-    """A size in the unit a person would use.
+def human_bytes(count: int, up: bool = False) -> str:
+    """A size in the unit a person would use; rounded up where the text is to be enough for it.
 
     >>> human_bytes(12), human_bytes(2048), human_bytes(5 * 2**20)
     ('12 B', '2.0 KiB', '5.0 MiB')
+    >>> human_bytes(2049), human_bytes(2049, up=True)
+    ('2.0 KiB', '2.1 KiB')
     """
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
+            size = ceil(10 * size) / 10 if up else size
             return f"{int(size)} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")

@@ -51,6 +51,19 @@ def named(file: str) -> str:
     return str(cell[1]) if cell else file
 
 
+def function_name(function: Any) -> str:
+    """The name of a function; where it stands, if it has none.
+
+    >>> function_name(named)
+    'named'
+    """
+    name = str(getattr(function, "__name__", type(function).__name__))
+    code = getattr(function, "__code__", None)
+    if name.isidentifier() or code is None:
+        return name
+    return f"the lambda at {os.path.basename(named(code.co_filename))}:{code.co_firstlineno}"
+
+
 class Source:
     """The place in the user's code behind an op; reading a traceback is put off until asked.
 

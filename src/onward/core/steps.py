@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from onward.core.described import DescribedBody
 from onward.core.jaxprs.body import Body
@@ -41,6 +42,10 @@ class Equation:
     body: Body | None = None
 
 
+# Programs that differ in a few ops share the others. What is remembered holds no op, so that it goes with it.
+_looked_into: WeakKeyDictionary[Op, tuple[Equation, ...]] = WeakKeyDictionary()
+
+
 def steps(program: Program) -> tuple[Equation, ...]:
     """The equations of a Program in the order of its ops."""
     opened = _OpOpener()
@@ -61,7 +66,11 @@ class _OpOpener:
             (kind,) = op.body.primitives
             yield Equation(number, kind, op.inputs, op.outputs, (), op.body)
         else:
-            yield from self._inside(number, self._program(op.body), op.inputs, op.outputs)
+            if op not in _looked_into:
+                inside = self._inside(number, self._program(op.body), op.inputs, op.outputs)
+                _looked_into[op] = tuple(inside)
+            for e in _looked_into[op]:
+                yield Equation(number, e.kind, e.inputs, e.outputs, e.programs, e.body)
 
     def _program(self, body: Body) -> Program:
         """A body as a Program; one for all that are equal."""

@@ -168,7 +168,10 @@ class Executable:
 
         name = self.program.name
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
-        return jax.jit(split, donate_argnums=(0,), **shardings)
+        # JAX gives each donated buffer to the next result of its type, whatever memory either lies in. Where
+        # state that nothing reads is left out, that may be the buffer of another, in host memory.
+        keep_unused = bool(self.pinned)
+        return jax.jit(split, donate_argnums=(0,), keep_unused=keep_unused, **shardings)
 
     @uninterrupted
     def _compiled_with(

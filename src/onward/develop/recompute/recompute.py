@@ -14,13 +14,12 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
-from onward.core.amounts import bytes_in
+from onward.core.amounts import whole_bytes
 from onward.core.check import expect_program
 from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.marks import ACCUMULATE
+from onward.core.marks import ACCUMULATE, CHUNK
 from onward.core.program import Program, Variable
-from onward.core.structure import is_count
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
 from onward.develop.recompute.activations import where
@@ -28,7 +27,8 @@ from onward.develop.recompute.lean import lean
 from onward.develop.recompute.loops import is_recomputed
 from onward.develop.recompute.measure import compiled, estimated
 from onward.develop.recompute.replay import is_replayable
-from onward.develop.recompute.scopes import Scopes, plan_of
+from onward.develop.recompute.report import again_ops
+from onward.develop.recompute.scopes import Scopes, nothing_again, plan_of
 from onward.develop.recompute.search import Rungs
 from onward.develop.roll.roll import roll as rolled
 from onward.develop.roll.roll import roll_where_worth, rolls_of
@@ -67,8 +67,9 @@ def recompute(
 
     Raises:
         ArgumentError: neither or both of budget and scopes, or a budget that is no such number.
-        GraphError: no backward pass, recomputed already, accumulated or replicated; or nothing fits the
-            budget: it says the least that was reached and what holds it.
+        GraphError: no backward pass, recomputed already, accumulated or replicated; nothing in the scopes
+            could be computed again; or nothing fits the budget: it says the least that was reached and what
+            holds it.
         UnknownNameError: ``scopes`` or ``keep`` that names nothing.
 
     Source: Chen et al., Training deep nets with sublinear memory cost, 2016; Jain et al., Checkmate, 2020.
@@ -93,14 +94,21 @@ def recompute(
     if (budget is None) == (scopes is None):
         raise ArgumentError("recompute takes one of the two: a budget, or scopes to recompute.")
     if scopes is not None:
-        result = plan_of(program, scopes, kept).applied(program)
-        if rolls_of(program) and not is_recomputed(result):
-            raise GraphError(
-                f"recompute: nothing in the scopes {scopes!r} of {program.name!r} is kept that could be "
-                "computed again. In layers that are one loop a budget chooses: recompute(program, 0.5)."
-            )
-        return result
+        return _in_scopes(
+            program, scopes if isinstance(scopes, str) or callable(scopes) else tuple(scopes), kept
+        )
     return _within(program, _checked(budget), kept)
+
+
+def _in_scopes(program: Program, scopes: Scopes, kept: tuple[Variable, ...]) -> Program:
+    """The Program that computes again what is in these scopes."""
+    result = plan_of(program, scopes, kept).applied(program)
+    again = again_ops(result)
+    in_chunks = [op for op in again if op.type is CHUNK]  # its inputs are handed on, nothing is computed
+    numbers = [op for op in again if any(v.is_float for v in op.outputs)]
+    if len(numbers) == len(in_chunks) > 0 or (rolls_of(program) and not is_recomputed(result)):
+        raise GraphError(nothing_again(program, scopes))
+    return result
 
 
 def _within(program: Program, budget: int | float, kept: tuple[Variable, ...]) -> Program:
@@ -150,12 +158,11 @@ def _kept(program: Program, keep: Where | Iterable[Where]) -> tuple[Variable, ..
 
 
 def _checked(budget: int | float | str | None) -> int | float:
-    found = bytes_in(budget) if isinstance(budget, str) else None
-    given = budget if found is None else int(found)
-    is_bytes = is_count(given, 2)
-    is_fraction = isinstance(given, float | np.floating) and 0 < given < 1
-    if is_bytes or is_fraction:
-        return int(given) if is_bytes else float(given)  # type: ignore[arg-type]
+    count = whole_bytes(budget)
+    if count is not None and count >= 2:
+        return count
+    if isinstance(budget, float | np.floating) and 0 < budget < 1:
+        return float(budget)
     raise ArgumentError(
         f"recompute: budget is {budget!r}; expected bytes above 1, a whole number or such as '12GB', or a "
         "fraction between 0 and 1 of the temporary memory without it, such as 0.5."

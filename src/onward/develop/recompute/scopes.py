@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from onward.core.errors import UnknownNameError, nearest
-from onward.core.program import Program, Variable
+from onward.core.errors import GraphError, OnwardError, UnknownNameError, nearest
+from onward.core.marks import CHUNK
+from onward.core.program import Op, Program, Variable
+from onward.core.source import function_name
+from onward.core.words import Pass
 from onward.develop.recompute.activations import Activations
 from onward.develop.recompute.ladder import KeepPlan
 
@@ -17,17 +20,13 @@ def plan_of(program: Program, scopes: Scopes, keep: Iterable[Variable]) -> KeepP
     """The plan that keeps what is read outside of the scope that computes it.
 
     Raises:
+        GraphError: such scopes are within a loop alone.
         UnknownNameError: no op of the forward pass stands in such a scope.
     """
     found = Activations(program, keep)
     inside = [_scope_of(op.scope, scopes) for op in found.forward]
     if not any(inside):
-        names = {prefix for op in found.forward for prefix in _prefixes(op.scope)}
-        word = scopes if isinstance(scopes, str) else repr(scopes)
-        raise UnknownNameError(
-            f"recompute: no op of {program.name!r} stands in a scope {word}. {nearest(str(word), names)} "
-            "jax.named_scope opens one."
-        )
+        raise _unknown(program, found, scopes)
     made = {v: scope for op, scope in zip(found.forward, inside, strict=True) for v in op.outputs}
     leaving = {
         v for op, scope in zip(found.forward, inside, strict=True) for v in op.inputs if made.get(v) != scope
@@ -39,6 +38,52 @@ def plan_of(program: Program, scopes: Scopes, keep: Iterable[Variable]) -> KeepP
         if op.outputs and (i == 0 or inside[i] != inside[i - 1])
     ]
     return KeepPlan(tuple(v.name for v in found.position if v in chosen), tuple(begins))
+
+
+def scopes_in_words(scopes: Scopes) -> str:
+    """The scopes as an error message names them.
+
+    >>> scopes_in_words("block_*"), scopes_in_words(["a", "b"]), scopes_in_words(str.isupper)
+    ("'block_*'", "'a', 'b'", 'chosen by isupper')
+    """
+    if callable(scopes):
+        return f"chosen by {function_name(scopes)}"
+    return ", ".join(map(repr, [scopes] if isinstance(scopes, str) else scopes))
+
+
+def nothing_again(program: Program, scopes: Scopes) -> str:
+    """The message where nothing in these scopes is computed again, with the reason."""
+    loops = (op for op in program.ops if op.type is CHUNK and op.made_by is Pass.FORWARD)
+    chunks = next((op for op in loops if any(_scope_of(o.scope, scopes) for o in (op, *_inner([op])))), None)
+    if chunks is not None:
+        count = (chunks.primal or chunks.body).attributes["chunks"]
+        why = (
+            f"They are in {count} chunks{chunks.at}, a loop that keeps only what enters it and that the "
+            "backward pass runs again as it is. Leave them out."
+        )
+    else:
+        why = "In layers that are one loop a budget chooses: recompute(program, 0.5)."
+    return (
+        f"recompute: nothing in the scopes {scopes_in_words(scopes)} of {program.name!r} is kept that could "
+        f"be computed again. {why}"
+    )
+
+
+def _unknown(program: Program, found: Activations, scopes: Scopes) -> OnwardError:
+    """The error for scopes in which no op stands, or only ops within a loop."""
+    if any(_scope_of(op.scope, scopes) for op in _inner(found.forward)):
+        return GraphError(nothing_again(program, scopes))
+    names = {prefix for op in found.forward for prefix in _prefixes(op.scope)}
+    word = scopes if isinstance(scopes, str) else scopes_in_words(scopes)
+    return UnknownNameError(
+        f"recompute: no op of {program.name!r} stands in a scope {word}. {nearest(word, names)} "
+        "jax.named_scope opens one."
+    )
+
+
+def _inner(ops: Iterable[Op]) -> Iterator[Op]:
+    """The ops within these: those of the turns of loops."""
+    return (op for outer in ops for part in outer.subprograms.values() for op in part.ops)
 
 
 def _scope_of(scope: str, scopes: Scopes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,6 +17,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.reading import program_of
 from onward.core.jaxprs.tracing import traced
 from onward.core.program import Program
+from onward.core.source import function_name
 from onward.core.structure import describe
 from onward.core.walk import ancestors
 
@@ -51,11 +51,7 @@ class Pattern:
     @property
     def name(self) -> str:
         """The name of the function; where it stands, if it has none."""
-        name = str(getattr(self.function, "__name__", type(self.function).__name__))
-        code = getattr(self.function, "__code__", None)
-        if name.isidentifier() or code is None:
-            return name
-        return f"the lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        return function_name(self.function)
 
     @cached_property
     def sketches(self) -> tuple[Program, ...]:

@@ -22,6 +22,7 @@ from onward.core.transform import transform
 from onward.core.walk import Where, listed, prune, select
 from onward.core.words import Pass
 from onward.derive.backward import append_backward
+from onward.develop.recompute.again import keeping
 from onward.develop.roll.build import Layers
 from onward.develop.roll.cost import Verdict, is_worth, worth_rolling
 from onward.develop.roll.find import Accepts, find_runs
@@ -31,6 +32,11 @@ from onward.develop.roll.line import line_of, returned_by
 from onward.develop.roll.near import nothing_repeats
 from onward.develop.roll.run import LayerRun
 from onward.develop.watch.watch import watched
+
+_RECOMPUTED = (
+    "roll: the layers of {name!r} repeat, but recompute named the activations of each that are kept, and "
+    "within a loop they have no names. Roll first: recompute(roll(program), budget)."
+)
 
 
 def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
@@ -50,7 +56,8 @@ def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
         keep: activations that should exist: names, patterns, Variables or predicates.
 
     Raises:
-        GraphError: nothing repeats, or ``keep`` names the gradient of an activation within a layer.
+        GraphError: nothing repeats, or only layers of which ``recompute`` keeps some activations by name; or
+            ``keep`` names the gradient of an activation within a layer.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``keep`` names nothing.
 
@@ -180,7 +187,10 @@ def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Progr
         result = step(forward)
         if not any(isinstance(op.body, Layers) for op in result.ops):
             line = line_of(forward, returned_by(forward), frozenset())
-            raise nothing_repeats(program.name, line, find_runs(line))
+            runs = find_runs(line)
+            if runs.runs and recipe.of(keeping):
+                raise GraphError(_RECOMPUTED.format(name=program.name))
+            raise nothing_repeats(program.name, line, runs)
         folded = _folded(forward, result)
         grown = recipe.including(step)
         result = resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
@@ -27,6 +26,8 @@ from onward.distribute.layout.foretold import Foretelling
 from onward.execute.tuning import Tuning
 
 _COUNTS = (1, 8, 64)
+_ALL_COUNTS = (1, 8, 16, 32, 64)
+_PARTS = 4  # of a ladder, between which its estimates are looked at
 _LEAST = 20  # an array that is less than this part of the peak is not worth a loop
 
 
@@ -37,12 +38,39 @@ class Chunking:
     head: int = 1
     attention: int = 1
 
+    def __le__(self, other: Chunking) -> bool:
+        """Whether neither of the two is in more chunks than in the other."""
+        return self.head <= other.head and self.attention <= other.attention
+
+    def leads(self, other: Chunking, further: Chunking) -> bool:
+        """Whether another is on the way from this to one of more chunks, or on one beside it.
+
+        Beside are those where the other of the two is in fewer chunks: there it hides more.
+        """
+        if self in (other, further) or not self <= further:
+            return False
+        on_way = self <= other <= further
+        head = self.attention == further.attention >= other.attention
+        attention = self.head == further.head >= other.head
+        return (
+            on_way
+            or (head and self.head < other.head <= further.head)
+            or (attention and self.attention < other.attention <= further.attention)
+        )
+
     @property
-    def before(self) -> tuple[Chunking, ...]:
-        """The same with fewer chunks of one of the two."""
-        fewer = {count: less for less, count in pairwise(_COUNTS)}
-        heads = [Chunking(fewer[self.head], self.attention)] if self.head > 1 else []
-        return (*heads, *([Chunking(self.head, fewer[self.attention])] if self.attention > 1 else []))
+    def kind(self) -> tuple[bool, bool]:
+        """Which of the two are in chunks."""
+        return self.head > 1, self.attention > 1
+
+    @property
+    def near(self) -> Iterator[Chunking]:
+        """The same with more or fewer chunks of one of the two, if it is in chunks."""
+        for count in _ALL_COUNTS[1:]:
+            if self.head > 1:
+                yield Chunking(count, self.attention)
+            if self.attention > 1:
+                yield Chunking(self.head, count)
 
 
 class Base:
@@ -70,19 +98,19 @@ class Base:
     def _whole(self) -> int:
         return estimated(self._tuned).bytes
 
-    def first_within(self, limit: int) -> int | None:
-        """The first rung whose estimate is no more than this."""
-        if self.estimate(0) <= limit:
-            return 0
-        if self.last == 0 or self._rungs is None:
-            return None
-        rung = self._rungs.guess(limit)
-        return rung if self.estimate(rung) <= limit else None
-
     @property
     def last(self) -> int:
         """The rung that keeps the least."""
         return len(self._rungs.plans) - 1 if self._rungs is not None else 0
+
+    @cached_property
+    def leanest(self) -> int:
+        """The rung of the least memory, of some, as far as the ops tell; 0 where there is no other.
+
+        What is computed again may take more than what was kept, such as a transposed copy for a convolution.
+        """
+        some = sorted({max(1, self.last * part // _PARTS) for part in range(_PARTS + 1)}, reverse=True)
+        return min(some, key=self.estimate) if self.last else 0
 
     def seconds(self, rung: int = 0) -> float:
         """The seconds of a step at a rung."""
@@ -114,10 +142,18 @@ class Chunkings:
         self.has_head = any(_LEAST * head.before > peak for head in chunks_of(self._headed(_COUNTS[1])))
 
     def __iter__(self) -> Iterator[Chunking]:
-        """Each of the two whole, in a few and in many chunks; first both whole."""
-        for head in _COUNTS if self.has_head else (1,):
-            for attention in _COUNTS if self.scores else (1,):
-                yield Chunking(head, attention)
+        """Each of the two whole, in many and in a few chunks; first both whole, last both in chunks.
+
+        Where one in many chunks takes too much, it does so in fewer.
+        """
+        heads = _COUNTS if self.has_head else (1,)
+        pairs = [Chunking(head, some) for head in heads for some in (_COUNTS if self.scores else (1,))]
+        yield from sorted(pairs, key=lambda c: (sum(c.kind), -c.head, -c.attention))
+
+    @property
+    def finest(self) -> Chunking:
+        """Both in as many chunks as are tried, as far as they matter."""
+        return Chunking(_COUNTS[-1] if self.has_head else 1, _COUNTS[-1] if self.scores else 1)
 
     def made(self, chunking: Chunking) -> Program:
         """The Program with these chunks."""

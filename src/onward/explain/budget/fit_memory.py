@@ -5,14 +5,17 @@ fit_memory(optimizer.minimize(loss, ...), "12GB")
 
 from __future__ import annotations
 
-from onward.core.amounts import bytes_in
+from collections.abc import Mapping
+
+from onward.core.amounts import whole_bytes
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Program
 from onward.core.recipe import recipe_of
 from onward.core.show import human_bytes
-from onward.core.structure import describe, is_count, is_number
+from onward.core.structure import describe, is_number
 from onward.core.words import Pass
 from onward.distribute.layout.accelerators import Accelerator, known
+from onward.execute.memory.held import MemoryShare
 from onward.execute.memory.use import MemoryUse
 from onward.explain.budget.bases import expect_one_device
 from onward.explain.budget.search import BudgetSearch
@@ -29,7 +32,7 @@ def fit_memory(program: Program, budget: int | float | str, *, device: str | Acc
     what they are, up to the order of sums.
 
     Their time is foretold for a kind of device, from its published peaks. Their bytes are those of the
-    compiler of the device at hand: the Program is compiled some ten times. ``print(memory_savings(program))``
+    compiler of the device at hand: the Program is compiled a few times. ``print(memory_savings(program))``
     tells what was chosen, and what each choice saves and costs. A Program that fits comes back as it is.
 
     Args:
@@ -72,11 +75,11 @@ def fit_memory(program: Program, budget: int | float | str, *, device: str | Acc
 
 def _limit(budget: int | float | str, search: BudgetSearch) -> int:
     """The budget in bytes."""
-    given = bytes_in(budget) if isinstance(budget, str) else budget
-    if is_count(given, 2) or (isinstance(budget, str) and given is not None and given >= 2):
-        return int(given)  # type: ignore[arg-type]
-    if is_number(given) and 0 < given < 1:  # type: ignore[operator]
-        return int(float(given) * search.bytes(search.plain))  # type: ignore[arg-type]
+    count = whole_bytes(budget)
+    if count is not None and count >= 2:
+        return count
+    if is_number(budget) and 0 < budget < 1:  # type: ignore[operator]
+        return int(float(budget) * search.bytes(search.plain))
     raise ArgumentError(
         f"fit_memory: budget is {describe(budget)}; expected bytes above 1, a whole number or such as "
         "'12GB', or a fraction between 0 and 1 of what the step takes as it is, such as 0.5."
@@ -85,31 +88,46 @@ def _limit(budget: int | float | str, search: BudgetSearch) -> int:
 
 _TOO_LITTLE = (
     "fit_memory: {name!r} does not fit {limit}. As it is it takes {plain}; the least that was reached is "
-    "{least}, with {how}. There, at its peak, it holds {shares}. Give it at least that budget, a smaller "
-    "batch or accumulate(program, steps), or an optimizer that keeps less; over several devices, "
+    "{least}, with {how}: as its ops tell {shares}. Give it at least that budget, a smaller batch or "
+    "accumulate(program, steps), or an optimizer that keeps less; over several devices, "
     "partition(program, mesh, where)."
 )
+_LASTING = (MemoryShare.PARAMETERS, MemoryShare.STATE, MemoryShare.FEEDS)
 
 
 def _too_little(search: BudgetSearch, limit: int) -> str:
     """The message where nothing fits: the least that was reached, how, and what for."""
     least = search.least
-    use = MemoryUse(least.program)
-    shares = sorted(use.shares.items(), key=lambda pair: -pair[1])[:3]
+    taken = search.bytes(least)
     ways = [
         f"the loss head in {least.base.chunking.head} chunks" if least.base.chunking.head > 1 else "",
         f"attention in {least.base.chunking.attention} chunks" if least.base.chunking.attention > 1 else "",
         "activations computed again" if least.rung else "",
         f"{len(least.slots)} arrays of state in host memory" if least.slots else "",
     ]
+    parts = sorted(_shares(least.program, taken).items(), key=lambda pair: -pair[1])
     return _TOO_LITTLE.format(
         name=search.program.name,
         limit=human_bytes(limit),
         plain=human_bytes(search.bytes(search.plain)),
-        least=human_bytes(search.bytes(least)),
+        least=human_bytes(taken, up=True),
         how=", ".join(filter(None, ways)) or "nothing changed, for nothing helps",
-        shares=", ".join(f"{human_bytes(n)} of {share}" for share, n in shares),
+        shares=", ".join(f"{human_bytes(n)} of {share}" for share, n in parts if n),
     )
+
+
+def _shares(program: Program, taken: int) -> Mapping[MemoryShare, int]:
+    """The bytes of a compiled step by what they are taken for.
+
+    What lies there between two steps is known; the rest is divided as the ops tell it at their peak.
+    """
+    told = MemoryUse(program).shares
+    lasting = {share: told[share] for share in _LASTING}
+    passing = {share: n for share, n in told.items() if share not in lasting}
+    rest, whole = taken - sum(lasting.values()), sum(passing.values())
+    if rest < 0 or not whole:  # the compiler leaves out what nothing reads
+        passing, lasting, rest, whole = dict(told), {}, taken, max(sum(told.values()), 1)
+    return {**lasting, **{share: n * rest // whole for share, n in passing.items()}}
 
 
 def _expect_fit(program: Program) -> None:
