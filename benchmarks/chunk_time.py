@@ -6,6 +6,7 @@ and results, by ``memory_analysis``.
     onward     the plain step; with ``roll=True`` where the layers are rolled
     chunk      ``ow.chunk``: of the head by the rows of the logits, of attention by its queries
     jax        by hand: ``jax.value_and_grad`` of the same function; a scan over layers where they are rolled
+    fused      ``ow.fuse_attention``: attention in four blocks, over the keys that the mask lets them see
     by hand    that of a function with ``jax.lax.map`` over the chunks, and ``jax.checkpoint`` around each
 
 All sides must agree after two steps. Below the table stand the bytes of each pair. Run it by
@@ -37,8 +38,8 @@ import onward as ow
 from benchmarks.harness import ONWARD, Row, Side, in_turn, ratio_row
 
 _RATE, _TARGET = 0.1, 1.1
-CHUNK, JAX, BY_HAND = "chunk", "jax", "by hand"
-_PAIRS = {(ONWARD, JAX): None, (CHUNK, ONWARD): None, (CHUNK, BY_HAND): _TARGET}
+CHUNK, FUSED, JAX, BY_HAND = "chunk", "fused", "jax", "by hand"
+_PAIRS = {(ONWARD, JAX): None, (CHUNK, ONWARD): None, (CHUNK, BY_HAND): _TARGET, (FUSED, ONWARD): None}
 
 Params = Any
 Loss = Callable[..., Array]
@@ -76,6 +77,8 @@ def _rows(case: Case, rounds: int, quick: bool) -> list[Row]:
         JAX: _jax(case.plain, case),
         BY_HAND: _jax(case.by_hand, case),
     }
+    if case.is_attention:
+        made[FUSED] = _onward(ow.fuse_attention(program), case)
     sides = {name: side for name, (side, _) in made.items()}
     for side in sides.values():
         side.seconds(2)
@@ -84,6 +87,8 @@ def _rows(case: Case, rounds: int, quick: bool) -> list[Row]:
     times = in_turn({name: partial(side.seconds, 1) for name, side in sides.items()}, rounds)
     rows = []
     for (ours, peer), target in _PAIRS.items():
+        if ours not in made:
+            continue
         note = f"{_mib(made[ours][1])} of temporaries, {_mib(made[peer][1])}"
         more = {"side": ours, "target": None if quick else target, "note": note}
         rows.append(ratio_row(case.name, peer, times[ours], times[peer], **more))

@@ -82,8 +82,8 @@ from onward.derive.update.groups import Group as Group
 from onward.derive.update.update import append_update as append_update
 from onward.develop import graph as graph
 from onward.develop.accumulation.accumulate import accumulate as accumulate
-from onward.develop.check_finite import check_finite as check_finite
 from onward.develop.attention.fuse import fuse_attention as fuse_attention
+from onward.develop.check_finite import check_finite as check_finite
 from onward.develop.chunk.chunk import chunk as chunk
 from onward.develop.fence import fence as fence
 from onward.develop.fission.fission import fission as fission

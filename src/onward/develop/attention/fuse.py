@@ -84,7 +84,9 @@ def fuse_attention(
         ...     q, k, v = jnp.split((x @ w)[None, :, None], 3, axis=-1)
         ...     return jnp.mean(jax.nn.dot_product_attention(q, k, v, is_causal=True))
         >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 12)), jnp.ones((64, 4)))
-        >>> print(*ow.graph.attentions_of(ow.fuse_attention(program, "blocks")))
+        >>> fused = ow.fuse_attention(program, "blocks")
+        >>> [(found.kernel, found.share) for found in ow.graph.attentions_of(fused)]
+        [('blocks', 0.625)]
     """
     expect_program(program, "fuse_attention")
     _expect_kernel(kernel)

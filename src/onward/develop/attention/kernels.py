@@ -106,7 +106,7 @@ def _mean(scores: Any, v: Any, left: Sequence[Any], ruled: Ruled | None, attenti
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _weights(scores: Any, fill: float, count: int) -> tuple[Any, Any]:
-    """The softmax of scores beside so many others that all have one score, and the weight of each of these."""
+    """The softmax of scores beside so many more that have one score, and the weight of each of these."""
     least = jnp.asarray(fill, scores.dtype)
     largest = jnp.maximum(scores.max(axis=-1, keepdims=True), least)
     e, each = jnp.exp(scores - largest), jnp.exp(least - largest)
@@ -116,7 +116,7 @@ def _weights(scores: Any, fill: float, count: int) -> tuple[Any, Any]:
 
 @_weights.defjvp
 def _weights_jvp(fill: float, count: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """The weights, of which alone their derivative is computed."""
+    """The weights, and their derivative, which is computed of nothing else."""
     weights, each = _weights(*primals, fill, count)
     (change,) = tangents
     common = (weights * change).sum(axis=-1, keepdims=True)
