@@ -18,11 +18,11 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
 from onward.core.words import Pass
 from onward.develop.attention.axes import Axes, moved
-from onward.develop.attention.operands import Operand, Operands, row_of
+from onward.develop.attention.operands import Operand, ScoreOperands, row_of
 from onward.develop.chunk.numbered import operands_of
 
 
-class Part(Enum):
+class AttentionPart(Enum):
     """The part of a value in attention."""
 
     SCORES = auto()
@@ -37,7 +37,7 @@ class Part(Enum):
     MEAN = auto()  # that of weights and values: the result
 
 
-class Change(Enum):
+class ScoreChange(Enum):
     """A step from the product to the numbers whose softmax is taken."""
 
     ADD = auto()
@@ -50,7 +50,7 @@ class Change(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ScoreStep:
     """A change of scores.
 
     Attributes:
@@ -60,7 +60,7 @@ class Step:
         fill: what stands where a mask is not true.
     """
 
-    change: Change
+    change: ScoreChange
     op: Op
     by: tuple[Operand, ...] = ()
     fill: Operand | None = None
@@ -102,7 +102,7 @@ class Attention:
     result_axes: Axes
     lengths: dict[int, int]
     source: int
-    steps: tuple[Step, ...]
+    steps: tuple[ScoreStep, ...]
     means: Op
     weights: Variable
 
@@ -137,11 +137,11 @@ def attentions(program: Program, missed: list[tuple[int, NoPartError]] | None = 
     taken: set[Op] = set()
     for i, op in enumerate(program.ops):
         if op.made_by is Pass.FORWARD and op not in taken and _is_product(op):
-            walk = _Walk(program, op, makers)
+            walk = _AttentionWalk(program, op, makers)
             try:
                 found = walk.over(program.ops[i + 1 :], readers, kept)
             except NoPartError as why:
-                if missed is not None and any(p is not Part.SCORES for p in walk.part.values()):
+                if missed is not None and any(p is not AttentionPart.SCORES for p in walk.part.values()):
                     missed.append((len(walk.ops), why))
                 continue
             taken.update(found.ops)
@@ -154,17 +154,17 @@ def _is_product(op: Op) -> bool:
 
 
 @dataclass(eq=False)
-class _Walk:
+class _AttentionWalk:
     """One walk from a product, of which every value has to play a part."""
 
     program: Program
     product: Op
     makers: Mapping[Variable, Op]
     ops: list[Op] = field(default_factory=list)
-    part: dict[Variable, Part] = field(default_factory=dict)
+    part: dict[Variable, AttentionPart] = field(default_factory=dict)
     axes: dict[Variable, Axes] = field(default_factory=dict)
     of: dict[Variable, Variable] = field(default_factory=dict)  # the scores behind exponentials
-    steps: dict[Variable, tuple[Step, ...]] = field(default_factory=dict)  # behind scores
+    steps: dict[Variable, tuple[ScoreStep, ...]] = field(default_factory=dict)  # behind scores
     shifted: dict[Variable, tuple[Variable, Variable]] = field(default_factory=dict)
     source: int | None = None
     common: frozenset[int] | None = None  # the axes along which everything is shared that is taken off
@@ -172,8 +172,8 @@ class _Walk:
     def __post_init__(self) -> None:
         (scores,), self.ops = self.product.outputs, [self.product]
         self.lengths = dict(enumerate(scores.shape))
-        self.own = Operands(self.program, self.makers, dict(self.lengths))
-        self._note(scores, Part.SCORES, tuple((i,) for i in range(scores.ndim)))
+        self.own = ScoreOperands(self.program, self.makers, dict(self.lengths))
+        self._note(scores, AttentionPart.SCORES, tuple((i,) for i in range(scores.ndim)))
         self.steps[scores] = ()
 
     def over(
@@ -189,7 +189,7 @@ class _Walk:
                 if not any(readers.get(v) or v in kept for v in op.outputs) and not op.body.has_effects:
                     continue
                 self._step(op)
-                if self.part[op.outputs[0]] is Part.MEAN:
+                if self.part[op.outputs[0]] is AttentionPart.MEAN:
                     result = op.outputs[0]
         if result is None:
             raise NoPartError(self.ops[-1], "ends without a product of weights and values")
@@ -238,7 +238,7 @@ class _Walk:
             sides.append(tuple(places[i] for i in range(len(places))))
         return sides[0], sides[1]
 
-    def _note(self, v: Variable, part: Part, axes: Axes, of: Variable | None = None) -> None:
+    def _note(self, v: Variable, part: AttentionPart, axes: Axes, of: Variable | None = None) -> None:
         self.part[v], self.axes[v] = part, axes
         if of is not None:
             self.of[v] = of
@@ -249,7 +249,7 @@ class _Walk:
         if len(calls) != 1 or len(op.outputs) != 1 or calls[0].inner or op.body.has_effects:
             raise NoPartError(op, "is not looked into")
         row, read = row_of(op), [v for v in operands_of(op) if v in self.part]
-        if row.stops_gradient and self.part[op.inputs[0]] is not Part.SHARED:
+        if row.stops_gradient and self.part[op.inputs[0]] is not AttentionPart.SHARED:
             raise NoPartError(op, "lets no gradient through")
         if row.work is Work.PRODUCT:
             self._multiplied(op, calls[0], read)
@@ -260,7 +260,7 @@ class _Walk:
         elif row.is_elementwise:
             self._computed(op, read)
         else:
-            raise NoPartError(op, "is no part of it")
+            raise NoPartError(op, "plays no part")
 
     def _moved(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
         (v, *others), (out,) = read, op.outputs
@@ -269,11 +269,16 @@ class _Walk:
             raise NoPartError(op, "lays it out in a way that is not followed")
         part = self.part[v]
         repeats = any(n > 1 and not group for n, group in zip(out.shape, axes, strict=True))
-        if repeats and part not in (Part.SHARED, Part.SUM, Part.INVERSE, Part.LOG_SUM):
+        if repeats and part not in (
+            AttentionPart.SHARED,
+            AttentionPart.SUM,
+            AttentionPart.INVERSE,
+            AttentionPart.LOG_SUM,
+        ):
             raise NoPartError(op, "repeats it")
         self._note(out, part, axes, self.of.get(v))
-        if part is Part.SCORES:
-            rounds = (Step(Change.ROUND, op),) if row_of(op).moves is Moves.ROUNDS else ()
+        if part is AttentionPart.SCORES:
+            rounds = (ScoreStep(ScoreChange.ROUND, op),) if row_of(op).moves is Moves.ROUNDS else ()
             self.steps[out] = (*self.steps[v], *rounds)
 
     def _reduced(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
@@ -283,14 +288,14 @@ class _Walk:
             raise NoPartError(op, "reduces it in a way that is not followed")
         axes = tuple(group for i, group in enumerate(self.axes[v]) if i not in gone)
         part = self.part[v]
-        if part in (Part.SCORES, Part.SHARED):
-            self._note(out, Part.SHARED, axes)
+        if part in (AttentionPart.SCORES, AttentionPart.SHARED):
+            self._note(out, AttentionPart.SHARED, axes)
             return
         taken = [self.axes[v][i] for i in gone if self.axes[v][i]]
-        if part is not Part.EXPONENTIALS or row_of(op).reduces is not Reduces.SUM or len(taken) != 1:
+        if part is not AttentionPart.EXPONENTIALS or row_of(op).reduces is not Reduces.SUM or len(taken) != 1:
             raise NoPartError(op, "reduces what softmax does not")
         self._expect_source(op, taken[0])
-        self._note(out, Part.SUM, axes, self.of[v])
+        self._note(out, AttentionPart.SUM, axes, self.of[v])
 
     def _expect_source(self, op: Op, group: tuple[int, ...]) -> None:
         """The axis of the keys, which is that over which exponentials are summed."""
@@ -300,7 +305,11 @@ class _Walk:
 
     def _multiplied(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
         sides = operands_of(op)
-        if len(read) != 1 or None in sides or self.part[read[0]] not in (Part.WEIGHTS, Part.EXPONENTIALS):
+        if (
+            len(read) != 1
+            or None in sides
+            or self.part[read[0]] not in (AttentionPart.WEIGHTS, AttentionPart.EXPONENTIALS)
+        ):
             raise NoPartError(op, "multiplies what is not weights yet")
         at = sides.index(read[0])
         (contracted, batch), axes = call.params["dimension_numbers"], self.axes[read[0]]
@@ -321,19 +330,19 @@ class _Walk:
         own = [axes[i] for i in range(len(axes)) if i not in (*contracted[at], *batch[at])]
         free = (own, list(features.values())) if at == 0 else (list(features.values()), own)
         made = (*(axes[i] for i in batch[at]), *free[0], *free[1])
-        part = Part.MEAN if self.part[read[0]] is Part.WEIGHTS else Part.UNWEIGHED
+        part = AttentionPart.MEAN if self.part[read[0]] is AttentionPart.WEIGHTS else AttentionPart.UNWEIGHED
         self._note(op.outputs[0], part, made, self.of[read[0]])
 
     def _computed(self, op: Op, read: Sequence[Variable]) -> None:
         """The result of arithmetic number by number."""
         (out,), parts = op.outputs, {self.part[v] for v in read}
         axes = self._aligned(op, read)
-        if parts == {Part.SHARED}:
+        if parts == {AttentionPart.SHARED}:
             self._expect_shared(op, axes)
-            self._note(out, Part.SHARED, axes)
-        elif parts == {Part.SCORES} and len(read) == 1:
+            self._note(out, AttentionPart.SHARED, axes)
+        elif parts == {AttentionPart.SCORES} and len(read) == 1:
             self._changed(op, read[0], axes)
-        elif Part.SCORES in parts and len(read) == 2 and len(op.inputs) == 2:
+        elif AttentionPart.SCORES in parts and len(read) == 2 and len(op.inputs) == 2:
             self._shifted(op, axes)
         else:
             self._normalized(op, read, axes)
@@ -361,15 +370,15 @@ class _Walk:
         """The result of arithmetic with scores and what is not computed of them."""
         (out,), row = op.outputs, row_of(op)
         if row.exponential:
-            self._note(out, Part.EXPONENTIALS, axes, v)
+            self._note(out, AttentionPart.EXPONENTIALS, axes, v)
             return
         step = self._change(op, v, axes)
         if step is None:
             raise NoPartError(op, "changes scores in a way that is not known")
-        self._note(out, Part.SCORES, axes)
+        self._note(out, AttentionPart.SCORES, axes)
         self.steps[out] = (*self.steps[v], step)
 
-    def _change(self, op: Op, v: Variable, axes: Axes) -> Step | None:
+    def _change(self, op: Op, v: Variable, axes: Axes) -> ScoreStep | None:
         row, values, numbers = row_of(op), operands_of(op), op.body.numbers
         at = values.index(v)
         others = [
@@ -380,38 +389,41 @@ class _Walk:
         if row.chooses and row.linear is Linear.TOGETHER and len(values) == 3 and at > 0:
             mask, fill = others
             chooses = at == 2
-            return Step(
-                Change.CHOOSE if chooses else Change.DISMISS, op, mask.conjuncts if chooses else (mask,), fill
+            return ScoreStep(
+                ScoreChange.CHOOSE if chooses else ScoreChange.DISMISS,
+                op,
+                mask.conjuncts if chooses else (mask,),
+                fill,
             )
         if len(others) != 1 or row.chooses:
             return None
         (other,) = others
         if row.adds:
-            return Step(Change.ADD, op, (other,))
+            return ScoreStep(ScoreChange.ADD, op, (other,))
         if row.linear is Linear.TOGETHER and at == 0:
-            return Step(Change.SUBTRACT, op, (other,))
+            return ScoreStep(ScoreChange.SUBTRACT, op, (other,))
         if row.multiplies and row.linear is Linear.EACH and other.size == 1:
-            return Step(Change.MULTIPLY, op, (other,))
+            return ScoreStep(ScoreChange.MULTIPLY, op, (other,))
         if row.divides and at == 0 and other.size == 1:
-            return Step(Change.DIVIDE, op, (other,))
+            return ScoreStep(ScoreChange.DIVIDE, op, (other,))
         return None
 
     def _shifted(self, op: Op, axes: Axes) -> None:
         """Scores from which something is taken off that all keys share."""
         (first, second), (out,), row = op.inputs, op.outputs, row_of(op)
-        if self.part[first] is not Part.SCORES:
+        if self.part[first] is not AttentionPart.SCORES:
             first, second = second, first
         takes_off = (
             row.linear is Linear.TOGETHER and not row.adds and not row.chooses and op.inputs[0] is first
         )
-        if self.part[second] is Part.LOG_SUM and takes_off and self.of[second] is first:
-            self._note(out, Part.LOG_WEIGHTS, axes, first)
+        if self.part[second] is AttentionPart.LOG_SUM and takes_off and self.of[second] is first:
+            self._note(out, AttentionPart.LOG_WEIGHTS, axes, first)
             return
-        if self.part[second] is not Part.SHARED or not (row.adds or takes_off):
+        if self.part[second] is not AttentionPart.SHARED or not (row.adds or takes_off):
             raise NoPartError(op, "changes scores by what is computed of them")
         absent = frozenset(_flat(axes)).difference(_flat(self.axes[second]))
         self.common = absent if self.common is None else self.common & absent
-        self._note(out, Part.SCORES, axes)
+        self._note(out, AttentionPart.SCORES, axes)
         self.steps[out] = self.steps[first]
         if takes_off:
             self.shifted[out] = (first, second)
@@ -422,30 +434,30 @@ class _Walk:
         values = operands_of(op)
         of = self.of.get(read[0])
         same = all(self.of.get(v) is of for v in read)
-        made: Part | None = None
+        made: AttentionPart | None = None
         if len(read) == 2 and same and len(values) == 2:
             made = _OF_TWO.get(
                 (frozenset(parts), "divides" if row.divides else "multiplies" if row.multiplies else "")
             )
-            if row.divides and parts[1] is not Part.SUM:
+            if row.divides and parts[1] is not AttentionPart.SUM:
                 made = None
-        elif len(values) == 1 and parts == [Part.SUM] and (row.logarithm or row.keeps_positive):
-            made = Part.LOG_SUM if row.logarithm else Part.SUM
-        elif len(values) == 1 and parts == [Part.LOG_WEIGHTS] and row.exponential:
-            made = Part.WEIGHTS
-        elif parts == [Part.SUM] and row.divides and values[0] is None and op.body.numbers[0] == 1:
-            made = Part.INVERSE
-        elif set(parts) == {Part.LOG_SUM, Part.SHARED} and row.adds:
+        elif len(values) == 1 and parts == [AttentionPart.SUM] and (row.logarithm or row.keeps_positive):
+            made = AttentionPart.LOG_SUM if row.logarithm else AttentionPart.SUM
+        elif len(values) == 1 and parts == [AttentionPart.LOG_WEIGHTS] and row.exponential:
+            made = AttentionPart.WEIGHTS
+        elif parts == [AttentionPart.SUM] and row.divides and values[0] is None and op.body.numbers[0] == 1:
+            made = AttentionPart.INVERSE
+        elif set(parts) == {AttentionPart.LOG_SUM, AttentionPart.SHARED} and row.adds:
             of = self._unshifted(read)
-            made = Part.LOG_SUM if of is not None else None
+            made = AttentionPart.LOG_SUM if of is not None else None
         if made is None:
             raise NoPartError(op, "does what softmax does not")
         self._note(out, made, axes, of)
 
     def _unshifted(self, read: Sequence[Variable]) -> Variable | None:
         """The scores of which a log-sum is that, with what was taken off before added again."""
-        total = next(v for v in read if self.part[v] is Part.LOG_SUM)
-        shared = next(v for v in read if self.part[v] is Part.SHARED)
+        total = next(v for v in read if self.part[v] is AttentionPart.LOG_SUM)
+        shared = next(v for v in read if self.part[v] is AttentionPart.SHARED)
         before, taken = self.shifted.get(self.of[total], (None, None))
         return before if taken is not None and self._same(taken, shared) else None
 
@@ -454,7 +466,7 @@ class _Walk:
         return self._origin(v) is self._origin(other)
 
     def _origin(self, v: Variable) -> Variable:
-        """What is only moved to become a value."""
+        """The value that is only moved to become this one."""
         op = self.makers.get(v)
         while op is not None and row_of(op).moves in _LAID and not row_of(op).stops_gradient:
             (v,) = op.inputs
@@ -470,8 +482,8 @@ _LAID = (Moves.REPEATS, Moves.RESHAPES)
 
 
 _OF_TWO = {
-    (frozenset((Part.EXPONENTIALS, Part.SUM)), "divides"): Part.WEIGHTS,
-    (frozenset((Part.EXPONENTIALS, Part.INVERSE)), "multiplies"): Part.WEIGHTS,
-    (frozenset((Part.UNWEIGHED, Part.SUM)), "divides"): Part.MEAN,
-    (frozenset((Part.UNWEIGHED, Part.INVERSE)), "multiplies"): Part.MEAN,
+    (frozenset((AttentionPart.EXPONENTIALS, AttentionPart.SUM)), "divides"): AttentionPart.WEIGHTS,
+    (frozenset((AttentionPart.EXPONENTIALS, AttentionPart.INVERSE)), "multiplies"): AttentionPart.WEIGHTS,
+    (frozenset((AttentionPart.UNWEIGHED, AttentionPart.SUM)), "divides"): AttentionPart.MEAN,
+    (frozenset((AttentionPart.UNWEIGHED, AttentionPart.INVERSE)), "multiplies"): AttentionPart.MEAN,
 }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.program import Op, Variable
-from onward.develop.attention.find import Attention, Change, Step
+from onward.develop.attention.find import Attention, ScoreChange, ScoreStep
 from onward.develop.attention.layout import MASKS, Laid, Ruled
 
 
@@ -50,14 +50,14 @@ def by_cudnn(laid: Laid, ruled: Ruled | None, env: Mapping[Variable, Any]) -> An
     bias, dtype = jnp.zeros((1,) * 5, np.float32), found.query.dtype
     q, k, v = laid.query(env[found.query]), laid.key(env[found.key]), laid.value(env[found.value])
     for step in steps:
-        if step.change is Change.ROUND:
+        if step.change is ScoreChange.ROUND:
             continue
         by = [laid.beside(x, env) for x in step.by]
         bias = changed(bias, step, by, None if step.fill is None else laid.beside(step.fill, env))
-        if step.change in (Change.MULTIPLY, Change.DIVIDE):
+        if step.change in (ScoreChange.MULTIPLY, ScoreChange.DIVIDE):
             number = step.by[0].number
             factor = by[0].reshape(()) if number is None else number
-            factor = factor if step.change is Change.MULTIPLY else 1 / factor
+            factor = factor if step.change is ScoreChange.MULTIPLY else 1 / factor
             scale = scale * factor
     if not isinstance(scale, float):
         q, scale = (q * scale).astype(dtype), 1.0
@@ -130,25 +130,25 @@ def _product(spec: str, x: Any, y: Any, op: Op) -> Any:
     return jnp.einsum(spec, x, y, precision=params.get("precision"), preferred_element_type=wide)
 
 
-def changed(scores: Any, step: Step, by: Sequence[Any], fill: Any) -> Any:
+def changed(scores: Any, step: ScoreStep, by: Sequence[Any], fill: Any) -> Any:
     """Scores behind a step."""
-    if step.change is Change.ROUND:
+    if step.change is ScoreChange.ROUND:
         return scores.astype(step.op.outputs[0].dtype)
-    if step.change in (Change.CHOOSE, Change.DISMISS):
+    if step.change in (ScoreChange.CHOOSE, ScoreChange.DISMISS):
         mask = by[0]
         for other in by[1:]:
             mask = mask & other
-        old = (scores, fill) if step.change is Change.CHOOSE else (fill, scores)
+        old = (scores, fill) if step.change is ScoreChange.CHOOSE else (fill, scores)
         return jnp.where(mask, *(x.astype(scores.dtype) for x in old))
     (other,) = by
     return _ARITHMETIC[step.change](scores, other.astype(scores.dtype))
 
 
-_ARITHMETIC: Mapping[Change, Callable[[Any, Any], Any]] = {
-    Change.ADD: jnp.add,
-    Change.SUBTRACT: jnp.subtract,
-    Change.MULTIPLY: jnp.multiply,
-    Change.DIVIDE: jnp.divide,
+_ARITHMETIC: Mapping[ScoreChange, Callable[[Any, Any], Any]] = {
+    ScoreChange.ADD: jnp.add,
+    ScoreChange.SUBTRACT: jnp.subtract,
+    ScoreChange.MULTIPLY: jnp.multiply,
+    ScoreChange.DIVIDE: jnp.divide,
 }
 
 

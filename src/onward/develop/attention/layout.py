@@ -19,7 +19,7 @@ import numpy as np
 
 from onward.core.program import Variable
 from onward.develop.attention.axes import Axes, grouped
-from onward.develop.attention.find import Attention, Change, Step
+from onward.develop.attention.find import Attention, ScoreChange, ScoreStep
 from onward.develop.attention.operands import Operand
 
 
@@ -111,24 +111,25 @@ class Laid:
     @cached_property
     def ruled(self) -> Ruled | None:
         """The masks that are known, if nothing but a change of dtype comes behind them."""
-        behind = [step for step in self.attention.steps[::-1] if step.change is not Change.ROUND]
-        if behind and behind[0].change is Change.ADD:
+        behind = [step for step in self.attention.steps[::-1] if step.change is not ScoreChange.ROUND]
+        if behind and behind[0].change is ScoreChange.ADD:
             return self._ruled_by_sum(behind[0])
-        left: dict[Step, tuple[Step, ...]] = {step: (step,) for step in self.attention.steps}
+        fill = behind[0].fill.number if behind and behind[0].fill is not None else None
+        if fill is None:
+            return None
+        left: dict[ScoreStep, tuple[ScoreStep, ...]] = {step: (step,) for step in self.attention.steps}
         known: list[Mask] = []
         for step in behind:
-            if step.fill is None or step.fill.number is None or step.fill.number != behind[0].fill.number:
+            if step.fill is None or step.fill.number != fill:
                 break
-            masks = [Mask(by, step.change is Change.DISMISS) for by in step.by if self._is_of_places(by)]
+            masks = [Mask(by, step.change is ScoreChange.DISMISS) for by in step.by if self._is_of_places(by)]
             rest = tuple(by for by in step.by if by not in {mask.by for mask in masks})
             left[step] = (replace(step, by=rest),) if rest else ()
             known += masks
-        if not known:
-            return None
         steps = tuple(s for group in left.values() for s in group)
-        return Ruled(self._now(known), behind[0].fill.number, tuple(known), steps, self.dtype)
+        return Ruled(self._now(known), fill, tuple(known), steps, self.dtype) if known else None
 
-    def _ruled_by_sum(self, step: Step) -> Ruled | None:
+    def _ruled_by_sum(self, step: ScoreStep) -> Ruled | None:
         """The mask that is added as 0 and large negative numbers, of which no row is all negative."""
         (operand,) = step.by
         if any(s.change in MASKS for s in self.attention.steps if s is not step):
@@ -160,7 +161,7 @@ class Laid:
         return jnp.broadcast_to(seen, (self.length(self.time), self.source))
 
 
-MASKS = (Change.ADD, Change.SUBTRACT, Change.CHOOSE, Change.DISMISS)
+MASKS = (ScoreChange.ADD, ScoreChange.SUBTRACT, ScoreChange.CHOOSE, ScoreChange.DISMISS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +187,7 @@ class Ruled:
     seen: np.ndarray
     fill: float
     masks: tuple[Mask, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ScoreStep, ...]
     dtype: Any
 
     @property

@@ -1,4 +1,4 @@
-"""What is added to scores, or chooses among them, computed from as little as it comes from.
+"""Operands that change scores, computed from as little as they come from.
 
 A mask of [batch, heads, queries, keys] is mostly a smaller one that is repeated, or counted from nothing.
 Here it is an array that has a dimension for each axis of the scores, 1 long where it repeats.
@@ -104,7 +104,7 @@ class Operand:
         return tuple(c for part in self.parts for c in part.conjuncts)
 
 
-class Operands:
+class ScoreOperands:
     """The operands beside the scores of one region."""
 
     def __init__(self, program: Program, makers: Mapping[Variable, Op], lengths: Lengths) -> None:
@@ -126,7 +126,7 @@ class Operands:
         return self._found[v, axes]
 
     def _again(self, v: Variable, axes: Axes, depth: int) -> Operand | None:
-        """What computes or moves a value, of its own operands; None where these are not so laid out."""
+        """A value as its op makes it of its own operands; None where these are not so laid out."""
         op = self.makers.get(v)
         if op is None or len(op.outputs) != 1 or len(list(op.body.calls)) != 1:
             return None

@@ -24,7 +24,7 @@ _MOST_FEATURES = 128  # of a head, for cuDNN
 
 
 @dataclass(frozen=True)
-class Place:
+class FoundPlace:
     """Attention where it stands: laid out, or in words why it cannot be."""
 
     name: str
@@ -34,13 +34,13 @@ class Place:
 
 def places(
     program: Program, within: str = "", missed: list[tuple[int, NoPartError]] | None = None
-) -> Iterator[Place]:
+) -> Iterator[FoundPlace]:
     """The attention of a forward Program and of the loops within, in order."""
     found = {attention.ops[-1]: attention for attention in attentions(program, missed)}
     loops = set(entered(program))
     for op in program.ops:
         if op in found:
-            yield Place(within + found[op].result.name, found[op], laid_out(found[op]))
+            yield FoundPlace(within + found[op].result.name, found[op], laid_out(found[op]))
         elif op in loops:
             for inner in op.subprograms.values():
                 yield from places(inner, inside(op, within), missed)

@@ -10,7 +10,7 @@ from onward.core.program import Phase, Program
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.develop.attention.fuse import fused_attention
 from onward.develop.attention.layout import MASKS
-from onward.develop.attention.places import Kernel, Place, chosen, no_gain, places, unrolled
+from onward.develop.attention.places import FoundPlace, Kernel, chosen, no_gain, places, unrolled
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def attentions_of(program: Program) -> tuple[FoundAttention, ...]:
     return tuple(_told(place, *fused) for place in places(forward))
 
 
-def _told(place: Place, *fused: tuple[Kernel | None, int, Sequence[str]]) -> FoundAttention:
+def _told(place: FoundPlace, *fused: tuple[Kernel | None, int, Sequence[str]]) -> FoundAttention:
     """A place for people, with the kernel that these fusions give it."""
     found, laid = place.attention, place.laid
     source = found.scores.source
