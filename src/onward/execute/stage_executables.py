@@ -17,6 +17,7 @@ from onward.core.program import Program, Variable
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.cut import Pipeline, Place
 from onward.execute.options import Value, all_options
+from onward.execute.side_by_side import CompiledBeside, SideBySide
 
 StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
 
@@ -66,11 +67,9 @@ class StageExecutables:
         self.pipeline, self.program, self.donate = pipeline, pipeline.accumulated, donate
         self.whole = _stages(pipeline)
         self.home = {v.name: self.whole[pipeline.homes[v]] for v in self.program.state}
-        self._options = dict(all_options(options))
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
-        self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
-        self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
+        self.results = {r.whole: r for r in pipeline.results}
         self.last = {
             (v, stage): [work for of, work in places if of == stage][-1]
             for v, places in pipeline.readers.items()
@@ -79,11 +78,13 @@ class StageExecutables:
         self.order = [
             (moment.stage, *moment.task)
             for moment in pipeline.schedule.moments
-            if (moment.stage, moment.task.work) in self.parts
+            if (moment.stage, moment.task.work) in pipeline.parts
         ]
-        self.results = {r.whole: r for r in pipeline.results}
-        self.begin = self._beginning()
-        self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
+        with SideBySide(all_options(options)) as self._beside:
+            self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
+            self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
+            self.begin = self._beginning()
+            self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
     def lies(self, v: Variable, stage: int) -> StagePlace:
         """How a value lies in a stage: what has an axis of examples is shared out to its devices."""
@@ -97,7 +98,7 @@ class StageExecutables:
         """The type of a value as it lies in a stage."""
         return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_sharding(self.lies(v, stage)))
 
-    def compiled(self, run: Any, stage: int, *types: Any, outs: Any = None) -> Any:
+    def compiled(self, run: Any, stage: int, *types: Any, outs: Any = None) -> CompiledBeside:
         """A function compiled for the devices of a stage, which takes over its first argument.
 
         All devices have all of what no ``outs`` or type lays out.
@@ -109,7 +110,7 @@ class StageExecutables:
         def placed(kind: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding or whole)
 
-        return jitted.lower(*jax.tree.map(placed, types)).compile(self._options)
+        return self._beside.compiled(jitted.lower(*jax.tree.map(placed, types)))
 
     def _part(self, place: Place, program: Program) -> StagePart:
         loop, (stage, _) = self.pipeline.loop, place
