@@ -19,11 +19,12 @@ from onward.core.words import Kind, Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
-from onward.distribute.pipeline.stages import Stages, stages_of
+from onward.distribute.pipeline.stages import Stages, stages_by_name, stages_of
 from onward.distribute.pipeline.updates import UpdatePlacing
 
 F, B, W = StageWork
 Place = tuple[int, StageWork]
+Homes = Mapping[str, int]  # the stage of each forward activation, by its name
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,21 +164,38 @@ class Pipeline:
         return [{w for w in (B, W) if (s, w) in self.parts} for s in range(self.schedule.stages)]
 
 
-def cut(
-    program: Program, accumulated: Program, schedule: PipelineSchedule, at: Sequence[str], data: int
-) -> Pipeline:
-    """Cut a Program that accumulates into stages.
+def homes_of(program: Program, accumulated: Program, stages: int, at: Sequence[str]) -> Homes:
+    """The stage of each forward activation of a Program that accumulates, by its name.
 
     Raises:
-        GraphError: micro-batches hand on what depends on their data, or ops stand before the forward pass.
+        GraphError: micro-batches hand on what depends on their data.
+    """
+    turn, ahead = _loop_of(accumulated).turn, _ahead(program, _loop_of(accumulated))
+    found = stages_of(turn, frozenset(ahead), stages, at)
+    return {v.name: at for op, at in found.items() if op.made_by is Pass.FORWARD for v in op.outputs}
+
+
+def _loop_of(accumulated: Program) -> LoopPlan:
+    op: Any = next(op for op in accumulated.ops if op.type is ACCUMULATE)
+    plan: LoopPlan = op.body.plan
+    return plan
+
+
+def cut(
+    program: Program, accumulated: Program, schedule: PipelineSchedule, homes: Homes, data: int
+) -> Pipeline:
+    """Cut a Program that accumulates into stages, whose forward activations have these homes.
+
+    Raises:
+        GraphError: ops stand before the forward pass.
     """
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
-    loop: LoopPlan = op.body.plan  # type: ignore[attr-defined]
+    loop = _loop_of(accumulated)
     _expect_divided(loop, data)
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = _ahead(program, loop)
-    groups = _groups(turn, stages_of(turn, frozenset(ahead), schedule.stages, at), schedule)
+    groups = _groups(turn, stages_by_name(turn, frozenset(ahead), schedule.stages, homes), schedule)
     makers = {v: place for place, ops in groups.items() for o in ops for v in o.outputs}
     makers = {v: makers.get(v, (0, F)) for v in turn.outputs}
     parts = parts_of(turn, groups, makers, [old for old, *_ in loop.threaded])

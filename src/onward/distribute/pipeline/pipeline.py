@@ -7,6 +7,7 @@ work of each stage is a choice of them, and a schedule is nothing but an order.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 from onward.core.check import expect_program
@@ -18,11 +19,11 @@ from onward.core.structure import expect_count
 from onward.core.walk import Where
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
-from onward.distribute.pipeline.cut import Pipeline, cut
+from onward.distribute.pipeline.cut import Pipeline, cut, homes_of
+from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_loops
 from onward.distribute.pipeline.schedule import schedule_of
 
 _REFUSED = {
-    Phase.ROLL: "folds layers into a loop, which cannot be cut. Leave it out",
     Phase.KEEP: "folds layers into a loop, which cannot be cut. Leave it out",
     Phase.LOOK: "looks at values of a whole step, which stages compute apart. Leave it out",
     Phase.DEVICES: "lays it out over devices already. Leave it out, and say data= for more devices a stage",
@@ -113,10 +114,17 @@ def pipeline(
     at = _scopes(at)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     _expect_fit(program, recipe)
-    accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
+    plain = without_loops(program) if is_rolled(program) else program
+    accumulated = accumulate(plain, micro_batches, whole=whole, is_sum=is_sum)
     if not any(op.type is ACCUMULATE for op in accumulated.ops):
         raise ArgumentError(f"pipeline: the batch of {program.name!r} has one row, which cannot be cut.")
-    return cut(program, accumulated, order, at, data)
+    homes = homes_of(plain, accumulated, stages, at)
+    if plain is not program:
+        program = rolled_within(program, plain, homes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the same was said of the Program without loops
+            accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
+    return cut(program, accumulated, order, homes, data)
 
 
 def _scopes(at: Iterable[str]) -> Sequence[str]:
