@@ -17,13 +17,13 @@ from onward.core.show import human_bytes
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Kind, Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
 from onward.distribute.pipeline.stages import Stages, stages_by_name, stages_of
 from onward.distribute.pipeline.updates import UpdatePlacing
 
 F, B, W = StageWork
-Place = tuple[int, StageWork]
 Homes = Mapping[str, int]  # the stage of each forward activation, by its name
 
 
@@ -38,6 +38,8 @@ class Pipeline:
         schedule: which stage does what when.
         ahead: what a micro-batch hands on to the next one without its data, such as random keys: it runs for
             all of them before the first.
+        once: for some stages the Program of what is the same for all micro-batches and kept for the backward
+            pass or read by other stages, such as parameters in a low precision: it runs once a step.
         parts: for each stage and each of its works the Program; none where there is nothing to compute.
         updates: for each phase of the update and each stage the Program.
         homes: the stage where each Variable of state lies, and each result.
@@ -49,6 +51,7 @@ class Pipeline:
     loop: LoopPlan
     schedule: PipelineSchedule
     ahead: Program
+    once: Mapping[int, Program]
     parts: Mapping[Place, Program]
     updates: Mapping[tuple[int, int], Program]
     homes: Mapping[Variable, int]
@@ -67,12 +70,12 @@ class Pipeline:
         return (*self.loop.sums, *self.loop.joined)
 
     @cached_property
-    def readers(self) -> Mapping[Variable, tuple[Place, ...]]:
-        """For each value of a micro-batch the works that are given it, in the order of ``parts``."""
-        found: dict[Variable, tuple[Place, ...]] = {}
-        for place, part in self.parts.items():
+    def readers(self) -> Mapping[Variable, tuple[Work, ...]]:
+        """For each value of a micro-batch the works that are given it, in order."""
+        found: dict[Variable, tuple[Work, ...]] = {}
+        for work, part in self.works.items():
             for v in part.inputs:
-                found[v] = (*found.get(v, ()), place)
+                found[v] = (*found.get(v, ()), work)
         return found
 
     @cached_property
@@ -93,11 +96,17 @@ class Pipeline:
         """The other stages that read state of a stage, such as a table that two of them share, by name."""
         homes = {v.name: self.homes[v] for v in self.accumulated.state}
         found: dict[str, set[int]] = {}
-        for (stage, _), part in self.parts.items():
+        for (stage, _), part in self.works.items():
             for v in part.state:
                 if homes[v.name] != stage:
                     found.setdefault(v.name, set()).add(stage)
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    @property
+    def works(self) -> Mapping[Work, Program]:
+        """All that is computed before the update: what is done once a step, then the parts."""
+        found: dict[Work, Program] = {(stage, ONCE): part for stage, part in self.once.items()}
+        return found | {(stage, work): part for (stage, work), part in self.parts.items()}
 
     def kept(self, stage: int) -> int:
         """The bytes that a stage keeps of a micro-batch from its forward pass on to its backward pass."""
@@ -147,6 +156,9 @@ class Pipeline:
                 f"each stage has {self.data} devices: each keeps its parameters and other state, and a share "
                 "of what is held and sent"
             )
+        if self.once:
+            made = [f"{human_bytes(sum(map(size, p.outputs)))} in stage {s}" for s, p in self.once.items()]
+            notes.append(f"made of parameters and constants once a step, and kept: {', '.join(made)}")
         for name, stages in self.borrowed.items():
             home, others = self.homes[self.accumulated[name]], " and ".join(map(str, stages))
             notes.append(f"{name} lies in stage {home}, which sends it to {others} at each step")
@@ -195,20 +207,24 @@ def cut(
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = _ahead(program, loop)
-    groups = _groups(turn, stages_by_name(turn, frozenset(ahead), schedule.stages, homes), schedule)
+    inside = stages_by_name(turn, frozenset(ahead), schedule.stages, homes)
+    handed_on = {*(old for old, *_ in loop.threaded), *(v for o in ahead for v in o.outputs)}
+    groups = with_once(turn, _groups(turn, inside, schedule), handed_on)
     makers = {v: place for place, ops in groups.items() for o in ops for v in o.outputs}
     makers = {v: makers.get(v, (0, F)) for v in turn.outputs}
-    parts = parts_of(turn, groups, makers, [old for old, *_ in loop.threaded])
+    works = parts_of(turn, groups, makers, [old for old, *_ in loop.threaded])
+    once = {stage: part for (stage, work), part in works.items() if work == ONCE}
+    parts = {(of, StageWork(work)): part for (of, work), part in works.items() if work != ONCE}
     given = {r.whole: makers[r.part][0] for r in (*loop.sums, *loop.joined)}
     given |= {new: 0 for *_, new in loop.threaded}
     rest = [o for o in accumulated.ops if o is not op]
-    placing = UpdatePlacing(accumulated, rest, given, _first_readers(parts))
+    placing = UpdatePlacing(accumulated, rest, given, _first_readers(works))
     updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop))
-    before = _before(program, loop, ahead, parts)
-    return Pipeline(program, accumulated, loop, schedule, before, parts, updates, placing.homes, data)
+    before = _before(program, loop, ahead, works)
+    return Pipeline(program, accumulated, loop, schedule, before, once, parts, updates, placing.homes, data)
 
 
-def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Place, Program]) -> Program:
+def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Work, Program]) -> Program:
     """The Program of what micro-batches hand on: its outputs are what the stages read of that."""
     read = {v for part in parts.values() for v in part.inputs}
     olds = tuple(old for old, *_ in loop.threaded)
@@ -224,7 +240,7 @@ def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Pl
     )
 
 
-def _first_readers(parts: Mapping[Place, Program]) -> dict[str, int]:
+def _first_readers(parts: Mapping[Work, Program]) -> dict[str, int]:
     """For what the stages read of the state, by name, the first that does."""
     found: dict[str, int] = {}
     for (stage, _), part in parts.items():

@@ -24,7 +24,7 @@ from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_
 from onward.distribute.pipeline.schedule import schedule_of
 
 _REFUSED = {
-    Phase.KEEP: "folds layers into a loop, which cannot be cut. Leave it out",
+    Phase.KEEP: "says what loops of layers keep, and those of stages are others. Leave it out",
     Phase.LOOK: "looks at values of a whole step, which stages compute apart. Leave it out",
     Phase.DEVICES: "lays it out over devices already. Leave it out, and say data= for more devices a stage",
     Phase.MICRO_BATCHES: "takes its batch in parts already. Leave it out, and say micro_batches=",
@@ -64,6 +64,9 @@ def pipeline(
     send it their part of its gradient for each micro-batch. Rules that look at all gradients, such as
     ``ClipByGlobalNorm``, exchange numbers, not arrays.
 
+    Of a Program that was rolled (``roll``), the repeated layers of each stage are one loop, so that compiling
+    takes no longer the more layers a stage has. It is cut where it would be without loops.
+
     Args:
         program: a training Program, as ``minimize`` makes it, for one device.
         stages: how many.
@@ -81,8 +84,7 @@ def pipeline(
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
             that do not divide the batch, or fewer than 2; more devices a stage than divide a micro-batch.
         GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
-            norm); a Program that is replicated, accumulated, partitioned, rolled, watched, guarded or
-            offloaded.
+            norm); a Program that is replicated, accumulated, partitioned, watched, guarded or offloaded.
         UnknownNameError: no op stands in a scope of ``at``.
         RecipeError: the Program was not traced, or its ops were changed by hand.
 

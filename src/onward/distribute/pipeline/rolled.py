@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from onward.core.names import Names
-from onward.core.program import Applied, Op, Phase, Program, Variable
+from onward.core.program import Applied, Op, Phase, Program
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.transform import transform
 from onward.core.walk import Where, descendants, needed_ops
@@ -41,7 +42,7 @@ def rolled_within(program: Program, plain: Program, homes: Homes) -> Program:
     line = _line(forward_of(plain, recipe.without(rolled)))
     begins = tuple(
         op.outputs[0].name
-        for before, op in zip(line, line[1:], strict=False)
+        for before, op in pairwise(line)
         if homes[before.outputs[0].name] < homes[op.outputs[0].name]
     )
     steps = tuple(
