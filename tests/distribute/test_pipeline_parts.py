@@ -98,7 +98,7 @@ def test_parameters_in_a_low_precision_are_kept_once_a_step():
 def test_layers_of_a_stage_are_a_loop_if_the_program_is_rolled(
     function: Any, optimizer: Any, stages: int, schedule: str, data: int
 ):
-    params: Any = weights(12)
+    params: Any = weights(8)
     if function is masked:
         params = {"mask": RANDOM.normal(size=WIDE), "layers": params}
     with jax.enable_x64(True):
@@ -106,7 +106,7 @@ def test_layers_of_a_stage_are_a_loop_if_the_program_is_rolled(
         cut = ow.pipeline(ow.roll(program), stages, 4, schedule, data=data)
         plain = ow.pipeline(program, stages, 4, schedule, data=data)
         for stage in range(stages):
-            assert [loop.times for loop in ow.graph.rolls_of(cut.parts[stage, "F"])] == [12 // stages]
+            assert [loop.times for loop in ow.graph.rolls_of(cut.parts[stage, "F"])] == [8 // stages]
             assert "stack" in [op.type for op in cut.once[stage].ops]
             assert parameters_of(cut, stage) == parameters_of(plain, stage)
         expect_equal(steps_of(cut, params), steps_of(ow.accumulate(program, 4), params))
@@ -117,11 +117,11 @@ def parameters_of(cut: Pipeline, stage: int) -> list[str]:
 
 
 def test_a_rolled_program_is_cut_where_the_one_without_loops_is():
-    params = weights(12)
+    params = weights(8)
     program = ow.SGD(0.1).minimize(dropped, params, X)
-    rolled = ow.pipeline(ow.roll(program), 2, 4, at=["layer_9"])
+    rolled = ow.pipeline(ow.roll(program), 2, 4, at=["layer_5"])
     found = [ow.graph.rolls_of(rolled.parts[stage, "F"]) for stage in (0, 1)]
-    assert [[loop.times for loop in loops] for loops in found] == [[9], [3]]
+    assert [[loop.times for loop in loops] for loops in found] == [[5], [3]]
     kept = ow.roll(program, keep=["layer_3/tanh"])
     assert "layer_3/tanh" in ow.pipeline(kept, 2, 4).program.variables
     with pytest.raises(ow.GraphError, match="those of stages are others"):
