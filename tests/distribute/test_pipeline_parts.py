@@ -1,4 +1,4 @@
-"""What stages compute once a step, and layers of a stage that are one loop."""
+"""Stages compute once a step, and keep, all that micro-batches share; their layers are a loop if rolled."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from onward.execute.side_by_side import SideBySide
+from onward.execute.side_by_side import CompilerPool
 
 
 def lowered(n: int) -> Any:
@@ -17,13 +17,13 @@ def lowered(n: int) -> Any:
 
 
 def test_each_call_is_of_the_executable_that_it_was_given() -> None:
-    with SideBySide({"xla_backend_optimization_level": 0}) as beside:
+    with CompilerPool({"xla_backend_optimization_level": 0}) as beside:
         calls = [beside.compiled(lowered(n)) for n in range(1, 6)]
     assert [float(call(jnp.float32(2))) for call in calls] == [2, 4, 6, 8, 10]
 
 
 def with_unknown_option(then: Callable[[], Any]) -> None:
-    with SideBySide({"no_such_option": 1}) as beside:
+    with CompilerPool({"no_such_option": 1}) as beside:
         beside.compiled(lowered(1))
         then()
 

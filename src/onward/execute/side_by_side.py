@@ -19,18 +19,18 @@ class CompiledBeside:
         self._compiled = compiled
 
     def __call__(self, *given: Any) -> Any:
-        """What the executable makes of these arrays."""
+        """Run the executable on these arrays."""
         return self._compiled.result()(*given)
 
 
-class SideBySide:
+class CompilerPool:
     """Compile, while it is entered, all that it is given; it is left when all of it is compiled.
 
     What is given is lowered already: the settings of JAX in which a person traces are those of a thread.
 
     Example:
         >>> import jax
-        >>> with SideBySide({}) as beside:
+        >>> with CompilerPool({}) as beside:
         ...     double = beside.compiled(jax.jit(lambda x: 2 * x).lower(1.0))
         >>> float(double(3.0))
         6.0
@@ -46,7 +46,7 @@ class SideBySide:
         self._compiling.append(self._pool.submit(lowered.compile, self._options))
         return CompiledBeside(self._compiling[-1])
 
-    def __enter__(self) -> SideBySide:
+    def __enter__(self) -> CompilerPool:
         return self
 
     def __exit__(

@@ -18,7 +18,7 @@ from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.pipeline.once import Place
 from onward.execute.options import Value, all_options
-from onward.execute.side_by_side import CompiledBeside, SideBySide
+from onward.execute.side_by_side import CompiledBeside, CompilerPool
 
 StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
 
@@ -83,7 +83,7 @@ class StageExecutables:
             for moment in pipeline.schedule.moments
             if (moment.stage, moment.task.work) in pipeline.parts
         ]
-        with SideBySide(all_options(options)) as self._beside:
+        with CompilerPool(all_options(options)) as self._beside:
             self.once = {stage: self._once(stage, program) for stage, program in pipeline.once.items()}
             self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
             self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}

@@ -122,7 +122,8 @@ class Pipeline:
     def _first(self, stage: int) -> Op:
         """The first op of a stage that reads what came before: the batch, or what stages before it send."""
         part = self.parts[stage, F]
-        keys = {*self.ahead.outputs}
+        before = (self.ahead, *self.once.values())
+        keys = {v for program in before for v in program.outputs}
         return next(
             (op for op in part.ops if not {*part.inputs}.isdisjoint({*op.inputs} - keys)), part.ops[0]
         )

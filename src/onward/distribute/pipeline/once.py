@@ -1,4 +1,4 @@
-"""What is the same for all micro-batches of a step, so that a stage makes it once."""
+"""The part of a step that is the same for all micro-batches, so that a stage computes it once."""
 
 from __future__ import annotations
 
