@@ -66,7 +66,7 @@ class Cores:
             raise ArgumentError(
                 f"compile: cores is {describe(asked)}; expected how many, at least 1, or 'auto'."
             )
-        there = process_cores()
+        there = _there()
         count = there if asked == AUTO else int(asked)
         _ask_for_devices(count)
         if (platform := jax.default_backend()) != "cpu":
@@ -83,7 +83,7 @@ class Cores:
     def __call__(self, program: Program, fetch: Sequence[str]) -> tuple[Program, str]:
         """The Program that runs on these cores, or as it is, and in words which."""
         if self.count == 1:
-            return program, _ONE_DEVICE if self.is_free and process_cores() > 1 else ""
+            return program, _ONE_DEVICE if self.is_free and _there() > 1 else ""
         rows = self._rows(program)
         count = (
             max((n for n in range(1, self.count + 1) if rows % n == 0), default=1)
@@ -162,7 +162,7 @@ def _words(program: Program, count: int, rows: int, draws: bool) -> str:
     return f"cores: {count}, each with {rows // count} of {rows} rows; {sent} of gradients exchanged{drawn}"
 
 
-def process_cores() -> int:
+def _there() -> int:
     """How many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -18,7 +18,6 @@ from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.pipeline.once import Place
 from onward.execute.options import Value, all_options
-from onward.execute.side_by_side import CompiledBeside, CompilerPool
 
 StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
 
@@ -67,6 +66,7 @@ class StageExecutables:
 
     def __init__(self, pipeline: Pipeline, donate: Collection[str], options: Mapping[str, Value]) -> None:
         self.pipeline, self.program, self.donate = pipeline, pipeline.accumulated, donate
+        self._options = dict(all_options(options))
         self.whole = _stages(pipeline)
         self.home = {v.name: self.whole[pipeline.homes[v]] for v in self.program.state}
         loop = pipeline.loop
@@ -83,12 +83,11 @@ class StageExecutables:
             for moment in pipeline.schedule.moments
             if (moment.stage, moment.task.work) in pipeline.parts
         ]
-        with CompilerPool(all_options(options)) as self._beside:
-            self.once = {stage: self._once(stage, program) for stage, program in pipeline.once.items()}
-            self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
-            self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
-            self.begin = self._beginning()
-            self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
+        self.once = {stage: self._once(stage, program) for stage, program in pipeline.once.items()}
+        self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
+        self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
+        self.begin = self._beginning()
+        self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
     def lies(self, v: Variable, stage: int) -> StagePlace:
         """How a value lies in a stage: what has an axis of examples is shared out to its devices."""
@@ -106,7 +105,7 @@ class StageExecutables:
         """The type of a value as it lies in a stage."""
         return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_sharding(self.lies(v, stage)))
 
-    def compiled(self, run: Any, stage: int, *types: Any, outs: Any = None) -> CompiledBeside:
+    def compiled(self, run: Any, stage: int, *types: Any, outs: Any = None) -> Any:
         """A function compiled for the devices of a stage, which takes over its first argument.
 
         All devices have all of what no ``outs`` or type lays out.
@@ -118,7 +117,7 @@ class StageExecutables:
         def placed(kind: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding or whole)
 
-        return self._beside.compiled(jitted.lower(*jax.tree.map(placed, types)))
+        return jitted.lower(*jax.tree.map(placed, types)).compile(self._options)
 
     def _part(self, place: Place, program: Program) -> StagePart:
         loop, (stage, _) = self.pipeline.loop, place
@@ -143,7 +142,7 @@ class StageExecutables:
         made = self.compiled(call, stage, totals, *types, self.scale, outs=outs)
         return StagePart(stage, program, made, sums, pieces, sends)
 
-    def _once(self, stage: int, program: Program) -> CompiledBeside:
+    def _once(self, stage: int, program: Program) -> Any:
         run = lower(program, program.outputs, at_once=True)
 
         def call(_: Any, state: Any, inputs: Any) -> Any:
