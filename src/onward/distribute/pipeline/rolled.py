@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from onward.core.cost import size
 from onward.core.names import Names
-from onward.core.program import Applied, Op, Phase, Program
+from onward.core.program import Applied, Op, Phase, Program, Variable
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.transform import transform
 from onward.core.walk import Where, descendants, needed_ops
@@ -39,12 +40,9 @@ def without_loops(program: Program) -> Program:
 def rolled_within(program: Program, plain: Program, homes: Homes) -> Program:
     """A rolled Program, which is ``plain`` without, with other loops: none goes on from stage to stage."""
     recipe = recipe_of(program, "with a loop for each stage", "Leave roll out")
-    line = _line(forward_of(plain, recipe.without(rolled)))
-    begins = tuple(
-        op.outputs[0].name
-        for before, op in pairwise(line)
-        if homes[before.outputs[0].name] < homes[op.outputs[0].name]
-    )
+    line = (op.outputs[0].name for op in _line(forward_of(plain, recipe.without(rolled))))
+    known = [name for name in line if name in homes]
+    begins = tuple(name for before, name in pairwise(known) if homes[before] < homes[name])
     steps = tuple(
         Applied(rolled_in_stages, (*step.arguments, begins), {}, Phase.ROLL)
         if step.function is rolled
@@ -66,7 +64,7 @@ def rolled_in_stages(
     """A forward Program with the runs of each stage as loops; stages begin with the ops that make these."""
     variables = tuple(program.variables.values())
     kept = returned_by(program) | chosen(variables, keep)
-    alone, names = chosen(variables, apart), Names(program.variables)
+    alone, names = chosen(variables, apart) | _prepared(program), Names(program.variables)
     ops: list[Op] = []
     constants = dict(program.constants)
     for stage in _by_stage(program, begins):
@@ -77,6 +75,20 @@ def rolled_in_stages(
         constants |= made.constants
     used = {v for op in ops for v in op.inputs} | kept
     return replace(program, ops=tuple(ops), constants={v: c for v, c in constants.items() if v in used})
+
+
+def _prepared(program: Program) -> frozenset[Variable]:
+    """What is made of state alone and takes no more bytes than that, such as parameters in a low precision.
+
+    A stage makes it once a step. Within a loop it would be kept for the backward pass of each micro-batch.
+    """
+    given = {v for v in program.state if v not in program.next_state}
+    made: set[Variable] = set()
+    for op in program.ops:
+        from_state = op.inputs and (given | made).issuperset(op.inputs)
+        if from_state and sum(map(size, op.outputs)) <= sum(map(size, op.inputs)):
+            made.update(op.outputs)
+    return frozenset(made)
 
 
 def _by_stage(program: Program, begins: Sequence[str]) -> list[list[Op]]:
