@@ -78,7 +78,7 @@ def rolled_in_stages(
 
 
 def _prepared(program: Program) -> frozenset[Variable]:
-    """What is made of state alone and takes no more bytes than that, such as parameters in a low precision.
+    """The values made of state alone that take no more bytes than it, such as parameters in bfloat16.
 
     A stage makes it once a step. Within a loop it would be kept for the backward pass of each micro-batch.
     """
