@@ -148,6 +148,7 @@ class StageExecutables:
         def call(_: Any, state: Any, inputs: Any) -> Any:
             return run(state, inputs)
 
+        call.__name__ = program.name
         types = [[self.typed(v, stage) for v in group] for group in (program.state, program.inputs)]
         outs = [self.lies(v, stage) for v in program.outputs]
         return self.compiled(call, stage, (), *types, outs=outs)
