@@ -5,25 +5,29 @@ A residual network with Adam in four stages, a batch in eight micro-batches. Onw
     GPipe by hand    what JAX alone offers: one program for all devices, parameters stacked by stage, a
                      ``jax.lax.scan`` in a ``shard_map`` whose every turn sends activations on by
                      ``ppermute``, with ``jax.value_and_grad`` of it all. Both must agree after three steps
-    1f1b             ``zero_bubble`` beside it, in as many stages as there are cores, of a network whose
-                     layers take equally long forward, for the input gradient and for the weight gradient,
-                     as the schedules count. Idle is the share of a step in which a stage does not compute;
-                     how long it computes, one device without stages tells
+    1f1b             ``zero_bubble`` beside it, of a network whose layers take equally long forward, for the
+                     input gradient and for the weight gradient, as the schedules count. Idle is the share of
+                     a step in which a stage does not compute; how long it computes, one device without
+                     stages tells. Once the works compute, in as many stages as there are cores; once they
+                     sleep (``benchmarks.slowed``), in four stages, whatever cores there are
 
 Where JAX shows fewer than four devices there are no rows: four are made of the host by
 ``XLA_FLAGS=--xla_force_host_platform_device_count=4``. Run it by
 
     python -m benchmarks pipeline_time --rounds 7
 
-Nothing else may run beside it: where the stages share one core, all schedules take the same time.
+Nothing else may run beside it: where the stages share one core, all schedules take the same time. There is
+no row of sleeping stages without a C++ compiler.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -37,21 +41,31 @@ import onward as ow
 from benchmarks.by_hand import adam
 from benchmarks.harness import Row, Side, compare, in_turn, ratio_row
 from benchmarks.models import Model
+from benchmarks.slowed import slowed
 from onward.typing import Pipeline
 
 _RATE, _TARGET = 1e-3, 1.0
 STAGES, MICRO_BATCHES = 4, 8
+_WIDTH = 64
 _SCHEDULES = ("zero_bubble", "1f1b")
 _ALONE = "one device"
 Params = Any
+Slow = Callable[[Array], Array]
 
 
 def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
-    """A row beside the pipeline by hand, and one of two schedules; none where there are too few devices."""
+    """A row beside the pipeline by hand, and two of the schedules; none where there are too few devices."""
     if jax.device_count() < STAGES:
         return []
     sizes = (STAGES, 8, 16) if quick else (2 * STAGES, 512, 1024)
-    return [_beside_by_hand(sizes, rounds, quick), _schedules(rounds, quick)]
+    rounds = rounds or (2 if quick else 9)
+    rows = [_beside_by_hand(sizes, rounds, quick)]
+    computing = uniform(max(2, min(STAGES, cores())), looping(100 if quick else 2_000))
+    rows.append(_schedules("stages that take equally long", computing, rounds))
+    if (slow := slowed(microseconds=100 if quick else 20_000)) is not None:
+        more = () if quick else ("gpipe",)
+        rows.append(_schedules("stages that sleep equally long", uniform(STAGES, slow), rounds, more))
+    return rows
 
 
 def model(layers: int, width: int, batch: int) -> Model:
@@ -75,14 +89,14 @@ def _layer(x: Array, w: Array) -> Array:
     return x + jnp.tanh(x @ w)
 
 
-def _beside_by_hand(sizes: tuple[int, int, int], rounds: int | None, quick: bool) -> Row:
+def _beside_by_hand(sizes: tuple[int, int, int], rounds: int, quick: bool) -> Row:
     layers, width, batch = sizes
     made = model(*sizes)
     ours, peer = onward(made, ow.Adam(_RATE), "gpipe"), by_hand(made)
     check_agreement(ours, peer)
     name = f"{layers} layers of {width}, {batch} rows, 4 stages"
-    sides = (partial(side.seconds, 1) for side in (ours, peer))
-    return compare(name, "GPipe by hand", *sides, rounds or (2 if quick else 9), None if quick else _TARGET)
+    sides = (partial(whole_step, side) for side in (ours, peer))
+    return compare(name, "GPipe by hand", *sides, rounds, None if quick else _TARGET)
 
 
 def onward(model: Model, optimizer: ow.Optimizer, schedule: str, stages: int = STAGES) -> Side:
@@ -143,23 +157,29 @@ def check_agreement(ours: Side, peer: Side, steps: int = 3) -> None:
     np.testing.assert_allclose(found, np.asarray(peer.state[0]), atol=1e-4)
 
 
-def _schedules(rounds: int | None, quick: bool) -> Row:
-    """Zero-bubble beside 1F1B in as many stages as there are cores, and how long their stages wait."""
-    stages = max(2, min(STAGES, cores()))
-    made = uniform(stages, 100 if quick else 2_000)
-    sides = {name: onward(made, ow.SGD(_RATE), name, stages) for name in _SCHEDULES}
+def _schedules(case: str, made: Model, rounds: int, more: Sequence[str] = ()) -> Row:
+    """Zero-bubble beside 1F1B, each layer a stage, and how long stages wait under these and more."""
+    names, stages = (*_SCHEDULES, *more), len(made.params)
+    sides = {name: onward(made, ow.SGD(_RATE), name, stages) for name in names}
     alone = one_device(made)
-    for side in (alone, *sides.values()):
-        side.seconds(2)
-    measures = {name: partial(side.seconds, 1) for name, side in {**sides, _ALONE: alone}.items()}
-    times = in_turn(measures, rounds or (2 if quick else 9))
-    row = ratio_row("stages that take equally long", "1f1b", *(times[n] for n in _SCHEDULES))
+    measures = {name: partial(whole_step, side) for name, side in {**sides, _ALONE: alone}.items()}
+    in_turn(measures, 2)
+    times = in_turn(measures, rounds)
+    row = ratio_row(case, "1f1b", *(times[name] for name in _SCHEDULES))
     told = [f"{stages} stages"]
-    for name in _SCHEDULES:
+    for name in names:
         shares = [alone / (stages * time) for alone, time in zip(times[_ALONE], times[name], strict=True)]
         counted = schedule_idle(made, name, stages)
         told.append(f"{name} idle {1 - median(shares):.0%} as measured, {counted:.0%} as counted")
     return replace(row, side=_SCHEDULES[0], note="; ".join(told))
+
+
+def whole_step(side: Side) -> float:
+    """How long a step takes until all of its state is there: the loss is there long before."""
+    begin = perf_counter()
+    side.seconds(1)
+    jax.block_until_ready(jax.tree.leaves(side.state))
+    return perf_counter() - begin
 
 
 def cores() -> int:
@@ -179,14 +199,19 @@ def one_device(model: Model) -> Side:
     return Side(step, step.init(params), data)
 
 
-def uniform(stages: int, turns: int) -> Model:
-    """A network of one layer for each stage, each of whose three works is a loop of so many turns."""
+def looping(turns: int) -> Slow:
+    """A function that computes for so many turns of a loop."""
+    half = np.eye(_WIDTH, dtype="float32") / 2
+    return lambda x: lax.fori_loop(0, turns, lambda _, a: jnp.tanh(a @ half + x), x)
 
-    half = np.eye(64, dtype="float32") / 2
+
+def uniform(stages: int, slow: Slow) -> Model:
+    """A network of one layer for each stage, each of whose three works is so slow."""
+    half = np.eye(_WIDTH, dtype="float32") / 2
 
     def long(x: Array) -> Array:
         # a product of that size: what XLA counts few operations in, JAX runs on a CPU before the call returns
-        return lax.fori_loop(0, turns, lambda _, a: jnp.tanh(a @ half + x), x)
+        return slow(jnp.tanh(x @ half))
 
     @jax.custom_vjp
     def layer(x: Array, w: Array) -> Array:
@@ -205,6 +230,6 @@ def uniform(stages: int, turns: int) -> Model:
                 x = layer(x, w)
         return jnp.mean(x**2)
 
-    ones = np.ones((1, 64), "float32")
-    params = {f"layer_{i}": np.ones((64,), "float32") for i in range(stages)}
+    ones = np.ones((1, _WIDTH), "float32")
+    params = {f"layer_{i}": np.ones((_WIDTH,), "float32") for i in range(stages)}
     return Model(loss, params, (np.repeat(ones, 16 * MICRO_BATCHES, 0),))

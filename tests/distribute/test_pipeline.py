@@ -13,11 +13,13 @@ import pytest
 
 import onward as ow
 from onward.core.program import Program
+from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.pipeline.schedule import SCHEDULES, PipelineSchedule, StageTask, StageWork, schedule_of
 from onward.execute.pipeline_run import PipelineRun
 
 RANDOM = np.random.default_rng(0)
 WIDE, TALL, WORDS = 4, 3, 7
+Issued = tuple[int, StageWork, int]
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CLIPPED = ow.AdamW(1e-2, rules=[ow.ClipByGlobalNorm(0.1)])
 
@@ -128,28 +130,39 @@ def test_twenty_steps_are_those_of_one_device(
             assert made.addressable_shards[0].data.shape[0] == (8 // data if len(made) == 8 else 2)
 
 
-def test_schedules_give_the_same_bits_and_hold_as_many_micro_batches_as_they_say(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-):
-    """Counted of the arrays that are alive: of each micro-batch a stage keeps as many, until it goes back."""
+def scaled_mlp(params: Any, x: Any) -> Any:
+    """Whose first layer has an input gradient as well, so that each stage has three products."""
+    return mlp(params[1:], x * params[0])
+
+
+def test_schedules_give_the_same_bits_and_hold_and_wait_as_they_say(monkeypatch: pytest.MonkeyPatch):
+    """Held: counted of the arrays that are alive, as many of each micro-batch, until it goes back."""
     most: dict[int, int] = {}
+    issued: list[Issued] = []
     work = PipelineRun._work
 
     def counted(run: Any, stage: int, *task: Any) -> None:
         work(run, stage, *task)
+        issued.append((stage, *task))
         alive = [
             x for x in jax.live_arrays() if x.shape == (2, WIDE) and x.devices() == {jax.devices()[stage]}
         ]
         most[stage] = max(most.get(stage, 0), len(alive))
 
     monkeypatch.setattr(PipelineRun, "_work", counted)
+    params = [normal(WIDE), *MLP]
+    program = ow.SGD(0.1).minimize(scaled_mlp, params, X)
     states, held = [], {}
     for name in SCHEDULES:
+        cut = ow.pipeline(program, 3, 6, name, at=["layer_1", "layer_2"])
+        step = ow.compile(cut, options=QUICK)
+        state, _ = step(step.init(params), X)
         most.clear()
-        step = ow.compile(ow.pipeline(program, 3, 6, name), options=QUICK)
-        states.append(trained(step, MLP, X, 2)[0])
-        held[name] = most[1], step.pipeline.schedule.held[1]
-    each = step.pipeline.kept(1) // (2 * WIDE * 4)  # activations of a micro-batch
+        issued.clear()
+        states.append(step(state, X)[0])
+        held[name] = most[1], cut.schedule.held[1]
+        assert span(cut, issued) == cut.schedule.span
+    each = cut.kept(1) // (2 * WIDE * 4)  # activations of a micro-batch
     assert held["gpipe"][1] == 6
     assert held["1f1b"][1] == 2
     assert held["zero_bubble"][1] == 3
@@ -157,6 +170,18 @@ def test_schedules_give_the_same_bits_and_hold_as_many_micro_batches_as_they_say
         assert each * said - 1 <= alive <= each * said + 2  # and what has just come, or is on its way on
     for name in states[0]:
         assert len({np.asarray(state[name]).tobytes() for state in states}) == 1, name
+
+
+def span(cut: Pipeline, issued: list[Issued]) -> int:
+    """How long it takes if a product takes one unit, and each device works in the order of issue."""
+    free: dict[int, int] = dict.fromkeys(range(cut.schedule.stages), 0)
+    there = {(v, i): 0 for v in cut.loop.turn.inputs for i in range(cut.schedule.micro_batches)}
+    for stage, work, i in issued:
+        part = cut.parts[stage, work]
+        begin = max(free[stage], *(there[v, i] for v in part.inputs))
+        free[stage] = begin + sum(len(op.outputs) for op in part.ops if op.type.startswith("dot_general"))
+        there.update(((v, i), free[stage]) for v in part.outputs)
+    return max(free.values())
 
 
 def test_what_is_known_of_the_schedules():

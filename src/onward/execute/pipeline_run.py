@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from onward.core.program import Variable
+from onward.core.program import Program, Variable
 from onward.distribute.pipeline.schedule import StageWork
 from onward.execute.stage_executables import StageExecutables
 
@@ -20,6 +20,7 @@ class PipelineRun:
     Attributes:
         at: for each stage and micro-batch the values that are there.
         given: for each micro-batch its part of the batch, and what was handed on to it.
+        once: for each stage what is the same for all micro-batches.
         totals: the sums so far.
         pieces: of what is joined, those of all micro-batches.
         raw: the sums and pieces of all micro-batches.
@@ -40,6 +41,9 @@ class PipelineRun:
             {**dict(zip(stages.split, mine, strict=True)), **dict(zip(ahead.outputs, hers, strict=True))}
             for mine, hers in zip(pieces, handed, strict=True)
         ]
+        self.once: dict[int, Values] = {}
+        for stage, program in pipeline.once.items():
+            self._once(stage, program)
         self.made: Values = dict(zip((new for *_, new in pipeline.loop.threaded), last, strict=True))
         self.raw: Values = {}
         self.totals = {place: zeros() for place, zeros in stages.zeros.items()}
@@ -57,10 +61,19 @@ class PipelineRun:
             self._borrowed[name, stage] = jax.device_put(self.own[name], whole)
         return self._borrowed[name, stage]
 
+    def _once(self, stage: int, program: Program) -> None:
+        """Make what is the same for all micro-batches, and send it to the stages that read it."""
+        inputs = [self.once[stage][v] for v in program.inputs]
+        state = [self._state(v.name, stage) for v in program.state]
+        for v, value in zip(program.outputs, self.stages.once[stage]((), state, inputs), strict=True):
+            for to in self.stages.readers(v):
+                self.once.setdefault(to, {})[v] = value if to == stage else self._sent(v, value, to)
+
     def micro_batches(self) -> None:
         """Issue the work of all stages on all micro-batches."""
         for stage, work, i in self.stages.order:
             self._work(stage, work, i)
+        self.once.clear()
 
     def _work(self, stage: int, work: StageWork, i: int) -> None:
         part = self.stages.parts[stage, work]
@@ -74,13 +87,15 @@ class PipelineRun:
         for place, piece in zip(part.pieces, pieces, strict=True):
             self.pieces[place][i] = piece
         for v, value in zip(part.sends, outputs, strict=True):
-            for to in dict.fromkeys(of for of, _ in self.stages.pipeline.readers[v]):
+            for to in self.stages.readers(v):
                 self.at.setdefault((to, i), {})[v] = value if to == stage else self._sent(v, value, to)
         for v in part.program.inputs:
             if self.stages.last[v, stage] is work:
                 here.pop(v, None)
 
     def _input(self, v: Variable, stage: int, i: int, here: Values) -> Any:
+        if v in self.once.get(stage, ()):
+            return self.once[stage][v]
         if v not in here:
             given = self.given[i].get(v)
             here[v] = self._sent(v, self.fed[v.name] if given is None else given, stage)

@@ -15,7 +15,8 @@ from onward.core.errors import ArgumentError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
-from onward.distribute.pipeline.cut import Pipeline, Place
+from onward.distribute.pipeline.cut import Pipeline
+from onward.distribute.pipeline.once import Place
 from onward.execute.options import Value, all_options
 
 StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
@@ -54,6 +55,7 @@ class StageExecutables:
         home: how each state Variable lies, by name.
         split: the data that is cut into micro-batches.
         parts: of each stage and work.
+        once: for some stages, what they make of their state once a step.
         zeros: the first sums of a part.
         last: the work in which a stage reads a value of a micro-batch for the last time.
         order: stage, work and micro-batch, as they are issued.
@@ -64,13 +66,13 @@ class StageExecutables:
 
     def __init__(self, pipeline: Pipeline, donate: Collection[str], options: Mapping[str, Value]) -> None:
         self.pipeline, self.program, self.donate = pipeline, pipeline.accumulated, donate
+        self._options = dict(all_options(options))
         self.whole = _stages(pipeline)
         self.home = {v.name: self.whole[pipeline.homes[v]] for v in self.program.state}
-        self._options = dict(all_options(options))
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
-        self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
-        self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
+        self.results = {r.whole: r for r in pipeline.results}
+        self._readers = {v: [*dict.fromkeys(of for of, _ in works)] for v, works in pipeline.readers.items()}
         self.last = {
             (v, stage): [work for of, work in places if of == stage][-1]
             for v, places in pipeline.readers.items()
@@ -79,9 +81,11 @@ class StageExecutables:
         self.order = [
             (moment.stage, *moment.task)
             for moment in pipeline.schedule.moments
-            if (moment.stage, moment.task.work) in self.parts
+            if (moment.stage, moment.task.work) in pipeline.parts
         ]
-        self.results = {r.whole: r for r in pipeline.results}
+        self.once = {stage: self._once(stage, program) for stage, program in pipeline.once.items()}
+        self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
+        self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
         self.begin = self._beginning()
         self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
@@ -92,6 +96,10 @@ class StageExecutables:
             return found
         axis = self.pipeline.split_axes[v]
         return NamedSharding(found.mesh, PartitionSpec(*[None] * axis, *found.mesh.axis_names))
+
+    def readers(self, v: Variable) -> Sequence[int]:
+        """The stages that are given a value, each once."""
+        return self._readers[v]
 
     def typed(self, v: Variable, stage: int) -> jax.ShapeDtypeStruct:
         """The type of a value as it lies in a stage."""
@@ -133,6 +141,17 @@ class StageExecutables:
         outs = self.whole[stage], *([self.lies(v, stage) for v in group] for group in (joined, sends))
         made = self.compiled(call, stage, totals, *types, self.scale, outs=outs)
         return StagePart(stage, program, made, sums, pieces, sends)
+
+    def _once(self, stage: int, program: Program) -> Any:
+        run = lower(program, program.outputs, at_once=True)
+
+        def call(_: Any, state: Any, inputs: Any) -> Any:
+            return run(state, inputs)
+
+        call.__name__ = program.name
+        types = [[self.typed(v, stage) for v in group] for group in (program.state, program.inputs)]
+        outs = [self.lies(v, stage) for v in program.outputs]
+        return self.compiled(call, stage, (), *types, outs=outs)
 
     def _zeros_of(self, part: StagePart) -> Any:
         kinds = [self.pipeline.loop.sums[i].sum_type for i in part.sums]

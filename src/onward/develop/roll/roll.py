@@ -169,8 +169,8 @@ def rolled(
     name nothing here: a test Program lacks some of what is trained.
     """
     variables = tuple(program.variables.values())
-    kept = returned_by(program) | _chosen(variables, keep)
-    return with_loops(program, kept, _chosen(variables, apart), Names(program.variables), accepts)
+    kept = returned_by(program) | chosen(variables, keep)
+    return with_loops(program, kept, chosen(variables, apart), Names(program.variables), accepts)
 
 
 def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Program:
@@ -207,7 +207,7 @@ def _named_later(forward: Program, steps: Iterable[Applied]) -> tuple[tuple[str,
         if step.function is append_backward:
             order = ("loss", "parameter_list", "no_grad_set")
             given = dict(zip(order, step.arguments, strict=False)) | dict(step.options)
-            changed.update(v.name for v in _chosen(computed, listed(given.get("no_grad_set", ()))))
+            changed.update(v.name for v in chosen(computed, listed(given.get("no_grad_set", ()))))
             read.add(str(given.get("loss")))
         else:
             texts = (a for a in (*step.arguments, *step.options.values()) if isinstance(a, str | tuple))
@@ -225,7 +225,8 @@ def _matching(variables: tuple[Variable, ...], choice: Where) -> tuple[Variable,
         return ()
 
 
-def _chosen(variables: tuple[Variable, ...], where: Iterable[Where]) -> frozenset[Variable]:
+def chosen(variables: tuple[Variable, ...], where: Iterable[Where]) -> frozenset[Variable]:
+    """The Variables that are named; what names none of them is left out."""
     return frozenset(v for choice in where for v in _matching(variables, choice))
 
 

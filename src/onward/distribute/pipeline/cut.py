@@ -17,13 +17,14 @@ from onward.core.show import human_bytes
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Kind, Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
-from onward.distribute.pipeline.stages import Stages, stages_of
+from onward.distribute.pipeline.stages import Stages, stages_by_name, stages_of
 from onward.distribute.pipeline.updates import UpdatePlacing
 
 F, B, W = StageWork
-Place = tuple[int, StageWork]
+Homes = Mapping[str, int]  # the stage of each forward activation, by its name
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,8 @@ class Pipeline:
         schedule: which stage does what when.
         ahead: what a micro-batch hands on to the next one without its data, such as random keys: it runs for
             all of them before the first.
+        once: for some stages the Program of what is the same for all micro-batches and kept for the backward
+            pass or read by other stages, such as parameters in a low precision: it runs once a step.
         parts: for each stage and each of its works the Program; none where there is nothing to compute.
         updates: for each phase of the update and each stage the Program.
         homes: the stage where each Variable of state lies, and each result.
@@ -48,6 +51,7 @@ class Pipeline:
     loop: LoopPlan
     schedule: PipelineSchedule
     ahead: Program
+    once: Mapping[int, Program]
     parts: Mapping[Place, Program]
     updates: Mapping[tuple[int, int], Program]
     homes: Mapping[Variable, int]
@@ -66,12 +70,12 @@ class Pipeline:
         return (*self.loop.sums, *self.loop.joined)
 
     @cached_property
-    def readers(self) -> Mapping[Variable, tuple[Place, ...]]:
-        """For each value of a micro-batch the works that are given it, in the order of ``parts``."""
-        found: dict[Variable, tuple[Place, ...]] = {}
-        for place, part in self.parts.items():
+    def readers(self) -> Mapping[Variable, tuple[Work, ...]]:
+        """For each value of a micro-batch the works that are given it, in order."""
+        found: dict[Variable, tuple[Work, ...]] = {}
+        for work, part in self.works.items():
             for v in part.inputs:
-                found[v] = (*found.get(v, ()), place)
+                found[v] = (*found.get(v, ()), work)
         return found
 
     @cached_property
@@ -92,11 +96,17 @@ class Pipeline:
         """The other stages that read state of a stage, such as a table that two of them share, by name."""
         homes = {v.name: self.homes[v] for v in self.accumulated.state}
         found: dict[str, set[int]] = {}
-        for (stage, _), part in self.parts.items():
+        for (stage, _), part in self.works.items():
             for v in part.state:
                 if homes[v.name] != stage:
                     found.setdefault(v.name, set()).add(stage)
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    @property
+    def works(self) -> Mapping[Work, Program]:
+        """All that is computed before the update: what is done once a step, then the parts."""
+        found: dict[Work, Program] = {(stage, ONCE): part for stage, part in self.once.items()}
+        return found | {(stage, work): part for (stage, work), part in self.parts.items()}
 
     def kept(self, stage: int) -> int:
         """The bytes that a stage keeps of a micro-batch from its forward pass on to its backward pass."""
@@ -112,7 +122,8 @@ class Pipeline:
     def _first(self, stage: int) -> Op:
         """The first op of a stage that reads what came before: the batch, or what stages before it send."""
         part = self.parts[stage, F]
-        keys = {*self.ahead.outputs}
+        before = (self.ahead, *self.once.values())
+        keys = {v for program in before for v in program.outputs}
         return next(
             (op for op in part.ops if not {*part.inputs}.isdisjoint({*op.inputs} - keys)), part.ops[0]
         )
@@ -146,6 +157,9 @@ class Pipeline:
                 f"each stage has {self.data} devices: each keeps its parameters and other state, and a share "
                 "of what is held and sent"
             )
+        if self.once:
+            made = [f"{human_bytes(sum(map(size, p.outputs)))} in stage {s}" for s, p in self.once.items()]
+            notes.append(f"made of parameters and constants once a step, and kept: {', '.join(made)}")
         for name, stages in self.borrowed.items():
             home, others = self.homes[self.accumulated[name]], " and ".join(map(str, stages))
             notes.append(f"{name} lies in stage {home}, which sends it to {others} at each step")
@@ -163,34 +177,55 @@ class Pipeline:
         return [{w for w in (B, W) if (s, w) in self.parts} for s in range(self.schedule.stages)]
 
 
-def cut(
-    program: Program, accumulated: Program, schedule: PipelineSchedule, at: Sequence[str], data: int
-) -> Pipeline:
-    """Cut a Program that accumulates into stages.
+def homes_of(program: Program, accumulated: Program, stages: int, at: Sequence[str]) -> Homes:
+    """The stage of each forward activation of a Program that accumulates, by its name.
 
     Raises:
-        GraphError: micro-batches hand on what depends on their data, or ops stand before the forward pass.
+        GraphError: micro-batches hand on what depends on their data.
+    """
+    turn, ahead = _loop_of(accumulated).turn, _ahead(program, _loop_of(accumulated))
+    found = stages_of(turn, frozenset(ahead), stages, at)
+    return {v.name: at for op, at in found.items() if op.made_by is Pass.FORWARD for v in op.outputs}
+
+
+def _loop_of(accumulated: Program) -> LoopPlan:
+    op: Any = next(op for op in accumulated.ops if op.type is ACCUMULATE)
+    plan: LoopPlan = op.body.plan
+    return plan
+
+
+def cut(
+    program: Program, accumulated: Program, schedule: PipelineSchedule, homes: Homes, data: int
+) -> Pipeline:
+    """Cut a Program that accumulates into stages, whose forward activations have these homes.
+
+    Raises:
+        GraphError: ops stand before the forward pass.
     """
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
-    loop: LoopPlan = op.body.plan  # type: ignore[attr-defined]
+    loop = _loop_of(accumulated)
     _expect_divided(loop, data)
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = _ahead(program, loop)
-    groups = _groups(turn, stages_of(turn, frozenset(ahead), schedule.stages, at), schedule)
+    inside = stages_by_name(turn, frozenset(ahead), schedule.stages, homes)
+    handed_on = {*(old for old, *_ in loop.threaded), *(v for o in ahead for v in o.outputs)}
+    groups = with_once(turn, _groups(turn, inside, schedule), handed_on)
     makers = {v: place for place, ops in groups.items() for o in ops for v in o.outputs}
     makers = {v: makers.get(v, (0, F)) for v in turn.outputs}
-    parts = parts_of(turn, groups, makers, [old for old, *_ in loop.threaded])
+    works = parts_of(turn, groups, makers, [old for old, *_ in loop.threaded])
+    once = {stage: part for (stage, work), part in works.items() if work == ONCE}
+    parts = {(of, StageWork(work)): part for (of, work), part in works.items() if work != ONCE}
     given = {r.whole: makers[r.part][0] for r in (*loop.sums, *loop.joined)}
     given |= {new: 0 for *_, new in loop.threaded}
     rest = [o for o in accumulated.ops if o is not op]
-    placing = UpdatePlacing(accumulated, rest, given, _first_readers(parts))
+    placing = UpdatePlacing(accumulated, rest, given, _first_readers(works))
     updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop))
-    before = _before(program, loop, ahead, parts)
-    return Pipeline(program, accumulated, loop, schedule, before, parts, updates, placing.homes, data)
+    before = _before(program, loop, ahead, works)
+    return Pipeline(program, accumulated, loop, schedule, before, once, parts, updates, placing.homes, data)
 
 
-def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Place, Program]) -> Program:
+def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Work, Program]) -> Program:
     """The Program of what micro-batches hand on: its outputs are what the stages read of that."""
     read = {v for part in parts.values() for v in part.inputs}
     olds = tuple(old for old, *_ in loop.threaded)
@@ -206,7 +241,7 @@ def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Pl
     )
 
 
-def _first_readers(parts: Mapping[Place, Program]) -> dict[str, int]:
+def _first_readers(parts: Mapping[Work, Program]) -> dict[str, int]:
     """For what the stages read of the state, by name, the first that does."""
     found: dict[str, int] = {}
     for (stage, _), part in parts.items():

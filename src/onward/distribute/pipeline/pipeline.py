@@ -7,6 +7,7 @@ work of each stage is a choice of them, and a schedule is nothing but an order.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 from onward.core.check import expect_program
@@ -18,12 +19,12 @@ from onward.core.structure import expect_count
 from onward.core.walk import Where
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
-from onward.distribute.pipeline.cut import Pipeline, cut
+from onward.distribute.pipeline.cut import Pipeline, cut, homes_of
+from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_loops
 from onward.distribute.pipeline.schedule import schedule_of
 
 _REFUSED = {
-    Phase.ROLL: "folds layers into a loop, which cannot be cut. Leave it out",
-    Phase.KEEP: "folds layers into a loop, which cannot be cut. Leave it out",
+    Phase.KEEP: "says what loops of layers keep, and those of stages are others. Leave it out",
     Phase.LOOK: "looks at values of a whole step, which stages compute apart. Leave it out",
     Phase.DEVICES: "lays it out over devices already. Leave it out, and say data= for more devices a stage",
     Phase.MICRO_BATCHES: "takes its batch in parts already. Leave it out, and say micro_batches=",
@@ -63,6 +64,9 @@ def pipeline(
     send it their part of its gradient for each micro-batch. Rules that look at all gradients, such as
     ``ClipByGlobalNorm``, exchange numbers, not arrays.
 
+    Of a Program that was rolled (``roll``), the repeated layers of each stage are one loop, so that compiling
+    takes no longer the more layers a stage has. It is cut where it would be without loops.
+
     Args:
         program: a training Program, as ``minimize`` makes it, for one device.
         stages: how many.
@@ -80,8 +84,7 @@ def pipeline(
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
             that do not divide the batch, or fewer than 2; more devices a stage than divide a micro-batch.
         GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
-            norm); a Program that is replicated, accumulated, partitioned, rolled, watched, guarded or
-            offloaded.
+            norm); a Program that is replicated, accumulated, partitioned, watched, guarded or offloaded.
         UnknownNameError: no op stands in a scope of ``at``.
         RecipeError: the Program was not traced, or its ops were changed by hand.
 
@@ -113,10 +116,17 @@ def pipeline(
     at = _scopes(at)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     _expect_fit(program, recipe)
-    accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
+    plain = without_loops(program) if is_rolled(program) else program
+    accumulated = accumulate(plain, micro_batches, whole=whole, is_sum=is_sum)
     if not any(op.type is ACCUMULATE for op in accumulated.ops):
         raise ArgumentError(f"pipeline: the batch of {program.name!r} has one row, which cannot be cut.")
-    return cut(program, accumulated, order, at, data)
+    homes = homes_of(plain, accumulated, stages, at)
+    if plain is not program:
+        program = rolled_within(program, plain, homes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the same was said of the Program without loops
+            accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
+    return cut(program, accumulated, order, homes, data)
 
 
 def _scopes(at: Iterable[str]) -> Sequence[str]:

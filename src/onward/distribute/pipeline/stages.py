@@ -57,7 +57,24 @@ def stages_of(turn: Program, ahead: Collection[Op], stages: int, at: Sequence[st
         )
     begins = line.named(stages, at) if at else line.balanced(stages)
     found = dict(zip(line.ops, np.searchsorted(begins, range(len(line.ops)), "right").tolist(), strict=True))
-    _place_forward(turn, ahead, found)
+    place_forward(turn, ahead, found)
+    _place_backward(turn, ahead, found, stages)
+    return found
+
+
+def stages_by_name(turn: Program, ahead: Collection[Op], stages: int, homes: Mapping[str, int]) -> Stages:
+    """The stage of each op, where those of the forward activations are known by their names.
+
+    Args:
+        turn: forward and backward pass of a micro-batch.
+        ahead: the ops that belong to no stage.
+        stages: how many.
+        homes: of what a loop of the stage makes there may be none; it stands where it is first read.
+    """
+    forward = (op for op in turn.ops if op.made_by is Pass.FORWARD and op not in ahead)
+    known = ((op, [homes[v.name] for v in op.outputs if v.name in homes]) for op in forward)
+    found = {op: min(places) for op, places in known if places}
+    place_forward(turn, ahead, found)
     _place_backward(turn, ahead, found, stages)
     return found
 
@@ -186,7 +203,7 @@ class _ForwardLine:
         return places[-2:0:-1]
 
 
-def _place_forward(turn: Program, ahead: Collection[Op], found: dict[Op, int]) -> None:
+def place_forward(turn: Program, ahead: Collection[Op], found: dict[Op, int]) -> None:
     """Put forward ops that depend on no data where they are first read."""
     first: dict[Variable, int] = {}
     for op in reversed(turn.ops):

@@ -1,0 +1,137 @@
+"""Stages compute once a step, and keep, all that micro-batches share; their layers are a loop if rolled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.distribute.pipeline.cut import Pipeline
+from onward.execute.pipeline_run import PipelineRun
+
+RANDOM = np.random.default_rng(0)
+WIDE = 4
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+CLIPPED = ow.AdamW(0.01, rules=[ow.ClipByGlobalNorm(0.1)])
+X = RANDOM.normal(0, 0.4, (12, WIDE))
+
+
+def weights(count: int) -> Any:
+    return list(RANDOM.normal(0, 0.4, (count, WIDE, WIDE)))
+
+
+def masked(params: Any, x: Any) -> Any:
+    """A mask that is made of a parameter, and that every layer reads."""
+    mask = jnp.tanh(params["mask"])
+    for i, w in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + jnp.tanh(x @ w) * mask
+    return jnp.mean(x**2)
+
+
+def dropped(params: Any, x: Any) -> Any:
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + ow.layer.dropout(jnp.tanh(x @ w), 0.1) / (i + 2)
+    return jnp.mean(x**2)
+
+
+def steps_of(program: Any, params: Any) -> tuple[dict[str, Any], Any]:
+    """The floats of the State after two steps, and the loss of the second."""
+    step = ow.compile(program, options=QUICK)
+    state, _ = step(step.init(params), X)
+    state, out = step(state, X)
+    floats = (name for name in state if jnp.issubdtype(state[name].dtype, jnp.floating))
+    return {name: np.asarray(state[name]) for name in floats}, out.loss
+
+
+def expect_equal(found: Any, wanted: Any) -> None:
+    assert found[0].keys() == wanted[0].keys()
+    for name, value in wanted[0].items():
+        np.testing.assert_allclose(found[0][name], value, rtol=0, atol=1e-9, err_msg=name)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=0, atol=1e-9)
+
+
+def test_what_is_alike_for_all_micro_batches_is_made_and_sent_once(monkeypatch: pytest.MonkeyPatch):
+    sent: Counter[tuple[str, int]] = Counter()
+    send = PipelineRun._sent
+
+    def counted(run: Any, v: Any, value: Any, stage: int) -> Any:
+        sent[v.name, stage] += 1
+        return send(run, v, value, stage)
+
+    monkeypatch.setattr(PipelineRun, "_sent", counted)
+    params = {"mask": RANDOM.normal(size=WIDE), "layers": weights(3)}
+    with jax.enable_x64(True):
+        program = ow.Momentum(0.1).minimize(masked, params, X)
+        cut = ow.pipeline(program, 3, 4)
+        assert "tanh" in [v.name for v in cut.once[0].outputs]
+        found = steps_of(cut, params)
+        assert {stage: count for (name, stage), count in sent.items() if name == "tanh"} == {1: 2, 2: 2}
+        expect_equal(found, steps_of(ow.accumulate(program, 4), params))
+
+
+def test_parameters_in_a_low_precision_are_kept_once_a_step():
+    params = {"mask": RANDOM.normal(size=WIDE), "layers": weights(3)}
+    program = ow.mixed_precision(ow.SGD(0.1).minimize(masked, params, X), "bfloat16")
+    cut = ow.pipeline(program, 3, 4, "zero_bubble")
+    for stage in (1, 2):
+        weight = f"bfloat16(layers/{stage})"
+        assert weight in [v.name for v in cut.once[stage].outputs]
+        assert weight not in [v.name for v in cut.parts[stage, "F"].outputs]
+        assert weight in [v.name for v in cut.parts[stage, "B"].inputs]
+    assert "made of parameters and constants once a step, and kept: 48 B in stage 0" in str(cut)
+    found, wanted = (steps_of(way, params) for way in (cut, ow.accumulate(program, 4)))
+    for name, value in wanted[0].items():
+        np.testing.assert_allclose(found[0][name], value, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("function", "optimizer", "stages", "schedule", "data"),
+    [(dropped, ow.SGD(0.1), 2, "zero_bubble", 1), (masked, CLIPPED, 2, "1f1b", 3)],
+)
+def test_layers_of_a_stage_are_a_loop_if_the_program_is_rolled(
+    function: Any, optimizer: Any, stages: int, schedule: str, data: int
+):
+    params: Any = weights(8)
+    if function is masked:
+        params = {"mask": RANDOM.normal(size=WIDE), "layers": params}
+    with jax.enable_x64(True):
+        program = optimizer.minimize(function, params, X)
+        cut = ow.pipeline(ow.roll(program), stages, 4, schedule, data=data)
+        plain = ow.pipeline(program, stages, 4, schedule, data=data)
+        for stage in range(stages):
+            assert [loop.times for loop in ow.graph.rolls_of(cut.parts[stage, "F"])] == [8 // stages]
+            assert "stack" in [op.type for op in cut.once[stage].ops]
+            assert parameters_of(cut, stage) == parameters_of(plain, stage)
+        expect_equal(steps_of(cut, params), steps_of(ow.accumulate(program, 4), params))
+
+
+def parameters_of(cut: Pipeline, stage: int) -> list[str]:
+    return [v.name for v in cut.accumulated.parameters if cut.homes[v] == stage]
+
+
+def test_a_rolled_program_is_cut_where_the_one_without_loops_is():
+    params = weights(8)
+    program = ow.SGD(0.1).minimize(dropped, params, X)
+    rolled = ow.pipeline(ow.roll(program), 2, 4, at=["layer_5"])
+    found = [ow.graph.rolls_of(rolled.parts[stage, "F"]) for stage in (0, 1)]
+    assert [[loop.times for loop in loops] for loops in found] == [[5], [3]]
+    kept = ow.roll(program, keep=["layer_3/tanh"])
+    assert "layer_3/tanh" in ow.pipeline(kept, 2, 4).program.variables
+    with pytest.raises(ow.GraphError, match="those of stages are others"):
+        ow.pipeline(ow.recompute(ow.roll(program), "8KB"), 2, 4)
+
+
+def test_loops_of_a_stage_keep_no_parameters_of_each_micro_batch():
+    program = ow.mixed_precision(ow.SGD(0.1).minimize(dropped, weights(8), X), "bfloat16")
+    rolled, plain = (ow.pipeline(way, 2, 4) for way in (ow.roll(program), program))
+    for stage in (0, 1):
+        assert ow.graph.rolls_of(rolled.parts[stage, "F"])
+        assert [op.type for op in rolled.once[stage].ops].count("cast") == 4
+        assert rolled.kept(stage) <= 1.1 * plain.kept(stage)
