@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from onward.core.jaxprs.body import Call
 from onward.core.primitives.traits import Linear, Moves, Reduces, Work
@@ -18,112 +17,9 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
 from onward.core.words import Pass
 from onward.develop.attention.axes import Axes, moved
-from onward.develop.attention.operands import Operand, ScoreOperands, row_of
+from onward.develop.attention.operands import ScoreOperands, row_of
+from onward.develop.attention.parts import Attention, AttentionPart, NoPartError, ScoreChange, ScoreStep
 from onward.develop.chunk.numbered import operands_of
-
-
-class AttentionPart(Enum):
-    """The part of a value in attention."""
-
-    SCORES = auto()
-    SHARED = auto()  # by all keys, such as the largest score
-    EXPONENTIALS = auto()
-    SUM = auto()  # of the exponentials
-    INVERSE = auto()  # of that sum
-    LOG_SUM = auto()
-    LOG_WEIGHTS = auto()
-    WEIGHTS = auto()
-    UNWEIGHED = auto()  # the product of exponentials and values
-    MEAN = auto()  # that of weights and values: the result
-
-
-class ScoreChange(Enum):
-    """A step from the product to the numbers whose softmax is taken."""
-
-    ADD = auto()
-    SUBTRACT = auto()
-    MULTIPLY = auto()
-    DIVIDE = auto()
-    CHOOSE = auto()  # the score where a mask is true, and a number where it is not
-    DISMISS = auto()  # the same where it is not true
-    ROUND = auto()  # to another dtype
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreStep:
-    """A change of scores.
-
-    Attributes:
-        change: which.
-        op: makes it.
-        by: its operand; of a choice the masks, all of which have to be true.
-        fill: what stands where a mask is not true.
-    """
-
-    change: ScoreChange
-    op: Op
-    by: tuple[Operand, ...] = ()
-    fill: Operand | None = None
-
-    @property
-    def reads(self) -> tuple[Variable, ...]:
-        """The values that it reads beside the scores."""
-        operands = (*self.by, *(() if self.fill is None else (self.fill,)))
-        return tuple(v for operand in operands for v in operand.reads)
-
-
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """Attention as a region of a Program.
-
-    Attributes:
-        ops: those of it, in order, the first product first.
-        query: the factor of the scores that does not count along the keys.
-        key: the other one.
-        value: what is averaged.
-        result: what is computed.
-        query_axes: along which the dimensions of the query count, and so on; the axes of the scores come
-            first, then that of the features of the value, then that of those of query and key.
-        lengths: of all axes.
-        source: the axis of the keys.
-        steps: from the product of query and key to the numbers whose softmax is the weights.
-        means: the op that multiplies weights and values.
-        weights: what it reads beside the values, perhaps without having been divided by the sum.
-    """
-
-    ops: tuple[Op, ...]
-    query: Variable
-    key: Variable
-    value: Variable
-    result: Variable
-    query_axes: Axes
-    key_axes: Axes
-    value_axes: Axes
-    result_axes: Axes
-    lengths: dict[int, int]
-    source: int
-    steps: tuple[ScoreStep, ...]
-    means: Op
-    weights: Variable
-
-    @property
-    def scores(self) -> Op:
-        """The op that multiplies queries and keys."""
-        return self.ops[0]
-
-    @property
-    def inputs(self) -> tuple[Variable, ...]:
-        """All that it reads: query, key and value first."""
-        others = (v for step in self.steps for v in step.reads)
-        return tuple(dict.fromkeys((self.query, self.key, self.value, *others)))
-
-
-class NoPartError(Exception):
-    """An op that plays no part in attention, and why."""
-
-    def __init__(self, op: Op, why: str) -> None:
-        super().__init__(why)
-        self.op, self.why = op, why
 
 
 def attentions(program: Program, missed: list[tuple[int, NoPartError]] | None = None) -> Iterator[Attention]:

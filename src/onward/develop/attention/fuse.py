@@ -22,9 +22,10 @@ from onward.core.structure import expect_count
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, select
 from onward.core.words import Pass
-from onward.develop.attention.find import NoPartError, attentions
+from onward.develop.attention.find import attentions
 from onward.develop.attention.kernels import by_cudnn, in_blocks
 from onward.develop.attention.layout import Laid, laid_out
+from onward.develop.attention.parts import NoPartError
 from onward.develop.attention.places import Kernel, chosen, hindrance, places, unrolled
 from onward.develop.rewrite.put import ENTERED, inside
 from onward.develop.roll.forward import separable

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.program import Op, Variable
-from onward.develop.attention.find import Attention, ScoreChange, ScoreStep
 from onward.develop.attention.layout import MASKS, Laid, Ruled
+from onward.develop.attention.parts import Attention, ScoreChange, ScoreStep
 
 
 def in_blocks(laid: Laid, ruled: Ruled | None, count: int, env: Mapping[Variable, Any]) -> Any:

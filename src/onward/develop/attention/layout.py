@@ -19,8 +19,8 @@ import numpy as np
 
 from onward.core.program import Variable
 from onward.develop.attention.axes import Axes, grouped
-from onward.develop.attention.find import Attention, ScoreChange, ScoreStep
 from onward.develop.attention.operands import Operand
+from onward.develop.attention.parts import Attention, ScoreChange, ScoreStep
 
 
 def never(dtype: Any) -> float:

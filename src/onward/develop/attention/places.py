@@ -10,8 +10,9 @@ import jax
 
 from onward.core.program import Phase, Program, Recipe
 from onward.core.recipe import build, whole_types
-from onward.develop.attention.find import Attention, NoPartError, attentions
+from onward.develop.attention.find import attentions
 from onward.develop.attention.layout import Laid, laid_out, never
+from onward.develop.attention.parts import Attention, NoPartError
 from onward.develop.rewrite.put import entered, inside
 from onward.develop.roll.forward import forward_of
 
