@@ -177,6 +177,12 @@ def temperature(w, x, mask):
     return mean(jax.nn.softmax(s * jnp.exp(w[0, 0]) + (1 - mask[:, None, None]) * -1e9), v)
 
 
+def rounded(w, x, mask):
+    s, v = scores(w, x)
+    low = lax.reduce_precision(jnp.where(causal(), s, -1e9).astype("float32"), 8, 7)
+    return mean(jax.nn.softmax(low.astype("float64")), v)
+
+
 def keys_first(w, x, mask):
     q, k, v = split(w, x)
     return jnp.einsum("bhst,bshd->bthd", jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", k, q), axis=2), v)
@@ -201,7 +207,7 @@ SPELLINGS = {
         *(by_logsumexp, by_log_softmax, of_jax, of_jax_with_groups, groups, one_head_of_keys, vmapped),
         *(one_example_and_head, alibi, learned_bias, window, window_of_numpy, rows_without_a_key, two_masks),
         *(ruled_out_by_a_mask, weighs_what_is_ruled_out, scaled_behind_the_mask, turned_behind_the_mask),
-        *(temperature, keys_first, fewer_keys, layer),
+        *(temperature, rounded, keys_first, fewer_keys, layer),
     )
 }
 
@@ -340,6 +346,18 @@ def rectified(s, v, mask):
     return mean(jax.nn.relu(s) / (jax.nn.relu(s).sum(-1, keepdims=True) + 1), v)
 
 
+def rounded_further(s, v, mask):
+    return mean(lax.reduce_precision(jax.nn.softmax(s), 5, 2), v)
+
+
+def of_whole_weights(s, v, mask):
+    return mean((9 * jax.nn.softmax(s)).astype(int), v)
+
+
+def chosen_by_scores(s, v, mask):
+    return mean(jax.nn.softmax(jnp.where(s > 0, s, -1e9)), v)
+
+
 MISSES = {
     f.__name__: f
     for f in (
@@ -347,6 +365,7 @@ MISSES = {
         *(beside_one_more, with_epsilon, of_base_two, by_another_sum, by_the_sum_of_another_shift),
         *(shifted_for_each_key, shifted_by_other_rows, dropped, masked_behind, squared, weights_read_twice),
         *(weights_without_gradient, sum_without_gradient, of_scores, averaged_over_queries, rectified),
+        *(rounded_further, of_whole_weights, chosen_by_scores),
     )
 }
 

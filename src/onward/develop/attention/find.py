@@ -165,17 +165,14 @@ class _AttentionWalk:
             raise NoPartError(op, "lays it out in a way that is not followed")
         part = self.part[v]
         repeats = any(n > 1 and not group for n, group in zip(out.shape, axes, strict=True))
-        if repeats and part not in (
-            AttentionPart.SHARED,
-            AttentionPart.SUM,
-            AttentionPart.INVERSE,
-            AttentionPart.LOG_SUM,
-        ):
+        if repeats and part not in _REPEATED:
             raise NoPartError(op, "repeats it")
+        rounds = row_of(op).moves is Moves.ROUNDS
+        if rounds and part not in _ROUNDED and not (out.is_float and out.dtype != v.dtype):
+            raise NoPartError(op, "rounds it further than its dtype")
         self._note(out, part, axes, self.of.get(v))
         if part is AttentionPart.SCORES:
-            rounds = (ScoreStep(ScoreChange.ROUND, op),) if row_of(op).moves is Moves.ROUNDS else ()
-            self.steps[out] = (*self.steps[v], *rounds)
+            self.steps[out] = (*self.steps[v], *((ScoreStep(ScoreChange.ROUND, op),) if rounds else ()))
 
     def _reduced(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
         (v, *_), (out,) = read, op.outputs
@@ -282,7 +279,7 @@ class _AttentionWalk:
             for i, x in enumerate(values)
             if i != at
         ]
-        if row.chooses and row.linear is Linear.TOGETHER and len(values) == 3 and at > 0:
+        if row.chooses and row.linear is Linear.TOGETHER and op.inputs[0].dtype == bool and at > 0:
             mask, fill = others
             chooses = at == 2
             return ScoreStep(
@@ -375,6 +372,8 @@ def _flat(axes: Axes) -> Iterator[int]:
 
 
 _LAID = (Moves.REPEATS, Moves.RESHAPES)
+_REPEATED = (AttentionPart.SHARED, AttentionPart.SUM, AttentionPart.INVERSE, AttentionPart.LOG_SUM)
+_ROUNDED = (AttentionPart.SCORES, AttentionPart.SHARED)
 
 
 _OF_TWO = {

@@ -133,7 +133,7 @@ def _product(spec: str, x: Any, y: Any, op: Op) -> Any:
 def changed(scores: Any, step: ScoreStep, by: Sequence[Any], fill: Any) -> Any:
     """Scores behind a step."""
     if step.change is ScoreChange.ROUND:
-        return scores.astype(step.op.outputs[0].dtype)
+        return step.op.body(scores)[0]
     if step.change in (ScoreChange.CHOOSE, ScoreChange.DISMISS):
         mask = by[0]
         for other in by[1:]:
