@@ -242,17 +242,17 @@ def sentence(op: Op) -> str:
     return f"{names} = {_call(op)}" if names else _call(op)
 
 
-def _few(names: list[str]) -> list[str]:
-    """The first of many names, and how many more there are."""
-    if len(names) <= _MANY:
-        return names
-    return [*names[: _MANY - 2], f"... ({len(names) - _MANY + 2} more)"]
+def _few(texts: list[str], many: int = _MANY) -> list[str]:
+    """The first of many texts, and how many more there are."""
+    if len(texts) <= many:
+        return texts
+    return [*texts[: many - 2], f"... ({len(texts) - many + 2} more)"]
 
 
 def _types(variables: Iterable[Variable]) -> str:
-    """The types of several Variables; ``f32[8] x3`` where the same one repeats."""
+    """The types of several Variables, the first of many; ``f32[8] x3`` where the same one repeats."""
     runs = [(name, len(list(run))) for name, run in groupby(map(short_type, variables))]
-    return " ".join(name if n == 1 else f"{name} x{n}" for name, n in runs)
+    return " ".join(_few([name if n == 1 else f"{name} x{n}" for name, n in runs], _MANY // 2))
 
 
 def _call(op: Op) -> str:

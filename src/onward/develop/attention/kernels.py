@@ -12,6 +12,7 @@ import numpy as np
 
 from onward.core.program import Op, Variable
 from onward.develop.attention.layout import MASKS, Laid, Ruled
+from onward.develop.attention.operands import Operand
 from onward.develop.attention.parts import Attention, ScoreChange, ScoreStep
 
 
@@ -23,7 +24,7 @@ def in_blocks(laid: Laid, ruled: Ruled | None, count: int, env: Mapping[Variable
     """
     found, steps = laid.attention, laid.attention.steps if ruled is None else ruled.steps
     q, k, v = laid.query(env[found.query]), laid.key(env[found.key]), laid.value(env[found.value])
-    operands = [[laid.beside(x, env) for x in step.by] for step in steps]
+    operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
     fills = [None if step.fill is None else laid.beside(step.fill, env) for step in steps]
     whole = slice(0, laid.length(laid.time)), slice(0, laid.source)
     mask = None if ruled is None or ruled.is_causal else laid.seen(ruled.masks, env)
@@ -83,6 +84,12 @@ def _whole(bias: Any, query: Sequence[int], source: int) -> Any:
     return jnp.broadcast_to(bias, (batch, heads, groups, query[1], source)).reshape(
         batch, heads * groups, query[1], source
     )
+
+
+def _operand(laid: Laid, operand: Operand, env: Mapping[Variable, Any]) -> Any:
+    """An operand beside the scores; a number as such, which the backward pass need not keep."""
+    is_number = operand.op is None and operand.variable is None and np.ndim(operand.known) == 0
+    return np.asarray(operand.known) if is_number else laid.beside(operand, env)
 
 
 def _causal(rows: slice, keys: slice) -> Any:
@@ -154,5 +161,7 @@ _ARITHMETIC: Mapping[ScoreChange, Callable[[Any, Any], Any]] = {
 
 def _cut(x: Any, rows: slice, keys: slice) -> Any:
     """The part of [batch, heads, groups, time, source] for some places and keys."""
+    if not x.ndim:
+        return x
     x = x if x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., keys]
