@@ -183,6 +183,20 @@ def rounded(w, x, mask):
     return mean(jax.nn.softmax(low.astype("float64")), v)
 
 
+def features_of_two_axes(w, x, mask):
+    q, k, v = (part.reshape(BATCH, TIME, HEADS, 2, 2) for part in split(w, x))
+    s = jnp.einsum("bthij,bshji->bhts", q, k.swapaxes(3, 4))
+    e = jnp.exp(jnp.where(causal(), s, -jnp.inf))
+    y = jnp.einsum("bhts,bshij->bthji", e, v) / e.sum(-1).transpose(0, 2, 1)[..., None, None]
+    return y.reshape(BATCH, TIME, HEADS, SIZE)
+
+
+def rounded_to_infinity(w, x, mask):
+    s, v = scores(w, x)
+    s = jnp.where(causal(), s, -1e9).astype("float16").astype("float64")
+    return mean(jax.nn.softmax(s), v)
+
+
 def keys_first(w, x, mask):
     q, k, v = split(w, x)
     return jnp.einsum("bhst,bshd->bthd", jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", k, q), axis=2), v)
@@ -207,7 +221,7 @@ SPELLINGS = {
         *(by_logsumexp, by_log_softmax, of_jax, of_jax_with_groups, groups, one_head_of_keys, vmapped),
         *(one_example_and_head, alibi, learned_bias, window, window_of_numpy, rows_without_a_key, two_masks),
         *(ruled_out_by_a_mask, weighs_what_is_ruled_out, scaled_behind_the_mask, turned_behind_the_mask),
-        *(temperature, rounded, keys_first, fewer_keys, layer),
+        *(temperature, rounded, features_of_two_axes, rounded_to_infinity, keys_first, fewer_keys, layer),
     )
 }
 
@@ -358,6 +372,26 @@ def chosen_by_scores(s, v, mask):
     return mean(jax.nn.softmax(jnp.where(s > 0, s, -1e9)), v)
 
 
+def masked_behind_a_shift(s, v, mask):
+    return mean(jax.nn.softmax(jnp.where(causal(), s - s.max(-1, keepdims=True), -10.0)), v)
+
+
+def multiplied_twice(s, v, mask):
+    e = jnp.exp(s)
+    first, second = mean(e, v), mean(e, 2 * v)
+    return first / e.sum(-1).transpose(0, 2, 1)[..., None] + 0 * second
+
+
+def masked_by_whole_numbers(s, v, mask):
+    seen = jnp.broadcast_to(causal().astype(int), s.shape)
+    return mean(jax.nn.softmax(lax.select_n(seen, jnp.full_like(s, -1e9), s)), v)
+
+
+def heads_of_a_bias(s, v, mask):
+    bias = jnp.arange(HEADS, dtype=s.dtype)[:, None, None] * causal()
+    return mean(jax.nn.softmax(s[:, :1] + bias), v)
+
+
 MISSES = {
     f.__name__: f
     for f in (
@@ -365,7 +399,8 @@ MISSES = {
         *(beside_one_more, with_epsilon, of_base_two, by_another_sum, by_the_sum_of_another_shift),
         *(shifted_for_each_key, shifted_by_other_rows, dropped, masked_behind, squared, weights_read_twice),
         *(weights_without_gradient, sum_without_gradient, of_scores, averaged_over_queries, rectified),
-        *(rounded_further, of_whole_weights, chosen_by_scores),
+        *(rounded_further, of_whole_weights, chosen_by_scores, masked_behind_a_shift, multiplied_twice),
+        *(masked_by_whole_numbers, heads_of_a_bias),
     )
 }
 
@@ -469,6 +504,42 @@ def test_layers_are_rolled_and_computed_low_whatever_the_order():
         assert [found.kernel for found in ow.graph.attentions_of(after)] == ["blocks"] * 3
 
 
+def test_rows_without_a_key_by_minus_infinity_are_not_numbers():
+    def loss(w, x):
+        s, v = scores(w, x)
+        seen = jnp.tril(jnp.ones(s.shape[-2:], bool), -1)
+        return jnp.sum(mean(jax.nn.softmax(jnp.where(seen, s, -jnp.inf)), v))
+
+    w, x = long_numbers()
+    fused = ow.fuse_attention(ow.trace(loss, w, x), "blocks")
+    run = lower(fused, [fused.loss])
+    found, expected = (jax.grad(f, (0, 1))(w, x) for f in (lambda w, x: run([w], [x])[0], loss))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+
+
+def test_keys_with_an_axis_of_their_own_stay():
+    def loss(w, x):
+        q, k, v = split(w, x)
+        weights = jax.nn.softmax(jnp.einsum("btd,bsid->btis", q[:, :, 0], k))
+        return jnp.mean(jnp.einsum("btis,bsid->btid", weights, v))
+
+    program = ow.trace(loss, *long_numbers())
+    (found,) = ow.graph.attentions_of(ow.fuse_attention(program))
+    assert "an axis that queries do not" in str(found)
+    with pytest.raises(ow.ArgumentError, match="an axis that queries do not"):
+        ow.fuse_attention(program, "blocks")
+
+
+def test_a_saved_model_answers_as_the_step(tmp_path):
+    w, x = long_numbers()
+    step = ow.compile(ow.fuse_attention(ow.SGD(0.1).minimize(causal_loss, w, x)), donate=False)
+    state = step.init(w)
+    ow.save(step, tmp_path / "step.onward", state)
+    loaded = ow.load_step(tmp_path / "step.onward")
+    np.testing.assert_allclose(loaded(state, x)[1].loss, step(state, x)[1].loss, rtol=1e-6)
+
+
 def test_it_is_fused_once():
     program = ow.fuse_attention(ow.trace(causal_loss, *long_numbers()))
     with pytest.raises(ow.GraphError, match="fused already"):
@@ -535,7 +606,7 @@ def test_cudnn_is_asked_for_the_same(name, gpu, monkeypatch):
     ("fill", "dtype", "why"),
     [
         (-1e9, "float32", "expected bfloat16 or float16"),
-        (-5.0, "bfloat16", "scores are not -1e\\+08 or less"),
+        (-5.0, "bfloat16", "scores are not -9e\\+08 or less"),
     ],
 )
 def test_cudnn_is_not_asked_for_what_it_would_compute_otherwise(fill, dtype, why, gpu):

@@ -42,7 +42,8 @@ def moved(call: Call, axes: Axes, lengths: Lengths) -> Axes | None:
     if moves is Moves.RESHAPES:
         return regrouped(axes, shape, lengths)
     if moves is Moves.REPEATS and "broadcast_dimensions" in call.params:
-        places = dict(zip(call.params["broadcast_dimensions"], axes, strict=True))
+        at, before = call.params["broadcast_dimensions"], call.operands[0].shape
+        places = {i: axes[j] for j, i in enumerate(at) if before[j] == shape[i]}
         return tuple(places.get(i, ()) for i in range(len(shape)))
     return None
 

@@ -45,8 +45,10 @@ def attentions(program: Program, missed: list[tuple[int, NoPartError]] | None = 
 
 
 def _is_product(op: Op) -> bool:
+    """Whether an op multiplies two values of lengths that are known, not those of an export for any batch."""
     values = operands_of(op) if op.primitive.work is Work.PRODUCT else []
-    return len(values) == 2 and None not in values and op.outputs[0].is_float
+    is_known = all(isinstance(n, int) for v in (*op.inputs, *op.outputs) for n in v.shape)
+    return len(values) == 2 and None not in values and op.outputs[0].is_float and is_known
 
 
 @dataclass(eq=False)
@@ -63,6 +65,9 @@ class _AttentionWalk:
     steps: dict[Variable, tuple[ScoreStep, ...]] = field(default_factory=dict)  # behind scores
     shifted: dict[Variable, tuple[Variable, Variable]] = field(default_factory=dict)
     source: int | None = None
+    means: Op | None = None
+    value_axes: Axes = ()
+    loose: set[Variable] = field(default_factory=set)  # scores of which something was taken off
     common: frozenset[int] | None = None  # the axes along which everything is shared that is taken off
 
     def __post_init__(self) -> None:
@@ -109,6 +114,7 @@ class _AttentionWalk:
         if (self.source,) in query_axes or (self.source,) not in key_axes:
             raise NoPartError(self.product, "sums over what counts queries and keys alike")
         means = self.means
+        assert means is not None
         (value,) = (v for v in operands_of(means) if v is not None and v not in self.part)
         weights = next(v for v in means.inputs if v in self.part)
         return Attention(
@@ -172,6 +178,10 @@ class _AttentionWalk:
             raise NoPartError(op, "rounds it further than its dtype")
         self._note(out, part, axes, self.of.get(v))
         if part is AttentionPart.SCORES:
+            if rounds and v in self.loose:
+                raise NoPartError(op, "rounds scores of which something was taken off before")
+            if v in self.loose:
+                self.loose.add(out)
             self.steps[out] = (*self.steps[v], *((ScoreStep(ScoreChange.ROUND, op),) if rounds else ()))
 
     def _reduced(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
@@ -198,6 +208,8 @@ class _AttentionWalk:
 
     def _multiplied(self, op: Op, call: Call, read: Sequence[Variable]) -> None:
         sides = operands_of(op)
+        if self.means is not None:
+            raise NoPartError(op, "multiplies weights once more")
         if (
             len(read) != 1
             or None in sides
@@ -218,7 +230,7 @@ class _AttentionWalk:
         }
         for i, (axis,) in features.items():
             self.lengths[axis] = shape[i]
-        self.value_axes: Axes = tuple((places | features)[i] for i in range(len(shape)))
+        self.value_axes = tuple((places | features)[i] for i in range(len(shape)))
         self.means = op
         own = [axes[i] for i in range(len(axes)) if i not in (*contracted[at], *batch[at])]
         free = (own, list(features.values())) if at == 0 else (list(features.values()), own)
@@ -268,6 +280,10 @@ class _AttentionWalk:
         step = self._change(op, v, axes)
         if step is None:
             raise NoPartError(op, "changes scores in a way that is not known")
+        if step.fill is not None and v in self.loose:
+            raise NoPartError(op, "masks scores of which something was taken off before")
+        if v in self.loose:
+            self.loose.add(out)
         self._note(out, AttentionPart.SCORES, axes)
         self.steps[out] = (*self.steps[v], step)
 
@@ -317,6 +333,7 @@ class _AttentionWalk:
         absent = frozenset(_flat(axes)).difference(_flat(self.axes[second]))
         self.common = absent if self.common is None else self.common & absent
         self._note(out, AttentionPart.SCORES, axes)
+        self.loose.add(out)
         self.steps[out] = self.steps[first]
         if takes_off:
             self.shifted[out] = (first, second)

@@ -25,7 +25,7 @@ from onward.develop.attention.parts import Attention, ScoreChange, ScoreStep
 
 def never(dtype: Any) -> float:
     """A score so low that its key is not looked at beside another."""
-    return -3e4 if dtype == "float16" else -1e8
+    return -3e4 if dtype == "float16" else -9e8
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +78,8 @@ class Laid:
         return grouped(x, axes, (*groups, self.features(axes)), self.lengths)
 
     def features(self, axes: Axes) -> tuple[int, ...]:
-        """Those of some axes that no score counts along."""
-        return tuple(axis for group in axes for axis in group if axis >= self._own)
+        """Those of some axes that no score counts along, in one order for all."""
+        return tuple(sorted(axis for group in axes for axis in group if axis >= self._own))
 
     @property
     def _own(self) -> int:
@@ -126,8 +126,21 @@ class Laid:
             rest = tuple(by for by in step.by if by not in {mask.by for mask in masks})
             left[step] = (replace(step, by=rest),) if rest else ()
             known += masks
+        if not known:
+            return None
+        seen, fill = self._now(known), self._rounded(fill, behind[0])
+        if fill == -np.inf and not seen.any(axis=1).all():
+            return None  # what is not a number spreads to all keys
         steps = tuple(s for group in left.values() for s in group)
-        return Ruled(self._now(known), fill, tuple(known), steps, self.dtype) if known else None
+        return Ruled(seen, fill, tuple(known), steps, self.dtype)
+
+    def _rounded(self, fill: float, step: ScoreStep) -> float:
+        """The score of what a step rules out, behind the changes of dtype that follow."""
+        with jax.ensure_compile_time_eval():
+            score = jnp.asarray(fill, step.op.outputs[0].dtype)
+            for after in self.attention.steps[self.attention.steps.index(step) + 1 :]:
+                (score,) = after.op.body(score)
+        return float(score)
 
     def _ruled_by_sum(self, step: ScoreStep) -> Ruled | None:
         """The mask that is added as 0 and large negative numbers, of which no row is all negative."""
@@ -221,6 +234,8 @@ def laid_out(attention: Attention) -> Laid | str:
     scores = [axis for axis in of["q"] if axis < own]
     if {a for a in of["k"] if a < own} != {a for a in of["v"] if a < own}:
         return "keys and values have different heads"
+    if not {a for a in of["k"] if a < own} <= {*scores, attention.source}:
+        return "keys count along an axis that queries do not"
     common = [axis for axis in scores if axis in of["k"]]
     free = [axis for axis in scores if axis not in of["k"]]
     counted = {axis for step in attention.steps for x in step.by for axis in x.counts}
