@@ -65,6 +65,47 @@ def before_moved(call: Call, axes: Axes, lengths: Lengths) -> Axes | None:
     return None
 
 
+def factors(call: Call, first: int) -> tuple[Axes, Axes, dict[int, int]]:
+    """The axes of both factors of a product whose dimensions are the axes, and how long those of its sum are.
+
+    >>> import jax.numpy as jnp
+    >>> from onward.core.jaxprs.body import body_of
+    >>> (call,) = body_of(lambda x, y: [jnp.inner(x, y)], jnp.ones((2, 3)), jnp.ones((5, 3))).calls
+    >>> factors(call, first=2)
+    (((0,), (2,)), ((1,), (2,)), {2: 3})
+    """
+    contracted, batch = call.params["dimension_numbers"]
+    summed = {first + n: call.operands[0].shape[i] for n, i in enumerate(contracted[0])}
+    free = iter(range(len(batch[0]), len(call.results[0].shape)))
+    sides = []
+    for side in range(2):
+        places = dict(zip((*batch[side], *contracted[side]), (*range(len(batch[0])), *summed), strict=True))
+        shape = call.operands[side].shape
+        sides.append(tuple((places[i] if i in places else next(free),) for i in range(len(shape))))
+    return sides[0], sides[1], summed
+
+
+def multiplied(call: Call, at: int, axes: Axes, first: int) -> tuple[Axes, Axes, dict[int, int]]:
+    """The axes of the other factor and of a product where one has these, and how long those of the other are.
+
+    >>> import jax.numpy as jnp
+    >>> from onward.core.jaxprs.body import body_of
+    >>> (call,) = body_of(lambda x, y: [x @ y], jnp.ones((2, 3)), jnp.ones((3, 5))).calls
+    >>> multiplied(call, 0, ((0,), (1,)), first=2)
+    (((1,), (2,)), ((0,), (2,)), {2: 5})
+    """
+    contracted, batch = call.params["dimension_numbers"]
+    shared = zip((*batch[1 - at], *contracted[1 - at]), (*batch[at], *contracted[at]), strict=True)
+    places = {i: axes[j] for i, j in shared}
+    shape = call.operands[1 - at].shape
+    alone = [i for i in range(len(shape)) if i not in places]
+    places |= {i: (first + n,) for n, i in enumerate(alone)}
+    own = [axes[j] for j in range(len(axes)) if j not in (*batch[at], *contracted[at])]
+    others = [places[i] for i in alone]
+    made = (*(axes[j] for j in batch[at]), *(own + others if at == 0 else others + own))
+    return tuple(places[i] for i in range(len(shape))), made, {places[i][0]: shape[i] for i in alone}
+
+
 def regrouped(axes: Axes, shape: Sequence[int], lengths: Lengths) -> Axes | None:
     """The axes of the same numbers in another shape; None where an axis would be cut.
 

@@ -16,7 +16,7 @@ from onward.core.primitives.traits import Linear, Moves, Reduces, Work
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
 from onward.core.words import Pass
-from onward.develop.attention.axes import Axes, moved
+from onward.develop.attention.axes import Axes, factors, moved, multiplied
 from onward.develop.attention.operands import ScoreOperands, row_of
 from onward.develop.attention.parts import Attention, AttentionPart, NoPartError, ScoreChange, ScoreStep
 from onward.develop.chunk.numbered import operands_of
@@ -105,7 +105,8 @@ class _AttentionWalk:
     def _found(self, result: Variable) -> Attention:
         sides = operands_of(self.product)
         query, key = (v for v in sides if v is not None)
-        query_axes, key_axes = self._factors(next(self.product.body.calls))
+        query_axes, key_axes, features = factors(next(self.product.body.calls), len(self.lengths))
+        self.lengths |= features
         assert self.source is not None
         if self.common is not None and self.source not in self.common:
             raise NoPartError(self.product, "takes something else off for each key")
@@ -121,24 +122,6 @@ class _AttentionWalk:
             tuple(self.ops), query, key, value, result, query_axes, key_axes, self.value_axes,
             self.axes[result], self.lengths, self.source, self.steps[self.of[weights]], means, weights,
         )  # fmt: skip
-
-    def _factors(self, call: Call) -> tuple[Axes, Axes]:
-        """The axes of the two factors of the scores, that of features being one more, or several."""
-        (contracted, batch) = call.params["dimension_numbers"]
-        features = [len(self.lengths) + i for i in range(len(contracted[0]))]
-        for axis, i in zip(features, contracted[0], strict=True):
-            self.lengths[axis] = call.operands[0].shape[i]
-        free = len(batch[0])
-        sides = []
-        for side in range(2):
-            places = {i: (n,) for n, i in enumerate(batch[side])}
-            places |= {i: (axis,) for axis, i in zip(features, contracted[side], strict=True)}
-            for i in range(len(call.operands[side].shape)):
-                if i not in places:
-                    places[i] = (free,)
-                    free += 1
-            sides.append(tuple(places[i] for i in range(len(places))))
-        return sides[0], sides[1]
 
     def _note(self, v: Variable, part: AttentionPart, axes: Axes, of: Variable | None = None) -> None:
         self.part[v], self.axes[v] = part, axes
@@ -217,24 +200,14 @@ class _AttentionWalk:
         ):
             raise NoPartError(op, "multiplies what is not weights yet")
         at = sides.index(read[0])
-        (contracted, batch), axes = call.params["dimension_numbers"], self.axes[read[0]]
+        (contracted, _), axes = call.params["dimension_numbers"], self.axes[read[0]]
         taken = [axes[i] for i in contracted[at] if axes[i]]
         if len(taken) != 1:
             raise NoPartError(op, "sums over another axis than that of the keys")
         self._expect_source(op, taken[0])
-        places = {i: axes[j] for i, j in zip(batch[1 - at], batch[at], strict=True)}
-        places |= {i: axes[j] for i, j in zip(contracted[1 - at], contracted[at], strict=True)}
-        shape = call.operands[1 - at].shape
-        features = {
-            i: (len(self.lengths) + n,) for n, i in enumerate(i for i in range(len(shape)) if i not in places)
-        }
-        for i, (axis,) in features.items():
-            self.lengths[axis] = shape[i]
-        self.value_axes = tuple((places | features)[i] for i in range(len(shape)))
         self.means = op
-        own = [axes[i] for i in range(len(axes)) if i not in (*contracted[at], *batch[at])]
-        free = (own, list(features.values())) if at == 0 else (list(features.values()), own)
-        made = (*(axes[i] for i in batch[at]), *free[0], *free[1])
+        self.value_axes, made, features = multiplied(call, at, axes, len(self.lengths))
+        self.lengths |= features
         part = AttentionPart.MEAN if self.part[read[0]] is AttentionPart.WEIGHTS else AttentionPart.UNWEIGHED
         self._note(op.outputs[0], part, made, self.of[read[0]])
 

@@ -1,6 +1,8 @@
 """``fuse_attention``: attention as one op, computed by a better kernel than its ops are.
 
-fuse_attention(optimizer.minimize(loss, params, tokens))
+    fuse_attention(optimizer.minimize(loss, params, tokens))
+
+No spelling is looked for: ``find`` proves what is there, op by op.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from onward.develop.attention.find import attentions
 from onward.develop.attention.kernels import by_cudnn, in_blocks
 from onward.develop.attention.layout import Laid, laid_out
 from onward.develop.attention.parts import NoPartError
-from onward.develop.attention.places import Kernel, chosen, hindrance, places, unrolled
+from onward.develop.attention.places import FoundPlace, Kernel, chosen, hindrance, places, unrolled
 from onward.develop.rewrite.put import ENTERED, inside
 from onward.develop.roll.forward import separable
 
@@ -96,8 +98,11 @@ def fuse_attention(
     if recipe.of(fused_attention):
         raise GraphError(_TWICE.format(name=program.name))
     forward = unrolled(program, recipe)
-    names = _names(forward, tuple(listed(where)))
-    _expect_possible(forward, names, kernel)
+    meant = _meant(forward, tuple(listed(where)))
+    if kernel is not None:
+        for place in meant:
+            _expect_possible(place, kernel)
+    names = tuple(place.name for place in meant)
     step = Applied(fused_attention, (kernel, blocks, names), {}, Phase.FORWARD)
     grown = recipe.including(step)
     return resumed(step(forward), grown, len(grown.until(Phase.ROLL).steps), whole_types(program))
@@ -172,29 +177,29 @@ def _without_unread(program: Program, ops: Sequence[Op], gone: set[Op]) -> tuple
 def _op(laid: Laid, kernel: Kernel, blocks: int) -> Op:
     """Attention as one op."""
     found = laid.attention
-    ruled = laid.ruled if kernel == "blocks" or (laid.ruled is not None and laid.ruled.is_causal) else None
+    ruled = laid.ruled if kernel == "blocks" else laid.causal
     steps = found.steps if ruled is None else ruled.steps
     read = [found.query, found.key, found.value, *(v for step in steps for v in step.reads)]
-    if ruled is not None and not ruled.is_causal:
+    if ruled is not None and ruled is not laid.causal:
         read += [v for mask in ruled.masks for v in mask.by.reads]
     inputs = tuple(dict.fromkeys(read))
 
     def run(*values: Any) -> list[Any]:
         env = dict(zip(inputs, values, strict=True))
-        return [by_cudnn(laid, ruled, env) if kernel == "cudnn" else in_blocks(laid, ruled, blocks, env)]
+        return [by_cudnn(laid, env) if kernel == "cudnn" else in_blocks(laid, blocks, env)]
 
     body = FusedAttention(traced(run, *(v.aval for v in inputs)), kernel, blocks)
     return Op(ATTENTION, inputs, (found.result,), body, scope=found.scores.scope, source=found.scores.source)
 
 
-def _names(program: Program, where: tuple[Where, ...]) -> tuple[str, ...]:
-    """The names of the attention that is meant."""
+def _meant(program: Program, where: tuple[Where, ...]) -> tuple[FoundPlace, ...]:
+    """The attention that is meant."""
     missed: list[tuple[int, NoPartError]] = []
     found = {replace(p.attention.result, name=p.name): p for p in places(program, missed=missed)}
     if not found:
         raise GraphError(_NONE.format(name=program.name, closest=_closest(missed)))
-    chosen = select(tuple(found), where, "fuse_attention, where") if where else tuple(found)
-    return tuple(v.name for v in chosen)
+    meant = select(tuple(found), where, "fuse_attention, where") if where else tuple(found)
+    return tuple(found[v] for v in meant)
 
 
 def _closest(missed: Sequence[tuple[int, NoPartError]]) -> str:
@@ -204,14 +209,12 @@ def _closest(missed: Sequence[tuple[int, NoPartError]]) -> str:
     return _CLOSEST.format(op=why.op.type, at=why.op.at, why=why.why)
 
 
-def _expect_possible(program: Program, names: Sequence[str], kernel: Kernel | None) -> None:
+def _expect_possible(place: FoundPlace, kernel: Kernel) -> None:
     """Raise where a kernel that was asked for cannot compute what is meant."""
-    for place in places(program):
-        if kernel is not None and place.name in names:
-            why = place.laid if isinstance(place.laid, str) else hindrance(place.laid, kernel)
-            if why:
-                op = place.attention.scores
-                raise ArgumentError(_NO_KERNEL.format(name=place.name, at=op.at, kernel=kernel, why=why))
+    why = place.laid if isinstance(place.laid, str) else hindrance(place.laid, kernel)
+    if why:
+        at = place.attention.scores.at
+        raise ArgumentError(_NO_KERNEL.format(name=place.name, at=at, kernel=kernel, why=why))
 
 
 def _expect_kernel(kernel: Any) -> None:

@@ -16,18 +16,19 @@ from onward.develop.attention.operands import Operand
 from onward.develop.attention.parts import Attention, ScoreChange, ScoreStep
 
 
-def in_blocks(laid: Laid, ruled: Ruled | None, count: int, env: Mapping[Variable, Any]) -> Any:
+def in_blocks(laid: Laid, count: int, env: Mapping[Variable, Any]) -> Any:
     """The mean of the values, for as many blocks of places, each over the keys that some of them look at.
 
     All keys that a block leaves out have one score, that of what the mask rules out. They count as one key
     that weighs as much as all of them: nothing beside a key that is looked at, and all where there is none.
     """
-    found, steps = laid.attention, laid.attention.steps if ruled is None else ruled.steps
+    found, ruled = laid.attention, laid.ruled
+    steps = found.steps if ruled is None else ruled.steps
     q, k, v = laid.query(env[found.query]), laid.key(env[found.key]), laid.value(env[found.value])
     operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
     fills = [None if step.fill is None else laid.beside(step.fill, env) for step in steps]
     whole = slice(0, laid.length(laid.time)), slice(0, laid.source)
-    mask = None if ruled is None or ruled.is_causal else laid.seen(ruled.masks, env)
+    mask = None if ruled is None or ruled is laid.causal else laid.seen(ruled.masks, env)
     parts = []
     for rows, keys in [whole] if ruled is None else ruled.blocks(count):
         scores = _product("btkgh,bskh->bkgts", q[:, rows], k[:, keys], found.scores)
@@ -42,11 +43,10 @@ def in_blocks(laid: Laid, ruled: Ruled | None, count: int, env: Mapping[Variable
     return laid.result(jnp.concatenate(parts, axis=1)).astype(found.result.dtype)
 
 
-def by_cudnn(laid: Laid, ruled: Ruled | None, env: Mapping[Variable, Any]) -> Any:
+def by_cudnn(laid: Laid, env: Mapping[Variable, Any]) -> Any:
     """The same by the kernels of cuDNN, which never hold all scores."""
     found = laid.attention
-    causal = ruled is not None and ruled.is_causal
-    steps = ruled.steps if ruled is not None and causal else found.steps
+    steps = found.steps if laid.causal is None else laid.causal.steps
     scale: Any = 1.0
     bias, dtype = jnp.zeros((1,) * 5, np.float32), found.query.dtype
     q, k, v = laid.query(env[found.query]), laid.key(env[found.key]), laid.value(env[found.value])
@@ -70,7 +70,7 @@ def by_cudnn(laid: Laid, ruled: Ruled | None, env: Mapping[Variable, Any]) -> An
         v,
         _whole(bias, q.shape, k.shape[1]).astype(dtype) if has_bias else None,
         scale=scale,
-        is_causal=causal,
+        is_causal=laid.causal is not None,
         implementation="cudnn",
     )
     return laid.result(mean.reshape(*q.shape[:4], v.shape[-1])).astype(found.result.dtype)

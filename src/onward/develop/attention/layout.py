@@ -89,14 +89,14 @@ class Laid:
     def beside(self, operand: Operand, env: Mapping[Variable, Any]) -> Any:
         """An operand of the scores as [batch, heads, groups, time, source], 1 long where it repeats."""
         x = operand.array(env)
-        for group in self._groups:
+        for group in self._order:
             if any(x.shape[axis] > 1 for axis in group):
                 x = jnp.broadcast_to(x, [self.lengths[i] if i in group else n for i, n in enumerate(x.shape)])
-        laid = x.transpose([axis for group in self._groups for axis in group])
-        return laid.reshape([prod(x.shape[axis] for axis in group) for group in self._groups])
+        laid = x.transpose([axis for group in self._order for axis in group])
+        return laid.reshape([prod(x.shape[axis] for axis in group) for group in self._order])
 
     @property
-    def _groups(self) -> tuple[tuple[int, ...], ...]:
+    def _order(self) -> tuple[tuple[int, ...], ...]:
         return (self.batch, self.heads, self.groups, self.time, (self.attention.source,))
 
     def result(self, x: Any) -> Any:
@@ -132,7 +132,15 @@ class Laid:
         if fill == -np.inf and not seen.any(axis=1).all():
             return None  # what is not a number spreads to all keys
         steps = tuple(s for group in left.values() for s in group)
-        return Ruled(seen, fill, tuple(known), steps, self.dtype)
+        return Ruled(seen, fill, tuple(known), steps)
+
+    @cached_property
+    def causal(self) -> Ruled | None:
+        """The same where each place looks at itself and at what is before it, and at nothing else."""
+        ruled = self.ruled
+        if ruled is None or ruled.fill > never(self.dtype):
+            return None
+        return ruled if np.array_equal(ruled.seen, np.tri(*ruled.seen.shape, dtype=bool)) else None
 
     def _rounded(self, fill: float, step: ScoreStep) -> float:
         """The score of what a step rules out, behind the changes of dtype that follow."""
@@ -154,7 +162,7 @@ class Laid:
         if not seen.any(axis=1).all() or not np.all((value == 0) | (value <= never(value.dtype))):
             return None
         steps = tuple(s for s in self.attention.steps if s is not step)
-        return Ruled(seen, -np.inf, masks, steps, self.dtype)
+        return Ruled(seen, -np.inf, masks, steps)
 
     def _is_of_places(self, operand: Operand) -> bool:
         """Whether an operand is known and depends on places and keys alone."""
@@ -194,21 +202,12 @@ class Ruled:
         fill: the score of the others.
         masks: those that are known.
         steps: the changes of scores without them.
-        dtype: of the scores.
     """
 
     seen: np.ndarray
     fill: float
     masks: tuple[Mask, ...]
     steps: tuple[ScoreStep, ...]
-    dtype: Any
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether each place looks at itself and at what is before it, and at nothing else."""
-        return self.fill <= never(self.dtype) and bool(
-            np.array_equal(self.seen, np.tri(*self.seen.shape, dtype=bool))
-        )
 
     def blocks(self, count: int) -> Iterator[tuple[slice, slice]]:
         """The places in as many blocks, each with the keys that some of them look at."""

@@ -93,15 +93,14 @@ def _told(place: FoundPlace, *fused: tuple[Kernel | None, int, Sequence[str]]) -
     if isinstance(laid, str):
         return told
     ruled = laid.ruled
-    is_causal = ruled is not None and ruled.is_causal
-    steps = ruled.steps if ruled is not None and is_causal else found.steps
+    steps = found.steps if laid.causal is None else laid.causal.steps
     told = replace(
         told,
         heads=laid.length((*laid.heads, *laid.groups)),
         shared=laid.length(laid.heads),
         places=(laid.length(laid.time), laid.source),
         features=laid.length(laid.features(found.key_axes)),
-        causal=is_causal,
+        causal=laid.causal is not None,
         masked=any(step.change in MASKS for step in steps),
     )
     for kernel, blocks, names in fused:
