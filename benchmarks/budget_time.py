@@ -71,7 +71,7 @@ class Variant(NamedTuple):
 
 def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
     """For each limit on time the least memory of Onward beside the least by hand."""
-    size = Size(2, 8, 2, 64, 16) if quick else Size()
+    size = Size(1, 8, 2, 64, 16) if quick else Size()
     params, data = _params(size), _data(size)
     ours = list(_ours(size, params, data, (0.6,) if quick else _BUDGETS))
     hand = list(_by_hand(size, params, data, quick))

@@ -324,3 +324,26 @@ def test_state_that_is_replaced_unread_takes_no_buffer_of_host_memory():
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     assert [name for name, kind in kinds.items() if kind == "pinned_host"] == ["w/mean", "w/variance"]
+
+
+@pytest.mark.parametrize("names", [["b/mean"], ["b", "a/variance"]])
+def test_a_buffer_that_alone_is_donated_becomes_that_of_its_own_successor(names):
+    """All parameters have one type: without a place of its own ``b`` would become ``a``."""
+    matrix, x = np.eye(3, dtype="float32"), np.arange(3, dtype="float32")
+
+    def loss(params, x):
+        return jnp.sum((params["a"] @ params["b"] @ x) ** 2)
+
+    params = {"a": matrix, "b": 2 * matrix}
+    program = ow.Adam(0.1).minimize(loss, params, x)
+    found = []
+    for each, donate in ((program, True), (ow.offload(program), names)):
+        step = ow.compile(each, donate=donate)
+        before = state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, x)
+        found.append(state)
+    _expect_equal(*found)
+    _expect_there(state, {v.name for v in ow.graph.offloaded(each)})
+    named = zip(before.layout.variables, before.buffers, strict=True)
+    assert {v.name for v, buffer in named if buffer.is_deleted()} == set(names)

@@ -349,6 +349,37 @@ def test_micro_batches_are_a_file_for_their_batch(tmp_path):
     np.testing.assert_allclose(state["w"], expected["w"], atol=1e-6)
 
 
+def _of_scores(w, x):
+    return jnp.mean((jax.nn.softmax(jnp.sin(x @ w) @ x.T) @ x) ** 2)
+
+
+def _longer_than_three(w, x):
+    return jnp.mean((x @ w) ** 2) if x.shape[0] > 3 else jnp.sum(w)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said", "of_scores"),
+    [
+        (lambda w, x: jnp.mean(jax.nn.logsumexp(x @ w, 1)), "has rows of any number", False),
+        (_of_scores, "has rows of any number", True),
+        (_longer_than_three, "inconclusive", None),
+    ],
+    ids=["loss head in chunks", "attention in chunks", "a comparison"],
+)
+def test_a_step_that_knows_its_number_of_rows_is_a_file_for_that_one(loss, said, of_scores, tmp_path):
+    w = np.tile(np.eye(16, dtype="float32"), 1 if of_scores else 16)
+    x = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
+    program = ow.Adam(0.1).minimize(loss, w, x)
+    if of_scores is not None:
+        program = ow.chunk(program, 4, where=ow.graph.attention_scores(program) if of_scores else ())
+    step = ow.compile(program)
+    with pytest.warns(UserWarning, match=said):
+        other, state = ow.load_step(ow.save(step, tmp_path / "m", step.init(w)))
+    state, _ = other(state, x)
+    expected, _ = step(step.init(w), x)
+    np.testing.assert_allclose(state.parameters, expected.parameters, atol=1e-6)
+
+
 def test_a_loaded_step_names_the_op_and_line_of_a_fault(tmp_path):
     params, x = {"w": jnp.ones((4, 3))}, np.ones((8, 4), "float32")
     program = ow.SGD(0.1).minimize(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x)

@@ -93,6 +93,7 @@ class Executable:
         self._order = [self.layout.position[v.name] for v in program.state]
         reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]
         self._lending = Lending(reused, len(self.layout.variables))
+        self._returned = Lending(reused, len(self.layout.changed))
         # Host devices share one pool of threads: a second step in flight can starve the collectives.
         several = self._spread is not None and self._spread.mesh.size > 1
         self._waits = several and jax.default_backend() == "cpu"
@@ -163,13 +164,18 @@ class Executable:
         """The step under ``jax.jit``, not yet lowered."""
         shardings = self._shardings if shardings is None else shardings
 
-        def split(reused: Any, lent: Any, values: Any) -> tuple[list[Any], list[Any]]:
-            return self.function(self._lending.together(reused, lent), values)
+        def split(reused: Any, lent: Any, values: Any) -> tuple[Any, list[Any]]:
+            changed, results = self.function(self._lending.together(reused, lent), values)
+            return self._returned.apart(changed), results
 
         name = self.program.name
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
-        # JAX gives each donated buffer to the next result of its type, whatever memory either lies in. Where
-        # state that nothing reads is left out, that may be the buffer of another, in host memory.
+        # JAX gives each donated buffer to the next result of its type, whatever memory either lies in. So what
+        # replaces donated state comes first, and state that nothing reads is not left out: the buffer of another
+        # may be in host memory.
+        if "out_shardings" in shardings:
+            following, results = shardings["out_shardings"]
+            shardings = {**shardings, "out_shardings": (self._returned.apart(following), results)}
         keep_unused = bool(self.pinned)
         return jax.jit(split, donate_argnums=(0,), keep_unused=keep_unused, **shardings)
 
@@ -305,7 +311,7 @@ class Executable:
             x if _lies(x, s) and x.committed else jax.device_put(x, s)
             for x, s in zip(own, homes, strict=False)
         ]
-        changed, results = compiled(*self._lending.apart(own), tuple(values))
+        changed, results = self._called(compiled, own, values)
         self._wait(changed, results, jax.default_backend() == "cpu")
         return own, changed, results
 
@@ -320,9 +326,15 @@ class Executable:
 
     def _run_compiled(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         assert self._compiled is not None, "compile comes first"
-        changed, results = self._compiled(*self._lending.apart(own), tuple(values))
+        changed, results = self._called(self._compiled, own, values)
         self._wait(changed, results, self._waits)
         return changed, results
+
+    def _called(
+        self, compiled: jax.stages.Compiled, own: Sequence[Any], values: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        changed, results = compiled(*self._lending.apart(own), tuple(values))
+        return self._returned.together(*changed), results
 
     def _wait(self, changed: Sequence[Any], results: Sequence[Any], waits: bool) -> None:
         """Wait where that is needed, and until a first run has shown that memory is enough.

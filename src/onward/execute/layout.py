@@ -118,5 +118,7 @@ class Lending:
 
     def together(self, reused: Sequence[Any], lent: Sequence[Any]) -> list[Any]:
         """The values in their places again."""
+        if self._are_first:
+            return [*reused, *lent]
         at = dict(zip((*self.reused, *self.lent), (*reused, *lent), strict=True))
         return [at[i] for i in range(len(at))]

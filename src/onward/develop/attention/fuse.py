@@ -29,6 +29,7 @@ from onward.develop.attention.kernels import by_cudnn, in_blocks
 from onward.develop.attention.layout import Laid, laid_out
 from onward.develop.attention.parts import NoPartError
 from onward.develop.attention.places import FoundPlace, Kernel, chosen, hindrance, places, unrolled
+from onward.develop.chunk.chunk import chunks_of
 from onward.develop.rewrite.put import ENTERED, inside
 from onward.develop.roll.forward import separable
 
@@ -37,6 +38,9 @@ _NONE = (
     "Leave fuse_attention away where there is no attention."
 )
 _CLOSEST = " Closest comes that of which {op}{at} {why}."
+_IN_CHUNKS = (
+    " {logits!r} is in chunks already, by chunk or fit_memory: if that is attention, call fuse_attention before."
+)
 _TWICE = (
     "fuse_attention: attention of {name!r} is fused already. Call it once, with all that is meant: "
     "where=[...]."
@@ -197,7 +201,8 @@ def _meant(program: Program, where: tuple[Where, ...]) -> tuple[FoundPlace, ...]
     missed: list[tuple[int, NoPartError]] = []
     found = {replace(p.attention.result, name=p.name): p for p in places(program, missed=missed)}
     if not found:
-        raise GraphError(_NONE.format(name=program.name, closest=_closest(missed)))
+        before = [_IN_CHUNKS.format(logits=head.logits) for head in chunks_of(program)[:1]]
+        raise GraphError(_NONE.format(name=program.name, closest="".join((_closest(missed), *before))))
     meant = select(tuple(found), where, "fuse_attention, where") if where else tuple(found)
     return tuple(found[v] for v in meant)
 

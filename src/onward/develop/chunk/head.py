@@ -30,6 +30,10 @@ _FEW = (
     "chunk: {name}: {logits!r} ({type}){at} cannot be cut: no number divides the lengths that count its "
     "rows. Expected a batch, or a sequence, of several rows; leave chunk away for one."
 )
+_ANY = (
+    "chunk: {name}: {logits!r} ({type}){at} has rows of any number, and a loop over chunks is made for one that "
+    "is known."
+)
 _TOO_LARGE = (
     "chunk: {name}: {logits!r} ({type}){at} in {count} chunks takes {least} for each, and cannot be cut "
     "further; memory is {memory}. Write memory={bytes}, or flatten batch and time of the logits before the "
@@ -50,10 +54,13 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
 
     Raises:
         FewRowsError: there is only one row, or nothing divides them.
-        GraphError: the rows cannot be computed apart.
+        GraphError: the rows cannot be computed apart, or are of any number, as in an export.
     """
     before, program = program, counted_apart(program)
     logits = _product(program, logits)
+    if not all(isinstance(n, int) for n in logits.shape):
+        told = {"name": program.name, "logits": logits.name, "type": logits.type}
+        raise GraphError(_ANY.format(**told, at=producers(program)[logits].at))
     program = _before_transposes(program, logits)
     region = region_of(program, logits)
     _expect_gain(program, region)

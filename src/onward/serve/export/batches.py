@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import export
+from jax.errors import InconclusiveDimensionOperation
 
 from onward.core.errors import ArgumentError, OnwardError
 from onward.core.program import Program, Variable
@@ -27,6 +28,9 @@ from onward.serve.export.writing import Writing
 BATCH = "b"
 Shapes = Mapping[str, Sequence[int | str]]
 
+# Raised by what cannot be computed for a length that is only a name, in the person's function or in ours.
+_NOT_ANY = (OnwardError, ValueError, TypeError, NotImplementedError, InconclusiveDimensionOperation)
+
 
 def writings(
     program: Program, values: Mapping[str, Any], batch: Any, shapes: Shapes | None, trainable: bool
@@ -40,7 +44,7 @@ def writings(
         return [_fixed(program, n, trainable) for n in _lengths(batch)]
     try:
         return [_free(program, values, shapes or {}, trainable)]
-    except (OnwardError, ValueError, TypeError, NotImplementedError) as error:
+    except _NOT_ANY as error:
         if shapes:
             raise ArgumentError(f"{program.name!r} cannot be saved with these shapes: {error}") from error
         length = _batch_length(program)
