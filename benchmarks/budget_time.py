@@ -132,7 +132,7 @@ def _by_hand(size: Size, params: Params, data: tuple[Array, ...], quick: bool) -
     attentions = {"": _attention, ", attention in chunks": _attention_in_chunks}
     plain = partial(_loss, size, partial(_scanned, None), _head, _attention)
     yield _adam("the plain step", plain, stacked, data, "device")
-    for policy, head, attention in list(product(_POLICIES, heads, attentions))[:: 4 if quick else 1]:
+    for policy, head, attention in list(product(_POLICIES, heads, attentions))[:: 6 if quick else 1]:
         layers = partial(_scanned, _POLICIES[policy])
         loss = partial(_loss, size, layers, heads[head], attentions[attention])
         yield _adam(f"{policy}{head}{attention}", loss, stacked, data, "pinned_host")

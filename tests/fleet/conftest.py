@@ -1,4 +1,4 @@
-"""One Ray for all tests of this folder; where it is asked for, one graph for all hosts in threads."""
+"""One Ray for all tests of a file; where it is asked for, one graph for all hosts in threads."""
 
 import pytest
 from tests.fleet import hosting
@@ -9,9 +9,9 @@ from onward.fleet import collect, run, servers, worker
 from onward.fleet.engine import Engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_here():
-    """Ray, started once; a training joins it and leaves it running."""
+    """Ray, started once a file, for it computes while it waits; a training joins it and leaves it running."""
     pytest.importorskip("ray")
     with Engine(memory=300 * 2**20):
         yield
