@@ -208,7 +208,7 @@ def test_a_checkpoint_of_the_function_stays():
 
     def twice(params, x):
         with jax.named_scope("outer"):
-            h = jnp.exp(inner(params[0], x))
+            h = jnp.cos(jnp.exp(inner(params[0], x)))
         return jnp.mean(jnp.sin(h @ params[1]) ** 2)
 
     program = ow.SGD(0.1).minimize(twice, PARAMS[:2], X)
@@ -335,3 +335,17 @@ def test_roll_behind_recompute_says_the_order():
     ow.roll(plain())
     with pytest.raises(GraphError, match=r"of 'loss' repeat, but recompute .*recompute\(roll\(program\), "):
         ow.roll(within(0.6))
+
+
+@pytest.mark.parametrize("scopes", ["product", ["product", "mean"]])
+def test_scopes_of_which_nothing_could_be_computed_again_are_refused(scopes):
+    def loss(w, x):
+        with jax.named_scope("product"):
+            h = x @ w
+        h = jnp.tanh(h) * jnp.sin(h)
+        with jax.named_scope("mean"):
+            return jnp.mean(h @ w)
+
+    program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 4)), jnp.ones((8, 4)))
+    with pytest.raises(GraphError, match=r"nothing in the scopes 'product'.* but what enters or leaves a scope"):
+        recompute(program, scopes=scopes)

@@ -12,6 +12,7 @@ from onward.core.source import function_name
 from onward.core.words import Pass
 from onward.develop.recompute.activations import Activations
 from onward.develop.recompute.ladder import KeepPlan
+from onward.develop.roll.roll import rolls_of
 
 Scopes = str | Iterable[str] | Callable[[str], bool]
 
@@ -61,8 +62,13 @@ def nothing_again(program: Program, scopes: Scopes) -> str:
             f"They are in {count} chunks{chunks.at}, a loop that keeps only what enters it and that the "
             "backward pass runs again as it is. Leave them out."
         )
-    else:
+    elif rolls_of(program):
         why = "In layers that are one loop a budget chooses: recompute(program, 0.5)."
+    else:
+        why = (
+            "The backward pass reads nothing of them but what enters or leaves a scope, which is kept. Choose "
+            "scopes of several ops, or let a budget choose: recompute(program, 0.5)."
+        )
     return (
         f"recompute: nothing in the scopes {scopes_in_words(scopes)} of {program.name!r} is kept that could "
         f"be computed again. {why}"
