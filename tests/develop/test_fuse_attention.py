@@ -682,7 +682,7 @@ def test_cudnn_is_not_asked_for_weights_that_are_dropped(gpu):
         return jnp.mean(mean(jnp.where(kept(weights), weights, 0), v))
 
     program = ow.trace(loss, *long_numbers(dtype="bfloat16"))
-    with pytest.raises(ow.ArgumentError, match="changed behind softmax by .*select_n"):
+    with pytest.raises(ow.ArgumentError, match=r"changed behind softmax, as by dropout, by .*select_n"):
         ow.fuse_attention(program, "cudnn")
     (found,) = ow.graph.attentions_of(ow.fuse_attention(program))
     assert found.kernel == "blocks"

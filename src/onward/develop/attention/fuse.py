@@ -180,7 +180,12 @@ def _op(laid: Laid, kernel: Kernel, blocks: int) -> Op:
     found = laid.attention
     ruled = laid.ruled if kernel == "blocks" else laid.causal
     steps = found.steps if ruled is None else ruled.steps
-    read = [found.query, found.key, found.value, *(v for step in (*steps, *found.weighings) for v in step.reads)]
+    read = [
+        found.query,
+        found.key,
+        found.value,
+        *(v for step in (*steps, *found.weighings) for v in step.reads),
+    ]
     if ruled is not None and ruled is not laid.causal:
         read += [v for mask in ruled.masks for v in mask.by.reads]
     inputs = tuple(dict.fromkeys(read))

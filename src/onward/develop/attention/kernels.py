@@ -128,7 +128,9 @@ def _mean(
 
     def part(weights: Any, keys: slice) -> Any:
         dtype = attention.weights.dtype
-        return _product("bkgts,bskh->btkgh", weighed(keys, weights).astype(dtype), v[:, keys], attention.means)
+        return _product(
+            "bkgts,bskh->btkgh", weighed(keys, weights).astype(dtype), v[:, keys], attention.means
+        )
 
     found = part(weights, keys)
     if fill == -np.inf:
