@@ -99,7 +99,7 @@ def _causal(rows: slice, keys: slice) -> Any:
 
 
 def _weighing(laid: Laid, env: Mapping[Variable, Any]) -> Callable[[slice, slice, Any], Any]:
-    """The change of weights behind softmax, for some places and keys; it changes nothing where there is none."""
+    """The change of weights behind softmax, for some places and keys."""
     steps = laid.attention.weighings
     operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
 
