@@ -214,6 +214,52 @@ def layer(w, x, mask):
     return ow.layer.attention(x, heads=HEADS, causal=True, mask=mask[:, None], w=parts, b=False)
 
 
+def kept(weights):
+    return jax.random.bernoulli(jax.random.key(7), 0.7, weights.shape)
+
+
+def dropped(w, x, mask):
+    s, v = scores(w, x)
+    weights = jax.nn.softmax(jnp.where(causal(), s, -1e9))
+    return mean(jnp.where(kept(weights), weights / 0.7, 0), v)
+
+
+def dropped_by_select(w, x, mask):
+    s, v = scores(w, x)
+    weights = jax.nn.softmax(s + jnp.where(causal(), 0, -1e9))
+    return mean(lax.select(kept(weights), weights / 0.7, jnp.zeros_like(weights)), v)
+
+
+def dropped_without_a_key(w, x, mask):
+    s, v = scores(w, x)
+    s = jnp.where(causal() & mask.at[1, :3].set(False)[:, None, None], s, -1e9)
+    weights = jax.nn.softmax(s)
+    return mean(weights * kept(weights).astype(weights.dtype) / 0.7, v)
+
+
+def dropped_low(w, x, mask):
+    s, v = scores(w, x)
+    weights = jax.nn.softmax(jnp.where(causal(), s, -1e9)).astype("float32").astype("float64")
+    return mean(jnp.where(~kept(weights), 0, weights), v)
+
+
+def dropped_before_the_division(w, x, mask):
+    s, v = scores(w, x)
+    e = jnp.exp(jnp.where(causal(), s, -jnp.inf))
+    return mean(e * kept(e), v) / e.sum(-1).transpose(0, 2, 1)[..., None]
+
+
+def gated(w, x, mask):
+    s, v = scores(w, x)
+    gate = jax.nn.sigmoid(w[:HEADS, :TIME])[:, None]
+    return mean(jax.nn.softmax(jnp.where(causal(), s, -3.0)) * gate / (2 + x[:, None, :, :1]), v)
+
+
+def masked_behind(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(s) * mask[:, None, None], v)
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
@@ -222,6 +268,8 @@ SPELLINGS = {
         *(one_example_and_head, alibi, learned_bias, window, window_of_numpy, rows_without_a_key, two_masks),
         *(ruled_out_by_a_mask, weighs_what_is_ruled_out, scaled_behind_the_mask, turned_behind_the_mask),
         *(temperature, rounded, features_of_two_axes, rounded_to_infinity, keys_first, fewer_keys, layer),
+        *(dropped, dropped_by_select, dropped_without_a_key, dropped_low, dropped_before_the_division),
+        *(gated, masked_behind),
     )
 }
 
@@ -258,7 +306,7 @@ def test_every_spelling_is_one_op_and_gives_what_jax_gives(x64):
         wanted[name] = (jax.value_and_grad(loss_of(f), (0, 1)), w, x, mask)
     found, expected = at_once(cases, faults), at_once(wanted, faults)
     for name in found:
-        bound = 1e-6 if name.startswith("of_jax") else 1e-13
+        bound = 1e-6 if name.startswith("of_jax") or name == "dropped_low" else 1e-13
         for a, b in zip(jax.tree.leaves(found[name]), jax.tree.leaves(expected[name]), strict=True):
             if not np.abs(a - b).max() <= bound * np.abs(b).max():
                 faults[name] = f"{a} is not {b}"
@@ -322,13 +370,18 @@ def shifted_by_other_rows(s, v, mask):
     return mean(jax.nn.softmax(s + s.max(-1)[:, :, None]), v)
 
 
-def dropped(s, v, mask):
-    kept = jax.random.bernoulli(jax.random.key(0), 0.9, s.shape)
-    return mean(jnp.where(kept, jax.nn.softmax(s) / 0.9, 0), v)
+def dropped_and_filled(s, v, mask):
+    weights = jax.nn.softmax(s)
+    return mean(jnp.where(kept(weights), weights, 0.1), v)
 
 
-def masked_behind(s, v, mask):
-    return mean(jax.nn.softmax(s) * mask[:, None, None], v)
+def dropped_before_the_sum(s, v, mask):
+    e = jnp.exp(s) * kept(s)
+    return mean(e / e.sum(-1, keepdims=True), v)
+
+
+def weighed_by_scores(s, v, mask):
+    return mean(jax.nn.softmax(s) * jnp.tanh(s), v)
 
 
 def squared(s, v, mask):
@@ -397,10 +450,11 @@ MISSES = {
     for f in (
         *(over_queries, over_heads, over_queries_and_keys, without_softmax, by_sigmoid, capped, clipped),
         *(beside_one_more, with_epsilon, of_base_two, by_another_sum, by_the_sum_of_another_shift),
-        *(shifted_for_each_key, shifted_by_other_rows, dropped, masked_behind, squared, weights_read_twice),
+        *(shifted_for_each_key, shifted_by_other_rows, squared, weights_read_twice),
         *(weights_without_gradient, sum_without_gradient, of_scores, averaged_over_queries, rectified),
         *(rounded_further, of_whole_weights, chosen_by_scores, masked_behind_a_shift, multiplied_twice),
-        *(masked_by_whole_numbers, heads_of_a_bias),
+        *(masked_by_whole_numbers, heads_of_a_bias, dropped_and_filled, dropped_before_the_sum),
+        weighed_by_scores,
     )
 }
 
@@ -616,6 +670,19 @@ def test_cudnn_is_not_asked_for_what_it_would_compute_otherwise(fill, dtype, why
 
     program = ow.trace(loss, *long_numbers(dtype=dtype))
     with pytest.raises(ow.ArgumentError, match=why):
+        ow.fuse_attention(program, "cudnn")
+    (found,) = ow.graph.attentions_of(ow.fuse_attention(program))
+    assert found.kernel == "blocks"
+
+
+def test_cudnn_is_not_asked_for_weights_that_are_dropped(gpu):
+    def loss(w, x):
+        s, v = scores(w, x)
+        weights = jax.nn.softmax(jnp.where(causal(s.shape[-2:]), s, -1e9))
+        return jnp.mean(mean(jnp.where(kept(weights), weights, 0), v))
+
+    program = ow.trace(loss, *long_numbers(dtype="bfloat16"))
+    with pytest.raises(ow.ArgumentError, match=r"changed behind softmax, as by dropout, by .*select_n"):
         ow.fuse_attention(program, "cudnn")
     (found,) = ow.graph.attentions_of(ow.fuse_attention(program))
     assert found.kernel == "blocks"

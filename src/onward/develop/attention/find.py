@@ -17,7 +17,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
 from onward.core.words import Pass
 from onward.develop.attention.axes import Axes, factors, moved, multiplied
-from onward.develop.attention.operands import ScoreOperands, row_of
+from onward.develop.attention.operands import Operand, ScoreOperands, row_of
 from onward.develop.attention.parts import Attention, AttentionPart, NoPartError, ScoreChange, ScoreStep
 from onward.develop.chunk.numbered import operands_of
 
@@ -63,6 +63,7 @@ class _AttentionWalk:
     axes: dict[Variable, Axes] = field(default_factory=dict)
     of: dict[Variable, Variable] = field(default_factory=dict)  # the scores behind exponentials
     steps: dict[Variable, tuple[ScoreStep, ...]] = field(default_factory=dict)  # behind scores
+    weighings: dict[Variable, tuple[ScoreStep, ...]] = field(default_factory=dict)  # of weights
     shifted: dict[Variable, tuple[Variable, Variable]] = field(default_factory=dict)
     source: int | None = None
     means: Op | None = None
@@ -121,6 +122,7 @@ class _AttentionWalk:
         return Attention(
             tuple(self.ops), query, key, value, result, query_axes, key_axes, self.value_axes,
             self.axes[result], self.lengths, self.source, self.steps[self.of[weights]], means, weights,
+            self.weighings.get(weights, ()),
         )  # fmt: skip
 
     def _note(self, v: Variable, part: AttentionPart, axes: Axes, of: Variable | None = None) -> None:
@@ -160,6 +162,7 @@ class _AttentionWalk:
         if rounds and part not in _ROUNDED and not (out.is_float and out.dtype != v.dtype):
             raise NoPartError(op, "rounds it further than its dtype")
         self._note(out, part, axes, self.of.get(v))
+        self._keep_weighings(out, read)
         if part is AttentionPart.SCORES:
             if rounds and v in self.loose:
                 raise NoPartError(op, "rounds scores of which something was taken off before")
@@ -180,6 +183,8 @@ class _AttentionWalk:
         taken = [self.axes[v][i] for i in gone if self.axes[v][i]]
         if part is not AttentionPart.EXPONENTIALS or row_of(op).reduces is not Reduces.SUM or len(taken) != 1:
             raise NoPartError(op, "reduces what softmax does not")
+        if v in self.weighings:
+            raise NoPartError(op, "sums exponentials that were multiplied or chosen before")
         self._expect_source(op, taken[0])
         self._note(out, AttentionPart.SUM, axes, self.of[v])
 
@@ -222,6 +227,8 @@ class _AttentionWalk:
             self._changed(op, read[0], axes)
         elif AttentionPart.SCORES in parts and len(read) == 2 and len(op.inputs) == 2:
             self._shifted(op, axes)
+        elif len(read) == 1 and parts <= _WEIGHED:
+            self._weighed(op, read[0], axes)
         else:
             self._normalized(op, read, axes)
 
@@ -261,23 +268,10 @@ class _AttentionWalk:
         self.steps[out] = (*self.steps[v], step)
 
     def _change(self, op: Op, v: Variable, axes: Axes) -> ScoreStep | None:
-        row, values, numbers = row_of(op), operands_of(op), op.body.numbers
-        at = values.index(v)
-        others = [
-            self.own.number(numbers[i]) if x is None else self.own.of(x, axes if x.ndim else ())
-            for i, x in enumerate(values)
-            if i != at
-        ]
-        if row.chooses and row.linear is Linear.TOGETHER and op.inputs[0].dtype == bool and at > 0:
-            mask, fill = others
-            chooses = at == 2
-            return ScoreStep(
-                ScoreChange.CHOOSE if chooses else ScoreChange.DISMISS,
-                op,
-                mask.conjuncts if chooses else (mask,),
-                fill,
-            )
-        if len(others) != 1 or row.chooses:
+        row, at, others = row_of(op), operands_of(op).index(v), self._others(op, v, axes)
+        if row.chooses:
+            return self._choice(op, at, others)
+        if len(others) != 1:
             return None
         (other,) = others
         if row.adds:
@@ -289,6 +283,46 @@ class _AttentionWalk:
         if row.divides and at == 0 and other.size == 1:
             return ScoreStep(ScoreChange.DIVIDE, op, (other,))
         return None
+
+    def _others(self, op: Op, v: Variable, axes: Axes) -> list[Operand]:
+        """The operands of an op but for one."""
+        values, numbers = operands_of(op), op.body.numbers
+        at = values.index(v)
+        return [
+            self.own.number(numbers[i]) if x is None else self.own.of(x, axes if x.ndim else ())
+            for i, x in enumerate(values)
+            if i != at
+        ]
+
+    def _choice(self, op: Op, at: int, others: Sequence[Operand]) -> ScoreStep | None:
+        """The choice between an operand and another, by a mask."""
+        if row_of(op).linear is not Linear.TOGETHER or op.inputs[0].dtype != bool or at == 0:
+            return None
+        mask, fill = others
+        if at == 2:
+            return ScoreStep(ScoreChange.CHOOSE, op, mask.conjuncts, fill)
+        return ScoreStep(ScoreChange.DISMISS, op, (mask,), fill)
+
+    def _weighed(self, op: Op, v: Variable, axes: Axes) -> None:
+        """Weights that are multiplied or divided by what is not computed of them, or zeroed, as by dropout.
+
+        Exponentials are weights that have not been divided by their sum yet.
+        """
+        row, at, others = row_of(op), operands_of(op).index(v), self._others(op, v, axes)
+        step: ScoreStep | None = None
+        if row.chooses:
+            step = self._choice(op, at, others)
+            if step is not None and (step.fill is None or step.fill.number != 0):
+                step = None  # a weight that is not multiplied by anything
+        elif len(others) == 1 and row.multiplies and row.linear is Linear.EACH:
+            step = ScoreStep(ScoreChange.MULTIPLY, op, tuple(others))
+        elif len(others) == 1 and row.divides and at == 0:
+            step = ScoreStep(ScoreChange.DIVIDE, op, tuple(others))
+        if step is None:
+            raise NoPartError(op, "does what neither softmax nor dropout does")
+        (out,) = op.outputs
+        self._note(out, self.part[v], axes, self.of[v])
+        self.weighings[out] = (*self.weighings.get(v, ()), step)
 
     def _shifted(self, op: Op, axes: Axes) -> None:
         """Scores from which something is taken off that all keys share."""
@@ -336,6 +370,13 @@ class _AttentionWalk:
         if made is None:
             raise NoPartError(op, "does what softmax does not")
         self._note(out, made, axes, of)
+        self._keep_weighings(out, read)
+
+    def _keep_weighings(self, out: Variable, read: Sequence[Variable]) -> None:
+        """Note of a value how the weights were changed that it is computed of."""
+        found = [self.weighings[v] for v in read if v in self.weighings]
+        if found:
+            (self.weighings[out],) = found
 
     def _unshifted(self, read: Sequence[Variable]) -> Variable | None:
         """The scores of which a log-sum is that, with what was taken off before added again."""
@@ -363,6 +404,7 @@ def _flat(axes: Axes) -> Iterator[int]:
 
 _LAID = (Moves.REPEATS, Moves.RESHAPES)
 _REPEATED = (AttentionPart.SHARED, AttentionPart.SUM, AttentionPart.INVERSE, AttentionPart.LOG_SUM)
+_WEIGHED = {AttentionPart.WEIGHTS, AttentionPart.EXPONENTIALS}
 _ROUNDED = (AttentionPart.SCORES, AttentionPart.SHARED)
 
 

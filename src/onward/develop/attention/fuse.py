@@ -59,8 +59,9 @@ def fuse_attention(
 
     Attention is found by what it computes, ``softmax(scale * q @ k.T + mask) @ v``, in any spelling: einsum,
     matmul, the layers of flax, equinox and haiku, ``jax.nn.dot_product_attention``; causal, with padding, a
-    bias or a window, with fewer heads of keys than of queries; in loops over layers and ``jax.checkpoint``
-    too. Where weights are dropped, or read by something else, it stays as it is written.
+    bias or a window, with fewer heads of keys than of queries; with weights that are dropped or multiplied
+    by a gate; in loops over layers and ``jax.checkpoint`` too. Where weights are read by something else, it
+    stays as it is written.
 
     ``"blocks"`` computes a block of queries at a time over the keys that its mask, where that is known while
     the Program is built, lets some of them see: with a causal mask in 4 blocks 5/8 of the scores, forward and
@@ -77,7 +78,7 @@ def fuse_attention(
 
     Raises:
         ArgumentError: another kernel, or cuDNN where it cannot be taken: another device or dtype, more than
-            128 features a head, values of other features than keys.
+            128 features a head, values of other features than keys, weights that are dropped.
         GraphError: there is no attention: it names what came closest.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``where`` names nothing that was found.
@@ -183,7 +184,12 @@ def _op(laid: Laid, kernel: Kernel, blocks: int) -> Op:
     found = laid.attention
     ruled = laid.ruled if kernel == "blocks" else laid.causal
     steps = found.steps if ruled is None else ruled.steps
-    read = [found.query, found.key, found.value, *(v for step in steps for v in step.reads)]
+    read = [
+        found.query,
+        found.key,
+        found.value,
+        *(v for step in (*steps, *found.weighings) for v in step.reads),
+    ]
     if ruled is not None and ruled is not laid.causal:
         read += [v for mask in ruled.masks for v in mask.by.reads]
     inputs = tuple(dict.fromkeys(read))

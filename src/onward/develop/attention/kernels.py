@@ -29,6 +29,7 @@ def in_blocks(laid: Laid, count: int, env: Mapping[Variable, Any]) -> Any:
     fills = [None if step.fill is None else laid.beside(step.fill, env) for step in steps]
     whole = slice(0, laid.length(laid.time)), slice(0, laid.source)
     mask = None if ruled is None or ruled is laid.causal else laid.seen(ruled.masks, env)
+    weighed = _weighing(laid, env)
     parts = []
     for rows, keys in [whole] if ruled is None else ruled.blocks(count):
         scores = _product("btkgh,bskh->bkgts", q[:, rows], k[:, keys], found.scores)
@@ -38,8 +39,7 @@ def in_blocks(laid: Laid, count: int, env: Mapping[Variable, Any]) -> Any:
         if ruled is not None:
             seen = _causal(rows, keys) if mask is None else mask[rows, keys]
             scores = jnp.where(seen, scores, jnp.asarray(ruled.fill, scores.dtype))
-        left = [v[:, : keys.start], v[:, keys.stop :]]
-        parts.append(_mean(scores, v[:, keys], left, ruled, found))
+        parts.append(_mean(scores, v, keys, partial(weighed, rows), ruled, found))
     return laid.result(jnp.concatenate(parts, axis=1)).astype(found.result.dtype)
 
 
@@ -98,17 +98,53 @@ def _causal(rows: slice, keys: slice) -> Any:
     return jnp.arange(keys.start, keys.stop, dtype=np.int32) <= places[:, None]
 
 
-def _mean(scores: Any, v: Any, left: Sequence[Any], ruled: Ruled | None, attention: Attention) -> Any:
-    """[batch, time, heads, groups, features] of scores and values, with those that are left out."""
-    count = sum(x.shape[1] for x in left)
+def _weighing(laid: Laid, env: Mapping[Variable, Any]) -> Callable[[slice, slice, Any], Any]:
+    """The change of weights behind softmax, for some places and keys."""
+    steps = laid.attention.weighings
+    operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
+
+    def weighed(rows: slice, keys: slice, weights: Any) -> Any:
+        for step, by in zip(steps, operands, strict=True):
+            weights = weights.astype(step.op.outputs[0].dtype)
+            weights = changed(weights, step, [_cut(x, rows, keys) for x in by], jnp.zeros((), weights.dtype))
+        return weights
+
+    return weighed
+
+
+def _mean(
+    scores: Any,
+    v: Any,
+    keys: slice,
+    weighed: Callable[[slice, Any], Any],
+    ruled: Ruled | None,
+    attention: Attention,
+) -> Any:
+    """[batch, time, heads, groups, features] of scores of some keys and all values."""
+    others = [s for s in (slice(0, keys.start), slice(keys.stop, v.shape[1])) if s.start < s.stop]
+    count = sum(s.stop - s.start for s in others)
     fill = -np.inf if ruled is None or not count else ruled.fill
     weights, each = _weights(scores, fill, count)
-    means = attention.means
-    found = _product("bkgts,bskh->btkgh", weights.astype(attention.weights.dtype), v, means)
+
+    def part(weights: Any, keys: slice) -> Any:
+        dtype = attention.weights.dtype
+        return _product(
+            "bkgts,bskh->btkgh", weighed(keys, weights).astype(dtype), v[:, keys], attention.means
+        )
+
+    found = part(weights, keys)
     if fill == -np.inf:
         return found
-    rest = sum(x.sum(axis=1, dtype=found.dtype) for x in left)[:, None, :, None]
-    return found + jnp.moveaxis(each, 3, 1).astype(found.dtype) * rest
+    if not attention.weighings:
+        rest = sum(v[:, s].sum(axis=1, dtype=found.dtype) for s in others)[:, None, :, None]
+        return found + jnp.moveaxis(each, 3, 1).astype(found.dtype) * rest
+
+    def left(each: Any) -> Any:
+        return sum(part(jnp.broadcast_to(each, (*each.shape[:-1], s.stop - s.start)), s) for s in others)
+
+    # Keys that are left out are changed each in its own way, so they do not count as one. They weigh
+    # something only beside a place that sees no key: the product is computed where there is one.
+    return found + jax.lax.cond((each != 0).any(), left, lambda _: jnp.zeros_like(found), each)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -77,6 +77,8 @@ class Attention:
         steps: from the product of query and key to the numbers whose softmax is the weights.
         means: the op that multiplies weights and values.
         weights: what it reads beside the values, perhaps without having been divided by the sum.
+        weighings: how the weights are changed behind softmax, such as by dropout: multiplied or divided by
+            what is not computed of them, or 0 where a mask says so.
     """
 
     ops: tuple[Op, ...]
@@ -93,6 +95,7 @@ class Attention:
     steps: tuple[ScoreStep, ...]
     means: Op
     weights: Variable
+    weighings: tuple[ScoreStep, ...] = ()
 
     @property
     def scores(self) -> Op:
@@ -102,7 +105,7 @@ class Attention:
     @property
     def inputs(self) -> tuple[Variable, ...]:
         """All that it reads: query, key and value first."""
-        others = (v for step in self.steps for v in step.reads)
+        others = (v for step in (*self.steps, *self.weighings) for v in step.reads)
         return tuple(dict.fromkeys((self.query, self.key, self.value, *others)))
 
 

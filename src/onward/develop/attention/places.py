@@ -84,6 +84,11 @@ def hindrance(laid: Laid, kernel: Kernel) -> str:
         return f"it runs on {platform}, and cuDNN on NVIDIA GPUs; leave kernel away here"
     if dtype not in _LOW or {found.key.dtype, found.value.dtype} != {found.query.dtype}:
         return f"it computes in {dtype}; expected bfloat16 or float16, as of ow.mixed_precision(program)"
+    if found.weighings:
+        op = found.weighings[0].op
+        return (
+            f"its weights are changed behind softmax, as by dropout, by {op.type}{op.at}; leave kernel away"
+        )
     fills = [step.fill for step in found.steps if step.fill is not None]
     if any(fill.number is None or fill.number > never(laid.dtype) for fill in fills):
         return f"where its mask is not true, scores are not {never(laid.dtype):g} or less"
