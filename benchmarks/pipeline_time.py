@@ -64,7 +64,9 @@ def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
     rows.append(_schedules("stages that take equally long", computing, rounds))
     if (slow := slowed(microseconds=100 if quick else 20_000)) is not None:
         more = () if quick else ("gpipe",)
-        rows.append(_schedules("stages that sleep equally long", uniform(2 if quick else STAGES, slow), rounds, more))
+        rows.append(
+            _schedules("stages that sleep equally long", uniform(2 if quick else STAGES, slow), rounds, more)
+        )
     return rows
 
 

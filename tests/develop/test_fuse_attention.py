@@ -466,9 +466,20 @@ def test_what_only_looks_like_it_is_left_alone(name):
 
 
 def test_the_error_names_what_came_closest():
-    program = ow.trace(loss_of(lambda w, x, mask: dropped(*scores(w, x), mask)), *numbers())
-    with pytest.raises(ow.GraphError, match=r"div at .*test_fuse_attention.py:\d+ does what softmax"):
+    def squared(w, x, mask):
+        s, v = scores(w, x)
+        return mean(jax.nn.softmax(s) ** 2, v)
+
+    program = ow.trace(loss_of(squared), *numbers())
+    with pytest.raises(ow.GraphError, match=r" at .*test_fuse_attention.py:\d+ does what neither softmax"):
         ow.fuse_attention(program)
+
+
+def test_attention_in_chunks_is_told():
+    program = ow.trace(causal_loss, *long_numbers())
+    (name,) = (v.name for v in ow.graph.attention_scores(program))
+    with pytest.raises(ow.GraphError, match=f"'{name}' is in chunks already, .* call fuse_attention before"):
+        ow.fuse_attention(ow.chunk(program, 4, where=name))
 
 
 LONG = 64
@@ -526,7 +537,7 @@ def in_a_checkpoint(w, x):
 def test_training_is_the_same(loss):
     w, x = long_numbers()
     plain = ow.SGD(1e-3 if loss is in_a_scan else 1.0).minimize(loss, w, x)
-    fused = ow.fuse_attention(plain)
+    fused = ow.fuse_attention(plain, blocks=2)
     assert [found.kernel for found in ow.graph.attentions_of(fused)] == ["blocks"]
     data = np.stack([x, x[::-1]])
     expected, found = (trained(program, w, data)[0]["w"] for program in (plain, fused))
@@ -536,7 +547,8 @@ def test_training_is_the_same(loss):
 
 def test_other_lengths_are_fused_as_well():
     w, x = long_numbers()
-    step = ow.compile(ow.fuse_attention(ow.SGD(1.0).minimize(causal_loss, w, x)), donate=False)
+    program = ow.fuse_attention(ow.SGD(1.0).minimize(causal_loss, w, x), blocks=3)
+    step = ow.compile(program, donate=False)
     _, longer = long_numbers(96)
     out = step(step.init(w), longer)[1]
     np.testing.assert_allclose(out.loss, jax.jit(causal_loss)(w, longer), rtol=1e-5)
@@ -587,7 +599,8 @@ def test_keys_with_an_axis_of_their_own_stay():
 
 def test_a_saved_model_answers_as_the_step(tmp_path):
     w, x = long_numbers()
-    step = ow.compile(ow.fuse_attention(ow.SGD(0.1).minimize(causal_loss, w, x)), donate=False)
+    program = ow.fuse_attention(ow.SGD(0.1).minimize(causal_loss, w, x), blocks=2)
+    step = ow.compile(program, donate=False)
     state = step.init(w)
     ow.save(step, tmp_path / "step.onward", state)
     loaded, kept = ow.load_step(tmp_path / "step.onward")

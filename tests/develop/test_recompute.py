@@ -347,5 +347,7 @@ def test_scopes_of_which_nothing_could_be_computed_again_are_refused(scopes):
             return jnp.mean(h @ w)
 
     program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 4)), jnp.ones((8, 4)))
-    with pytest.raises(GraphError, match=r"nothing in the scopes 'product'.* but what enters or leaves a scope"):
+    with pytest.raises(
+        GraphError, match=r"nothing in the scopes 'product'.* but what enters or leaves a scope"
+    ):
         recompute(program, scopes=scopes)

@@ -17,8 +17,9 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
 from onward.core.words import Pass
 from onward.develop.attention.axes import Axes, factors, moved, multiplied
-from onward.develop.attention.operands import Operand, ScoreOperands, row_of
+from onward.develop.attention.operands import ScoreOperands, row_of
 from onward.develop.attention.parts import Attention, AttentionPart, NoPartError, ScoreChange, ScoreStep
+from onward.develop.attention.steps import score_change, weighing
 from onward.develop.chunk.numbered import operands_of
 
 
@@ -257,7 +258,7 @@ class _AttentionWalk:
         if row.exponential:
             self._note(out, AttentionPart.EXPONENTIALS, axes, v)
             return
-        step = self._change(op, v, axes)
+        step = score_change(self.own, op, v, axes)
         if step is None:
             raise NoPartError(op, "changes scores in a way that is not known")
         if step.fill is not None and v in self.loose:
@@ -267,57 +268,9 @@ class _AttentionWalk:
         self._note(out, AttentionPart.SCORES, axes)
         self.steps[out] = (*self.steps[v], step)
 
-    def _change(self, op: Op, v: Variable, axes: Axes) -> ScoreStep | None:
-        row, at, others = row_of(op), operands_of(op).index(v), self._others(op, v, axes)
-        if row.chooses:
-            return self._choice(op, at, others)
-        if len(others) != 1:
-            return None
-        (other,) = others
-        if row.adds:
-            return ScoreStep(ScoreChange.ADD, op, (other,))
-        if row.linear is Linear.TOGETHER and at == 0:
-            return ScoreStep(ScoreChange.SUBTRACT, op, (other,))
-        if row.multiplies and row.linear is Linear.EACH and other.size == 1:
-            return ScoreStep(ScoreChange.MULTIPLY, op, (other,))
-        if row.divides and at == 0 and other.size == 1:
-            return ScoreStep(ScoreChange.DIVIDE, op, (other,))
-        return None
-
-    def _others(self, op: Op, v: Variable, axes: Axes) -> list[Operand]:
-        """The operands of an op but for one."""
-        values, numbers = operands_of(op), op.body.numbers
-        at = values.index(v)
-        return [
-            self.own.number(numbers[i]) if x is None else self.own.of(x, axes if x.ndim else ())
-            for i, x in enumerate(values)
-            if i != at
-        ]
-
-    def _choice(self, op: Op, at: int, others: Sequence[Operand]) -> ScoreStep | None:
-        """The choice between an operand and another, by a mask."""
-        if row_of(op).linear is not Linear.TOGETHER or op.inputs[0].dtype != bool or at == 0:
-            return None
-        mask, fill = others
-        if at == 2:
-            return ScoreStep(ScoreChange.CHOOSE, op, mask.conjuncts, fill)
-        return ScoreStep(ScoreChange.DISMISS, op, (mask,), fill)
-
     def _weighed(self, op: Op, v: Variable, axes: Axes) -> None:
-        """Weights that are multiplied or divided by what is not computed of them, or zeroed, as by dropout.
-
-        Exponentials are weights that have not been divided by their sum yet.
-        """
-        row, at, others = row_of(op), operands_of(op).index(v), self._others(op, v, axes)
-        step: ScoreStep | None = None
-        if row.chooses:
-            step = self._choice(op, at, others)
-            if step is not None and (step.fill is None or step.fill.number != 0):
-                step = None  # a weight that is not multiplied by anything
-        elif len(others) == 1 and row.multiplies and row.linear is Linear.EACH:
-            step = ScoreStep(ScoreChange.MULTIPLY, op, tuple(others))
-        elif len(others) == 1 and row.divides and at == 0:
-            step = ScoreStep(ScoreChange.DIVIDE, op, tuple(others))
+        """Weights changed behind softmax; exponentials are weights that are not divided by their sum yet."""
+        step = weighing(self.own, op, v, axes)
         if step is None:
             raise NoPartError(op, "does what neither softmax nor dropout does")
         (out,) = op.outputs

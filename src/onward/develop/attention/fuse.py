@@ -39,7 +39,8 @@ _NONE = (
 )
 _CLOSEST = " Closest comes that of which {op}{at} {why}."
 _IN_CHUNKS = (
-    " {logits!r} is in chunks already, by chunk or fit_memory: if that is attention, call fuse_attention before."
+    " {logits!r} is in chunks already, by chunk or fit_memory: if that is attention, call fuse_attention "
+    "before."
 )
 _TWICE = (
     "fuse_attention: attention of {name!r} is fused already. Call it once, with all that is meant: "

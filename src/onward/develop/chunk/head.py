@@ -31,8 +31,8 @@ _FEW = (
     "rows. Expected a batch, or a sequence, of several rows; leave chunk away for one."
 )
 _ANY = (
-    "chunk: {name}: {logits!r} ({type}){at} has rows of any number, and a loop over chunks is made for one that "
-    "is known."
+    "chunk: {name}: {logits!r} ({type}){at} has rows of any number, and a loop over chunks is made for one "
+    "that is known."
 )
 _TOO_LARGE = (
     "chunk: {name}: {logits!r} ({type}){at} in {count} chunks takes {least} for each, and cannot be cut "
