@@ -170,9 +170,9 @@ class Executable:
 
         name = self.program.name
         split.__name__ = split.__qualname__ = name if name.isidentifier() else "step"
-        # JAX gives each donated buffer to the next result of its type, whatever memory either lies in. So what
-        # replaces donated state comes first, and state that nothing reads is not left out: the buffer of another
-        # may be in host memory.
+        # JAX gives each donated buffer to the next result of its type, whatever memory either lies in. So
+        # what replaces donated state comes first, and state that nothing reads is not left out: the buffer
+        # of another may be in host memory.
         if "out_shardings" in shardings:
             following, results = shardings["out_shardings"]
             shardings = {**shardings, "out_shardings": (self._returned.apart(following), results)}

@@ -66,8 +66,8 @@ def nothing_again(program: Program, scopes: Scopes) -> str:
         why = "In layers that are one loop a budget chooses: recompute(program, 0.5)."
     else:
         why = (
-            "The backward pass reads nothing of them but what enters or leaves a scope, which is kept. Choose "
-            "scopes of several ops, or let a budget choose: recompute(program, 0.5)."
+            "The backward pass reads nothing of them but what enters or leaves a scope, which is kept. "
+            "Choose scopes of several ops, or let a budget choose: recompute(program, 0.5)."
         )
     return (
         f"recompute: nothing in the scopes {scopes_in_words(scopes)} of {program.name!r} is kept that could "
