@@ -351,3 +351,16 @@ def test_scopes_of_which_nothing_could_be_computed_again_are_refused(scopes):
         GraphError, match=r"nothing in the scopes 'product'.* but what enters or leaves a scope"
     ):
         recompute(program, scopes=scopes)
+
+
+def test_a_mask_alone_is_computed_again():
+    def loss(w, x):
+        h = x @ w
+        with jax.named_scope("leaky"):
+            h = jnp.where(h > 0, h, 0.1 * h)
+        return jnp.mean(h @ w)
+
+    program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 4)), jnp.ones((8, 4)))
+    less = recompute(program, scopes="leaky")
+    assert any(op.type == "gt" for op in less.ops if op.made_by is ow.Pass.BACKWARD)
+    assert not any(op.type == "gt" for op in program.ops if op.made_by is ow.Pass.BACKWARD)

@@ -106,7 +106,8 @@ def _in_scopes(program: Program, scopes: Scopes, kept: tuple[Variable, ...]) -> 
     again = again_ops(result)
     in_chunks = [op for op in again if op.type is CHUNK]  # its inputs are handed on, nothing is computed
     numbers = [op for op in again if any(v.is_float for v in op.outputs)]
-    if len(numbers) == len(in_chunks) or (rolls_of(program) and not is_recomputed(result)):
+    is_nothing = not again or len(numbers) == len(in_chunks) > 0
+    if is_nothing or (rolls_of(program) and not is_recomputed(result)):
         raise GraphError(nothing_again(program, scopes))
     return result
 
