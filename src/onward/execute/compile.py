@@ -136,18 +136,8 @@ def compile(  # noqa: A001
         }
         step: PipelineStep = _pipelined(program, donate, check_feeds, options, beside)
         return step
-    switches = (
-        ("roll", roll),
-        ("keep_memory", keep_memory),
-        ("tune", tune),
-        ("check_finite", check_finite),
-        ("check_feeds", check_feeds),
-    )
-    for word, value in switches:
-        may_choose = word in ("roll", "keep_memory")
-        if not any(value is choice for choice in ((True, False, None) if may_choose else (True, False))):
-            meant = ", or None for where it gains something" if may_choose else ""
-            raise ArgumentError(f"compile: {word} is {value!r}; expected True or False{meant}.")
+    _expect_switches({"roll": roll, "keep_memory": keep_memory}, (True, False, None))
+    _expect_switches({"tune": tune, "check_finite": check_finite, "check_feeds": check_feeds}, (True, False))
     given, on = program, Cores.of(cores)
     if on is not None:
         on.expect(program)
@@ -169,6 +159,13 @@ def compile(  # noqa: A001
         keep_memory,
         found.compiler,
     )
+
+
+def _expect_switches(given: Mapping[str, Any], choices: tuple[bool | None, ...]) -> None:
+    for word, value in given.items():
+        if not any(value is choice for choice in choices):
+            meant = ", or None for where it gains something" if None in choices else ""
+            raise ArgumentError(f"compile: {word} is {value!r}; expected True or False{meant}.")
 
 
 def _chosen(options: Any, programs: Sequence[Program], cores: int) -> tuple[OptionSet, tuple[str, ...]]:

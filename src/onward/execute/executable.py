@@ -13,7 +13,6 @@ from jax.sharding import Sharding
 from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
-from onward.core.marks import FETCH, STORE
 from onward.core.meshes import specs_of
 from onward.core.placement import whole_shape
 from onward.core.program import Op, Program, Variable
@@ -29,7 +28,7 @@ from onward.execute.meshed import Meshed
 from onward.execute.options import Value, all_options, refusal
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
-from onward.execute.pinned import in_memory, pinned_names
+from onward.execute.pinned import in_memory, on_the_device, pinned_names
 from onward.execute.pinned import shardings as pinned_shardings
 from onward.execute.portions import Filling
 from onward.execute.spread import By, Spread, on_this_process
@@ -85,10 +84,8 @@ class Executable:
         elif program.partition is not None:
             self._spread = Meshed(program, specs, following, wanted)
         self.scopes = scopes(program)
-        on_device = {op.inputs[0]: op.outputs[0] for op in program.ops if op.type is FETCH}
-        on_device |= {op.outputs[0]: op.inputs[0] for op in program.ops if op.type is STORE}
-        shown = (on_device.get(v, v) for v in wanted)
-        run = lower(program, [*following, *shown], at_once=True, scopes=self.scopes)
+        computed = [*following, *on_the_device(program, wanted)]
+        run = lower(program, computed, at_once=True, scopes=self.scopes)
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
         reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]

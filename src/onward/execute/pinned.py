@@ -5,7 +5,7 @@ The memory is pinned, so that a device reads it by itself while it computes. JAX
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from onward.core.errors import ArgumentError
-from onward.core.program import Program
+from onward.core.marks import FETCH, STORE
+from onward.core.program import Program, Variable
 from onward.develop.offload import offloaded
 
 PINNED = "pinned_host"
@@ -70,6 +71,13 @@ def in_memory(value: Any, is_there: bool) -> Any:
     if devices == {_default_device()}:
         return jax.device_put(np.array(value))  # not bound to that device, as what was never offloaded
     return jax.device_put(value, value.sharding.with_memory_kind(next(iter(devices)).default_memory().kind))
+
+
+def on_the_device(program: Program, results: Sequence[Variable]) -> list[Variable]:
+    """Results of a Program, each as the device has it where it is kept in host memory as well."""
+    there = {op.inputs[0]: op.outputs[0] for op in program.ops if op.type is FETCH}
+    there |= {op.outputs[0]: op.inputs[0] for op in program.ops if op.type is STORE}
+    return [there.get(v, v) for v in results]
 
 
 def shardings(groups: Any, names: frozenset[str]) -> Mapping[str, Any]:
