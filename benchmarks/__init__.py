@@ -34,6 +34,6 @@ Sides are measured in turn, in rounds, and compared round by round, so that what
 machine does falls on all of them. The numbers are those of the machine they were measured on. Beside the
 benchmarks: ``models`` are plain functions, ``workloads`` say what all sides compute, ``sides`` holds them in
 the words of each library, ``worker`` gives a side its process, ``contest`` measures many, ``harness`` two,
-``load`` sends requests; ``track_gpt``, ``token_files`` and ``optimizer_rows`` are what the contest of
-optimizers keeps, reads and changes.
+``quiet`` sees whether anything else computes, ``load`` sends requests; ``track_gpt``, ``token_files`` and
+``optimizer_rows`` are what the contest of optimizers keeps, reads and changes.
 """

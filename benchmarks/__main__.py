@@ -33,6 +33,7 @@ from benchmarks import (
 )
 from benchmarks.device import __main__ as device
 from benchmarks.harness import Row
+from benchmarks.quiet import look, verdict
 from benchmarks.report import Measured, environment, plot, table, write_json
 
 BENCHMARKS: dict[str, Callable[[int | None, bool], list[Row]]] = {
@@ -93,8 +94,10 @@ def measured(name: str, rounds: int | None = None, quick: bool = False) -> Measu
     options = [*(["--rounds", str(rounds)] if rounds else []), *(["--quick"] if quick else [])]
     both = _Both(sys.stdout)
     with redirect_stdout(both):
+        before = None if quick else look()
         found = BENCHMARKS[name](rounds, quick)
         print(f"\n{name}\n{table(found)}", flush=True)
+        print(end="" if quick else f"{verdict(before, look())}\n")
     return Measured(" ".join(["python -m benchmarks", name, *options]), both.getvalue().strip(), found)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from math import nan
+from statistics import median
 
 from benchmarks.harness import Row, in_turn, ratio_row
 from benchmarks.sides import KEPT, ONWARD, PEERS, REFERENCE, SIDES
@@ -48,8 +49,11 @@ def contest(
         running, failed = _start(work, dict.fromkeys((REFERENCE, *rivals.values(), *sides)), quick, stack)
         shown = {*rivals, *rivals.values()} if memory else set()
         bytes_of = {name: side.temporary() for name, side in running.items() if name in shown}
-        measures = {name: _measure(name, side, failed, quick) for name, side in running.items()}
+        busy: dict[str, list[float]] = {name: [] for name in running}
+        measures = {name: _measure(name, side, failed, busy[name], quick) for name, side in running.items()}
         in_turn(measures, 1 if quick else 2)  # to warm up, and to see how many steps make a round
+        for cores in busy.values():
+            cores.clear()
         times = in_turn(measures, rounds or (2 if quick else 20), _BUDGET)
     rows = []
     for side, rival in rivals.items():
@@ -60,16 +64,14 @@ def contest(
             note = f"not compared, for {' and '.join(sorted(broken))} failed"
             rows.append(Row(work, rival, target=target, side=side, note=note))
         else:
-            note = _note(bytes_of.get(side), bytes_of.get(rival))
-            rows.append(
-                ratio_row(work, rival, times[side], times[rival], target=target, side=side, note=note)
-            )
+            more = {"note": _note(bytes_of.get(side), bytes_of.get(rival)), "cores": median(busy[side])}
+            rows.append(ratio_row(work, rival, times[side], times[rival], target=target, side=side, **more))
     return rows
 
 
-def peers_of(work: str) -> list[str]:
-    """The other libraries that are installed and have the model."""
-    return [name for name in PEERS if SIDES[name].fits(WORKLOADS[work]) and SIDES[name].is_installed]
+def peers_of(work: str, peers: Sequence[str] = PEERS) -> list[str]:
+    """Those of other libraries that are installed and have the model."""
+    return [name for name in peers if SIDES[name].fits(WORKLOADS[work]) and SIDES[name].is_installed]
 
 
 def start(side: str, work: str, quick: bool = False) -> Running:
@@ -111,8 +113,10 @@ def _start(
     return running, failed
 
 
-def _measure(name: str, side: Running, failed: dict[str, str], quick: bool) -> Callable[[], float]:
-    """Measure a side for as long as a round lasts; not a number once it failed."""
+def _measure(
+    name: str, side: Running, failed: dict[str, str], busy: list[float], quick: bool
+) -> Callable[[], float]:
+    """Measure a side for as long as a round lasts, and how many cores it keeps busy; NaN once it failed."""
     count = 1
 
     def measure() -> float:
@@ -124,6 +128,7 @@ def _measure(name: str, side: Running, failed: dict[str, str], quick: bool) -> C
         except SideError as error:
             failed[name] = str(error)
             return nan
+        busy.append(side.cores)
         count = 1 if quick else int(_ROUND / found) + 1
         return found
 

@@ -25,6 +25,7 @@ ONWARD = "onward"
 class Row:
     """One side against another: medians in seconds, and the ratios of the rounds.
 
+    ``cores`` is how many the side kept busy, where that was measured: its CPU time is ``time`` times that.
     Of a side that failed there are none, and the note says why.
     """
 
@@ -39,6 +40,7 @@ class Row:
     target: float | None = None
     side: str = ONWARD
     note: str = ""
+    cores: float | None = None
 
     @property
     def met(self) -> bool | None:

@@ -123,11 +123,13 @@ def transformer(
     batch: int = 8,
     words: int = _WORDS,
     checkpoint: bool = False,
+    tied: bool = False,
 ) -> Model:
     """A causal model of text, layer norm before each block, its layers unrolled.
 
-    It reads any of so many words, and tells for each which of the 256 kinds of word follows. With
-    ``checkpoint`` there is a ``jax.checkpoint`` around each layer.
+    It reads any of so many words, and tells for each which of the 256 kinds of word follows; ``tied``, which
+    word, by the table that it reads them from. With ``checkpoint`` there is a ``jax.checkpoint`` around each
+    layer.
     """
 
     def attention(layer: Params, x: Array) -> Array:
@@ -147,7 +149,8 @@ def transformer(
     def loss(params: Params, words: Array, following: Array) -> Array:
         x = params["words"][words] + params["places"]
         x = _through(one, x, params["layers"])
-        return cross_entropy(dense(params["last"], normalized(params["norm"], x)), following)
+        x = normalized(params["norm"], x)
+        return cross_entropy(x @ params["words"].T if tied else dense(params["last"], x), following)
 
     rng = np.random.default_rng(0)
     square = ("query", "key", "value", "out")
@@ -161,9 +164,11 @@ def transformer(
             for _ in range(layers)
         ],
         "norm": _norm_init(d),
-        "last": _dense_init(rng, d, _WORDS),
     }
     text = _whole_numbers(rng, (batch, seq + 1), words)
+    if tied:
+        return Model(loss, params, (text[:, :-1], text[:, 1:]))
+    params["last"] = _dense_init(rng, d, _WORDS)
     return Model(loss, params, (text[:, :-1], text[:, 1:] % _WORDS))
 
 

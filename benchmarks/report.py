@@ -40,12 +40,12 @@ class Measured:
     rows: Sequence[Row]
 
 
-_HEAD = ["case", "side", "against", "rounds", "time", "peer", "ratio", "min", "max", "target"]
+_HEAD = ["case", "side", "against", "rounds", "time", "peer", "ratio", "min", "max", "cores", "target"]
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as plain text in columns, but for what is the same in all tables; below them the notes."""
-    usual = {"side": {ONWARD}, "against": {REFERENCE}}
+    usual = {"side": {ONWARD}, "against": {REFERENCE}, "cores": {None}}
     shown = [
         i for i, name in enumerate(_HEAD) if {getattr(row, name, None) for row in rows} != usual.get(name)
     ]
@@ -144,7 +144,7 @@ def _cells(row: Row) -> list[str]:
     numbers = [_number(x) for x in (row.ratio, row.low, row.high)]
     cells = [row.case, row.side, row.against, str(row.rounds), _time(row.time), _time(row.peer), *numbers]
     target = "" if row.target is None else f"<= {row.target:.2f}{'' if row.met else '  missed'}"
-    return [*cells, target]
+    return [*cells, "-" if row.cores is None else f"{row.cores:.1f}", target]
 
 
 def _number(number: float | None) -> str:

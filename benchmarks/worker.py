@@ -18,7 +18,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import IO, Any
 
 import numpy as np
@@ -45,7 +45,12 @@ class Report:
 
 
 class Local:
-    """A side in this process: built, and its first steps taken."""
+    """A side in this process: built, and its first steps taken.
+
+    ``cores`` is how many of them it kept busy when it was last measured: CPU seconds in a second.
+    """
+
+    cores = 0.0
 
     def __init__(self, side: str, work: Workload) -> None:
         model, entry = work.model(), SIDES[side]
@@ -61,10 +66,12 @@ class Local:
     def seconds(self, steps: int) -> float:
         """How long one step takes on average, each call waited for."""
         calls = -(-steps // self.running.steps)
-        begin = perf_counter()
+        begin, computed = perf_counter(), process_time()
         for _ in range(calls):
             _wait(self.running.advance())
-        return (perf_counter() - begin) / (calls * self.running.steps)
+        passed = perf_counter() - begin
+        self.cores = (process_time() - computed) / passed
+        return passed / (calls * self.running.steps)
 
     def temporary(self) -> int | None:
         """The bytes of temporary memory that the compiled step asks for, where it is known."""
@@ -79,6 +86,8 @@ class Local:
 
 class Worker:
     """The same in a new process."""
+
+    cores = 0.0
 
     def __init__(self, side: str, work: str, deadline: float = _DEADLINE) -> None:
         self._side, self._deadline = side, deadline
@@ -99,7 +108,8 @@ class Worker:
 
     def seconds(self, steps: int) -> float:
         """How long one step takes on average, each call waited for."""
-        return float(self._asked(str(steps)))
+        seconds, self.cores = self._asked(str(steps))
+        return float(seconds)
 
     def temporary(self) -> int | None:
         """The bytes of temporary memory that the compiled step asks for, where it is known."""
@@ -152,7 +162,7 @@ def main(side: str, work: str) -> None:
         print(json.dumps(asdict(local.report)), file=answers, flush=True)
         for line in sys.stdin:
             asks_memory = line.strip() == _TEMPORARY
-            answer = local.temporary() if asks_memory else local.seconds(int(line))
+            answer = local.temporary() if asks_memory else (local.seconds(int(line)), local.cores)
             print(json.dumps(answer), file=answers, flush=True)
 
 

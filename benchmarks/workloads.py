@@ -21,6 +21,7 @@ WEIGHT_DECAY, CLIP, MOMENTUM, FIRST_SUM, EPSILON = 1e-2, 1.0, 0.9, 0.1, 1e-8
 
 _TEXT = {"layers": 4, "d": 128, "heads": 4, "seq": 128, "batch": 8}
 _SHORT_TEXT = {"layers": 24, "d": 128, "heads": 4, "seq": 64, "batch": 8}
+_GPT2 = {"layers": 12, "d": 768, "heads": 12, "seq": 256, "batch": 1, "words": 50_257, "tied": True}
 _QUICK_TEXT = {"layers": 1, "d": 8, "heads": 2, "seq": 4, "batch": 2}
 
 
@@ -60,6 +61,7 @@ WORKLOADS = {
         Workload("MLP, Adam", "mlp", "Adam", 1e-6, quick={"sizes": (8, 8, 4), "batch": 4}),
         Workload("4-layer transformer", "transformer", "clipped AdamW", 1e-6, _TEXT, _QUICK_TEXT),
         Workload("24-layer transformer", "transformer", "clipped AdamW", 1e-6, _SHORT_TEXT, _QUICK_TEXT),
+        Workload("GPT-2, 124 M", "transformer", "Adam", 1e-6, _GPT2, {**_QUICK_TEXT, "tied": True}),
         Workload(
             "100-layer MLP",
             "residual_mlp",

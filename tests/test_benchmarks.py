@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks import accumulate_time, by_hand, harness, models, report, slowed, update_time
+from benchmarks import accumulate_time, by_hand, harness, models, quiet, report, slowed, update_time
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.by_hand import Case
 from benchmarks.contest import check_agreement, contest
@@ -200,7 +200,9 @@ def test_losses_that_part_are_caught() -> None:
 
 
 class Pretended:
-    """A side that takes a second for each step, or fails as its name says."""
+    """A side that takes a second for each step on a core and a half, or fails as its name says."""
+
+    cores = 1.5
 
     def __init__(self, side: str) -> None:
         if side == "keras":
@@ -231,7 +233,7 @@ def test_a_side_that_fails_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch
         "it does not build",
     ]
     assert [row.met for row in rows] == [True, None, False, None]
-    assert (rows[0].ratio, rows[0].rounds) == (1.0, 2)
+    assert (rows[0].ratio, rows[0].rounds, rows[0].cores) == (1.0, 2, 1.5)
     assert "<= 1.00  missed" in report.table(rows)
     assert "MLP, Adam: torch: failed: out of memory" in report.table(rows)
     assert sorted(closed) == ["equinox", REFERENCE, "onward", "torch"]
@@ -304,6 +306,7 @@ def test_a_worker_answers_from_its_own_process() -> None:
     with Worker(REFERENCE, "2 numbers, SGD") as worker:
         check_agreement(worker.report.losses, worker.report.losses)
         assert worker.report.first > worker.seconds(3) > 0
+        assert worker.cores > 0
         assert worker.temporary() is not None
 
 
@@ -315,6 +318,35 @@ def test_a_worker_that_crashes_says_its_last_words() -> None:
 def test_a_worker_that_hangs_is_ended() -> None:
     with pytest.raises(SideError, match="no answer in 0 seconds"):
         Worker(REFERENCE, "2 numbers, SGD", deadline=0.0)
+
+
+def test_what_else_computes_is_seen_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(busy: int, stolen: int, browser: int) -> None:
+        (tmp_path / "stat").write_text(f"cpu {busy} 0 0 1000 0 0 0 {stolen} 0 0\ncpu0 0\n")
+        (tmp_path / "7").mkdir(exist_ok=True)
+        (tmp_path / "7" / "stat").write_text(f"7 (a (browser)) S {' '.join(['0'] * 10)} {browser} 0 0")
+
+    def looked(*later: int) -> quiet.Look:
+        count(100, 5, 50)
+        monkeypatch.setattr(quiet, "sleep", lambda seconds: count(*later))
+        found = quiet.look()
+        assert found is not None
+        return found
+
+    ticks = iter([0.0, 1.0] * 2)
+    monkeypatch.setattr(quiet, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(quiet, "_PROCESSES", tmp_path)
+    monkeypatch.setattr("os.sysconf", lambda name: 100)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    alone, disturbed = looked(101, 5, 50), looked(190, 25, 130)
+    assert alone == quiet.Look(2, 0.01, 0.0)
+    assert disturbed == quiet.Look(2, 0.9, 0.2, (("a (browser)", 0.8),))
+    assert quiet.verdict(alone).startswith(f"The machine was quiet: {alone}.")
+    assert quiet.verdict(alone, disturbed, None).startswith(
+        "NOT QUIET: other processes kept 0.90 of 2 cores busy (a (browser) 0.80), "
+        "and the host of this virtual machine took 0.20. End what"
+    )
+    assert quiet.verdict(None) == ""
 
 
 @pytest.mark.parametrize("form", ["png", "svg"])
