@@ -17,7 +17,7 @@
     step_time         does a step of Onward cost more than the one written by hand, or less?
     steps_to_loss     which optimizer needs the fewest steps to a loss?
     threads           what do threads bring that share one model?
-    update_time       what does the update alone cost, beside optax?
+    update_time       what does the update alone cost, beside optax and torch?
 
     python -m benchmarks                        all of them
     python -m benchmarks step_time              one

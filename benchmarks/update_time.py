@@ -1,9 +1,9 @@
-"""What does the update alone cost, against optax?
+"""What does the update alone cost, against optax, and against torch where it is installed?
 
 The gradients are given; what is timed is one call that updates parameters and slots: in Onward the update
 pass of a Program, in optax ``update`` and ``apply_updates`` under one ``jax.jit``; both donate their state
-and are waited for. The hyperparameters are constants in optax and state in Onward. Both sides must agree
-after three updates before anything is timed.
+and are waited for; torch has its fused optimizers. The hyperparameters are constants in optax and state in
+Onward. All sides must agree after three updates before anything is timed.
 
     one leaf        10 million numbers in one array
     many leaves     1,000 arrays of 1,000 numbers: mostly what passing 4,000 arrays through ``jax.jit`` costs
@@ -13,6 +13,8 @@ after three updates before anything is timed.
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import onward as ow
-from benchmarks.harness import Row, Side, compare
+from benchmarks.harness import ONWARD, Row, Side, in_turn, ratio_row
 from benchmarks.models import transformer
 
 try:
@@ -33,13 +35,14 @@ _CLIP = 1.0
 
 
 class Case(NamedTuple):
-    """Parameters, the two optimizers, and the ratio to reach."""
+    """Parameters, the optimizers (that of torch by name), and the ratios to reach."""
 
     name: str
     params: list[Any]
     ours: ow.Optimizer
-    peer: Any
-    target: float | None
+    optax: Any
+    torch: str
+    targets: dict[str, float]
 
 
 def cases(quick: bool) -> list[Case]:
@@ -48,18 +51,18 @@ def cases(quick: bool) -> list[Case]:
     size, count, small = (1000, 4, 10) if quick else (10_000_000, 1000, 1000)
     model = transformer(layers=1, d=8, heads=2, seq=4, batch=2) if quick else transformer(12, 256, 4, 8, 1)
     shapes = {
-        "one leaf": ([(size,)], 1.0),
-        "many leaves": ([(small,)] * count, 0.5),
-        "transformer": ([p.shape for p in jax.tree.leaves(model.params)], 1.0),
+        "one leaf": ([(size,)], {"optax": 1.0, "torch": 1.0}),
+        "many leaves": ([(small,)] * count, {"optax": 0.1}),
+        "transformer": ([p.shape for p in jax.tree.leaves(model.params)], {"optax": 1.0, "torch": 1.0}),
     }
     found = []
-    for name, (sizes, target) in shapes.items():
+    for name, (sizes, targets) in shapes.items():
         params = [jnp.asarray(rng.normal(size=s).astype("float32")) for s in sizes]
-        target = None if quick else target
-        found.append(Case(f"{name}, Adam", params, ow.Adam(_RATE), optax.adam(_RATE), target))
+        targets = {} if quick else targets
+        found.append(Case(f"{name}, Adam", params, ow.Adam(_RATE), optax.adam(_RATE), "Adam", targets))
         clipped = ow.AdamW(_RATE, rules=[ow.ClipByGlobalNorm(_CLIP)])
         peer = optax.chain(optax.clip_by_global_norm(_CLIP), optax.adamw(_RATE, weight_decay=1e-2))
-        found.append(Case(f"{name}, clip + AdamW", params, clipped, peer, target))
+        found.append(Case(f"{name}, clip + AdamW", params, clipped, peer, "clipped AdamW", targets))
     return found
 
 
@@ -70,20 +73,28 @@ def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
     rows = []
     for case in cases(quick):
         gradients = [jnp.asarray(np.cos(p)) for p in case.params]
-        ours, peer = _onward(case, gradients), _optax(case, gradients)
-        check_agreement([v.name for v in ours.step.program.parameters], ours, peer)
-        count = 1 if quick else max(1, int(0.05 / min(side.seconds(2) for side in (ours, peer))))
-        timed = (partial(side.seconds, count) for side in (ours, peer))
-        rows.append(compare(case.name, "optax", *timed, rounds or (2 if quick else 40), case.target))
+        sides = {ONWARD: _onward(case, gradients), "optax": _optax(case, gradients)}
+        if find_spec("torch") is not None:
+            sides["torch"] = _torch(case, gradients)
+        check_agreement([v.name for v in sides[ONWARD].step.program.parameters], *sides.values())
+        count = 1 if quick else max(1, int(0.05 / min(side.seconds(2) for side in sides.values())))
+        timed = {name: partial(side.seconds, count) for name, side in sides.items()}
+        times = in_turn(timed, rounds or (2 if quick else 40))
+        rows += [
+            ratio_row(case.name, peer, times[ONWARD], times[peer], target=case.targets.get(peer))
+            for peer in times
+            if peer != ONWARD
+        ]
     return rows
 
 
-def check_agreement(names: list[str], ours: Side, peer: Side) -> None:
+def check_agreement(names: list[str], ours: Side, *peers: Any) -> None:
     """Raise ``AssertionError`` unless three updates take the parameters to the same place."""
     ours.seconds(3)
-    peer.seconds(3)
-    for name, b in zip(names, peer.state[0], strict=True):
-        np.testing.assert_allclose(ours.state[name], b, rtol=1e-4, atol=1e-5)
+    for peer in peers:
+        peer.seconds(3)
+        for name, b in zip(names, peer.state[0], strict=True):
+            np.testing.assert_allclose(ours.state[name], b, rtol=1e-4, atol=1e-5)
 
 
 def _onward(case: Case, gradients: list[Any]) -> Side:
@@ -100,8 +111,13 @@ def _onward(case: Case, gradients: list[Any]) -> Side:
 def _optax(case: Case, gradients: list[Any]) -> Side:
     def step(state: Any, *gradients: Any) -> tuple[Any, Any]:
         params, slots = state
-        change, slots = case.peer.update(list(gradients), slots, params)
+        change, slots = case.optax.update(list(gradients), slots, params)
         return (optax.apply_updates(params, change), slots), ()
 
     params = [jnp.copy(p) for p in case.params]
-    return Side(jax.jit(step, donate_argnums=0), (params, case.peer.init(params)), tuple(gradients))
+    return Side(jax.jit(step, donate_argnums=0), (params, case.optax.init(params)), tuple(gradients))
+
+
+def _torch(case: Case, gradients: list[Any]) -> Any:
+    update: Any = import_module("benchmarks.sides.by_torch").Update
+    return update(case.torch, _RATE, case.params, gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -68,6 +69,30 @@ def _running(
         return value.detach()
 
     return Running(advance)
+
+
+class Update:
+    """The update alone, of parameters whose gradients are given: as ``benchmarks.harness.Side``.
+
+    Clipping writes into the gradients. What is clipped once is of norm 1, so later updates have the same.
+    """
+
+    def __init__(self, optimizer: str, rate: float, params: Params, gradients: Params) -> None:
+        self._parameters = [nn.Parameter(torch.from_numpy(np.array(p))) for p in params]
+        for p, gradient in zip(self._parameters, gradients, strict=True):
+            p.grad = torch.from_numpy(np.array(gradient))
+        self.state = ([p.detach() for p in self._parameters],)
+        self._optimizer = _OPTIMIZERS[optimizer](self._parameters, rate)
+        self._clips = optimizer.startswith("clipped")
+
+    def seconds(self, count: int) -> float:
+        """How long one of ``count`` updates takes."""
+        begin = perf_counter()
+        for _ in range(count):
+            if self._clips:
+                nn.utils.clip_grad_norm_(self._parameters, CLIP)
+            self._optimizer.step()
+        return (perf_counter() - begin) / count
 
 
 class _MLP(nn.Module):
