@@ -88,6 +88,31 @@ def test_a_set_says_what_it_is(program: ow.Program) -> None:
     assert str(option_set(None)) == "as compile has it"
 
 
+def attention(w: Any, x: Any) -> Any:
+    h = x @ w
+    weights = jax.nn.softmax(jnp.where(jnp.tri(64, dtype=bool), h @ h.T, -1e9))
+    return jnp.mean((weights @ h) ** 2)
+
+
+def test_attention_is_fused_where_nothing_within_is_fetched() -> None:
+    w, x = np.eye(8, dtype="float32"), np.linspace(-1, 1, 512, dtype="float32").reshape(64, 8)
+    made = ow.SGD(0.1).minimize(attention, w, x)
+    chosen = OptionSet(attention=True)
+    assert str(chosen) == "fused attention"
+    plain, fused = ow.compile(made), ow.compile(made, options=chosen)
+    assert "attention: 1 in blocks" in fused.plan().notes
+    assert not any("attention" in note for note in plain.plan().notes)
+    (expected, _), (found, _) = (step(step.init(w), x) for step in (plain, fused))
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5, atol=1e-6)
+    within = ow.compile(made, fetch=["exp"], options=chosen)
+    assert "attention as it is written: 'exp' is fetched, which stands within it" in within.plan().notes
+    assert within(within.init(w), x)[1]["exp"].shape == (64, 64)
+    none = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), w, x)
+    assert "attention as it is written: fuse_attention: nothing in" in str(
+        ow.compile(none, options=chosen).plan()
+    )
+
+
 def test_fission_is_left_out() -> None:
     def loss(w: Any, x: Any) -> Any:
         h, _ = jax.lax.scan(lambda h, row: (jnp.tanh(h @ w + row @ w), None), jnp.zeros(64), x)

@@ -427,6 +427,24 @@ def test_an_unknown_name_offers_the_nearest(look, offered):
         assert part in str(error.value)
 
 
+def test_in_asks_for_a_name_and_what_has_no_order_is_not_gone_through():
+    step, state = fetching()
+    state, out = step(state, X, Y)
+    w = step.program["hidden/w"]
+    for holder, name in ((step.program, "h"), (out, "grad(h)"), (state, "hidden/w")):
+        assert name in holder
+        assert "grad(hh)" not in holder
+    for found in (step.program, state, out):
+        assert w in found
+        assert 0 not in found
+    assert "loss" in out
+    for holder in (step.program, out):
+        with pytest.raises(TypeError, match="not iterable"):
+            list(holder)
+    with pytest.raises(ow.UnknownNameError, match="no Variable named 0"):
+        step.program[0]
+
+
 # ------------------------------------------------------------------------------ who owns the buffers
 
 

@@ -597,6 +597,8 @@ def test_what_is_read_survives_later_runs():
         session.run(target=program, feed=FEED)
     for w, copy in zip(kept, copies, strict=True):
         np.testing.assert_array_equal(w, copy)
+    assert "fc_0/w" in session
+    assert "fc_0/v" not in session
     with pytest.raises(ow.UnknownNameError, match=r"nothing named 'fc_0/v'.*'fc_0/w'"):
         session["fc_0/v"]
 

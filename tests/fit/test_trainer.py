@@ -597,6 +597,10 @@ def test_gradients_that_do_not_fit_are_refused_and_change_nothing():
     assert (trainer.step, float(trainer["w"])) == (0, 0.0)
     trainer.apply({"w": np.float32(2)})
     assert float(trainer["w"]) == -2
+    assert "w" in trainer
+    assert "w" in trainer.model
+    assert "v" not in trainer
+    assert "v" not in trainer.model
 
 
 def test_gradients_cannot_be_applied_where_the_update_is_not_of_gradients_alone():

@@ -195,13 +195,30 @@ def nearest(name: str, names: Iterable[str]) -> str:
     "The nearest names are 'w1', 'w2'."
     """
     names = list(names)
-    close = get_close_matches(name, names, n=3, cutoff=0.5)
+    close = get_close_matches(str(name), names, n=3, cutoff=0.5)
     if close:
         return f"The nearest names are {', '.join(map(repr, sorted(close)))}."
     if not names:
         return "There are no names to choose from."
     shown = ", ".join(map(repr, sorted(names)[:8]))
     return f"The names are {shown}{', ...' if len(names) > 8 else ''}."
+
+
+class ByName:
+    """The base of what is read by name: ``name in it`` tells whether there is such a one to read."""
+
+    __slots__ = ()
+    __iter__: Any = None  # Python would ask for the names 0, 1, 2, ...
+
+    def __getitem__(self, name: Any) -> Any:
+        raise NotImplementedError
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self[name]
+        except UnknownNameError:
+            return False
+        return True
 
 
 class NotPickled:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from onward.core.errors import UnknownNameError, nearest
+from onward.core.errors import ByName, UnknownNameError, nearest
 from onward.core.jaxprs.body import Body
 from onward.core.pointing import Pointing
 from onward.core.primitives.table import of
@@ -216,7 +216,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Program(Pointing):
+class Program(ByName, Pointing):
     """A training program, or a part of one.
 
     ``outputs`` come in the order of the traced function's results. ``gradients`` is the seam: the

@@ -144,7 +144,7 @@ def compile(  # noqa: A001
     if check_finite:
         program = checked(program)
     found, words = _chosen(options, (program, given), 1 if on is None else on.count)
-    tuning = Tuning(tune, roll, found.fission is not False, on, words)
+    tuning = Tuning(tune, roll, found.fission is not False, on, words, found.attention is True)
     keep_memory = found.keep_memory if keep_memory is None else keep_memory
     return Step(
         program,

@@ -32,6 +32,7 @@ class OptionSet:
         compiler: options of XLA by name, over those that Onward gives by itself.
         fission: False leaves loops as they are.
         keep_memory: as of ``compile``.
+        attention: True computes attention as ``fuse_attention`` does, where that leaves something out.
 
     Example:
         >>> print(OptionSet("wide", {"xla_cpu_prefer_vector_width": 512}, fission=False))
@@ -42,11 +43,16 @@ class OptionSet:
     compiler: Mapping[str, Value] = field(default_factory=dict)
     fission: bool | None = None
     keep_memory: bool | None = None
+    attention: bool | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
         """Its options and switches, each in words."""
-        switches = {(self.fission, "fission"), (self.keep_memory, "memory kept")}
+        switches = {
+            (self.fission, "fission"),
+            (self.keep_memory, "memory kept"),
+            (self.attention, "fused attention"),
+        }
         told = sorted(f"{'' if value else 'no '}{word}" for value, word in switches if value is not None)
         return (*(f"{name}={value}" for name, value in self.compiler.items()), *told)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from onward.core.errors import UnknownNameError, nearest
+from onward.core.errors import ByName, UnknownNameError, nearest
 from onward.core.pointing import Pointing
 from onward.core.program import Variable
 from onward.core.structure import Signature
@@ -58,7 +58,7 @@ class Results:
 
 
 @jax.tree_util.register_pytree_node_class
-class Out(Pointing):
+class Out(ByName, Pointing):
     """The results of a step: the loss, auxiliary outputs, fetched Variables.
 
     Values are JAX arrays that may still be computing; reading one waits for it.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from onward.core.errors import ByName
 from onward.core.program import Variable
 from onward.core.variable import holds_keys
 from onward.develop.watch.reading import Watched
@@ -25,7 +26,7 @@ class OutsPart(NamedTuple):
     steps: int | None
 
 
-class Outs:
+class Outs(ByName):
     """The results of the steps of a run, with a new first axis: ``outs.loss`` has one loss for each step.
 
     Reading a value waits for it and gives NumPy arrays. A result that has another shape in some of the steps,

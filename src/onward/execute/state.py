@@ -91,6 +91,9 @@ class State(Pointing):
         """The names of everything it holds."""
         return iter(self.layout.position)
 
+    def __contains__(self, name: object) -> bool:
+        return getattr(name, "name", name) in self.layout.position
+
     def keys(self) -> Iterator[str]:
         """The names, so that ``dict(state)`` is every value by its name, as other libraries store it.
 

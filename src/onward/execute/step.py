@@ -298,9 +298,9 @@ class Step(NotPickled, Pointing):
         """How many cores of a CPU it may take, each as a device."""
         return 1 if self._tuning.cores is None else self._tuning.cores.count
 
-    def uncompiled(self, fission: bool = True) -> Step:
+    def uncompiled(self, fission: bool = True, attention: bool = False) -> Step:
         """The same Step before it is compiled, which donates all that changes."""
-        tuning = replace(self._tuning, fission=fission)
+        tuning = replace(self._tuning, fission=fission, attention=attention)
         apart = None if self.storage is None else ()
         return Step(self.program, self.fetch, True, self._executables.checks, False, tuning, apart)
 

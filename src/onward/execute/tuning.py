@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import jax
 
-from onward.core.errors import GraphError, RecipeError
+from onward.core.errors import GraphError, OnwardError, RecipeError
+from onward.core.first_use import at_first_call
 from onward.core.program import Program
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import some
@@ -28,6 +29,10 @@ from onward.develop.roll.roll import roll, roll_where_worth, rolls_of
 from onward.execute.cores import Cores
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.storage.storage import Storage
+
+_fuse_attention = at_first_call("onward.develop.attention.fuse", "fuse_attention")
+_attentions_of = at_first_call("onward.develop.attention.report", "attentions_of")
+_KERNELS = {"blocks": "in blocks", "cudnn": "by cuDNN", None: "as written"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Tuning:
         fission: whether products leave loops that need not be computed turn by turn.
         cores: those of a CPU that it runs on; None for one device.
         words: what else is done, for the plan.
+        attention: whether attention is computed by ``fuse_attention``, where nothing within is fetched.
     """
 
     is_on: bool = True
@@ -91,15 +97,17 @@ class Tuning:
     fission: bool = True
     cores: Cores | None = None
     words: tuple[str, ...] = ()
+    attention: bool = False
 
     @uninterrupted
     def __call__(self, program: Program, fetch: Sequence[str]) -> Tuned:
         """The Program to compile, of which these names are fetched."""
         if program.code is not None:
             return Tuned(program, (*self.words, "loaded from a file: compiled as it was saved"))
+        program, attention = _attention_fused(program, fetch) if self.attention else (program, "")
         program, cores = (program, "") if self.cores is None else self.cores(program, fetch)
         program, note = self._rolled(program, fetch)
-        notes = [*filter(None, (cores, *self.words)), note]
+        notes = [*filter(None, (cores, *self.words, attention)), note]
         if self.is_on:
             platform = jax.default_backend()
             if platform == "cpu" and rolls_of(program) and not is_recomputed(program):
@@ -134,6 +142,18 @@ class Tuning:
         except (GraphError, RecipeError) as error:
             return program, f"not rolled: {error}"
         return result, _words(result) if verdict else f"not rolled: {verdict.reason}"
+
+
+def _attention_fused(program: Program, fetch: Sequence[str]) -> tuple[Program, str]:
+    """A Program in which attention is one op where that gains something, and the note on it."""
+    try:
+        fused: Program = _fuse_attention(program)
+    except OnwardError as error:
+        return program, f"attention as it is written: {error}"
+    if missing := [name for name in fetch if name not in fused]:
+        return program, f"attention as it is written: {missing[0]!r} is fetched, which stands within it"
+    by = Counter(found.kernel for found in _attentions_of(fused))
+    return fused, f"attention: {', '.join(f'{by[k]} {w}' for k, w in _KERNELS.items() if by[k])}"
 
 
 def _counted(found: Counter[str]) -> str:

@@ -8,7 +8,7 @@ from os import PathLike
 from threading import RLock
 from typing import Any, TypeVar
 
-from onward.core.errors import ArgumentError, NotPickled, RecipeError
+from onward.core.errors import ArgumentError, ByName, NotPickled, RecipeError
 from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
@@ -30,7 +30,7 @@ from onward.fit.applied import applied
 T = TypeVar("T")
 
 
-class Model(NotPickled, Pointing):
+class Model(ByName, NotPickled, Pointing):
     """A network and its parameters; Evaluators, GradientMachines and Trainers share them, none copies them.
 
     The values are one immutable State. A Trainer publishes the next one by exchanging the reference, so that

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from onward.core.errors import ArgumentError, NotPickled, nearest
+from onward.core.errors import ArgumentError, ByName, NotPickled, nearest
 from onward.core.program import Program, Target, Variable
 from onward.core.structure import describe
 from onward.core.walk import name_of
@@ -39,7 +39,7 @@ from onward.fit.scope import Scope
 from onward.fit.targets import Aim, aim, listed, program_in
 
 
-class Session(NotPickled):
+class Session(ByName, NotPickled):
     """Runs Programs over values that it keeps, by Variable, in its ``scope``.
 
     Only what the targets need is run. A Variable is initialized when a run first needs it, once; a training

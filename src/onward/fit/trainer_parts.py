@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from onward.core.errors import ArgumentError, NonFiniteError, NotPickled, UnknownNameError, nearest
+from onward.core.errors import (
+    ArgumentError,
+    ByName,
+    NonFiniteError,
+    NotPickled,
+    UnknownNameError,
+    nearest,
+)
 from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
 from onward.core.walk import Where
@@ -38,7 +45,7 @@ from onward.fit.telling import CALLBACKS, Telling
 from onward.fit.training_program import training_program
 
 
-class TrainerParts(NotPickled, Pointing):
+class TrainerParts(ByName, NotPickled, Pointing):
     """The Model, the training Program, their State, where the training stands; see ``Trainer``."""
 
     unpickled = (

@@ -93,7 +93,7 @@ def test_the_best_is_remembered_of_this_program(found: Any, program: ow.Program,
 
 
 def test_a_file_that_is_damaged_is_none(program: ow.Program, cache: Path) -> None:
-    chosen = OptionSet("mine", {"xla_cpu_prefer_vector_width": 256}, False, True)
+    chosen = OptionSet("mine", {"xla_cpu_prefer_vector_width": 256}, False, True, True)
     other = ow.trace(lambda w: w * 3, jnp.ones(3))
     file = remember(other, chosen, {})
     assert remembered(other) == chosen

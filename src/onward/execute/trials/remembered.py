@@ -79,7 +79,8 @@ def remembered(program: Program, cores: int = 1) -> OptionSet | None:
             return None
         found = told["options"]
         compiler = option_set(found["compiler"], "tune").compiler
-        return OptionSet(str(found["name"]), compiler, _flag(found["fission"]), _flag(found["keep_memory"]))
+        flags = (_flag(found.get(name)) for name in ("fission", "keep_memory", "attention"))
+        return OptionSet(str(found["name"]), compiler, *flags)
     except (OSError, ValueError, KeyError, TypeError, OnwardError):
         return None
 

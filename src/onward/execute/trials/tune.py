@@ -17,9 +17,11 @@ from jax import export
 
 from onward.core.columns import columns
 from onward.core.compiler import OPTION, compiler_options
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, OnwardError
 from onward.core.program import Program
 from onward.core.structure import describe, is_count, is_number
+from onward.develop.attention.fuse import fuse_attention
+from onward.develop.attention.report import attentions_of
 from onward.execute.cores import is_in_flags
 from onward.execute.disk.encoding import encode
 from onward.execute.host_memory import CAN_BEGIN_LATE, LARGE, can_keep_host_memory
@@ -36,7 +38,6 @@ _LASTING = 0.05  # seconds of steps that one set of options takes in a round, at
 _GAINS = 0.97  # of the default's time: what is nearer to it may be noise,
 _OFTEN = 0.75  # and so may what is not faster in as many rounds
 _ROUNDINGS = 3
-_FISSION = "fission"
 
 LIBRARIES = (
     OptionSet("no YNN", {OPTION: ""}),
@@ -191,14 +192,14 @@ def tune(
 
 
 class _StepOnDisk:
-    """A step on disk, as other processes take it: with fission and without, and its arrays."""
+    """A step on disk, as other processes take it, for each way to transform it, and its arrays."""
 
     def __init__(self, folder: Path, step: Step, state: State, batch: Sequence[Any]) -> None:
         self.folder, self._step, self._state, self._batch = folder, step, state, batch
-        self.steps: dict[bool, str] = {}
+        self.steps: dict[tuple[bool, bool], str] = {}
         self.rounding = rounding_of(step.program)
-        executable, own, values = self._prepared(True)
-        self.has_fission = any(note.startswith(_FISSION) for note in self._plain.plan().notes)
+        executable, own, values = self._prepared(True, False)
+        self.has_fission = any(note.startswith("fission") for note in self._plain.plan().notes)
         encoded = [[encode("array", x) for x in group] for group in executable.grouped(own, values)]
         self.forms = [[[f.dtype, f.shape, f.generator] for f, _ in group] for group in encoded]
         stored = ((f"{i}_{j}", x) for i, group in enumerate(encoded) for j, (_, x) in enumerate(group))
@@ -215,7 +216,7 @@ class _StepOnDisk:
             config["jax_num_cpu_devices"] = self.devices
         return {
             "folder": str(self.folder),
-            "step": self._file(options.fission is not False),
+            "step": self._file(options.fission is not False, options.attention is True),
             "forms": self.forms,
             "options": all_options(options.compiler),
             "keep_memory": options.keep_memory,
@@ -224,15 +225,25 @@ class _StepOnDisk:
             "roundings": _ROUNDINGS if is_first and self.rounding else 0,
         }
 
-    def _prepared(self, fission: bool) -> Any:
-        self._plain = self._step.uncompiled(fission)
+    @property
+    def has_attention(self) -> bool:
+        """Whether ``fuse_attention`` would compute less of it than is written."""
+        try:
+            fused = fuse_attention(self._step.program)
+        except OnwardError:
+            return False
+        return any(found.kernel is not None for found in attentions_of(fused))
+
+    def _prepared(self, fission: bool, attention: bool) -> Any:
+        self._plain = self._step.uncompiled(fission, attention)
         return self._plain.prepared(self._state, *self._batch)
 
-    def _file(self, fission: bool) -> str:
+    def _file(self, fission: bool, attention: bool) -> str:
         """The name of the file of the step, written when it is first asked for."""
-        if fission not in self.steps:
-            executable, *_ = self._prepared(fission)
-            name = f"{_FISSION if fission else 'plain'}.bin"
+        way = fission, attention
+        if way not in self.steps:
+            executable, *_ = self._prepared(fission, attention)
+            name = f"{len(self.steps)}.bin"
             try:
                 written = export.export(executable.jitted())(*executable.arguments).serialize()
             except (ValueError, NotImplementedError) as error:
@@ -240,8 +251,8 @@ class _StepOnDisk:
                     f"tune: {self._step.program.name!r} cannot be given to another process: {error}"
                 ) from error
             (self.folder / name).write_bytes(written)
-            self.steps[fission] = name
-        return self.steps[fission]
+            self.steps[way] = name
+        return self.steps[way]
 
 
 class _Contest:
@@ -326,6 +337,8 @@ def _list(tried: _Contest) -> Iterator[OptionSet]:
     yield from (found for found in LIBRARIES if found.compiler != own)
     if tried.written.has_fission:
         yield OptionSet("no fission", fission=False)
+    if tried.written.has_attention:
+        yield OptionSet("fused attention", attention=True)
     if tried.temporary >= LARGE and can_keep_host_memory():
         kept = not CAN_BEGIN_LATE
         yield OptionSet("memory kept" if kept else "memory not kept", keep_memory=kept)
