@@ -53,8 +53,8 @@ def low_rank(
         loss: a pure function ``loss(parameters, *data)``, or a Program that was traced, minimized or not.
         args: for a function, the parameters and the data to trace it with, or their shapes.
         rank: of the factors, at most the fewer of a weight's inputs and outputs.
-        where: the weights: names, patterns (``"*attention*/w*"``), Variables or predicates; all that
-            products read and nothing else unless given.
+        where: the weights: names, patterns (``"*attention*/w*"``), Variables or predicates; unless given
+            all that products read and nothing else, but for those with fewer inputs or outputs than ``rank``.
         alpha: the scale times the rank; the rank unless given, for a scale of 1.
         rank_stabilized: scale by ``alpha / sqrt(rank)``.
         base: how the adapted weights are kept: ``"bfloat16"``, or ``"int8"`` with a scale for each output,
