@@ -310,6 +310,8 @@ def test_what_else_cannot_be_chunked_is_refused():
         ow.chunk(wide)
     with pytest.raises(ow.UnknownNameError, match="chunk, where: nothing is named 'logits'"):
         ow.chunk(program, where="logits")
+    with pytest.raises(ow.ArgumentError, match=r"where is empty.*, or leave where= out to cut the loss head"):
+        ow.chunk(program, where=ow.graph.attention_scores(program))
     with pytest.raises(ow.GraphError, match="in 2 chunks already, 'dot_general' among them"):
         ow.chunk(ow.chunk(program, 2), 2)
     with pytest.raises(ow.GraphError, match=r"in 4 chunks takes 288 B for each.* Write memory=288"):

@@ -623,6 +623,8 @@ def test_only_what_is_named_is_fused():
     assert [found.kernel for found in ow.graph.attentions_of(fused)] == [None, "blocks"]
     with pytest.raises(ow.UnknownNameError, match="nowhere"):
         ow.fuse_attention(program, where="nowhere")
+    with pytest.raises(ow.ArgumentError, match="where is empty"):
+        ow.fuse_attention(program, where=[])
     assert first != second
 
 

@@ -412,6 +412,13 @@ def test_a_precision_that_cannot_be(make, error, words):
         make()
 
 
+def test_float64_is_not_lowered_and_told():
+    with jax.enable_x64(True):
+        program = ow.trace(lambda w, x: jnp.mean(x @ w), jnp.ones((3, 2)), jnp.ones((4, 3)))
+        with pytest.warns(UserWarning, match="only float32 is lowered, and it computes in float64"):
+            mixed_precision(program)
+
+
 def test_bfloat16_can_be_guarded():
     step = ow.compile(mixed_precision(guard(a_program())))
     state, _ = step(step.init(WEIGHTS), X * np.float32(np.inf), LABELS)

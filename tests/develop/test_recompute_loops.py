@@ -1,5 +1,6 @@
 """Loops whose turns compute again what they did not keep: equal numbers, less memory."""
 
+import warnings
 from functools import cache
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import onward as ow
 from onward.core.errors import GraphError
 from onward.develop.recompute.again import keeping
+from onward.develop.recompute.lean import lean
 from onward.develop.recompute.measure import compiled
 from onward.develop.recompute.recompute import recompute
 from onward.develop.recompute.report import recomputed
@@ -83,6 +85,34 @@ def test_gradients_are_those_of_jax():
     expected = jax.jit(jax.grad(looped))(LOOPED, X)
     for p, g in program.gradients:
         np.testing.assert_allclose(out[g], expected[p.name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["looped", "rolled"])
+def test_what_the_loss_does_not_reach_stays_without_a_gradient(name):
+    """A gradient of zeros would let AdamW decay it, and keep moments for it."""
+
+    def body(x, layer):
+        return turn(x, layer["w"])[0] + jax.lax.stop_gradient(layer["still"]), None
+
+    def loss(layers, x):
+        if name == "looped":
+            return jnp.mean(jax.lax.scan(body, x, layers)[0] ** 2)
+        for layer in layers:
+            x, _ = body(x, layer)
+        return jnp.mean(x**2)
+
+    stacked = {"w": STACKED, "still": jnp.ones((TURNS, WIDTH))}
+    layers = (
+        stacked if name == "looped" else [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(TURNS)]
+    )
+    with pytest.warns(ow.UnreachedWarning):
+        program = ow.AdamW(0.1).minimize(loss, layers, X)
+    with warnings.catch_warnings(action="ignore", category=ow.UnreachedWarning):
+        program = program if name == "looped" else roll(program)
+        thin = lean(program)
+    assert sum(v.size for v in thin.variables.values()) < sum(v.size for v in program.variables.values())
+    assert [p.name for p, _ in thin.gradients] == [p.name for p, _ in program.gradients]
+    assert [v.name for v in thin.state] == [v.name for v in program.state]
 
 
 def test_the_table_tells_what_each_turn_keeps():

@@ -239,6 +239,8 @@ def test_only_where_it_is_meant():
     np.testing.assert_allclose(value_of(new, W, X), expected, rtol=1e-5)
     with pytest.raises(ow.UnknownNameError, match="rewrite, where: nothing is named 'mul_7'"):
         ow.rewrite(program, swish, jax.nn.relu, where="mul_7")
+    with pytest.raises(ow.ArgumentError, match="where is empty"):
+        ow.rewrite(program, swish, jax.nn.relu, where=[])
 
 
 def test_arrays_in_functions_and_results_that_are_there_already():

@@ -67,6 +67,22 @@ def test_until_it_is_replicated_it_runs_on_one_device():
     np.testing.assert_allclose(out.loss, jax.jit(whole)(PARAMS, X[:6], Y[:6]), 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:contrastive")  # each micro-batch has only its own others
+def test_in_micro_batches_on_one_device():
+    program = ow.SGD(0.05).minimize(contrastive, PARAMS, X, Y, axis_name="replicas")
+    _, out = trained(ow.accumulate(program, 2), PARAMS, X, Y, steps=1)
+    halves = [whole(PARAMS, X[i : i + ROWS // 2], Y[i : i + ROWS // 2]) for i in (0, ROWS // 2)]
+    np.testing.assert_allclose(out.loss, np.mean(halves), 1e-5)
+
+
+@pytest.mark.parametrize("transform", [ow.fit_memory, ow.layout, ow.partition, ow.pipeline, ow.recompute])
+def test_what_is_for_the_whole_batch_refuses_an_axis_by_name(transform):
+    program = ow.SGD(0.05).minimize(contrastive, PARAMS, X, Y, axis_name="replicas")
+    given = {ow.partition: ({"d": 2}, {}), ow.pipeline: (2, 2), ow.layout: (2,)}.get(transform, (0.5,))
+    with pytest.raises(ow.GraphError, match=r"traced with axis_name='replicas'.* Leave axis_name="):
+        transform(program, *given)
+
+
 class Normalized(nn.Module):
     axis: str | None = None
 

@@ -497,7 +497,12 @@ def test_what_the_loss_decides_is_decided_once_for_all_micro_batches():
         return optax.apply_updates(w, updates), opt_state, {"loss": loss, "perplexity": jnp.exp(loss)}
 
     given = jnp.ones(4), optimizer.init(jnp.ones(4))
-    compiled = ow.compile(ow.accumulate(ow.adopt(step, *given, X), 2))
+    program = ow.adopt(step, *given, X)
+    with pytest.raises(ow.GraphError, match=r"low_rank: the update of 'step' was adopted .*\.from_optax"):
+        ow.low_rank(program, rank=1)
+    compiled = ow.compile(ow.accumulate(program, 2))
+    with pytest.raises(ow.ArgumentError, match="w, opt_state: expected a tuple of these 2, and an array"):
+        compiled.init(given[0])
     state, _ = compiled(compiled.init(given), X)
     for mine, theirs in zip(numbers(state.parameters), numbers(step(*given, X)[:2]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import LOCAL
-from onward.core.program import Program, Replicas, Variable
+from onward.core.program import Phase, Program, Replicas, Variable
 from onward.core.words import Pass, Placement
 
 
@@ -37,6 +37,18 @@ def check_placement(program: Program) -> None:
                 f"differs from device to device: {_why(program, new, equal)}. Merge it over the axis "
                 f"{program.replicas.name!r} first."
             )
+
+
+def expect_no_axis(program: Program, what: str) -> None:
+    """Raise ``GraphError`` for a function that talks to other devices, where no device runs it by itself."""
+    replicas, recipe = program.replicas, program.recipe
+    is_spread = recipe is None or any(step.phase is Phase.DEVICES for step in recipe.steps)
+    if replicas is not None and not is_spread:
+        raise GraphError(
+            f"{what}: {program.name!r} was traced with axis_name={replicas.name!r}, for collectives of its "
+            "own (psum, all_gather), which only replicate spreads. Leave axis_name= and these away: on many "
+            "devices statistics are those of the whole batch without them, too."
+        )
 
 
 def expect_one_device(program: Program, what: str) -> None:

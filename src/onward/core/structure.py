@@ -66,8 +66,10 @@ class Structure:
         return jax.tree.unflatten(self.treedef, filled)
 
     def _difference(self, tree: Any, what: str) -> str:
-        expected = _paths(jax.tree.unflatten(self.treedef, list(range(len(self.leaves)))))
-        found = _paths(tree)
+        whole = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
+        if type(whole) is tuple and not isinstance(tree, tuple):  # such as what an adopted step carries on
+            return f"{what}: expected a tuple of these {len(whole)}, and {describe(tree)} was given."
+        expected, found = _paths(whole), _paths(tree)
         missing = [p or "an array itself" for p in expected if p not in found]
         surplus = [p or "an array itself" for p in found if p not in expected]
         parts = []

@@ -233,6 +233,21 @@ def listed(choice: Any) -> list[Any]:
     return [choice] if alone else list(choice)
 
 
+def meant(choice: Any, what: str, all_of_it: str) -> list[Any] | None:
+    """The choices of an argument ``where=``, None if it was not given.
+
+    An empty one raises ``ArgumentError``: it is what a search that found nothing gives, and means no more.
+    """
+    if choice is None:
+        return None
+    if not (choices := listed(choice)):
+        raise ArgumentError(
+            f"{what}: where is empty, so nothing is meant. A search that finds nothing, such as "
+            f"attention_scores(program), gives that. Leave {what} away then, or leave where= out {all_of_it}."
+        )
+    return choices
+
+
 def select(variables: Sequence[Variable], where: Iterable[Where], what: str) -> tuple[Variable, ...]:
     """The Variables that names, patterns (``"layers/*/w"``), Variables or predicates pick out.
 

@@ -28,7 +28,7 @@ from onward.core.jaxprs.equations import Type
 from onward.core.marks import FETCH, STORE, WATCH
 from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
-from onward.core.walk import Where, consumers, listed, producers, select
+from onward.core.walk import Where, consumers, meant, producers, select
 from onward.core.words import Pass, UpdateType, some
 
 _UPDATING = (Pass.UPDATE, Pass.COLLECTIVE)
@@ -55,6 +55,7 @@ def offload(program: Program, where: Where | Iterable[Where] | None = None) -> P
     Raises:
         GraphError: something chosen is read by the forward or backward pass, which would fetch it for the
             whole step, or is never replaced; there is nothing to offload; it is offloaded already.
+        ArgumentError: an empty ``where``.
         UnknownNameError: a name or pattern that no state has.
 
     Source: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021, of which the update
@@ -97,12 +98,12 @@ _NOTHING = (
 
 def _chosen(program: Program, where: Where | Iterable[Where] | None) -> tuple[Variable, ...]:
     """The state Variables to keep in host memory."""
-    if where is None:
+    if (wanted := meant(where, "offload", "to offload all that only the update reads")) is None:
         if not (chosen := offloadable(program)):
             raise GraphError(_NOTHING.format(name=program.name))
         return chosen
     obstacles = _Obstacles(program)
-    chosen = select(program.state, listed(where), "offload")
+    chosen = select(program.state, wanted, "offload")
     for v in chosen:
         if (obstacle := obstacles.of(v)) is not None:
             raise GraphError(f"offload: {v.name!r} of {program.name!r} {obstacle}")

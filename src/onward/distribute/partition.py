@@ -21,6 +21,7 @@ from onward.core.errors import ArgumentError, GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.meshes import abstract_mesh, axes_of
 from onward.core.partitioned import does_fit, expect_fit, partitioned
+from onward.core.placement import expect_no_axis
 from onward.core.program import Applied, Partition, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.structure import describe, is_count
@@ -252,6 +253,7 @@ def _expect_axes(v: Variable, axes: Iterable[str], mesh: Mapping[str, int]) -> N
 
 
 def _expect_whole(program: Program) -> None:
+    expect_no_axis(program, "partition")
     if program.replicas is not None:
         raise GraphError(
             f"partition: {program.name!r} is replicated already. Leave out replicate: an axis of the mesh "

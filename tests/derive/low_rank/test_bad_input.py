@@ -175,6 +175,15 @@ def test_a_wrong_argument_is_explained(name):
         ow.low_rank(program, **options)
 
 
+def test_what_is_thinner_than_the_factors_is_left_out_unless_it_is_named():
+    params, x = {"w": jnp.ones((6, 4)), "head": jnp.ones((4, 1))}, jnp.ones((2, 6))
+    program = ow.trace(lambda p, x: jnp.mean(x @ p["w"] @ p["head"]), params, x)
+    assert [v.name for v in ow.low_rank(program, rank=2).parameters] == ["w/low_rank_a", "w/low_rank_b"]
+    for options in ({"rank": 2, "where": "head"}, {"rank": 5}):
+        with pytest.raises(ow.HyperparameterError, match="as its largest rank"):
+            ow.low_rank(program, **options)
+
+
 def test_a_product_of_two_adapted_weights_is_refused():
     params = {"a": np.ones((4, 3), np.float32), "b": np.ones((3, 4), np.float32)}
     with pytest.raises(ow.GraphError, match="multiplies 'a' and 'b' with each other"):

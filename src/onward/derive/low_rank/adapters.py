@@ -81,7 +81,7 @@ def adapters_of(program: Program, given: LowRank) -> list[Adapter]:
     read = (
         {v: readers_of(program, v) for v in _chosen(program, given)}
         if given.where is not None
-        else _all(program)
+        else _all(program, given.rank)
     )
     if is_trained(program):
         _expect_read(program, read)
@@ -118,8 +118,8 @@ def _chosen(program: Program, given: LowRank) -> tuple[Variable, ...]:
     return found
 
 
-def _all(program: Program) -> dict[Variable, list[Reader]]:
-    """The parameters that products read and nothing else."""
+def _all(program: Program, rank: int) -> dict[Variable, list[Reader]]:
+    """The parameters that products read and nothing else, but for those thinner than the factors."""
     found = {}
     for v in program.parameters:
         if v.ndim < 2 or not jnp.issubdtype(v.dtype, np.floating):
@@ -128,7 +128,13 @@ def _all(program: Program) -> dict[Variable, list[Reader]]:
             found[v] = readers_of(program, v)
         except GraphError:
             continue
-    return {v: products for v, products in found.items() if products}
+    read = {v: products for v, products in found.items() if products}
+    return {v: products for v, products in read.items() if _most(v, axes_of(products, v)) >= rank} or read
+
+
+def _most(weight: Variable, axes: Axes) -> int:
+    """The largest rank of a weight."""
+    return min(axes.count(weight.shape, axes.inputs), axes.count(weight.shape, axes.outputs))
 
 
 def _expect_read(program: Program, read: dict[Variable, list[Reader]]) -> None:
@@ -161,7 +167,7 @@ def _expect_one_each(read: dict[Variable, list[Reader]]) -> None:
 
 def _adapter(weight: Variable, products: Sequence[Reader], rank: int, names: Names) -> Adapter:
     axes = axes_of(products, weight)
-    most = min(axes.count(weight.shape, axes.inputs), axes.count(weight.shape, axes.outputs))
+    most = _most(weight, axes)
     if rank > most:
         raise HyperparameterError(
             f"low_rank: rank is {rank}, and {weight.name!r} ({weight.type}) has {most} as its largest rank: "

@@ -23,6 +23,7 @@ from onward.derive.low_rank.base import held
 from onward.derive.low_rank.beside import beside
 from onward.derive.low_rank.loops import AdapterInLoop, looped
 from onward.derive.low_rank.readers import Product, ReadingLoop
+from onward.derive.update.foreign import append_foreign_update
 
 
 def low_rank(
@@ -52,8 +53,8 @@ def low_rank(
         loss: a pure function ``loss(parameters, *data)``, or a Program that was traced, minimized or not.
         args: for a function, the parameters and the data to trace it with, or their shapes.
         rank: of the factors, at most the fewer of a weight's inputs and outputs.
-        where: the weights: names, patterns (``"*attention*/w*"``), Variables or predicates; all that
-            products read and nothing else unless given.
+        where: the weights: names, patterns (``"*attention*/w*"``), Variables or predicates; unless given
+            all that products read and nothing else, but for those with fewer inputs or outputs than ``rank``.
         alpha: the scale times the rank; the rank unless given, for a scale of 1.
         rank_stabilized: scale by ``alpha / sqrt(rank)``.
         base: how the adapted weights are kept: ``"bfloat16"``, or ``"int8"`` with a scale for each output,
@@ -63,7 +64,8 @@ def low_rank(
         trace_options: for a function, further arguments of ``trace``, such as ``has_aux``.
 
     Raises:
-        GraphError: a weight that something else than a product reads; nothing to adapt; adapted already.
+        GraphError: a weight that something else than a product reads; nothing to adapt; adapted already; an
+            adopted step.
         UnknownNameError: a name or pattern that no parameter has.
         HyperparameterError: a rank or alpha out of range.
         ArgumentError: another base, a parameter in both ``where`` and ``train``, or wrong arguments to trace.
@@ -93,6 +95,12 @@ def low_rank(
     if recipe.of(adapted):
         raise GraphError(
             f"low_rank: {program.name!r} is adapted already. Name all weights in one call: where=[...]."
+        )
+    if recipe.of(append_foreign_update):
+        raise GraphError(
+            f"low_rank: the update of {program.name!r} was adopted as it is, for the parameters that it has "
+            "now, and factors would take their place. Adapt the loss and minimize that: "
+            "onward.from_optax(optimizer).minimize(onward.low_rank(loss, params, x, rank=8))."
         )
     return build(recipe.including(Applied(adapted, (given,), {}, Phase.ADAPT)), whole_types(program))
 

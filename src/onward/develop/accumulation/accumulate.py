@@ -116,7 +116,7 @@ def accumulated(recipe: Recipe, data: tuple[Any, ...], how: Accumulation) -> Pro
 
 def _looped(program: Program, recipe: Recipe, how: Accumulation) -> Program:
     count = 1 if program.replicas is None else program.replicas.count
-    how = how if program.replicas is None else how.on_devices(program)
+    how = how.on_devices(program) if count > 1 else how
     expect_rows(program, how, count)
     if how.steps == 1 or how.rows(program) == 1:
         return program

@@ -22,7 +22,7 @@ from onward.core.program import Applied, Op, Phase, Program
 from onward.core.recipe import recipe_of, resumed, whole_types
 from onward.core.structure import expect_count
 from onward.core.transform import transform
-from onward.core.walk import Where, listed, select
+from onward.core.walk import Where, meant, select
 from onward.core.words import Pass
 from onward.develop.attention.find import attentions
 from onward.develop.attention.kernels import by_cudnn, in_blocks
@@ -54,7 +54,7 @@ def fuse_attention(
     kernel: Kernel | None = None,
     *,
     blocks: int = 4,
-    where: Where | Iterable[Where] = (),
+    where: Where | Iterable[Where] | None = None,
 ) -> Program:
     """The Program in which attention is one op, computed by a better kernel than its ops are.
 
@@ -79,7 +79,8 @@ def fuse_attention(
 
     Raises:
         ArgumentError: another kernel, or cuDNN where it cannot be taken: another device or dtype, more than
-            128 features a head, values of other features than keys, weights that are dropped.
+            128 features a head, values of other features than keys, weights that are dropped; an empty
+            ``where``.
         GraphError: there is no attention: it names what came closest.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``where`` names nothing that was found.
@@ -104,11 +105,11 @@ def fuse_attention(
     if recipe.of(fused_attention):
         raise GraphError(_TWICE.format(name=program.name))
     forward = unrolled(program, recipe)
-    meant = _meant(forward, tuple(listed(where)))
+    wanted = _meant(forward, meant(where, "fuse_attention", "to compute all attention so"))
     if kernel is not None:
-        for place in meant:
+        for place in wanted:
             _expect_possible(place, kernel)
-    names = tuple(place.name for place in meant)
+    names = tuple(place.name for place in wanted)
     step = Applied(fused_attention, (kernel, blocks, names), {}, Phase.FORWARD)
     grown = recipe.including(step)
     return resumed(step(forward), grown, len(grown.until(Phase.ROLL).steps), whole_types(program))
@@ -203,15 +204,15 @@ def _op(laid: Laid, kernel: Kernel, blocks: int) -> Op:
     return Op(ATTENTION, inputs, (found.result,), body, scope=found.scores.scope, source=found.scores.source)
 
 
-def _meant(program: Program, where: tuple[Where, ...]) -> tuple[FoundPlace, ...]:
+def _meant(program: Program, where: list[Where] | None) -> tuple[FoundPlace, ...]:
     """The attention that is meant."""
     missed: list[tuple[int, NoPartError]] = []
     found = {replace(p.attention.result, name=p.name): p for p in places(program, missed=missed)}
     if not found:
         before = [_IN_CHUNKS.format(logits=head.logits) for head in chunks_of(program)[:1]]
         raise GraphError(_NONE.format(name=program.name, closest="".join((_closest(missed), *before))))
-    meant = select(tuple(found), where, "fuse_attention, where") if where else tuple(found)
-    return tuple(found[v] for v in meant)
+    wanted = tuple(found) if where is None else select(tuple(found), where, "fuse_attention, where")
+    return tuple(found[v] for v in wanted)
 
 
 def _closest(missed: Sequence[tuple[int, NoPartError]]) -> str:

@@ -21,7 +21,7 @@ from onward.core.show import human_bytes, nbytes
 from onward.core.source import user_level
 from onward.core.structure import expect_count
 from onward.core.transform import transform
-from onward.core.walk import Where, listed, select
+from onward.core.walk import Where, meant, select
 from onward.develop.chunk.head import FewRowsError, in_chunks, is_attention
 from onward.develop.chunk.loop import ChunkPlan, Chunks
 from onward.develop.chunk.region import heads, scores
@@ -29,7 +29,8 @@ from onward.develop.roll.forward import forward_of, separable
 
 _NO_HEAD = (
     "chunk: {name!r} multiplies nothing with a parameter on the way to its loss, so it has no logits to cut. "
-    "Expected a product such as hidden @ w; leave chunk away, or name the logits: where='name'."
+    "Expected a product such as hidden @ w, outside of a loop such as scan; leave chunk away, or name the "
+    "logits: where='name'."
 )
 
 _TWICE = (
@@ -77,7 +78,11 @@ class Chunked:
 
 
 def chunk(
-    program: Program, chunks: int = 8, *, memory: int | str | None = None, where: Where | Iterable[Where] = ()
+    program: Program,
+    chunks: int = 8,
+    *,
+    memory: int | str | None = None,
+    where: Where | Iterable[Where] | None = None,
 ) -> Program:
     """The Program whose loss head is computed in chunks of rows, so that its logits never exist as a whole.
 
@@ -98,7 +103,7 @@ def chunk(
         where: the logits, by name, pattern or Variable, if they are not those of the last product.
 
     Raises:
-        ArgumentError: a number of chunks or bytes that is none.
+        ArgumentError: a number of chunks or bytes that is none; an empty ``where``.
         GraphError: there is no such product, its head is in chunks already, or the rows of its result cannot
             be computed apart: it names the op that mixes them.
         RecipeError: the Program was not traced, or its ops were changed by hand.
@@ -123,7 +128,7 @@ def chunk(
     limit = None if memory is None else bytes_of(memory, "chunk: memory")
     recipe = recipe_of(program, "with its loss head in chunks", "Write the loop yourself, with jax.lax.map")
     forward = forward_of(program, recipe)
-    names = tuple(v.name for v in _logits(forward, tuple(listed(where))))
+    names = tuple(v.name for v in _logits(forward, meant(where, "chunk", "to cut the loss head")))
     step = Applied(chunked, (chunks, limit, names), {}, Phase.FORWARD)
     result = step(forward)
     if len(chunks_of(result)) < len(chunks_of(forward)) + len(names):
@@ -212,9 +217,9 @@ def _warn_of_many(name: str, heads: Iterable[Chunked], chunks: int) -> None:
             warn(told, stacklevel=user_level())
 
 
-def _logits(program: Program, where: tuple[Where, ...]) -> tuple[Variable, ...]:
+def _logits(program: Program, where: list[Where] | None) -> tuple[Variable, ...]:
     """The logits of the heads that are meant."""
-    if where:
+    if where is not None:
         return select(tuple(v for op in program.ops for v in op.outputs), where, "chunk, where")
     if before := chunks_of(program):
         raise GraphError(_TWICE.format(name=program.name, logits=before[0].logits, count=before[0].count))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
+from warnings import warn
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError
 from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, recipe_of, whole_types
+from onward.core.source import user_level
 from onward.core.structure import expect_count, is_number, is_word
 from onward.core.transform import transform
 from onward.core.walk import Where, listed
@@ -35,6 +37,11 @@ from onward.develop.mixed.roles import Lowering, kept_ops
 _DTYPES = ("bfloat16", "float16", "float8")
 _SCALINGS = ("current", "delayed")
 _UPDATES = (append_update, append_foreign_update)
+
+_NOTHING = (
+    "mixed_precision: nothing of {name!r} is computed in {dtype}: only float32 is lowered, and it computes "
+    "in float64. Trace it with float32 parameters and data, or leave mixed_precision away."
+)
 
 
 def mixed_precision(
@@ -94,6 +101,9 @@ def mixed_precision(
         RecipeError: the Program was not traced, or its ops were changed by hand.
         UnknownNameError: ``keep`` or ``where`` names nothing.
 
+    Warns:
+        UserWarning: nothing is lowered, for the Program computes in float64.
+
     Source: Micikevicius et al., Mixed Precision Training, 2018, sections 3.1 to 3.3; of float8,
     Micikevicius et al., FP8 Formats for Deep Learning, 2022, with delayed scaling as in NVIDIA's Transformer
     Engine.
@@ -125,7 +135,16 @@ def mixed_precision(
         recipe, steps=tuple(step for old in recipe.steps for step in (old, *_after(old, loss_scaling)))
     )
     lowering = Applied(lowered, (dtype, tuple(listed(keep)), float8), {}, Phase.PRECISION)
-    return build(scaled.including(lowering), whole_types(program))
+    result = build(scaled.including(lowering), whole_types(program))
+    dtypes = {v.dtype for v in result.variables.values()}
+    if np.dtype(np.float64) in dtypes and np.dtype(jnp.dtype(_held_in(dtype))) not in dtypes:
+        warn(_NOTHING.format(name=program.name, dtype=dtype), UserWarning, user_level())
+    return result
+
+
+def _held_in(dtype: str) -> str:
+    """The dtype of the activations."""
+    return "bfloat16" if dtype == "float8" else dtype
 
 
 @transform(phase=Phase.PRECISION)
@@ -137,7 +156,7 @@ def lowered(program: Program, dtype: str, keep: tuple[Where, ...], float8: Float
             "its dtype. Lower the precision of the Program before save."
         )
     kept = kept_ops(program, keep, strict=not is_test(program))
-    return Lowering(program, np.dtype(jnp.dtype("bfloat16" if float8 else dtype)), kept, float8).program()
+    return Lowering(program, np.dtype(jnp.dtype(_held_in(dtype))), kept, float8).program()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from onward.core.check import expect_program
 from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE, CHUNK
+from onward.core.placement import expect_no_axis
 from onward.core.program import Program, Variable
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Pass
@@ -179,6 +180,7 @@ def _expect_fit(program: Program) -> None:
             f"Program {name!r} is accumulated: its forward and backward pass are one op. Recompute first: "
             "accumulate(recompute(program, ...), steps)."
         )
+    expect_no_axis(program, "recompute")
     if program.replicas is not None:
         raise GraphError(
             f"Program {name!r} is replicated for {program.replicas.count} devices. Recompute first: "

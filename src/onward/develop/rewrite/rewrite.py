@@ -19,7 +19,7 @@ from onward.core.program import Applied, Phase, Program
 from onward.core.recipe import build, recipe_of, resumed, whole_types
 from onward.core.structure import describe, is_number
 from onward.core.transform import transform
-from onward.core.walk import Where, listed, select
+from onward.core.walk import Where, meant, select
 from onward.develop.rewrite.agree import expect_equal
 from onward.develop.rewrite.match import Match, Nearest
 from onward.develop.rewrite.pattern import Pattern
@@ -41,7 +41,7 @@ def rewrite(
     replacement: Function,
     *,
     like: Any = None,
-    where: Where | Iterable[Where] = (),
+    where: Where | Iterable[Where] | None = None,
     tolerance: float | None = None,
 ) -> Program:
     """The Program in which what a pattern computes is computed by a replacement.
@@ -71,7 +71,7 @@ def rewrite(
 
     Raises:
         ArgumentError: the replacement computes something else, or other types, or has no gradient; a pattern
-            of no use.
+            of no use; an empty ``where``.
         GraphError: the pattern occurs nowhere: it names the place that came closest.
         RecipeError: the Program was not traced, or its ops were changed by hand.
         TraceError: the pattern or the replacement cannot be traced with such arguments.
@@ -184,7 +184,7 @@ def _patterns(given: Any, like: Any) -> tuple[Pattern, ...]:
 
 
 def _found(
-    program: Program, patterns: Sequence[Pattern], where: Where | Iterable[Where]
+    program: Program, patterns: Sequence[Pattern], where: Where | Iterable[Where] | None
 ) -> tuple[tuple[str, ...], list[Match]]:
     """The occurrences that are meant, and the names of their results if not all are."""
     nearest = Nearest()
@@ -193,7 +193,7 @@ def _found(
         shown = " or ".join(pattern.name for pattern in patterns)
         close = _CLOSEST.format(**vars(nearest)) if nearest.fitting else ""
         raise GraphError(_NOWHERE.format(name=program.name, patterns=shown, closest=close, advice=_ADVICE))
-    if not (wanted := listed(where)):
+    if (wanted := meant(where, "rewrite", "to replace all that is found")) is None:
         return (), matches
     named = {replace(match.outputs[0], name=match.name): match for match in matches}
     chosen = select(tuple(named), wanted, "rewrite, where")

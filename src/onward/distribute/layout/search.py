@@ -8,6 +8,7 @@ from typing import Any
 
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
+from onward.core.placement import expect_no_axis
 from onward.core.program import Phase, Program
 from onward.core.recipe import recipe_of
 from onward.core.show import human_bytes
@@ -173,6 +174,7 @@ def _expect_fit(program: Program, devices: int) -> None:
         raise ArgumentError(
             f"layout: devices is {describe(devices)}; expected how many there are, such as 64."
         )
+    expect_no_axis(program, "layout")
     if program.replicas is not None or program.partition is not None:
         word = "replicated" if program.replicas is not None else "partitioned"
         raise GraphError(f"layout: {program.name!r} is {word} already. Give it the Program for one device.")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
+from onward.core.placement import expect_no_axis
 from onward.core.program import Phase, Program, Recipe
 from onward.core.recipe import recipe_of
 from onward.core.structure import expect_count
@@ -138,6 +139,7 @@ def _scopes(at: Iterable[str]) -> Sequence[str]:
 
 def _expect_fit(program: Program, recipe: Recipe) -> None:
     """Raise ``GraphError`` for what no pipeline can be made of."""
+    expect_no_axis(program, "pipeline")
     for step in recipe.steps:
         name = step.function.__name__.strip("_")
         if (why := _BY_NAME.get(name, _REFUSED.get(step.phase))) is not None:

@@ -63,5 +63,6 @@ def _up_to(found: Sequence[Path], path: Path) -> list[Path]:
 
 EMPTY = (
     "{folder} holds no {what}. Expected folders such as 000007-step-120, each with manifest.json, "
-    "manifest.sha256 and the files that the manifest lists, as Checkpoints.save writes them."
+    "manifest.sha256 and the files that the manifest lists, as Checkpoints.save writes them in the "
+    "background: what is being written is there after checkpoints.wait()."
 )

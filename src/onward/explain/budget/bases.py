@@ -13,6 +13,7 @@ from functools import cached_property
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
 from onward.core.marks import ACCUMULATE
+from onward.core.placement import expect_no_axis
 from onward.core.program import Program, Variable
 from onward.core.show import nbytes
 from onward.develop.chunk.chunk import attention_scores, chunk, chunks_of
@@ -183,6 +184,7 @@ class Chunkings:
 def expect_one_device(program: Program, what: str) -> None:
     """Raise an error for what is no Program of one device and one batch, in the words of who asks."""
     expect_program(program, what)
+    expect_no_axis(program, what)
     if any(op.type is ACCUMULATE for op in program.ops):
         word = "accumulate"
     elif program.replicas is not None:
