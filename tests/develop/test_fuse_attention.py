@@ -260,6 +260,17 @@ def masked_behind(w, x, mask):
     return mean(jax.nn.softmax(s) * mask[:, None, None], v)
 
 
+def softmax_of_seen(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(s, where=causal() & mask.at[1, :3].set(False)[:, None, None]), v)
+
+
+def exponentials_chosen(w, x, mask):
+    s, v = scores(w, x)
+    e = jnp.where(causal() & mask[:, None, None], jnp.exp(s - s.max(-1, keepdims=True)), 0)
+    return mean(e, v) / e.sum(-1).transpose(0, 2, 1)[..., None]
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
@@ -269,7 +280,7 @@ SPELLINGS = {
         *(ruled_out_by_a_mask, weighs_what_is_ruled_out, scaled_behind_the_mask, turned_behind_the_mask),
         *(temperature, rounded, features_of_two_axes, rounded_to_infinity, keys_first, fewer_keys, layer),
         *(dropped, dropped_by_select, dropped_without_a_key, dropped_low, dropped_before_the_division),
-        *(gated, masked_behind),
+        *(gated, masked_behind, softmax_of_seen, exponentials_chosen),
     )
 }
 
@@ -445,6 +456,16 @@ def heads_of_a_bias(s, v, mask):
     return mean(jax.nn.softmax(s[:, :1] + bias), v)
 
 
+def some_chosen_for_the_sum(s, v, mask):
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return mean(e / e.sum(-1, keepdims=True, where=causal()), v)
+
+
+def some_of_masked_scores_summed(s, v, mask):
+    e = jnp.exp(jnp.where(causal(), s, -1e9))
+    return mean(e / e.sum(-1, keepdims=True, where=causal()), v)
+
+
 MISSES = {
     f.__name__: f
     for f in (
@@ -454,7 +475,7 @@ MISSES = {
         *(weights_without_gradient, sum_without_gradient, of_scores, averaged_over_queries, rectified),
         *(rounded_further, of_whole_weights, chosen_by_scores, masked_behind_a_shift, multiplied_twice),
         *(masked_by_whole_numbers, heads_of_a_bias, dropped_and_filled, dropped_before_the_sum),
-        weighed_by_scores,
+        *(weighed_by_scores, some_chosen_for_the_sum, some_of_masked_scores_summed),
     )
 }
 
@@ -582,6 +603,19 @@ def test_rows_without_a_key_by_minus_infinity_are_not_numbers():
     found, expected = (jax.grad(f, (0, 1))(w, x) for f in (lambda w, x: run([w], [x])[0], loss))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+
+
+def test_a_sum_that_is_not_a_number_divides_what_is_chosen_before():
+    def weighted(w, x, seen):
+        s, v = scores(w, x)
+        e = jnp.exp(jnp.where(seen[0], s, -jnp.inf) - s.max(-1, keepdims=True))
+        return mean(jnp.where(seen[0] & seen[1], e, 0) / e.sum(-1, keepdims=True), v)
+
+    w, x = long_numbers(TIME)
+    seen = np.stack([np.tri(TIME, k=-1, dtype=bool), np.tri(TIME, dtype=bool)])
+    fused = ow.fuse_attention(ow.trace(weighted, w, x, seen), "blocks", blocks=1)
+    (found,) = lower(fused, fused.outputs)([w], [x, seen])
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(weighted(w, x, seen)))
 
 
 def test_keys_with_an_axis_of_their_own_stay():

@@ -104,9 +104,11 @@ def _weighing(laid: Laid, env: Mapping[Variable, Any]) -> Callable[[slice, slice
     operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
 
     def weighed(rows: slice, keys: slice, weights: Any) -> Any:
-        for step, by in zip(steps, operands, strict=True):
+        for i, (step, by) in enumerate(zip(steps, operands, strict=True)):
             weights = weights.astype(step.op.outputs[0].dtype)
-            weights = changed(weights, step, [_cut(x, rows, keys) for x in by], jnp.zeros((), weights.dtype))
+            # A sum that is 0 or not a number, of a place that sees no key, divides what is 0 before as well.
+            fill = 0 * weights if i < laid.attention.undivided else jnp.zeros((), weights.dtype)
+            weights = changed(weights, step, [_cut(x, rows, keys) for x in by], fill)
         return weights
 
     return weighed

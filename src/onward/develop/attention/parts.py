@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeAlias
 
 from onward.core.program import Op, Variable
 from onward.develop.attention.axes import Axes
@@ -37,6 +38,10 @@ class ScoreChange(Enum):
     ROUND = auto()  # to another dtype
 
 
+Rule: TypeAlias = tuple[Operand, bool]
+"""A mask, and whether it rules out where it is true."""
+
+
 @dataclass(frozen=True, eq=False)
 class ScoreStep:
     """A change of scores.
@@ -59,6 +64,12 @@ class ScoreStep:
         operands = (*self.by, *(() if self.fill is None else (self.fill,)))
         return tuple(v for operand in operands for v in operand.reads)
 
+    @property
+    def rules(self) -> frozenset[Rule]:
+        """The masks of a choice, and of each whether it rules out where it is true."""
+        is_choice = self.fill is not None
+        return frozenset((by, self.change is ScoreChange.DISMISS) for by in self.by if is_choice)
+
 
 @dataclass(frozen=True, eq=False)
 class Attention:
@@ -79,6 +90,7 @@ class Attention:
         weights: what it reads beside the values, perhaps without having been divided by the sum.
         weighings: how the weights are changed behind softmax, such as by dropout: multiplied or divided by
             what is not computed of them, or 0 where a mask says so.
+        undivided: how many of these come before the division by the sum.
     """
 
     ops: tuple[Op, ...]
@@ -96,6 +108,7 @@ class Attention:
     means: Op
     weights: Variable
     weighings: tuple[ScoreStep, ...] = ()
+    undivided: int = 0
 
     @property
     def scores(self) -> Op:

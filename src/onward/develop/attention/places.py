@@ -13,6 +13,7 @@ from onward.core.recipe import build, whole_types
 from onward.develop.attention.find import attentions
 from onward.develop.attention.layout import Laid, laid_out, never
 from onward.develop.attention.parts import Attention, NoPartError
+from onward.develop.attention.steps import never_seen
 from onward.develop.rewrite.put import entered, inside
 from onward.develop.roll.forward import forward_of
 
@@ -84,8 +85,10 @@ def hindrance(laid: Laid, kernel: Kernel) -> str:
         return f"it runs on {platform}, and cuDNN on NVIDIA GPUs; leave kernel away here"
     if dtype not in _LOW or {found.key.dtype, found.value.dtype} != {found.query.dtype}:
         return f"it computes in {dtype}; expected bfloat16 or float16, as of ow.mixed_precision(program)"
-    if found.weighings:
-        op = found.weighings[0].op
+    masks = never_seen(found.steps)
+    changes = [step for step in found.weighings if step.fill is None or not step.rules <= masks]
+    if changes:
+        op = changes[0].op
         return (
             f"its weights are changed behind softmax, as by dropout, by {op.type}{op.at}; leave kernel away"
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from onward.core.primitives.traits import Linear
 from onward.core.program import Op, Variable
 from onward.develop.attention.axes import Axes
 from onward.develop.attention.operands import Operand, ScoreOperands, row_of
-from onward.develop.attention.parts import ScoreChange, ScoreStep
+from onward.develop.attention.parts import Rule, ScoreChange, ScoreStep
 from onward.develop.chunk.numbered import operands_of
 
 
@@ -37,6 +39,17 @@ def weighing(own: ScoreOperands, op: Op, weights: Variable, axes: Axes) -> Score
         step = _choice(op, at, others)
         return step if step is not None and step.fill is not None and step.fill.number == 0 else None
     return _scaled(op, at, others[0]) if len(others) == 1 else None
+
+
+def never_seen(steps: Sequence[ScoreStep]) -> frozenset[Rule]:
+    """The masks by which scores are minus infinity when all steps are done."""
+    found: frozenset[Rule] = frozenset()
+    for step in reversed(steps):
+        if step.fill is not None and step.fill.number == -np.inf:
+            found |= step.rules
+        elif step.change is not ScoreChange.ROUND:
+            break
+    return found
 
 
 def _others(own: ScoreOperands, op: Op, v: Variable, axes: Axes) -> list[Operand]:
