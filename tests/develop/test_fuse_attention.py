@@ -271,6 +271,22 @@ def exponentials_chosen(w, x, mask):
     return mean(e, v) / e.sum(-1).transpose(0, 2, 1)[..., None]
 
 
+def heads_in_the_batch(w, x, mask):
+    q, k, v = (part.transpose(0, 2, 1, 3).reshape(BATCH * HEADS, TIME, SIZE) for part in split(w, x))
+    s = jnp.matmul(q, k.transpose(0, 2, 1)).reshape(BATCH, HEADS, TIME, TIME)
+    s = jnp.where(mask[:, None, None], s, -1e9).reshape(BATCH * HEADS, TIME, TIME)
+    seen = jnp.broadcast_to(causal(), (BATCH, HEADS, TIME, TIME)).reshape(s.shape)
+    return jnp.matmul(jax.nn.softmax(jnp.where(seen, s, -1e9)), v).reshape(BATCH, HEADS, TIME, SIZE)
+
+
+def groups_in_the_places(w, x, mask):
+    q, k, v = split(w, x, groups=2)
+    q = q.reshape(BATCH, TIME, 2, 2, SIZE).transpose(0, 2, 3, 1, 4).reshape(BATCH, 2, 2 * TIME, SIZE)
+    s = jnp.einsum("bkqd,bskd->bkqs", q, k).reshape(BATCH, 2, 2, TIME, TIME)
+    weights = jax.nn.softmax(jnp.where(causal(), s, -1e9)).reshape(BATCH, 2, 2 * TIME, TIME)
+    return jnp.einsum("bkqs,bskd->bkqd", weights, v)
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
@@ -281,6 +297,7 @@ SPELLINGS = {
         *(temperature, rounded, features_of_two_axes, rounded_to_infinity, keys_first, fewer_keys, layer),
         *(dropped, dropped_by_select, dropped_without_a_key, dropped_low, dropped_before_the_division),
         *(gated, masked_behind, softmax_of_seen, exponentials_chosen),
+        *(heads_in_the_batch, groups_in_the_places),
     )
 }
 
@@ -466,6 +483,10 @@ def some_of_masked_scores_summed(s, v, mask):
     return mean(e / e.sum(-1, keepdims=True, where=causal()), v)
 
 
+def over_parts_of_the_keys(s, v, mask):
+    return mean(jax.nn.softmax(s.reshape(*s.shape[:-1], 2, -1)).reshape(s.shape), v)
+
+
 MISSES = {
     f.__name__: f
     for f in (
@@ -476,6 +497,7 @@ MISSES = {
         *(rounded_further, of_whole_weights, chosen_by_scores, masked_behind_a_shift, multiplied_twice),
         *(masked_by_whole_numbers, heads_of_a_bias, dropped_and_filled, dropped_before_the_sum),
         *(weighed_by_scores, some_chosen_for_the_sum, some_of_masked_scores_summed),
+        over_parts_of_the_keys,
     )
 }
 

@@ -79,12 +79,7 @@ class Laid:
 
     def features(self, axes: Axes) -> tuple[int, ...]:
         """Those of some axes that no score counts along, in one order for all."""
-        return tuple(sorted(axis for group in axes for axis in group if axis >= self._own))
-
-    @property
-    def _own(self) -> int:
-        """How many axes the scores have."""
-        return self.attention.scores.outputs[0].ndim
+        return tuple(sorted(axis for group in axes for axis in group if axis >= self.attention.own))
 
     def beside(self, operand: Operand, env: Mapping[Variable, Any]) -> Any:
         """An operand of the scores as [batch, heads, groups, time, source], 1 long where it repeats."""
@@ -229,7 +224,7 @@ def laid_out(attention: Attention) -> Laid | str:
     lengths = attention.lengths
     sides = {"q": attention.query_axes, "k": attention.key_axes, "v": attention.value_axes}
     of = {side: [a for group in axes for a in group if lengths[a] > 1] for side, axes in sides.items()}
-    own = attention.scores.outputs[0].ndim
+    own = attention.own
     scores = [axis for axis in of["q"] if axis < own]
     if {a for a in of["k"] if a < own} != {a for a in of["v"] if a < own}:
         return "keys and values have different heads"

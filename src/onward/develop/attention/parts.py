@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from onward.core.program import Op, Variable
-from onward.develop.attention.axes import Axes
+from onward.develop.attention.axes import Axes, AxisCut
 from onward.develop.attention.operands import Operand
 
 
@@ -84,6 +84,7 @@ class Attention:
         query_axes: along which the dimensions of the query count, and so on; the axes of the scores come
             first, then that of the features of the value, then that of those of query and key.
         lengths: of all axes.
+        own: how many axes the scores have; a dimension of the product counts along several if it is cut later.
         source: the axis of the keys.
         steps: from the product of query and key to the numbers whose softmax is the weights.
         means: the op that multiplies weights and values.
@@ -103,6 +104,7 @@ class Attention:
     value_axes: Axes
     result_axes: Axes
     lengths: dict[int, int]
+    own: int
     source: int
     steps: tuple[ScoreStep, ...]
     means: Op
@@ -128,3 +130,11 @@ class NoPartError(Exception):
     def __init__(self, op: Op, why: str) -> None:
         super().__init__(why)
         self.op, self.why = op, why
+
+
+class AxisCutError(NoPartError):
+    """An op that cuts an axis of the scores in two."""
+
+    def __init__(self, op: Op, cut: AxisCut) -> None:
+        super().__init__(op, "cuts an axis in a way that is not followed")
+        self.cut = cut

@@ -16,20 +16,31 @@ import numpy as np
 from onward.core.jaxprs.body import Call
 from onward.core.primitives.traits import Linear, Moves, Reduces, Work
 from onward.core.program import Op, Program, Variable
-from onward.develop.attention.axes import Axes, factors, moved, multiplied
+from onward.develop.attention.axes import Axes, cut, factors, moved, multiplied
 from onward.develop.attention.operands import ScoreOperands, row_of
-from onward.develop.attention.parts import Attention, AttentionPart, NoPartError, ScoreChange, ScoreStep
+from onward.develop.attention.parts import (
+    Attention,
+    AttentionPart,
+    AxisCutError,
+    NoPartError,
+    ScoreChange,
+    ScoreStep,
+)
 from onward.develop.attention.steps import never_seen, score_change, weighing
 from onward.develop.chunk.numbered import operands_of
 
 
 @dataclass(eq=False)
 class AttentionWalk:
-    """One walk from a product, of which every value has to play a part."""
+    """One walk from a product, of which every value has to play a part.
+
+    Each dimension of the product is an axis, or several where it is in ``pieces``, which later ops tell apart.
+    """
 
     program: Program
     product: Op
     makers: Mapping[Variable, Op]
+    pieces: Sequence[Sequence[int]]
     ops: list[Op] = field(default_factory=list)
     part: dict[Variable, AttentionPart] = field(default_factory=dict)
     axes: dict[Variable, Axes] = field(default_factory=dict)
@@ -46,9 +57,11 @@ class AttentionWalk:
 
     def __post_init__(self) -> None:
         (scores,), self.ops = self.product.outputs, [self.product]
-        self.lengths = dict(enumerate(scores.shape))
+        self.lengths = dict(enumerate(n for piece in self.pieces for n in piece))
+        axes = iter(self.lengths)
+        self.dimensions = tuple(tuple(next(axes) for _ in piece) for piece in self.pieces)
         self.own = ScoreOperands(self.program, self.makers, dict(self.lengths))
-        self._note(scores, AttentionPart.SCORES, tuple((i,) for i in range(scores.ndim)))
+        self._note(scores, AttentionPart.SCORES, self.dimensions)
         self.steps[scores] = ()
 
     def over(
@@ -79,8 +92,10 @@ class AttentionWalk:
     def _found(self, result: Variable) -> Attention:
         sides = operands_of(self.product)
         query, key = (v for v in sides if v is not None)
-        query_axes, key_axes, features = factors(next(self.product.body.calls), len(self.lengths))
+        *both, features = factors(next(self.product.body.calls), len(self.lengths))
         self.lengths |= features
+        groups = dict(enumerate(self.dimensions))
+        query_axes, key_axes = (tuple(groups.get(i, (i,)) for (i,) in axes) for axes in both)
         assert self.source is not None
         if self.common is not None and self.source not in self.common:
             raise NoPartError(self.product, "takes something else off for each key")
@@ -95,7 +110,8 @@ class AttentionWalk:
         steps = self.steps[self.of[result]]
         return Attention(
             tuple(self.ops), query, key, value, result, query_axes, key_axes, self.value_axes,
-            self.axes[result], self.lengths, self.source, steps, means, weights, *self._changes(result, steps),
+            self.axes[result], self.lengths, len(self.own.lengths), self.source, steps, means, weights,
+            *self._changes(result, steps),
         )  # fmt: skip
 
     def _changes(self, result: Variable, steps: Sequence[ScoreStep]) -> tuple[tuple[ScoreStep, ...], int]:
@@ -136,6 +152,9 @@ class AttentionWalk:
         (v, *others), (out,) = read, op.outputs
         axes = moved(call, self.axes[v], self.lengths) if not others and len(op.inputs) == 1 else None
         if axes is None:
+            found = cut(self.axes[v], out.shape, self.lengths) if row_of(op).moves is Moves.RESHAPES else None
+            if found is not None and found.axis in self.own.lengths:
+                raise AxisCutError(op, found)
             raise NoPartError(op, "lays it out in a way that is not followed")
         part = self.part[v]
         repeats = any(n > 1 and not group for n, group in zip(out.shape, axes, strict=True))
@@ -175,7 +194,9 @@ class AttentionWalk:
         if any(step.fill is None for step in chosen):
             raise NoPartError(op, "sums exponentials that were multiplied before")
         known = never_seen(self.steps[scores])
-        more = tuple(replace(step, fill=self.own.number(-np.inf)) for step in chosen if not step.rules <= known)
+        more = tuple(
+            replace(step, fill=self.own.number(-np.inf)) for step in chosen if not step.rules <= known
+        )
         if not more:
             return scores
         self.steps[v] = (*self.steps[scores], *more)
