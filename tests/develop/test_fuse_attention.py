@@ -287,6 +287,17 @@ def groups_in_the_places(w, x, mask):
     return jnp.einsum("bkqs,bskd->bkqd", weights, v)
 
 
+def weights_rounded_and_back(w, x, mask):
+    s, v = scores(w, x)
+    seen = causal() & mask.at[1, :3].set(False)[:, None, None]
+    return mean(jax.nn.softmax(jnp.where(seen, s, -1e9)).astype("bfloat16").astype(s.dtype), v)
+
+
+def weights_rounded_further(w, x, mask):
+    s, v = scores(w, x)
+    return mean(lax.reduce_precision(jax.nn.softmax(s), 5, 2), v)
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
@@ -297,7 +308,7 @@ SPELLINGS = {
         *(temperature, rounded, features_of_two_axes, rounded_to_infinity, keys_first, fewer_keys, layer),
         *(dropped, dropped_by_select, dropped_without_a_key, dropped_low, dropped_before_the_division),
         *(gated, masked_behind, softmax_of_seen, exponentials_chosen),
-        *(heads_in_the_batch, groups_in_the_places),
+        *(heads_in_the_batch, groups_in_the_places, weights_rounded_and_back, weights_rounded_further),
     )
 }
 
@@ -441,10 +452,6 @@ def rectified(s, v, mask):
     return mean(jax.nn.relu(s) / (jax.nn.relu(s).sum(-1, keepdims=True) + 1), v)
 
 
-def rounded_further(s, v, mask):
-    return mean(lax.reduce_precision(jax.nn.softmax(s), 5, 2), v)
-
-
 def of_whole_weights(s, v, mask):
     return mean((9 * jax.nn.softmax(s)).astype(int), v)
 
@@ -494,7 +501,7 @@ MISSES = {
         *(beside_one_more, with_epsilon, of_base_two, by_another_sum, by_the_sum_of_another_shift),
         *(shifted_for_each_key, shifted_by_other_rows, squared, weights_read_twice),
         *(weights_without_gradient, sum_without_gradient, of_scores, averaged_over_queries, rectified),
-        *(rounded_further, of_whole_weights, chosen_by_scores, masked_behind_a_shift, multiplied_twice),
+        *(of_whole_weights, chosen_by_scores, masked_behind_a_shift, multiplied_twice),
         *(masked_by_whole_numbers, heads_of_a_bias, dropped_and_filled, dropped_before_the_sum),
         *(weighed_by_scores, some_chosen_for_the_sum, some_of_masked_scores_summed),
         over_parts_of_the_keys,

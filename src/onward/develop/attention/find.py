@@ -53,7 +53,7 @@ class _Walks:
     def over(
         self, ops: Sequence[Op], readers: Mapping[Variable, tuple[Op, ...]], kept: set[Variable]
     ) -> Attention:
-        """The attention that begins with the product, with the operands of its scores as small as they are."""
+        """The attention that begins with the product, its operands as small as may be."""
         best: Attention | None = None
         while True:
             try:

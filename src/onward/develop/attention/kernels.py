@@ -105,7 +105,8 @@ def _weighing(laid: Laid, env: Mapping[Variable, Any]) -> Callable[[slice, slice
 
     def weighed(rows: slice, keys: slice, weights: Any) -> Any:
         for i, (step, by) in enumerate(zip(steps, operands, strict=True)):
-            weights = weights.astype(step.op.outputs[0].dtype)
+            of = step.op.inputs if step.change is ScoreChange.ROUND else step.op.outputs
+            weights = weights.astype(of[0].dtype)
             # A sum that is 0 or not a number, of a place that sees no key, divides what is 0 before as well.
             fill = 0 * weights if i < laid.attention.undivided else jnp.zeros((), weights.dtype)
             weights = changed(weights, step, [_cut(x, rows, keys) for x in by], fill)
@@ -137,7 +138,8 @@ def _mean(
     found = part(weights, keys)
     if fill == -np.inf:
         return found
-    if not attention.weighings:
+    if all(step.change is ScoreChange.ROUND for step in attention.weighings):
+        each = weighed(keys, each).astype(attention.weights.dtype)
         rest = sum(v[:, s].sum(axis=1, dtype=found.dtype) for s in others)[:, None, :, None]
         return found + jnp.moveaxis(each, 3, 1).astype(found.dtype) * rest
 

@@ -84,7 +84,7 @@ class Attention:
         query_axes: along which the dimensions of the query count, and so on; the axes of the scores come
             first, then that of the features of the value, then that of those of query and key.
         lengths: of all axes.
-        own: how many axes the scores have; a dimension of the product counts along several if it is cut later.
+        own: how many axes the scores have; a dimension of them that is cut later has several.
         source: the axis of the keys.
         steps: from the product of query and key to the numbers whose softmax is the weights.
         means: the op that multiplies weights and values.

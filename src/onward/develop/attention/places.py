@@ -12,7 +12,7 @@ from onward.core.program import Phase, Program, Recipe
 from onward.core.recipe import build, whole_types
 from onward.develop.attention.find import attentions
 from onward.develop.attention.layout import Laid, laid_out, never
-from onward.develop.attention.parts import Attention, NoPartError
+from onward.develop.attention.parts import Attention, NoPartError, ScoreChange, ScoreStep
 from onward.develop.attention.steps import never_seen
 from onward.develop.rewrite.put import entered, inside
 from onward.develop.roll.forward import forward_of
@@ -22,6 +22,7 @@ Kernel: TypeAlias = Literal["blocks", "cudnn"]
 _GAIN = 0.8  # blocks pay where they compute less than this share of the scores
 _SHORT = 64  # places below which they do not
 _LOW = ("bfloat16", "float16")
+_LEAST_BYTES = 2  # of a number of these
 _MOST_FEATURES = 128  # of a head, for cuDNN
 
 
@@ -86,7 +87,7 @@ def hindrance(laid: Laid, kernel: Kernel) -> str:
     if dtype not in _LOW or {found.key.dtype, found.value.dtype} != {found.query.dtype}:
         return f"it computes in {dtype}; expected bfloat16 or float16, as of ow.mixed_precision(program)"
     masks = never_seen(found.steps)
-    changes = [step for step in found.weighings if step.fill is None or not step.rules <= masks]
+    changes = [s for s in found.weighings if not (_is_wide(s) or (s.fill is not None and s.rules <= masks))]
     if changes:
         op = changes[0].op
         return (
@@ -102,3 +103,9 @@ def hindrance(laid: Laid, kernel: Kernel) -> str:
             f"multiple of 8 up to {_MOST_FEATURES}"
         )
     return ""
+
+
+def _is_wide(step: ScoreStep) -> bool:
+    """Whether a change is one of dtype, to one that holds as much as those that cuDNN computes in."""
+    before, after = step.op.inputs[0].dtype, step.op.outputs[0].dtype
+    return step.change is ScoreChange.ROUND and before != after and after.itemsize >= _LEAST_BYTES

@@ -1,8 +1,8 @@
 """One walk over ops from a product of queries and keys to that of weights and values.
 
-It gives each value that is computed of the first product a part in softmax(scale q k^T, masked, with a bias)
-v: scores, numbers that all keys share, exponentials and their sum, weights, the mean of the values. What plays
-no part ends it. Softmax is not changed by a number that all keys share, so whatever is taken off before the
+It gives each value that is computed of the first product a part in softmax(scale q k^T + mask) v: scores,
+numbers that all keys share, exponentials and their sum, weights, the mean of the values. Any other value
+ends it. Softmax is not changed by a number that all keys share, so whatever is taken off before the
 exponential, such as the largest score, is left away.
 """
 
@@ -34,7 +34,7 @@ from onward.develop.chunk.numbered import operands_of
 class AttentionWalk:
     """One walk from a product, of which every value has to play a part.
 
-    Each dimension of the product is an axis, or several where it is in ``pieces``, which later ops tell apart.
+    Each dimension of the product is an axis, or several, of the lengths that ``pieces`` has for it.
     """
 
     program: Program
@@ -161,10 +161,13 @@ class AttentionWalk:
         if repeats and part not in _REPEATED:
             raise NoPartError(op, "repeats it")
         rounds = row_of(op).moves is Moves.ROUNDS
-        if rounds and part not in _ROUNDED and not (out.is_float and out.dtype != v.dtype):
+        is_repeated = part in _ROUNDED or (part is AttentionPart.WEIGHTS and out.is_float)
+        if rounds and not is_repeated and not (out.is_float and out.dtype != v.dtype):
             raise NoPartError(op, "rounds it further than its dtype")
         self._note(out, part, axes, self.of.get(v))
         self._keep_weighings(out, read)
+        if rounds and part is AttentionPart.WEIGHTS:
+            self.weighings[out] = (*self.weighings.get(out, ()), ScoreStep(ScoreChange.ROUND, op))
         if part is AttentionPart.SCORES:
             if rounds and v in self.loose:
                 raise NoPartError(op, "rounds scores of which something was taken off before")
