@@ -298,6 +298,37 @@ def weights_rounded_further(w, x, mask):
     return mean(lax.reduce_precision(jax.nn.softmax(s), 5, 2), v)
 
 
+def seen_of(mask):
+    """Where a mask of numbers is 1, with places that see no key behind a causal mask."""
+    return mask.at[1, :3].set(False)[:, None, None].astype(float)
+
+
+def masks_multiplied(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(jnp.where(causal() * seen_of(mask) > 0, s, -1e9)), v)
+
+
+def masks_multiplied_to_dismiss(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(jnp.where(causal().astype(float) * seen_of(mask) == 0, -1e9, s)), v)
+
+
+def ruled_out_by_either(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(jnp.where(~causal() | (seen_of(mask) == 0), -1e9, s)), v)
+
+
+def masks_multiplied_and_added(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(s + (1 - causal() * seen_of(mask)) * -1e9), v)
+
+
+def masks_added(w, x, mask):
+    s, v = scores(w, x)
+    s = s + w[:TIME, :TIME] + jnp.where(causal(), 0, -1e9)
+    return mean(jax.nn.softmax(s + (1 - mask[:, None, None]) * -1e9), v)
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
@@ -307,10 +338,16 @@ SPELLINGS = {
         *(ruled_out_by_a_mask, weighs_what_is_ruled_out, scaled_behind_the_mask, turned_behind_the_mask),
         *(temperature, rounded, features_of_two_axes, rounded_to_infinity, keys_first, fewer_keys, layer),
         *(dropped, dropped_by_select, dropped_without_a_key, dropped_low, dropped_before_the_division),
-        *(gated, masked_behind, softmax_of_seen, exponentials_chosen),
-        *(heads_in_the_batch, groups_in_the_places, weights_rounded_and_back, weights_rounded_further),
+        *(gated, masked_behind),
+        *(weights_rounded_and_back, weights_rounded_further),
     )
 }
+
+RULED = (
+    *(masks_multiplied, masks_multiplied_to_dismiss, ruled_out_by_either, masks_multiplied_and_added),
+    *(masks_added, softmax_of_seen, exponentials_chosen, heads_in_the_batch, groups_in_the_places),
+)
+SPELLINGS |= {f.__name__: f for f in RULED}
 
 
 def numbers():
@@ -341,6 +378,8 @@ def test_every_spelling_is_one_op_and_gives_what_jax_gives(x64):
         run = lower(fused, [fused.loss])
         if [op.type for op in fused.ops].count("attention") != 1:
             faults[name] = "is not one op"
+        elif f in RULED and [found.share for found in ow.graph.attentions_of(fused)] != [3 / 4]:
+            faults[name] = "is computed whole"
         cases[name] = (jax.value_and_grad(lambda w, x, m, run=run: run([w], [x, m])[0], (0, 1)), w, x, mask)
         wanted[name] = (jax.value_and_grad(loss_of(f), (0, 1)), w, x, mask)
     found, expected = at_once(cases, faults), at_once(wanted, faults)

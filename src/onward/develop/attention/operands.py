@@ -96,13 +96,6 @@ class Operand:
         value = None if self.size > 1 else self.value
         return None if value is None or value.size != 1 else float(value.ravel()[0])
 
-    @property
-    def conjuncts(self) -> tuple[Operand, ...]:
-        """Those that all have to be true for it to be true."""
-        if self.op is None or not row_of(self.op).conjoins or len(self.parts) != 2:
-            return (self,)
-        return tuple(c for part in self.parts for c in part.conjuncts)
-
 
 class ScoreOperands:
     """The operands beside the scores of one region."""
@@ -110,6 +103,7 @@ class ScoreOperands:
     def __init__(self, program: Program, makers: Mapping[Variable, Op], lengths: Lengths) -> None:
         self.program, self.makers, self.lengths = program, makers, lengths
         self.cuts: list[AxisCut] = []  # of axes that operands cut: they stay whole, where they could be less
+        self.apart: dict[tuple[Operand, bool], tuple[Operand, ...]] = {}  # masks, by their parts
         self._found: dict[tuple[Variable, Axes], Operand] = {}
 
     def number(self, value: Any) -> Operand:

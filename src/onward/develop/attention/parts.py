@@ -26,6 +26,15 @@ class AttentionPart(Enum):
     MEAN = auto()  # that of weights and values: the result
 
 
+OF_TWO = {
+    (frozenset((AttentionPart.EXPONENTIALS, AttentionPart.SUM)), "divides"): AttentionPart.WEIGHTS,
+    (frozenset((AttentionPart.EXPONENTIALS, AttentionPart.INVERSE)), "multiplies"): AttentionPart.WEIGHTS,
+    (frozenset((AttentionPart.UNWEIGHED, AttentionPart.SUM)), "divides"): AttentionPart.MEAN,
+    (frozenset((AttentionPart.UNWEIGHED, AttentionPart.INVERSE)), "multiplies"): AttentionPart.MEAN,
+}
+"""The part of the quotient or product of two."""
+
+
 class ScoreChange(Enum):
     """A step from the product to the numbers whose softmax is taken."""
 
@@ -34,7 +43,7 @@ class ScoreChange(Enum):
     MULTIPLY = auto()
     DIVIDE = auto()
     CHOOSE = auto()  # the score where a mask is true, and a number where it is not
-    DISMISS = auto()  # the same where it is not true
+    DISMISS = auto()  # the score where it is not true
     ROUND = auto()  # to another dtype
 
 
@@ -49,8 +58,8 @@ class ScoreStep:
     Attributes:
         change: which.
         op: makes it.
-        by: its operand; of a choice the masks, all of which have to be true.
-        fill: what stands where a mask is not true.
+        by: its operand; of a choice the masks: all have to be true for the score, or none.
+        fill: what stands where they are not.
     """
 
     change: ScoreChange

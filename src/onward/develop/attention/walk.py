@@ -19,6 +19,7 @@ from onward.core.program import Op, Program, Variable
 from onward.develop.attention.axes import Axes, cut, factors, moved, multiplied
 from onward.develop.attention.operands import ScoreOperands, row_of
 from onward.develop.attention.parts import (
+    OF_TWO,
     Attention,
     AttentionPart,
     AxisCutError,
@@ -323,7 +324,7 @@ class AttentionWalk:
         made: AttentionPart | None = None
         if len(read) == 2 and len(values) == 2 and (summed := self._summed(read)) is not None:
             of = summed
-            made = _OF_TWO.get(
+            made = OF_TWO.get(
                 (frozenset(parts), "divides" if row.divides else "multiplies" if row.multiplies else "")
             )
             if row.divides and parts[1] is not AttentionPart.SUM:
@@ -348,8 +349,8 @@ class AttentionWalk:
         """The scores of exponentials and their sum; None where it is the sum of others."""
         e, total = sorted(read, key=lambda v: self.part[v] in _TOTALS)
         scores, of = self.of.get(e), self.of.get(total)
-        if scores is of or scores is None or of is None:
-            return of
+        if scores is None or of is None or scores is of:
+            return scores and of
         # The sum is that of chosen exponentials: those that it divides have to be chosen as well.
         chosen = frozenset(rule for step in self.weighings.get(e, ()) for rule in step.rules)
         is_chosen = never_seen(self.steps[of]) <= chosen | never_seen(self.steps[scores])
@@ -392,11 +393,3 @@ _LAID = (Moves.REPEATS, Moves.RESHAPES)
 _REPEATED = (AttentionPart.SHARED, AttentionPart.SUM, AttentionPart.INVERSE, AttentionPart.LOG_SUM)
 _WEIGHED = {AttentionPart.WEIGHTS, AttentionPart.EXPONENTIALS}
 _ROUNDED = (AttentionPart.SCORES, AttentionPart.SHARED)
-
-
-_OF_TWO = {
-    (frozenset((AttentionPart.EXPONENTIALS, AttentionPart.SUM)), "divides"): AttentionPart.WEIGHTS,
-    (frozenset((AttentionPart.EXPONENTIALS, AttentionPart.INVERSE)), "multiplies"): AttentionPart.WEIGHTS,
-    (frozenset((AttentionPart.UNWEIGHED, AttentionPart.SUM)), "divides"): AttentionPart.MEAN,
-    (frozenset((AttentionPart.UNWEIGHED, AttentionPart.INVERSE)), "multiplies"): AttentionPart.MEAN,
-}
