@@ -117,6 +117,6 @@ def _is_mask(operand: Operand) -> bool:
 
 
 def _dtype(operand: Operand) -> np.dtype:
-    if operand.op is not None:
-        return np.dtype(operand.op.outputs[0].dtype)
-    return np.dtype(np.asarray(operand.known).dtype if operand.variable is None else operand.variable.dtype)
+    value = np.asarray(operand.known) if operand.variable is None else operand.variable
+    found: np.dtype = np.dtype((value if operand.op is None else operand.op.outputs[0]).dtype)
+    return found
