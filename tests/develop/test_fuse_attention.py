@@ -260,6 +260,75 @@ def masked_behind(w, x, mask):
     return mean(jax.nn.softmax(s) * mask[:, None, None], v)
 
 
+def softmax_of_seen(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(s, where=causal() & mask.at[1, :3].set(False)[:, None, None]), v)
+
+
+def exponentials_chosen(w, x, mask):
+    s, v = scores(w, x)
+    e = jnp.where(causal() & mask[:, None, None], jnp.exp(s - s.max(-1, keepdims=True)), 0)
+    return mean(e, v) / e.sum(-1).transpose(0, 2, 1)[..., None]
+
+
+def heads_in_the_batch(w, x, mask):
+    q, k, v = (part.transpose(0, 2, 1, 3).reshape(BATCH * HEADS, TIME, SIZE) for part in split(w, x))
+    s = jnp.matmul(q, k.transpose(0, 2, 1)).reshape(BATCH, HEADS, TIME, TIME)
+    s = jnp.where(mask[:, None, None], s, -1e9).reshape(BATCH * HEADS, TIME, TIME)
+    seen = jnp.broadcast_to(causal(), (BATCH, HEADS, TIME, TIME)).reshape(s.shape)
+    return jnp.matmul(jax.nn.softmax(jnp.where(seen, s, -1e9)), v).reshape(BATCH, HEADS, TIME, SIZE)
+
+
+def groups_in_the_places(w, x, mask):
+    q, k, v = split(w, x, groups=2)
+    q = q.reshape(BATCH, TIME, 2, 2, SIZE).transpose(0, 2, 3, 1, 4).reshape(BATCH, 2, 2 * TIME, SIZE)
+    s = jnp.einsum("bkqd,bskd->bkqs", q, k).reshape(BATCH, 2, 2, TIME, TIME)
+    weights = jax.nn.softmax(jnp.where(causal(), s, -1e9)).reshape(BATCH, 2, 2 * TIME, TIME)
+    return jnp.einsum("bkqs,bskd->bkqd", weights, v)
+
+
+def weights_rounded_and_back(w, x, mask):
+    s, v = scores(w, x)
+    seen = causal() & mask.at[1, :3].set(False)[:, None, None]
+    return mean(jax.nn.softmax(jnp.where(seen, s, -1e9)).astype("bfloat16").astype(s.dtype), v)
+
+
+def weights_rounded_further(w, x, mask):
+    s, v = scores(w, x)
+    return mean(lax.reduce_precision(jax.nn.softmax(s), 5, 2), v)
+
+
+def seen_of(mask):
+    """Where a mask of numbers is 1, with places that see no key behind a causal mask."""
+    return mask.at[1, :3].set(False)[:, None, None].astype(float)
+
+
+def masks_multiplied(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(jnp.where(causal() * seen_of(mask) > 0, s, -1e9)), v)
+
+
+def masks_multiplied_to_dismiss(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(jnp.where(causal().astype(float) * seen_of(mask) == 0, -1e9, s)), v)
+
+
+def ruled_out_by_either(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(jnp.where(~causal() | (seen_of(mask) == 0), -1e9, s)), v)
+
+
+def masks_multiplied_and_added(w, x, mask):
+    s, v = scores(w, x)
+    return mean(jax.nn.softmax(s + (1 - causal() * seen_of(mask)) * -1e9), v)
+
+
+def masks_added(w, x, mask):
+    s, v = scores(w, x)
+    s = s + w[:TIME, :TIME] + jnp.where(causal(), 0, -1e9)
+    return mean(jax.nn.softmax(s + (1 - mask[:, None, None]) * -1e9), v)
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
@@ -270,8 +339,15 @@ SPELLINGS = {
         *(temperature, rounded, features_of_two_axes, rounded_to_infinity, keys_first, fewer_keys, layer),
         *(dropped, dropped_by_select, dropped_without_a_key, dropped_low, dropped_before_the_division),
         *(gated, masked_behind),
+        *(weights_rounded_and_back, weights_rounded_further),
     )
 }
+
+RULED = (
+    *(masks_multiplied, masks_multiplied_to_dismiss, ruled_out_by_either, masks_multiplied_and_added),
+    *(masks_added, softmax_of_seen, exponentials_chosen, heads_in_the_batch, groups_in_the_places),
+)
+SPELLINGS |= {f.__name__: f for f in RULED}
 
 
 def numbers():
@@ -302,6 +378,8 @@ def test_every_spelling_is_one_op_and_gives_what_jax_gives(x64):
         run = lower(fused, [fused.loss])
         if [op.type for op in fused.ops].count("attention") != 1:
             faults[name] = "is not one op"
+        elif f in RULED and [found.share for found in ow.graph.attentions_of(fused)] != [3 / 4]:
+            faults[name] = "is computed whole"
         cases[name] = (jax.value_and_grad(lambda w, x, m, run=run: run([w], [x, m])[0], (0, 1)), w, x, mask)
         wanted[name] = (jax.value_and_grad(loss_of(f), (0, 1)), w, x, mask)
     found, expected = at_once(cases, faults), at_once(wanted, faults)
@@ -413,10 +491,6 @@ def rectified(s, v, mask):
     return mean(jax.nn.relu(s) / (jax.nn.relu(s).sum(-1, keepdims=True) + 1), v)
 
 
-def rounded_further(s, v, mask):
-    return mean(lax.reduce_precision(jax.nn.softmax(s), 5, 2), v)
-
-
 def of_whole_weights(s, v, mask):
     return mean((9 * jax.nn.softmax(s)).astype(int), v)
 
@@ -445,6 +519,20 @@ def heads_of_a_bias(s, v, mask):
     return mean(jax.nn.softmax(s[:, :1] + bias), v)
 
 
+def some_chosen_for_the_sum(s, v, mask):
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return mean(e / e.sum(-1, keepdims=True, where=causal()), v)
+
+
+def some_of_masked_scores_summed(s, v, mask):
+    e = jnp.exp(jnp.where(causal(), s, -1e9))
+    return mean(e / e.sum(-1, keepdims=True, where=causal()), v)
+
+
+def over_parts_of_the_keys(s, v, mask):
+    return mean(jax.nn.softmax(s.reshape(*s.shape[:-1], 2, -1)).reshape(s.shape), v)
+
+
 MISSES = {
     f.__name__: f
     for f in (
@@ -452,9 +540,10 @@ MISSES = {
         *(beside_one_more, with_epsilon, of_base_two, by_another_sum, by_the_sum_of_another_shift),
         *(shifted_for_each_key, shifted_by_other_rows, squared, weights_read_twice),
         *(weights_without_gradient, sum_without_gradient, of_scores, averaged_over_queries, rectified),
-        *(rounded_further, of_whole_weights, chosen_by_scores, masked_behind_a_shift, multiplied_twice),
+        *(of_whole_weights, chosen_by_scores, masked_behind_a_shift, multiplied_twice),
         *(masked_by_whole_numbers, heads_of_a_bias, dropped_and_filled, dropped_before_the_sum),
-        weighed_by_scores,
+        *(weighed_by_scores, some_chosen_for_the_sum, some_of_masked_scores_summed),
+        over_parts_of_the_keys,
     )
 }
 
@@ -582,6 +671,19 @@ def test_rows_without_a_key_by_minus_infinity_are_not_numbers():
     found, expected = (jax.grad(f, (0, 1))(w, x) for f in (lambda w, x: run([w], [x])[0], loss))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+
+
+def test_a_sum_that_is_not_a_number_divides_what_is_chosen_before():
+    def weighted(w, x, seen):
+        s, v = scores(w, x)
+        e = jnp.exp(jnp.where(seen[0], s, -jnp.inf) - s.max(-1, keepdims=True))
+        return mean(jnp.where(seen[0] & seen[1], e, 0) / e.sum(-1, keepdims=True), v)
+
+    w, x = long_numbers(TIME)
+    seen = np.stack([np.tri(TIME, k=-1, dtype=bool), np.tri(TIME, dtype=bool)])
+    fused = ow.fuse_attention(ow.trace(weighted, w, x, seen), "blocks", blocks=1)
+    (found,) = lower(fused, fused.outputs)([w], [x, seen])
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(weighted(w, x, seen)))
 
 
 def test_keys_with_an_axis_of_their_own_stay():

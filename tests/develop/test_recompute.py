@@ -1,6 +1,6 @@
 """Recomputed against kept: equal numbers, less compiled memory, no more arithmetic than it takes."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import jax
@@ -353,14 +353,24 @@ def test_scopes_of_which_nothing_could_be_computed_again_are_refused(scopes):
         recompute(program, scopes=scopes)
 
 
-def test_a_mask_alone_is_computed_again():
-    def loss(w, x):
-        h = x @ w
-        with jax.named_scope("leaky"):
-            h = jnp.where(h > 0, h, 0.1 * h)
-        return jnp.mean(h @ w)
+def loss_of_masked(w, x, key, made_by):
+    h = x @ w
+    with jax.named_scope("masked"):
+        h = jnp.where(jax.random.bernoulli(key, 0.7, h.shape) if made_by == "bernoulli" else h > 0, h, 0)
+    return jnp.mean(h @ w)
 
+
+@pytest.mark.parametrize("made_by", ["gt", "bernoulli"])
+def test_a_mask_alone_is_computed_again(made_by):
+    loss = partial(loss_of_masked, made_by=made_by)
+    program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 4)), jnp.ones((8, 4)), jax.random.key(0))
+    less = recompute(program, scopes="masked")
+    assert any(op.type == made_by for op in less.ops if op.made_by is ow.Pass.BACKWARD)
+    assert not any(op.type == made_by for op in program.ops if op.made_by is ow.Pass.BACKWARD)
+
+
+def test_a_mask_that_is_the_same_in_each_step_is_told():
+    loss = partial(loss_of_masked, key=jax.random.key(0), made_by="bernoulli")
     program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 4)), jnp.ones((8, 4)))
-    less = recompute(program, scopes="leaky")
-    assert any(op.type == "gt" for op in less.ops if op.made_by is ow.Pass.BACKWARD)
-    assert not any(op.type == "gt" for op in program.ops if op.made_by is ow.Pass.BACKWARD)
+    with pytest.raises(GraphError, match=r"bernoulli at .*reads nothing that the step is given.*random key"):
+        recompute(program, scopes="masked")

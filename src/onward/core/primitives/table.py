@@ -94,7 +94,7 @@ _ARITHMETIC = (
     _number("nextafter"),
     _number("not"),
     _number("one_minus_square", spreads_nonfinite=True),
-    _number("or", commutes=True),
+    _number("or", commutes=True, disjoins=True),
     _number("population_count"),
     _number("real", work=Work.NOTHING, linear=FIRST),
     _number("rem", on_cpu=ONCE),

@@ -160,6 +160,7 @@ class Primitive:
         logarithm: its result is the natural logarithm of its operand.
         keeps_positive: its result is its operand where that is not negative.
         conjoins: its result is true where all of its operands are, or holds the bits that all of them have.
+        disjoins: its result is true where one of its operands is, or holds the bits that one of them has.
         names: its result is its operand, which it gives a name.
         stops_gradient: no gradient passes through it.
         tells_length: its result is a length that a symbol stands for.
@@ -198,6 +199,7 @@ class Primitive:
     logarithm: bool = False
     keeps_positive: bool = False
     conjoins: bool = False
+    disjoins: bool = False
     names: bool = False
     stops_gradient: bool = False
     tells_length: bool = False

@@ -8,6 +8,7 @@ fastest, or along none, where it is 1 long or repeats.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
@@ -124,6 +125,35 @@ def regrouped(axes: Axes, shape: Sequence[int], lengths: Lengths) -> Axes | None
             return None
         found.append(tuple(group))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class AxisCut:
+    """An axis that counts along two dimensions of a value, and how long each part of it is."""
+
+    axis: int
+    parts: tuple[int, int]
+
+
+def cut(axes: Axes, shape: Sequence[int], lengths: Lengths) -> AxisCut | None:
+    """The first axis that would be cut where numbers are laid out in another shape, if it is cut in two.
+
+    >>> cut(((0,), (1,)), (2, 3, 5), {0: 6, 1: 5})
+    AxisCut(axis=0, parts=(2, 3))
+    """
+    waiting = [axis for group in axes for axis in group if lengths[axis] > 1]
+    if prod(shape) != prod(lengths[axis] for axis in waiting):
+        return None
+    for n in shape:
+        while n > 1 and waiting:
+            axis = waiting.pop(0)
+            if n % lengths[axis] == 0:
+                n //= lengths[axis]
+            elif lengths[axis] % n == 0:
+                return AxisCut(axis, (n, lengths[axis] // n))
+            else:
+                return None
+    return None
 
 
 def spread(x: jnp.ndarray | np.ndarray, axes: Axes, lengths: Lengths) -> jnp.ndarray | np.ndarray:

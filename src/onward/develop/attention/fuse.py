@@ -60,9 +60,9 @@ def fuse_attention(
 
     Attention is found by what it computes, ``softmax(scale * q @ k.T + mask) @ v``, in any spelling: einsum,
     matmul, the layers of flax, equinox and haiku, ``jax.nn.dot_product_attention``; causal, with padding, a
-    bias or a window, with fewer heads of keys than of queries; with weights that are dropped or multiplied
-    by a gate; in loops over layers and ``jax.checkpoint`` too. Where weights are read by something else, it
-    stays as it is written.
+    bias or a window, by ``jax.nn.softmax(s, where=mask)`` as well, with fewer heads of keys than of queries;
+    with weights that are dropped or multiplied by a gate; in loops over layers and ``jax.checkpoint`` too.
+    Where weights are read by something else, it stays as it is written.
 
     ``"blocks"`` computes a block of queries at a time over the keys that its mask, where that is known while
     the Program is built, lets some of them see: with a causal mask in 4 blocks 5/8 of the scores, forward and

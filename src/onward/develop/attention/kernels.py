@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.program import Op, Variable
-from onward.develop.attention.layout import MASKS, Laid, Ruled
+from onward.develop.attention.layout import MASKS, Laid, Ruled, never
 from onward.develop.attention.operands import Operand
 from onward.develop.attention.parts import Attention, ScoreChange, ScoreStep
 
@@ -28,19 +28,42 @@ def in_blocks(laid: Laid, count: int, env: Mapping[Variable, Any]) -> Any:
     operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
     fills = [None if step.fill is None else laid.beside(step.fill, env) for step in steps]
     whole = slice(0, laid.length(laid.time)), slice(0, laid.source)
-    mask = None if ruled is None or ruled is laid.causal else laid.seen(ruled.masks, env)
+    is_known = ruled is None or ruled is laid.causal or ruled.added
+    mask = None if is_known or ruled is None else laid.seen(ruled.masks, env)
     weighed = _weighing(laid, env)
-    parts = []
-    for rows, keys in [whole] if ruled is None else ruled.blocks(count):
+
+    def part(rows: slice, keys: slice) -> Any:
         scores = _product("btkgh,bskh->bkgts", q[:, rows], k[:, keys], found.scores)
         for step, by, fill in zip(steps, operands, fills, strict=True):
-            part = [_cut(x, rows, keys) for x in by]
-            scores = changed(scores, step, part, None if fill is None else _cut(fill, rows, keys))
-        if ruled is not None:
+            cut = [_cut(x, rows, keys) for x in by]
+            scores = changed(scores, step, cut, None if fill is None else _cut(fill, rows, keys))
+        if ruled is not None and not ruled.added:
             seen = _causal(rows, keys) if mask is None else mask[rows, keys]
             scores = jnp.where(seen, scores, jnp.asarray(ruled.fill, scores.dtype))
-        parts.append(_mean(scores, v, keys, partial(weighed, rows), ruled, found))
+        return _mean(scores, v, keys, partial(weighed, rows), ruled, found)
+
+    added = [
+        by for step, by in zip(steps, operands, strict=True) if ruled is not None and step in ruled.added
+    ]
+    parts = []
+    for rows, keys in [whole] if ruled is None else ruled.blocks(count):
+        if added and keys != whole[1]:
+            sees = _sees([x for (x,) in added if x.ndim], rows, keys, never(laid.dtype) / 2)
+            # What is computed of all keys is not kept, so that it takes no memory where it is not computed.
+            every = jax.checkpoint(partial(part, rows, whole[1]))
+            parts.append(jax.lax.cond(sees, partial(part, rows, keys), every))
+        else:
+            parts.append(part(rows, keys))
     return laid.result(jnp.concatenate(parts, axis=1)).astype(found.result.dtype)
+
+
+def _sees(added: Sequence[Any], rows: slice, keys: slice, far: float) -> Any:
+    """Whether each of some places has a key among these to which far more is added than to all others."""
+    total = sum(x if x.shape[-2] == 1 else x[..., rows, :] for x in map(jax.lax.stop_gradient, added))
+    length = total.shape[-1]
+    others = [total[..., s] for s in (slice(0, keys.start), slice(keys.stop, length)) if s.start < s.stop]
+    least = jnp.concatenate(others, axis=-1).max(axis=-1) - far
+    return (total[..., keys].max(axis=-1) > least).all()
 
 
 def by_cudnn(laid: Laid, env: Mapping[Variable, Any]) -> Any:
@@ -104,9 +127,12 @@ def _weighing(laid: Laid, env: Mapping[Variable, Any]) -> Callable[[slice, slice
     operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
 
     def weighed(rows: slice, keys: slice, weights: Any) -> Any:
-        for step, by in zip(steps, operands, strict=True):
-            weights = weights.astype(step.op.outputs[0].dtype)
-            weights = changed(weights, step, [_cut(x, rows, keys) for x in by], jnp.zeros((), weights.dtype))
+        for i, (step, by) in enumerate(zip(steps, operands, strict=True)):
+            of = step.op.inputs if step.change is ScoreChange.ROUND else step.op.outputs
+            weights = weights.astype(of[0].dtype)
+            # A sum that is 0 or not a number, of a place that sees no key, divides what is 0 before as well.
+            fill = 0 * weights if i < laid.attention.undivided else jnp.zeros((), weights.dtype)
+            weights = changed(weights, step, [_cut(x, rows, keys) for x in by], fill)
         return weights
 
     return weighed
@@ -135,7 +161,8 @@ def _mean(
     found = part(weights, keys)
     if fill == -np.inf:
         return found
-    if not attention.weighings:
+    if all(step.change is ScoreChange.ROUND for step in attention.weighings):
+        each = weighed(keys, each).astype(attention.weights.dtype)
         rest = sum(v[:, s].sum(axis=1, dtype=found.dtype) for s in others)[:, None, :, None]
         return found + jnp.moveaxis(each, 3, 1).astype(found.dtype) * rest
 
@@ -178,10 +205,9 @@ def changed(scores: Any, step: ScoreStep, by: Sequence[Any], fill: Any) -> Any:
     if step.change is ScoreChange.ROUND:
         return step.op.body(scores)[0]
     if step.change in (ScoreChange.CHOOSE, ScoreChange.DISMISS):
-        mask = by[0]
-        for other in by[1:]:
-            mask = mask & other
-        old = (scores, fill) if step.change is ScoreChange.CHOOSE else (fill, scores)
+        chooses = step.change is ScoreChange.CHOOSE
+        mask = reduce(jnp.logical_and if chooses else jnp.logical_or, by)
+        old = (scores, fill) if chooses else (fill, scores)
         return jnp.where(mask, *(x.astype(scores.dtype) for x in old))
     (other,) = by
     return _ARITHMETIC[step.change](scores, other.astype(scores.dtype))

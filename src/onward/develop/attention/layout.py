@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from onward.core.program import Variable
 from onward.develop.attention.axes import Axes, grouped
 from onward.develop.attention.operands import Operand
 from onward.develop.attention.parts import Attention, ScoreChange, ScoreStep
+from onward.develop.attention.truths import addends
 
 
 def never(dtype: Any) -> float:
@@ -79,12 +80,7 @@ class Laid:
 
     def features(self, axes: Axes) -> tuple[int, ...]:
         """Those of some axes that no score counts along, in one order for all."""
-        return tuple(sorted(axis for group in axes for axis in group if axis >= self._own))
-
-    @property
-    def _own(self) -> int:
-        """How many axes the scores have."""
-        return self.attention.scores.outputs[0].ndim
+        return tuple(sorted(axis for group in axes for axis in group if axis >= self.attention.own))
 
     def beside(self, operand: Operand, env: Mapping[Variable, Any]) -> Any:
         """An operand of the scores as [batch, heads, groups, time, source], 1 long where it repeats."""
@@ -113,7 +109,7 @@ class Laid:
         """The masks that are known, if nothing but a change of dtype comes behind them."""
         behind = [step for step in self.attention.steps[::-1] if step.change is not ScoreChange.ROUND]
         if behind and behind[0].change is ScoreChange.ADD:
-            return self._ruled_by_sum(behind[0])
+            return self._ruled_by_sum(tuple(takewhile(lambda step: step.change is ScoreChange.ADD, behind)))
         fill = behind[0].fill.number if behind and behind[0].fill is not None else None
         if fill is None:
             return None
@@ -138,7 +134,7 @@ class Laid:
     def causal(self) -> Ruled | None:
         """The same where each place looks at itself and at what is before it, and at nothing else."""
         ruled = self.ruled
-        if ruled is None or ruled.fill > never(self.dtype):
+        if ruled is None or ruled.added or ruled.fill > never(self.dtype):
             return None
         return ruled if np.array_equal(ruled.seen, np.tri(*ruled.seen.shape, dtype=bool)) else None
 
@@ -150,19 +146,25 @@ class Laid:
                 (score,) = after.op.body(score)
         return float(score)
 
-    def _ruled_by_sum(self, step: ScoreStep) -> Ruled | None:
-        """The mask that is added as 0 and large negative numbers, of which no row is all negative."""
-        (operand,) = step.by
-        if any(s.change in MASKS for s in self.attention.steps if s is not step):
+    def _ruled_by_sum(self, added: Sequence[ScoreStep]) -> Ruled | None:
+        """The masks that are added as 0 and large negative numbers, of which no row is all negative."""
+        steps = self.attention.steps
+        if any(step.change in MASKS for step in steps if step not in added):
             return None
-        if not self._is_of_places(operand) or operand.value is None:
+        masks = [Mask(x) for step in added for x in addends(step.by[0]) if self._is_added_mask(x)]
+        if not masks:
             return None
-        masks, value = (Mask(operand),), operand.value
         seen = self._now(masks)
-        if not seen.any(axis=1).all() or not np.all((value == 0) | (value <= never(value.dtype))):
+        if not seen.any(axis=1).all():
             return None
-        steps = tuple(s for s in self.attention.steps if s is not step)
-        return Ruled(seen, -np.inf, masks, steps)
+        if len(added) == 1 and masks[0].by is added[0].by[0]:
+            return Ruled(seen, -np.inf, tuple(masks), tuple(s for s in steps if s is not added[0]))
+        return Ruled(seen, -np.inf, tuple(masks), steps, tuple(added))
+
+    def _is_added_mask(self, operand: Operand) -> bool:
+        """Whether an operand is known, depends on places and keys alone, and is 0 or very low."""
+        value = operand.value if self._is_of_places(operand) else None
+        return value is not None and bool(np.all((value == 0) | (value <= never(value.dtype))))
 
     def _is_of_places(self, operand: Operand) -> bool:
         """Whether an operand is known and depends on places and keys alone."""
@@ -201,13 +203,15 @@ class Ruled:
         seen: [time, source], where a place looks.
         fill: the score of the others.
         masks: those that are known.
-        steps: the changes of scores without them.
+        steps: the changes of scores without them; with them, where they are added among others.
+        added: these, if there are others: what is not known may leave a place no key that it looks at.
     """
 
     seen: np.ndarray
     fill: float
     masks: tuple[Mask, ...]
     steps: tuple[ScoreStep, ...]
+    added: tuple[ScoreStep, ...] = ()
 
     def blocks(self, count: int) -> Iterator[tuple[slice, slice]]:
         """The places in as many blocks, each with the keys that some of them look at."""
@@ -229,7 +233,7 @@ def laid_out(attention: Attention) -> Laid | str:
     lengths = attention.lengths
     sides = {"q": attention.query_axes, "k": attention.key_axes, "v": attention.value_axes}
     of = {side: [a for group in axes for a in group if lengths[a] > 1] for side, axes in sides.items()}
-    own = attention.scores.outputs[0].ndim
+    own = attention.own
     scores = [axis for axis in of["q"] if axis < own]
     if {a for a in of["k"] if a < own} != {a for a in of["v"] if a < own}:
         return "keys and values have different heads"

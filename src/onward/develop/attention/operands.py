@@ -19,7 +19,7 @@ import numpy as np
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Primitive
 from onward.core.program import Op, Program, Variable
-from onward.develop.attention.axes import Axes, Lengths, before_moved, spread
+from onward.develop.attention.axes import Axes, AxisCut, Lengths, before_moved, cut, spread
 
 _MOST = 2**26  # numbers of an array that is looked at while a Program is built
 _DEEPEST = 16  # ops that are computed again in a row
@@ -96,19 +96,14 @@ class Operand:
         value = None if self.size > 1 else self.value
         return None if value is None or value.size != 1 else float(value.ravel()[0])
 
-    @property
-    def conjuncts(self) -> tuple[Operand, ...]:
-        """Those that all have to be true for it to be true."""
-        if self.op is None or not row_of(self.op).conjoins or len(self.parts) != 2:
-            return (self,)
-        return tuple(c for part in self.parts for c in part.conjuncts)
-
 
 class ScoreOperands:
     """The operands beside the scores of one region."""
 
     def __init__(self, program: Program, makers: Mapping[Variable, Op], lengths: Lengths) -> None:
         self.program, self.makers, self.lengths = program, makers, lengths
+        self.cuts: list[AxisCut] = []  # of axes that operands cut: they stay whole, where they could be less
+        self.apart: dict[tuple[Operand, bool], tuple[Operand, ...]] = {}  # masks, by their parts
         self._found: dict[tuple[Variable, Axes], Operand] = {}
 
     def number(self, value: Any) -> Operand:
@@ -143,4 +138,7 @@ class ScoreOperands:
         if row.moves is None or len(op.inputs) != 1:
             return None
         before = before_moved(call, axes, self.lengths)
+        if before is None and row.moves is Moves.RESHAPES:
+            found = cut(axes, op.inputs[0].shape, self.lengths)
+            self.cuts += [found] if found is not None else []
         return None if before is None else self.of(op.inputs[0], before, depth)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeAlias
 
 from onward.core.program import Op, Variable
-from onward.develop.attention.axes import Axes
+from onward.develop.attention.axes import Axes, AxisCut
 from onward.develop.attention.operands import Operand
 
 
@@ -25,6 +26,15 @@ class AttentionPart(Enum):
     MEAN = auto()  # that of weights and values: the result
 
 
+OF_TWO = {
+    (frozenset((AttentionPart.EXPONENTIALS, AttentionPart.SUM)), "divides"): AttentionPart.WEIGHTS,
+    (frozenset((AttentionPart.EXPONENTIALS, AttentionPart.INVERSE)), "multiplies"): AttentionPart.WEIGHTS,
+    (frozenset((AttentionPart.UNWEIGHED, AttentionPart.SUM)), "divides"): AttentionPart.MEAN,
+    (frozenset((AttentionPart.UNWEIGHED, AttentionPart.INVERSE)), "multiplies"): AttentionPart.MEAN,
+}
+"""The part of the quotient or product of two."""
+
+
 class ScoreChange(Enum):
     """A step from the product to the numbers whose softmax is taken."""
 
@@ -33,8 +43,12 @@ class ScoreChange(Enum):
     MULTIPLY = auto()
     DIVIDE = auto()
     CHOOSE = auto()  # the score where a mask is true, and a number where it is not
-    DISMISS = auto()  # the same where it is not true
+    DISMISS = auto()  # the score where it is not true
     ROUND = auto()  # to another dtype
+
+
+Rule: TypeAlias = tuple[Operand, bool]
+"""A mask, and whether it rules out where it is true."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +58,8 @@ class ScoreStep:
     Attributes:
         change: which.
         op: makes it.
-        by: its operand; of a choice the masks, all of which have to be true.
-        fill: what stands where a mask is not true.
+        by: its operand; of a choice the masks: all have to be true for the score, or none.
+        fill: what stands where they are not.
     """
 
     change: ScoreChange
@@ -58,6 +72,12 @@ class ScoreStep:
         """The values that it reads beside the scores."""
         operands = (*self.by, *(() if self.fill is None else (self.fill,)))
         return tuple(v for operand in operands for v in operand.reads)
+
+    @property
+    def rules(self) -> frozenset[Rule]:
+        """The masks of a choice, and of each whether it rules out where it is true."""
+        is_choice = self.fill is not None
+        return frozenset((by, self.change is ScoreChange.DISMISS) for by in self.by if is_choice)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +93,14 @@ class Attention:
         query_axes: along which the dimensions of the query count, and so on; the axes of the scores come
             first, then that of the features of the value, then that of those of query and key.
         lengths: of all axes.
+        own: how many axes the scores have; a dimension of them that is cut later has several.
         source: the axis of the keys.
         steps: from the product of query and key to the numbers whose softmax is the weights.
         means: the op that multiplies weights and values.
         weights: what it reads beside the values, perhaps without having been divided by the sum.
         weighings: how the weights are changed behind softmax, such as by dropout: multiplied or divided by
             what is not computed of them, or 0 where a mask says so.
+        undivided: how many of these come before the division by the sum.
     """
 
     ops: tuple[Op, ...]
@@ -91,11 +113,13 @@ class Attention:
     value_axes: Axes
     result_axes: Axes
     lengths: dict[int, int]
+    own: int
     source: int
     steps: tuple[ScoreStep, ...]
     means: Op
     weights: Variable
     weighings: tuple[ScoreStep, ...] = ()
+    undivided: int = 0
 
     @property
     def scores(self) -> Op:
@@ -115,3 +139,11 @@ class NoPartError(Exception):
     def __init__(self, op: Op, why: str) -> None:
         super().__init__(why)
         self.op, self.why = op, why
+
+
+class AxisCutError(NoPartError):
+    """An op that cuts an axis of the scores in two."""
+
+    def __init__(self, op: Op, cut: AxisCut) -> None:
+        super().__init__(op, "cuts an axis in a way that is not followed")
+        self.cut = cut

@@ -12,7 +12,8 @@ from onward.core.program import Phase, Program, Recipe
 from onward.core.recipe import build, whole_types
 from onward.develop.attention.find import attentions
 from onward.develop.attention.layout import Laid, laid_out, never
-from onward.develop.attention.parts import Attention, NoPartError
+from onward.develop.attention.parts import Attention, NoPartError, ScoreChange, ScoreStep
+from onward.develop.attention.steps import never_seen
 from onward.develop.rewrite.put import entered, inside
 from onward.develop.roll.forward import forward_of
 
@@ -21,6 +22,7 @@ Kernel: TypeAlias = Literal["blocks", "cudnn"]
 _GAIN = 0.8  # blocks pay where they compute less than this share of the scores
 _SHORT = 64  # places below which they do not
 _LOW = ("bfloat16", "float16")
+_LEAST_BYTES = 2  # of a number of these
 _MOST_FEATURES = 128  # of a head, for cuDNN
 
 
@@ -84,8 +86,10 @@ def hindrance(laid: Laid, kernel: Kernel) -> str:
         return f"it runs on {platform}, and cuDNN on NVIDIA GPUs; leave kernel away here"
     if dtype not in _LOW or {found.key.dtype, found.value.dtype} != {found.query.dtype}:
         return f"it computes in {dtype}; expected bfloat16 or float16, as of ow.mixed_precision(program)"
-    if found.weighings:
-        op = found.weighings[0].op
+    masks = never_seen(found.steps)
+    changes = [s for s in found.weighings if not (_is_wide(s) or (s.fill is not None and s.rules <= masks))]
+    if changes:
+        op = changes[0].op
         return (
             f"its weights are changed behind softmax, as by dropout, by {op.type}{op.at}; leave kernel away"
         )
@@ -99,3 +103,9 @@ def hindrance(laid: Laid, kernel: Kernel) -> str:
             f"multiple of 8 up to {_MOST_FEATURES}"
         )
     return ""
+
+
+def _is_wide(step: ScoreStep) -> bool:
+    """Whether a change is one of dtype, to one that holds as much as those that cuDNN computes in."""
+    before, after = step.op.inputs[0].dtype, step.op.outputs[0].dtype
+    return step.change is ScoreChange.ROUND and before != after and after.itemsize >= _LEAST_BYTES

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from onward.core.primitives.traits import Linear
 from onward.core.program import Op, Variable
 from onward.develop.attention.axes import Axes
 from onward.develop.attention.operands import Operand, ScoreOperands, row_of
-from onward.develop.attention.parts import ScoreChange, ScoreStep
+from onward.develop.attention.parts import Rule, ScoreChange, ScoreStep
+from onward.develop.attention.truths import conjuncts, disjuncts
 from onward.develop.chunk.numbered import operands_of
 
 
@@ -16,7 +19,7 @@ def score_change(own: ScoreOperands, op: Op, scores: Variable, axes: Axes) -> Sc
     """A step with scores and what is not computed of them; None if it does something else."""
     row, at, others = row_of(op), operands_of(op).index(scores), _others(own, op, scores, axes)
     if row.chooses:
-        return _choice(op, at, others)
+        return _choice(own, op, at, others)
     if len(others) != 1:
         return None
     (other,) = others
@@ -34,9 +37,20 @@ def weighing(own: ScoreOperands, op: Op, weights: Variable, axes: Axes) -> Score
     """
     at, others = operands_of(op).index(weights), _others(own, op, weights, axes)
     if row_of(op).chooses:
-        step = _choice(op, at, others)
+        step = _choice(own, op, at, others)
         return step if step is not None and step.fill is not None and step.fill.number == 0 else None
     return _scaled(op, at, others[0]) if len(others) == 1 else None
+
+
+def never_seen(steps: Sequence[ScoreStep]) -> frozenset[Rule]:
+    """The masks by which scores are minus infinity when all steps are done."""
+    found: frozenset[Rule] = frozenset()
+    for step in reversed(steps):
+        if step.fill is not None and step.fill.number == -np.inf:
+            found |= step.rules
+        elif step.change is not ScoreChange.ROUND:
+            break
+    return found
 
 
 def _others(own: ScoreOperands, op: Op, v: Variable, axes: Axes) -> list[Operand]:
@@ -60,11 +74,14 @@ def _scaled(op: Op, at: int, other: Operand) -> ScoreStep | None:
     return None
 
 
-def _choice(op: Op, at: int, others: Sequence[Operand]) -> ScoreStep | None:
+def _choice(own: ScoreOperands, op: Op, at: int, others: Sequence[Operand]) -> ScoreStep | None:
     """The choice between an operand and another, by a mask."""
     if row_of(op).linear is not Linear.TOGETHER or op.inputs[0].dtype != bool or at == 0:
         return None
     mask, fill = others
-    if at == 2:
-        return ScoreStep(ScoreChange.CHOOSE, op, mask.conjuncts, fill)
-    return ScoreStep(ScoreChange.DISMISS, op, (mask,), fill)
+    chooses = at == 2
+    if (mask, chooses) not in own.apart:  # known by what they are: the same mask has the same parts
+        own.apart[mask, chooses] = conjuncts(mask) if chooses else disjuncts(mask)
+    return ScoreStep(
+        ScoreChange.CHOOSE if chooses else ScoreChange.DISMISS, op, own.apart[mask, chooses], fill
+    )

@@ -10,7 +10,7 @@ from onward.core.marks import CHUNK
 from onward.core.program import Op, Program, Variable
 from onward.core.source import function_name
 from onward.core.words import Pass
-from onward.develop.recompute.activations import Activations
+from onward.develop.recompute.activations import Activations, may_run_again
 from onward.develop.recompute.ladder import KeepPlan
 from onward.develop.roll.roll import rolls_of
 
@@ -62,6 +62,11 @@ def nothing_again(program: Program, scopes: Scopes) -> str:
             f"They are in {count} chunks{chunks.at}, a loop that keeps only what enters it and that the "
             "backward pass runs again as it is. Leave them out."
         )
+    elif fixed := _fixed(program, scopes):
+        why = (
+            f"{fixed[0].type}{fixed[0].at} reads nothing that the step is given, so that it is the same in "
+            "each step and counts as a constant. Feed what it is computed of, such as the random key."
+        )
     elif rolls_of(program):
         why = "In layers that are one loop a budget chooses: recompute(program, 0.5)."
     else:
@@ -73,6 +78,15 @@ def nothing_again(program: Program, scopes: Scopes) -> str:
         f"recompute: nothing in the scopes {scopes_in_words(scopes)} of {program.name!r} is kept that could "
         f"be computed again. {why}"
     )
+
+
+def _fixed(program: Program, scopes: Scopes) -> list[Op]:
+    """The ops in these scopes that make, of constants alone, what the backward pass reads."""
+    found = Activations(program)
+    inside = (op for op in found.forward if _scope_of(op.scope, scopes) and may_run_again(op))
+    return [
+        op for op in inside if not found.read.isdisjoint(op.outputs) and found.depends.isdisjoint(op.outputs)
+    ]
 
 
 def _unknown(program: Program, found: Activations, scopes: Scopes) -> OnwardError:
