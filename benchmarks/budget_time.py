@@ -73,7 +73,7 @@ def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
     """For each limit on time the least memory of Onward beside the least by hand."""
     size = Size(1, 8, 2, 64, 16) if quick else Size()
     params, data = _params(size), _data(size)
-    ours = list(_ours(size, params, data, (0.6,) if quick else _BUDGETS))
+    ours = list(_ours(size, params, data, (0.75,) if quick else _BUDGETS))
     hand = list(_by_hand(size, params, data, quick))
     variants = {v.name: v for v in (*hand, *ours)}
     for variant in variants.values():

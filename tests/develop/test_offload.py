@@ -16,36 +16,35 @@ WIDTH = 16
 
 def _loss(params, x):
     for w in params["layers"]:
-        x = x + jnp.tanh(x @ w + params["bias"])
-    return jnp.mean((x @ params["head"]) ** 2)
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean((x * params["head"]) ** 2)
 
 
-def _params(dtype="float32"):
+def _params(dtype="float32", layers=2):
     def draw(*shape):
         return jnp.asarray(RNG.normal(size=shape) / 4, dtype)
 
-    layers = [draw(WIDTH, WIDTH) for _ in range(3)]
-    return {"layers": layers, "bias": draw(WIDTH), "head": draw(WIDTH, 4)}
+    return {"layers": [draw(WIDTH, WIDTH) for _ in range(layers)], "head": draw(WIDTH)}
 
 
-PARAMS = _params()
+PARAMS, DEEP = _params(), _params(layers=4)  # fewer layers are not worth a loop
 BATCHES = [RNG.normal(size=(8, WIDTH)).astype("float32") for _ in range(5)]
 
 
 def _adam(optimizer=None, params=None):
     optimizer = optimizer or ow.AdamW(1e-2, rules=[ow.ClipByGlobalNorm(0.1)])
-    data = jnp.asarray(BATCHES[0], (params or PARAMS)["bias"].dtype)
+    data = jnp.asarray(BATCHES[0], (params or PARAMS)["head"].dtype)
     return optimizer.minimize(_loss, params or PARAMS, data)
 
 
 ADAM = _adam()
-OFFLOADED = ow.offload(ADAM)
+OFFLOADED, ROLLED = ow.offload(ADAM), ow.roll(_adam(params=DEEP))
 NAMES = {v.name for v in ow.graph.offloaded(OFFLOADED)}
 
 
 def _ran(step, params=None, steps=1, batches=BATCHES):
     params = params or PARAMS
-    batches = [jnp.asarray(x, params["bias"].dtype) for x in batches]
+    batches = [jnp.asarray(x, params["head"].dtype) for x in batches]
     return step.run(step.init(params), batches, steps)[0]
 
 
@@ -80,7 +79,7 @@ def wanted(plain):
 def test_two_ops_for_each_slot_stand_next_to_its_update():
     kinds = [op.type for op in OFFLOADED.ops if op.made_by is ow.Pass.UPDATE]
     one = ["fetch", "fetch", "adam_w", "store", "store"]
-    assert kinds[-25:] == one * 5
+    assert kinds[-15:] == one * 3
     assert kinds.count("fetch") == 2 * kinds.count("adam_w")
     assert "fetched(head/mean) = fetch(head/mean)" in str(OFFLOADED)
     assert "next(head/mean) = store(updated(head/mean))" in str(OFFLOADED)
@@ -143,7 +142,7 @@ CASES = {
     "average": lambda: _adam(ow.Adam(0.1, rules=[ow.EMA(0.9)])),
     "bfloat16": lambda: _adam(ow.Adam(0.1), _params("bfloat16")),
     "loss scale": lambda: ow.mixed_precision(ADAM, "float16"),
-    "rolled": lambda: ow.roll(ADAM),
+    "rolled": lambda: ROLLED,
     "guard": lambda: ow.guard(ADAM, "skip"),
     "stop": lambda: ow.guard(ADAM, "stop"),
     "micro-batches": lambda: ow.accumulate(ADAM, 2),
@@ -156,7 +155,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_same_numbers_after_other_transforms(case):
     program = CASES[case]()
-    params = PARAMS if case != "bfloat16" else _params("bfloat16")
+    params = {"bfloat16": _params("bfloat16"), "rolled": DEEP}.get(case, PARAMS)
     batches = [BATCHES[0], np.full_like(BATCHES[1], np.nan if case == "guard" else 1), BATCHES[2]]
     offloaded = ow.offload(program)
     found = _ran(ow.compile(offloaded), params, batches=batches)
@@ -245,7 +244,7 @@ def test_memory_tells_host_and_device_apart():
     assert "in host memory" in str(ow.compile(OFFLOADED, roll=False).plan())
 
 
-@pytest.mark.parametrize("program", [OFFLOADED, ow.offload(ow.guard(ADAM)), ow.offload(ow.roll(ADAM))])
+@pytest.mark.parametrize("program", [OFFLOADED, ow.offload(ow.guard(ADAM)), ow.offload(ROLLED)])
 def test_the_slots_of_one_parameter_at_a_time(program):
     """Of what was fetched and not yet stored, all belongs to one parameter, in the order of the ops."""
     there, most = set(), 0
@@ -272,7 +271,7 @@ def test_a_choice_of_state():
 
 REFUSED = {
     "nothing is named 'layers/9/mean'": lambda: ow.offload(ADAM, "layers/9/mean"),
-    r"'head' .* is read by dot_general\w* at test_offload.py:\d+ in the forward pass": lambda: ow.offload(
+    r"'head' .* is read by broadcast_in_dim at test_offload.py:\d+ in the forward pass": lambda: ow.offload(
         ADAM, "head"
     ),
     "'step' .* is a single number": lambda: ow.offload(ADAM, "step"),
@@ -301,7 +300,7 @@ def test_a_device_without_such_memory(monkeypatch):
 
     monkeypatch.setattr("onward.execute.pinned._default_device", Device)
     with pytest.raises(
-        ow.ArgumentError, match=r"'bias/mean' in host memory .*OldDevice.* no memory kind 'pinned_host'"
+        ow.ArgumentError, match=r"'head/mean' in host memory .*OldDevice.* no memory kind 'pinned_host'"
     ):
         ow.compile(OFFLOADED)
 

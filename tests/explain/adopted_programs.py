@@ -228,7 +228,7 @@ def variational_inference():
     return Published(update, (state,), (X, Y), lambda out: (out[:1], out[1]), draws=True)
 
 
-def small_gpt():
+def small_gpt(blocks=2):
     """Tokens, causal attention, a loss over those that are no padding, a schedule, clipped gradients."""
     tokens = RANDOM.integers(1, 8, size=(16, 6)).astype(np.int32)
 
@@ -246,7 +246,7 @@ def small_gpt():
         def __call__(self, tokens):
             embed = nn.Embed(8, 8)
             x = embed(tokens) + self.param("positions", nn.initializers.normal(), (6, 8))
-            for _ in range(2):
+            for _ in range(blocks):
                 x = Block()(x)
             return embed.attend(nn.RMSNorm()(x))
 

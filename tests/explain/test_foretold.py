@@ -25,8 +25,8 @@ def trained(model, optimizer=None):
     return (optimizer or ow.Adam(1e-3)).minimize(model.loss, model.params, *model.data)
 
 
-def mlp():
-    return trained(models.mlp((64, 128, 128, 10), batch=256))
+def mlp(*hidden):
+    return trained(models.mlp((64, *hidden, 128, 10), batch=256))
 
 
 def transformer(layers=2):
@@ -92,7 +92,7 @@ def checkpointed(scanned=False, policy=None):
         return jnp.mean(x**2)
 
     weights = jnp.stack([jnp.eye(32) * 0.3] * 2)
-    params = jnp.stack([weights] * 6) if scanned else [weights] * 6
+    params = jnp.stack([weights] * 4) if scanned else [weights] * 4
     return SGD.minimize(loss, params, jnp.ones((256, 32)))
 
 
@@ -105,7 +105,7 @@ def dropped(kind):
             x = jnp.where(keep, jax.nn.relu(x @ w) / 0.9, 0)
         return jnp.mean(x**2)
 
-    return SGD.minimize(loss, [jnp.eye(64)] * 4, jnp.ones((256, 64)), jax.random.key(0, impl=kind))
+    return SGD.minimize(loss, [jnp.eye(64)] * 3, jnp.ones((256, 64)), jax.random.key(0, impl=kind))
 
 
 def noisy():
@@ -123,10 +123,10 @@ def low_precision():
             x = jnp.tanh(x @ w)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    return SGD.minimize(loss, [jnp.eye(64, dtype=jnp.bfloat16)] * 4, jnp.ones((512, 64), jnp.bfloat16))
+    return SGD.minimize(loss, [jnp.eye(64, dtype=jnp.bfloat16)] * 3, jnp.ones((512, 64), jnp.bfloat16))
 
 
-def blocks(layers=6):
+def blocks(layers=4):
     def loss(params, x):
         for i, w in enumerate(params):
             with jax.named_scope(f"block_{i}"):
@@ -139,20 +139,20 @@ def blocks(layers=6):
 
 PROGRAMS = {
     "mlp": mlp,
-    "mlp of a small batch": lambda: trained(models.mlp((64, 256, 256, 10), batch=16)),
-    "mlp, deep": lambda: trained(models.mlp((128,) * 8 + (10,), batch=128)),
+    "mlp of a small batch": lambda: trained(models.mlp((64, 256, 10), batch=16)),
+    "mlp, deep": lambda: trained(models.mlp((128,) * 5 + (10,), batch=128)),
     "mlp replicated": lambda: ow.replicate(mlp(), 8),
-    "mlp in bfloat16": lambda: ow.mixed_precision(mlp(), "bfloat16"),
+    "mlp in bfloat16": lambda: ow.mixed_precision(mlp(128), "bfloat16"),
     "mlp accumulated": lambda: ow.accumulate(mlp(), 4),
     "bfloat16 by hand": low_precision,
     "convolutions": lambda: trained(models.resnet((8,), size=16, batch=8), SGD),
     "max pooling": lambda: pooled(2, "VALID"),
     "max pooling, padded": lambda: pooled(3, "SAME"),
     "lstm": lambda: trained(models.lstm(hidden=32, features=16, seq=16, batch=16), SGD),
-    "layer norms": lambda: trained(models.residual_mlp(4, 32, 256), SGD),
+    "layer norms": lambda: trained(models.residual_mlp(3, 32, 256), SGD),
     "transformer": transformer,
     "transformer in bfloat16": lambda: ow.mixed_precision(transformer(), "bfloat16"),
-    "gpt rolled": lambda: ow.roll(trained(models.transformer(layers=3, **SMALL))),
+    "gpt rolled": lambda: ow.roll(trained(models.transformer(layers=2, **SMALL))),
     "embedding": embedded,
     "head, picked": lambda: head(picked),
     "head, by logsumexp": lambda: head(by_logsumexp),
