@@ -69,7 +69,7 @@ def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
 
 def _rows(case: Case, rounds: int, quick: bool) -> list[Row]:
     program = ow.SGD(_RATE).minimize(case.loss, case.params, *case.data)
-    where = ow.graph.attention_scores(program) if case.is_attention else ()
+    where = ow.graph.attention_scores(program) if case.is_attention else None
     chunked = ow.chunk(program, case.chunks, where=where)
     made = {
         ONWARD: _onward(program, case),

@@ -371,7 +371,7 @@ def test_a_step_that_knows_its_number_of_rows_is_a_file_for_that_one(loss, said,
     x = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
     program = ow.Adam(0.1).minimize(loss, w, x)
     if of_scores is not None:
-        program = ow.chunk(program, 4, where=ow.graph.attention_scores(program) if of_scores else ())
+        program = ow.chunk(program, 4, where=ow.graph.attention_scores(program) if of_scores else None)
     step = ow.compile(program)
     with pytest.warns(UserWarning, match=said):
         other, state = ow.load_step(ow.save(step, tmp_path / "m", step.init(w)))
