@@ -1,6 +1,7 @@
 """Declarations: what a network needs, said where it is needed, inside a traced function or before it."""
 
 import threading
+import time
 from functools import cache
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax import lax
 
 import onward as ow
+from onward.define.context import Context
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 3)).astype("float32")
@@ -495,6 +497,36 @@ def test_layers_that_were_traced_apart_do_not_share_in_silence():
     assert names(ow.trace(named).parameters) == ["same/w", "same/b"]
 
 
+def test_a_layer_declared_outside_does_not_share_with_one_inside_a_function():
+    x = ow.data("x", (None, 3))
+    outside = ow.layer.fc(x, 2)
+    whole = ["fc_0/w", "fc_0/b", "fc_1/w", "fc_1/b"]
+
+    def network():
+        before = outside * 1.0
+        return before + ow.layer.fc(x * 2.0, 2)
+
+    for training in (True, False):  # the second trace finds the first layer named
+        assert names(ow.trace(network, training=training).parameters) == whole
+
+
+def test_an_unnamed_layer_is_not_numbered_as_people_named_another():
+    def network():
+        x = ow.data("x", (None, 3))
+        named = ow.layer.fc(x, 2, name="fc_0")
+        return named + ow.layer.fc(x * 2.0, 2) + ow.layer.fc(x * 3.0, 2, name="fc_0")
+
+    assert names(ow.trace(network).parameters) == ["fc_0/w", "fc_0/b", "fc_1/w", "fc_1/b"]
+
+
+def test_a_layer_named_in_a_trace_of_its_own_cannot_be_met_by_one_numbered_alike():
+    x = ow.data("x", (None, 3))
+    outside = ow.layer.fc(x, 2)
+    ow.trace(outside)
+    with pytest.raises(ow.TraceError, match=r"named 'fc_0'.*the fc at .*test_declare\.py:\d+ and Lazy fc"):
+        ow.trace(lambda: ow.layer.fc(x * 2.0, 2) + outside)
+
+
 ARITHMETIC = {
     "+": lambda a, b: a + b,
     "1 +": lambda a, b: 1 + a,
@@ -649,10 +681,25 @@ def test_threads_that_trace_at_once_do_not_mix():
         assert found[i]["fc_0/w"].shape == (i + 1, i + 2)
 
 
-def test_one_lazy_cost_traced_by_many_threads():
+def test_one_lazy_cost_traced_by_many_threads(monkeypatch):
     cost = ow.layer.mse(ow.layer.fc(ow.layer.fc(ow.data("x", (None, 3)), 4), 1), ow.data("y", (None, 1)))
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(names(ow.trace(cost).state))) for _ in range(8)]
+    number, data, found = Context.number, Context.data, []
+
+    def slowly(context, kind):  # others, which began later, reach a layer between the names of two
+        time.sleep(0.04)
+        return number(context, kind)
+
+    def later(context, *args):
+        time.sleep(0.01 * int(threading.current_thread().name))
+        return data(context, *args)
+
+    monkeypatch.setattr(Context, "number", slowly)
+    monkeypatch.setattr(Context, "data", later)
+
+    def work():
+        found.append(names(ow.trace(cost).state))
+
+    threads = [threading.Thread(target=work, name=str(i)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

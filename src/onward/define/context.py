@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 from onward.core.errors import ArgumentError, TraceError, nearest
 from onward.core.jaxprs.reading import declared
 from onward.core.jaxprs.scopes import current_scope, outermost_scope, trace_in_progress
-from onward.core.names import Names
 from onward.core.source import user_line
 from onward.core.variable import holds_keys
 from onward.core.words import Kind
@@ -67,7 +67,8 @@ class Context:
     """The declarations of one trace, in order.
 
     ``makers`` has, for a Variable that a layer outside of a function declares, that layer; None for what
-    people named, or what all layers share.
+    people named, or what all layers share. ``layers`` has the names that no other layer is numbered by, each
+    with whose it is: a Lazy layer, or the words for one that the function calls; None for a name of data.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Context:
         self.bounds: list[Bound] = []
         self.memory: dict[Any, Any] = {}
         self.makers: dict[str, Any] = {}
-        self.scopes = Names(taken)
+        self.layers: dict[str, Any] = dict.fromkeys(taken)
         self.extra = Extra()
         self._keys = 0
         self._base: Any = None
@@ -191,12 +192,7 @@ class Context:
 
     def number(self, kind: str) -> str:
         """The name of the next layer of this kind in the open scope: ``fc_0``, ``fc_1``..."""
-        count = 0
-        while True:
-            candidate = self.scoped(f"{kind}_{count}")
-            if self.scopes.new(candidate) == candidate:
-                return f"{kind}_{count}"
-            count += 1
+        return next(name for i in count() if self.scoped(name := f"{kind}_{i}") not in self.layers)
 
     def label(self, name: str, value: Any) -> None:
         """Name the Variable that holds this value; the outermost layer that returns it has the last word."""

@@ -20,6 +20,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import count
+from threading import RLock
 from typing import Any, NoReturn
 
 import jax
@@ -136,6 +137,7 @@ class Lazy:
 
 
 _ORDER = count()
+NAMING = RLock()  # held by who gives layers their names: another trace would number its own alike
 
 
 class LazyData(Lazy):
@@ -213,11 +215,8 @@ class LazyCall(Lazy):
         if not getattr(self.function, "takes_lazy", False):
             value = resolved if "name" in self.parameters else made
             args, options = value(args), {key: value(option) for key, option in options.items()}
-        if self.name is None and "name" in self.parameters:
-            self.name = context.number(self.function.__name__)
-        self._expect_own_name(context)
         if "name" in self.parameters:
-            options = {**options, "name": self.name}
+            options = {**options, "name": self._own_name(context)}
         result = self.function(*args, **options)
         for name in context.declared.keys() - context.makers.keys():
             context.makers[name] = self
@@ -227,10 +226,7 @@ class LazyCall(Lazy):
         """Name the Variable of an operator's result that a person asks for, as layers name theirs."""
         if "name" in self.parameters:
             return
-        if self.name is None:
-            self.name = context.number(self.function.__name__)
-        self._expect_own_name(context)
-        context.label(self.name, self.value())
+        context.label(self._own_name(context), self.value())
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -242,20 +238,24 @@ class LazyCall(Lazy):
         self.options["size"] = size
         return self.value()
 
-    def _expect_own_name(self, context: Context) -> None:
-        """Raise ``TraceError`` if another layer was given the same name in a trace of its own."""
-        for other in context.memory:
-            same = isinstance(other, LazyCall) and other.name == self.name
-            if same and self.name is not None and not self.may_be(other):
-                raise TraceError(
-                    f"Two layers are named {self.name!r}, because they were traced apart before: {other!r} "
-                    f"and {self!r}. They would share it. Give layers names of their own, "
-                    "layer.fc(..., name='first'), or trace these two together first."
-                )
+    def _own_name(self, context: Context) -> str:
+        """The name, given in the first trace; ``TraceError`` if another layer has the same in this one."""
+        with NAMING:
+            self.name = self.name or context.number(self.function.__name__)
+        other = context.layers.get(self.name)
+        if other is None:
+            context.layers[self.name] = self
+        elif not self.may_be(other):
+            raise TraceError(
+                f"Two layers are named {self.name!r}, because they were traced apart before: "
+                f"{other if isinstance(other, str) else repr(other)} and {self!r}. They would share it. Give "
+                "layers names of their own, layer.fc(..., name='first'), or trace these two together first."
+            )
+        return self.name
 
-    def may_be(self, other: LazyCall) -> bool:
+    def may_be(self, other: Any) -> bool:
         """Whether a layer of the same name may share its parameters: it is this one, or people named both."""
-        return other is self or (self.is_named and other.is_named)
+        return other is self or (self.is_named and getattr(other, "is_named", True))
 
     @property
     def lacks_size(self) -> bool:

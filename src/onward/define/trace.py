@@ -31,7 +31,7 @@ from onward.core.words import Kind
 from onward.define.arguments import Leaf, Specification, Type, specify, type_of
 from onward.define.assembly import Traced, assemble
 from onward.define.context import Context, current_context
-from onward.define.lazy import Lazy, LazyCall, data_in, has_lazy, lazies_in, leaves, made, resolved
+from onward.define.lazy import NAMING, Lazy, LazyCall, data_in, has_lazy, lazies_in, leaves, made, resolved
 from onward.define.purity import LeakWatch
 
 
@@ -172,7 +172,8 @@ class _TracedFunction:
 
     def program(self) -> Program:
         """The forward Program, as it was traced if it was traced for this already."""
-        found: Program = self.traces.found((*self._lengths(), self.batch_size), self._program)
+        with NAMING if self.lazies else nullcontext():
+            found: Program = self.traces.found((*self._lengths(), self.batch_size), self._program)
         return found
 
     def _lengths(self) -> tuple[Any, ...]:

@@ -53,6 +53,7 @@ def layer(function: F) -> F:
             return function(*args, **options)
         args, options = resolved(args), {key: resolved(option) for key, option in options.items()}
         label = context.scoped(name or context.number(function.__name__))
+        context.layers.setdefault(label, f"the {function.__name__} at {user_line()}")
         with jax.named_scope(label.rpartition("/")[2]):
             result = function(*args, **options)
         _label(context, label, result)
