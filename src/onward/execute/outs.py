@@ -60,6 +60,12 @@ class Outs(ByName):
             return self._step(range(len(self))[name])
         return self._over(lambda out: out[name])
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a result of this name, or a step of this number; no value is read."""
+        if isinstance(name, int | np.integer):
+            return -len(self) <= name < len(self)
+        return name in self._parts[0].out
+
     def __iter__(self) -> Iterator[Out]:
         """The Out of each step."""
         return map(self._step, range(len(self)))

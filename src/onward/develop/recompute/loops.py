@@ -141,16 +141,20 @@ class _Turn:
             return tuple(None if g is None else next(gradients) for g in known)
 
         turn.defvjp(saving, pull)
+        return _stopping(turn, [v.is_float and g is None for v, g in zip(inputs, known, strict=True)])
 
-        def apart(*values: Any) -> list[Any]:
-            # A rule of its own gives everything a gradient, zeros for what has none: then an optimizer would
-            # decay, and keep slots for, what the loss does not reach.
-            lost = (v.is_float and g is None for v, g in zip(inputs, known, strict=True))
-            return turn(
-                *(jax.lax.stop_gradient(x) if cut else x for x, cut in zip(values, lost, strict=True))
-            )
 
-        return apart
+def _stopping(turn: Any, lost: Sequence[bool]) -> Any:
+    """The turn without gradients of what is lost.
+
+    A rule of its own gives everything a gradient, zeros for what has none: then an optimizer would decay, and
+    keep slots for, what the loss does not reach.
+    """
+
+    def stopped(*values: Any) -> list[Any]:
+        return turn(*(jax.lax.stop_gradient(x) if cut else x for x, cut in zip(values, lost, strict=True)))
+
+    return stopped
 
 
 def _sum_of(cotangents: Sequence[Any], results: Sequence[Variable], v: Variable) -> Any:
