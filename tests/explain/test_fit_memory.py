@@ -20,7 +20,7 @@ from onward.explain.budget.savings import memory_savings
 from onward.explain.budget.search import BudgetChoice, BudgetSearch, bytes_taken
 
 RNG = np.random.default_rng(0)
-DEPTH, WIDTH, ROWS, WORDS = 2, 8, 128, 256
+DEPTH, WIDTH, ROWS, WORDS = 4, 8, 128, 256
 
 
 def normal(*shape):
@@ -117,7 +117,7 @@ def test_nothing_that_fits_is_faster():
             x = x + jnp.tanh(h) * jnp.exp(-h)
         return jnp.mean(x**2)
 
-    program = ow.Adam(0.1).minimize(deep, [normal(24, 24) for _ in range(2)], normal(128, 24))
+    program = ow.Adam(0.1).minimize(deep, [normal(24, 24) for _ in range(3)], normal(128, 24))
     base = Base(program, Chunking(), H100)
     states = offloadable(program)
     slots = [tuple(states[:n]) for n in (0, len(states))]
