@@ -45,8 +45,14 @@ class Published:
     keeps_statistics: bool = False
 
 
-def dense(key, n, m):
-    return {"w": jax.random.normal(key, (n, m)) / n**0.5, "b": jnp.zeros(m)}
+def drawn(init, *args):
+    """Numbers in the shapes that ``init`` gives, by NumPy: JAX compiles a draw for half a second."""
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(init, *args)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), shapes)
+
+
+def dense(rng, n, m):
+    return {"w": jnp.asarray(rng.normal(size=(n, m)) / n**0.5, "float32"), "b": jnp.zeros(m)}
 
 
 def mlp(params, x):
@@ -56,8 +62,7 @@ def mlp(params, x):
 
 
 def layers(*sizes):
-    pairs = pairwise(sizes)
-    return [dense(jax.random.fold_in(KEY, i), n, m) for i, (n, m) in enumerate(pairs)]
+    return [dense(np.random.default_rng(i), n, m) for i, (n, m) in enumerate(pairwise(sizes))]
 
 
 def linen_mnist():
@@ -70,7 +75,7 @@ def linen_mnist():
             return nn.Dense(3)(x.reshape(x.shape[0], -1))
 
     network = CNN()
-    params = network.init(KEY, IMAGES)["params"]
+    params = drawn(network.init, KEY, IMAGES)["params"]
     state = TrainState.create(apply_fn=network.apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
 
     @jax.jit
@@ -235,7 +240,8 @@ def small_gpt(blocks=2):
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x):
-            q, k, v = (nn.Dense(8, use_bias=False)(nn.RMSNorm()(x)) for _ in range(3))
+            normed = nn.RMSNorm()(x)
+            q, k, v = (nn.Dense(8, use_bias=False)(normed) for _ in range(3))
             length = x.shape[1]
             scores = jnp.where(jnp.tri(length, dtype=bool), q @ k.swapaxes(1, 2) / 8**0.5, -1e9)
             x = x + nn.softmax(scores) @ v
@@ -253,7 +259,7 @@ def small_gpt(blocks=2):
     network = GPT()
     rates = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates))
-    params = network.init(KEY, tokens)["params"]
+    params = drawn(network.init, KEY, tokens)["params"]
 
     @partial(jax.jit, donate_argnames=("params", "opt_state"))
     def train_step(params, opt_state, tokens):
@@ -364,7 +370,7 @@ def autoencoder():
 
     network = VAE()
     state = TrainState.create(
-        apply_fn=network.apply, params=network.init(KEY, X, KEY)["params"], tx=optax.adam(1e-2)
+        apply_fn=network.apply, params=drawn(network.init, KEY, X, KEY)["params"], tx=optax.adam(1e-2)
     )
 
     @jax.jit

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import grad, value_and_grad
-from tests.explain.adopted_programs import PUBLISHED
+from tests.explain.adopted_programs import PUBLISHED, drawn
 from tests.torture.adopt_table import cell
 
 import onward as ow
@@ -101,12 +101,12 @@ def with_flax():
         batch_stats: Any
 
     network = Network()
-    made = network.init(KEY, X)
+    made = drawn(network.init, KEY, X)
     state = State.create(
         apply_fn=network.apply,
         params=made["params"],
         tx=optax.sgd(0.1, momentum=0.9),
-        batch_stats=made["batch_stats"],
+        batch_stats=jax.tree.map(jnp.ones_like, made["batch_stats"]),
     )
 
     @jax.jit
@@ -142,7 +142,7 @@ def with_equinox():
 def with_haiku():
     """A random key that is split and carried on, once for each micro-batch; ``optax.MultiSteps``."""
     network = hk.transform(lambda x: hk.nets.MLP([1])(x))
-    params, optimizer = network.init(KEY, X), optax.MultiSteps(optax.adam(1e-2), 2)
+    params, optimizer = drawn(network.init, KEY, X), optax.MultiSteps(optax.adam(1e-2), 2)
 
     @jax.jit
     def step(params, opt_state, key, x, y):
