@@ -33,7 +33,7 @@ import onward as ow
 digits = load_digits()
 patches = (digits.images / 16).reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, 16, 4).astype(np.float32)
 labels = digits.target.astype(np.int32)
-BLOCKS, WIDTH = 2, 32
+BLOCKS, WIDTH = 3, 32
 
 
 def normalized(x):
@@ -82,7 +82,7 @@ program = ow.AdamW(2e-3).minimize(loss, params, *batch)
 # ## The whole step in one picture
 #
 # Three lanes: the forward pass runs down, the backward pass comes up on the other side, each gradient beside the
-# op it belongs to, and the update stands where its parameter is read. The two blocks are alike, so they are one
+# op it belongs to, and the update stands where its parameter is read. The three blocks are alike, so they are one
 # box. Click the plus on a box to open it, an op to see its types, cost and line; drag to pan; once clicked, turn
 # the wheel to zoom.
 
