@@ -53,8 +53,8 @@ def test_notebook(path, kernel, tmp_path):
     assert any(map(is_picture, cells[-1].outputs))
 
 
-# What is there behind a notebook, all that it imported, stays, and is not looked through again in each collection
-# of garbage: ``%reset`` is several of them.
+# All that a notebook imported stays, and is not looked through in each collection of garbage: ``%reset`` is
+# several of them.
 BEFORE = """\
 %reset -f
 __import__("gc").freeze()

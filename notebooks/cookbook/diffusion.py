@@ -30,8 +30,7 @@ def initial(rng):
         return rng.normal(0, np.sqrt(2 / rows), (rows, WIDTH)).astype(np.float32)
 
     hidden = [
-        {"w": weight(rows), "time": weight(32), "b": np.zeros(WIDTH, np.float32)}
-        for rows in (64, WIDTH)
+        {"w": weight(rows), "time": weight(32), "b": np.zeros(WIDTH, np.float32)} for rows in (64, WIDTH)
     ]
     return {
         "hidden": hidden,
