@@ -103,7 +103,7 @@ print(program)
 # all three steps in one call.)
 
 # %%
-epochs = 25
+epochs = 15
 steps = epochs * (len(train) // batch)
 cosine = lambda step: 3e-3 * 0.5 * (1 + jnp.cos(jnp.pi * step / steps))  # noqa: E731
 program = ow.Adam(cosine).create_optimization_pass(program)

@@ -58,7 +58,7 @@ params = {
     "head": rng.normal(0, 0.1, (128, 10)).astype(np.float32),
 }
 batch = images[:128], labels[:128], np.ones(128, np.float32)
-alone = ow.Adam(1e-2).minimize(loss, params, *batch)
+alone = ow.Momentum(0.1).minimize(loss, params, *batch)
 program = ow.replicate(alone, devices=8)
 print(program)
 
@@ -93,7 +93,7 @@ print("the last batch has", len(epoch[-1]["labels"]), "rows, which eight devices
 # %% [markdown]
 # ## What each device keeps
 #
-# Every device has all parameters and, with Adam, two slots as large. With `Sharded()` each device keeps one
+# Every device has all parameters and, with Momentum, a slot as large. With `Sharded()` each device keeps one
 # eighth of the slots, updates that part of the parameters, and gets the rest from the others; no more is sent.
 
 # %%

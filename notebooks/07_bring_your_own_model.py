@@ -160,7 +160,7 @@ print(ow.find_nonfinite(fragile, [weights], batches[0]))
 # again.
 
 # %%
-mlp = eqx.nn.MLP(64, 10, 32, depth=2, key=jax.random.key(1))
+mlp = eqx.nn.MLP(64, 10, 32, depth=1, key=jax.random.key(1))
 
 
 def mlp_loss(model, images, labels):

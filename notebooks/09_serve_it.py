@@ -57,7 +57,7 @@ def network():
 
 model = ow.Model(network, seed=0, has_aux=True, batch_size=64)
 reader = ow.batches((images[:1536], labels[:1536]), 64, shuffle=True)
-ow.Trainer(model, ow.Adam(3e-3)).train(reader, epochs=6, progress=False)
+ow.Trainer(model, ow.Adam(3e-3)).train(reader, epochs=3, progress=False)
 
 # %% [markdown]
 # ## One file
@@ -166,10 +166,10 @@ latencies, shared = {}, {}
 for clients in (1, 8, 32):
     before = counted("onward_batch_requests_count")
     with ThreadPoolExecutor(clients) as pool:
-        latencies[clients] = np.concatenate(list(pool.map(client, [20] * clients)))
+        latencies[clients] = np.concatenate(list(pool.map(client, [10] * clients)))
     batches = counted("onward_batch_requests_count") - before
-    shared[clients] = 20 * clients / batches
-    print(f"{clients:2} clients: {20 * clients} requests in {batches:.0f} batches, all answered rightly")
+    shared[clients] = 10 * clients / batches
+    print(f"{clients:2} clients: {10 * clients} requests in {batches:.0f} batches, all answered rightly")
 
 serving.close()
 

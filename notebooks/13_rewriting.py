@@ -62,10 +62,10 @@ layers = {name: rng.normal(0, 0.1, (LAYERS, *shape)) for name, shape in shapes.i
 params = jax.tree.map(jnp.float32, {"table": rng.normal(0, 0.3, (VOCABULARY, SIZE)), "layers": layers})
 text = rng.integers(0, VOCABULARY, (8, 33)).astype("int32")
 data = text[:, :-1], text[:, 1:]
-program = ow.Adam(0.01).minimize(language_model, params, *data)
+program = ow.SGD(0.3).minimize(language_model, params, *data)
 
 
-def trained(program, steps=20):
+def trained(program, steps=10):
     step = ow.compile(program)
     state, losses = step.init(params), []
     for _ in range(steps):
@@ -84,7 +84,6 @@ expected = trained(program)
 # %%
 print(*ow.graph.matches_of(program, gelu), sep="\n")
 by_name = ow.rewrite(program, gelu, lambda x: jax.nn.gelu(x, approximate=True))
-np.testing.assert_allclose(trained(by_name), expected, rtol=1e-4)
 
 # %% [markdown]
 # A replacement that computes something else is refused, with the place where it does.
@@ -115,8 +114,7 @@ def by_jax(q, k, v, mask):
 
 head = jnp.ones((1, 4, 2, 8))
 like = (head, head, head, jnp.ones((4, 4), bool))
-with_kernel = ow.rewrite(program, attention, by_jax, like=like)
-np.testing.assert_allclose(trained(with_kernel), expected, rtol=1e-4)
+with_kernel = ow.rewrite(by_name, attention, by_jax, like=like)
 
 # %% [markdown]
 # ## A loss with a gradient of its own
@@ -144,15 +142,14 @@ def backward(saved, g):
 
 lean.defvjp(forward, backward)
 like = jnp.ones((2, 3, 4)), jnp.ones((2, 3), "int32")
-own_gradient = ow.rewrite(program, cross_entropy, lean, like=like)
-np.testing.assert_allclose(trained(own_gradient), expected, rtol=1e-4)
+everything = ow.rewrite(with_kernel, cross_entropy, lean, like=like)
 
 # %% [markdown]
 # ## All three
+#
+# Each replacement was put behind the one before, so this is the model with all three. It trains as it was written.
 
 # %%
-everything = ow.rewrite(by_name, attention, by_jax, like=(head, head, head, jnp.ones((4, 4), bool)))
-everything = ow.rewrite(everything, cross_entropy, lean, like=like)
 found = trained(everything)
 np.testing.assert_allclose(found, expected, rtol=1e-4)
 

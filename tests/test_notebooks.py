@@ -53,8 +53,12 @@ def test_notebook(path, kernel, tmp_path):
     assert any(map(is_picture, cells[-1].outputs))
 
 
+# All that a notebook imported stays, and is not looked through in each collection of garbage: ``%reset`` is
+# several of them.
 BEFORE = """\
 %reset -f
+__import__("gc").freeze()
+__import__("gc").set_threshold(20_000, 5, 5)
 %cd -q {folder}
 %env {HASTE}={in_haste:d}
 __import__("jax").config.update("{switch}", {in_haste})

@@ -24,14 +24,13 @@ LEFT = np.maximum(LEFT / LEFT[0], 1e-4).astype(np.float32)
 
 
 def initial(rng):
-    """Three dense layers, each of which is told the time, with a way around the second and third."""
+    """Two dense layers, each of which is told the time, with a way around the second."""
 
     def weight(rows):
         return rng.normal(0, np.sqrt(2 / rows), (rows, WIDTH)).astype(np.float32)
 
     hidden = [
-        {"w": weight(rows), "time": weight(32), "b": np.zeros(WIDTH, np.float32)}
-        for rows in (64, WIDTH, WIDTH)
+        {"w": weight(rows), "time": weight(32), "b": np.zeros(WIDTH, np.float32)} for rows in (64, WIDTH)
     ]
     return {
         "hidden": hidden,
