@@ -119,7 +119,7 @@ def accumulating_step_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_to_look_through() -> None:
-    """What a benchmark finds is not looked through in each of its rounds, though others ran in this module."""
+    """A benchmark collects garbage in each round: not of what others of this module left."""
     gc.collect()
     gc.freeze()
 

@@ -63,7 +63,7 @@ class Outs(ByName):
     def __contains__(self, name: object) -> bool:
         """Whether there is a result of this name, or a step of this number; no value is read."""
         if isinstance(name, int | np.integer):
-            return -len(self) <= name < len(self)
+            return -len(self) <= int(name) < len(self)
         return name in self._parts[0].out
 
     def __iter__(self) -> Iterator[Out]:

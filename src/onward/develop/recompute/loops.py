@@ -151,7 +151,7 @@ def _stopping(turn: Any, lost: Sequence[bool]) -> Any:
     keep slots for, what the loss does not reach.
     """
 
-    def stopped(*values: Any) -> list[Any]:
+    def stopped(*values: Any) -> Any:
         return turn(*(jax.lax.stop_gradient(x) if cut else x for x, cut in zip(values, lost, strict=True)))
 
     return stopped
