@@ -207,6 +207,102 @@ def test_a_gradient_that_an_output_holds_is_that_of_the_big_batch():
     np.testing.assert_array_equal(*found)
 
 
+# ---------------------------------------------------------------- statistics of the data
+
+TOLD = np.array(
+    [-1, -1, 2, 1, 0, -1, 1, 2]
+)  # labels; the first two examples, and so a micro-batch, have none
+
+
+def by_count(w, x, labels):
+    told = labels >= 0
+    errors = -jnp.take_along_axis(jax.nn.log_softmax(x @ w), jnp.where(told, labels, 0)[:, None], 1)[:, 0]
+    count = told.sum()
+    right = jnp.sum((jnp.argmax(x @ w, 1) == labels) * told)
+    return jnp.sum(errors * told) / count, {"count": count, "accuracy": right / count}
+
+
+def by_shares(w, x, labels):
+    share = (labels >= 0) / jnp.maximum(jnp.sum(1.0 * (labels >= 0)), 1e-6)
+    total = jnp.sum(share * jnp.sum((x @ w) ** 2, 1)) + 0.1 * jnp.sum(w**2)
+    return total, {"shares": share, "sum": jnp.sum(share * x[:, 0])}
+
+
+def by_nested(w, x, labels):
+    """Data that is normalized, and then counts as far as it lies from the middle."""
+    normal = (x - x.mean(0)) / x.std(0, ddof=1)
+    far = jnp.abs(normal).max(1)
+    return jnp.sum(far * jnp.sum((normal @ w) ** 2, 1)) / far.sum() + jnp.sum(
+        x[:, 0] * jnp.sum(w)
+    ), far.mean()
+
+
+def check_by_data(loss, *programs):
+    """Two steps of each Program are those of the loss by JAX."""
+    w, x = np.cos(np.arange(9.0)).reshape(3, 3), X[:ROWS]
+    for program in programs:
+        step = ow.compile(program)
+        state, expected = step.init(w), w
+        for _ in range(2):
+            (value, aux), slope = jax.value_and_grad(loss, has_aux=True)(expected, x, TOLD)
+            expected = expected - RATE * slope
+            state, out = step(state, x, TOLD)
+            equal(out.loss, value)
+            jax.tree.map(equal, out.aux, aux)
+        equal(state.parameters, expected)
+
+
+@pytest.mark.parametrize("loss", [by_count, by_shares])
+def test_micro_batches_divide_by_what_counts_in_the_whole_batch(loss):
+    """One of them has nothing that counts: by its own number it would be NaN."""
+    program = ow.SGD(RATE).minimize(loss, np.ones((3, 3)), X[:ROWS], TOLD, has_aux=True)
+    check_by_data(
+        loss, accumulate(program, 4), accumulate(program, 8), ow.replicate(accumulate(program, 2), 2)
+    )
+
+
+def test_statistics_of_statistics_of_the_data():
+    program = ow.SGD(RATE).minimize(by_nested, np.ones((3, 3)), X[:ROWS], TOLD, has_aux=True)
+    check_by_data(by_nested, accumulate(program, 4), accumulate(ow.replicate(program, 2), 2))
+
+
+def test_what_counts_is_computed_once_before_the_loop():
+    program = accumulate(ow.SGD(RATE).minimize(by_count, np.ones((3, 3)), X[:ROWS], TOLD, has_aux=True), 4)
+    loop = next(op for op in program.ops if op.type == "accumulate")
+    first = program.ops[: program.ops.index(loop)]
+    assert [op.outputs[0].shape for op in first if op.type == "reduce_sum"] == [()]
+    assert first[-1].type == "of_whole_batch"
+    assert first[-1].outputs[0] in loop.inputs
+    inside = loop.subprograms["micro_batch"]
+    assert "of_whole_batch" not in [op.type for op in inside.ops]
+
+
+def test_a_statistic_that_is_carried_is_that_of_a_micro_batch():
+    def loss(w, state, x, labels):
+        total = jnp.sum(x[:, 0] ** 2)
+        return jnp.sum(x[:, 0] ** 2 / total * (x @ w)[:, 0]), state + total
+
+    w = np.ones((3, 3))
+    program = ow.SGD(RATE).minimize(loss, w, X[:ROWS], TOLD, state=np.float64(0))
+    with pytest.warns(UserWarning, match="'div' at .*test_accumulate.py.* reads a statistic of the examples"):
+        step = ow.compile(accumulate(program, 4))
+    state, out = step(step.init(w, np.float64(0)), X[:ROWS], TOLD)
+    equal(state.model_state, np.sum(X[:ROWS, 0] ** 2))
+    equal(out.loss, np.sum([loss(w, 0, x, TOLD)[0] for x in X[:ROWS].reshape(4, 2, 3)]))
+
+
+def test_a_function_without_that_op_at_another_length_is_refused():
+    def network():
+        x = ow.data("x", (None, 3), "float64")
+        weight = jnp.sum(x[:, :1] ** 2) if x.shape[0] != 3 else jnp.float64(7)
+        return jnp.sum(ow.layer.fc(x, 1) ** 2) / weight
+
+    step = ow.compile(accumulate(ow.SGD(RATE).minimize(ow.trace(network)), 2))
+    state, _ = step(step.init(), X[:ROWS])
+    with pytest.raises(ow.OnwardError, match="the function builds another graph"):
+        step(state, X[:6])
+
+
 # ---------------------------------------------------------------- what data is cut
 
 
@@ -344,6 +440,7 @@ def plain(value):
     return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
 
 
+@pytest.mark.filterwarnings("ignore:.*as batch normalization does")
 def test_state_goes_from_one_micro_batch_to_the_next():
     """Statistics, a key, counters: those of a loop over Programs of one micro-batch; gradients its mean."""
     small = ow.append_backward(ow.trace(carrying, batch_size=2))
@@ -365,6 +462,7 @@ def test_state_goes_from_one_micro_batch_to_the_next():
     assert (int(state["seen"]), float(state["before"])) == (ROWS, pytest.approx(x[:-2].sum()))
 
 
+@pytest.mark.filterwarnings("ignore:.*as batch normalization does")
 def test_statistics_are_those_of_numpy():
     def network():
         x = ow.layer.batch_norm(ow.data("x", (None, 3), "float64"), momentum=0.9)
@@ -425,6 +523,7 @@ def test_devices_exchange_gradients_once_for_all_micro_batches():
     check_line(program)
 
 
+@pytest.mark.filterwarnings("ignore:.*as batch normalization does")
 @pytest.mark.parametrize("sync", [True, False])
 def test_statistics_and_keys_on_devices(sync):
     program = ow.SGD(RATE).minimize(ow.trace(carrying, batch_size=ROWS))

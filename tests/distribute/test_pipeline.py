@@ -264,6 +264,7 @@ def printing(params: Any, x: Any) -> Any:
     return loss
 
 
+@pytest.mark.filterwarnings("ignore:.*as batch normalization does")
 def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
     forward = ow.trace(mlp, MLP, X)
     refused = {
@@ -299,6 +300,27 @@ def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
     deep = ow.SGD(0.1).minimize(mlp, MLP * 3, X)
     with pytest.raises(ow.ArgumentError, match="9 stages, each on a device of its own, and JAX shows 8"):
         ow.compile(ow.pipeline(deep, 9, 3))
+
+
+def test_micro_batches_divide_by_what_counts_in_the_whole_batch():
+    """A loss by mask on stages: micro-batches have several numbers of examples that count, one has none."""
+
+    def loss(params: Any, x: Any, mask: Any) -> Any:
+        h = jnp.tanh(x @ params["first"]) @ params["last"]
+        return jnp.sum(mask * jnp.sum(h**2, 1)) / jnp.sum(mask), jnp.sum(mask)
+
+    params = {"first": normal(3, WIDE), "last": normal(WIDE, 2)}
+    x, mask = normal(8, 3), np.array([0.0, 0, 1, 1, 0, 1, 1, 2])
+    program = CLIPPED.minimize(loss, params, x, mask, has_aux=True)
+    cuts = [ow.pipeline(program, 2, 4), ow.pipeline(program, 2, 4, schedule="zero_bubble", data=2)]
+    found = []
+    for step in map(ow.compile, (program, *cuts)):
+        state, out = step(step.init(params), x, mask)
+        state, out = step(state, x, mask)
+        found.append([*(state[name] for name in state), *jax.tree.leaves(out.value)])
+    for others in found[1:]:
+        for mine, theirs in zip(others, found[0], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_what_micro_batches_hand_on_is_made_ahead_and_examples_are_weighed():

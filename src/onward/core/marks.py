@@ -47,6 +47,7 @@ FINITE = Mark("finite")  # looks at a step as ``guard`` does
 GO_ON = Mark("go_on")
 KEEP = Mark("keep")  # old values: (whether the step counts, new, old)
 LOCAL = Mark("local")  # initializer that gives every device its own of a parameter
+OF_WHOLE_BATCH = Mark("of_whole_batch")  # a statistic of the data, for a micro-batch
 ONES = Mark("ones")  # the seed of a backward pass
 OWN_KEY = Mark("own_key")  # for random numbers of a device's own
 PART = Mark("part")  # of a parameter, on the device that updates it

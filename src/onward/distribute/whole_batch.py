@@ -47,7 +47,7 @@ def of_whole_batch(
             another order, or the function is another one for a part of the batch.
     """
 
-    def can_have(reaches: bool) -> bool:
+    def can_have(v: Variable, need: Need, reaches: bool) -> bool:
         return replicas.syncs or not reaches
 
     devices = Devices(replicas.name, replicas.count)

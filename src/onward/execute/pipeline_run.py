@@ -28,7 +28,8 @@ class PipelineRun:
     """
 
     def __init__(self, stages: StageExecutables, own: dict[str, Any], fed: Mapping[str, Any]) -> None:
-        self.stages, self.own, self.fed = stages, own, fed
+        self.stages, self.own = stages, own
+        self.fed = {**fed, **self._statistics(fed)}
         self.at: dict[tuple[int, int], Values] = {}
         self._borrowed: dict[tuple[str, int], Any] = {}
         pipeline = stages.pipeline
@@ -48,6 +49,17 @@ class PipelineRun:
         self.raw: Values = {}
         self.totals = {place: zeros() for place, zeros in stages.zeros.items()}
         self.pieces: list[list[Any]] = [[None] * pipeline.loop.how.steps for _ in pipeline.loop.joined]
+
+    def _statistics(self, fed: Mapping[str, Any]) -> dict[str, Any]:
+        """The statistics of the whole batch, by their names in a turn and outside of the loop."""
+        pipeline = self.stages.pipeline
+        program = pipeline.statistics
+        if not program.outputs:
+            return {}
+        data = [jax.device_put(fed[v.name], self.stages.whole[0]) for v in program.inputs]
+        found = dict(zip(program.outputs, self.stages.statistics((), [], data), strict=True))
+        read = {part.name: found[v] for part, v in pipeline.loop.before.items() if v in found}
+        return {**{v.name: x for v, x in found.items()}, **read}
 
     def _sent(self, v: Variable, value: Any, stage: int) -> Any:
         return jax.device_put(value, self.stages.lies(v, stage))

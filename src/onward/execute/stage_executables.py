@@ -55,6 +55,7 @@ class StageExecutables:
         home: how each state Variable lies, by name.
         split: the data that is cut into micro-batches.
         parts: of each stage and work.
+        statistics: what micro-batches read of the whole batch, if anything.
         once: for some stages, what they make of their state once a step.
         zeros: the first sums of a part.
         last: the work in which a stage reads a value of a micro-batch for the last time.
@@ -83,6 +84,9 @@ class StageExecutables:
             for moment in pipeline.schedule.moments
             if (moment.stage, moment.task.work) in pipeline.parts
         ]
+        self.statistics: Any = None
+        if pipeline.statistics.outputs:
+            self.statistics = self._once(0, pipeline.statistics)
         self.once = {stage: self._once(stage, program) for stage, program in pipeline.once.items()}
         self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
         self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}

@@ -14,16 +14,17 @@ from dataclasses import replace
 from typing import Any
 
 from onward.core.check import check
-from onward.core.errors import ArgumentError, GraphError
-from onward.core.program import Applied, Phase, Program, Recipe
+from onward.core.errors import ArgumentError, GraphError, OnwardError
+from onward.core.program import Applied, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
-from onward.core.walk import Where, select
+from onward.core.walk import Where, ancestors, select
 from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
+from onward.develop.accumulation.statistics import OfMicroBatch, counting, made_of_data, stand_ins
 from onward.develop.batch import WEIGHT, batch_names, data_types
-from onward.develop.over_batch.known import Following, Follows, How
+from onward.develop.over_batch.known import Following, Follows, How, Need
 from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow
 
@@ -42,10 +43,12 @@ def accumulate(
     The batch is cut along the first axis. A result that is a float is averaged over the micro-batches, an
     integer is summed, and so is a sum over examples; an array over examples is joined. What the forward pass
     carries (statistics, random keys, counters) goes from one micro-batch to the next. For a loss that is a
-    mean over examples or a sum, which the graph tells, the step is that of the big batch. If the function
-    takes ``example_weight``, an array [batch] or [batch, ...], results and gradients are means weighted by
-    it, and a batch that does not divide is filled up with examples of weight 0. What normalizes by the batch
-    sees one micro-batch at a time.
+    mean over examples or a sum, which the graph tells, the step is that of the big batch. A statistic of data
+    alone, such as how many tokens a mask lets count, is that of the big batch: it is computed before the
+    loop, and ``of_whole_batch`` in the printout. If the function takes ``example_weight``, an array [batch]
+    or [batch, ...], results and gradients are means weighted by it, and a batch that does not divide is
+    filled up with examples of weight 0. What normalizes by statistics of activations sees one micro-batch at
+    a time, which is warned of.
 
     Only what the loop hands out can be fetched: gradients, the loss, the outputs. The Program that it runs
     is ``op.subprograms["micro_batch"]`` of the op ``accumulate``.
@@ -64,13 +67,14 @@ def accumulate(
         ArgumentError: ``steps`` is not a number of at least 1, or does not divide the batch.
         GraphError: there are no gradients, it is accumulated already, an update evaluates the loss again, or
             a value cannot be put together from those of micro-batches.
-        RecipeError: the Program was not traced, or its ops were changed by hand.
+        RecipeError: the Program was not traced, its ops were changed by hand, or at the length of a
+            micro-batch the function has no op that reads a statistic as it does at others.
 
     Warns:
-        UserWarning: the loss is neither (the root of a mean, a quotient of sums, a sum beside a penalty, a
-            sum times a number that counts the batch otherwise than a mean does), so
-            that the mean over micro-batches is not the loss of the big batch; examples see each other, as
-            in a graph whose nodes are the batch; or a result holds all of them several times.
+        UserWarning: the loss is neither (the root of a mean, a quotient by a sum of activations, a sum times
+            a number that counts the batch otherwise than a mean does), so that the mean over micro-batches is
+            not the loss of the big batch; examples see each other, as in a graph whose nodes are the batch,
+            or by batch normalization; or a result holds all of them several times.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).
@@ -106,36 +110,59 @@ def accumulate(
     data = data_types(program, how.split, count * how.steps if is_free else how.whole_rows(program))
     how = _told(recipe, program, data, how)
     step = Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True)
-    return laid_out(recipe, step, data, None if is_free else lambda: _looped(program, recipe, how))
+    now = None if is_free or how.stand_ins else lambda: _looped(program, recipe, how)
+    return laid_out(recipe, step, data, now)
 
 
 def accumulated(recipe: Recipe, data: tuple[Any, ...], how: Accumulation) -> Program:
     """The Program of a recipe that takes its batch in these micro-batches."""
+    program = build(recipe, data)
+    if not how.stand_ins or _is_one(program, how):
+        return _looped(program, recipe, how)
+    recipe = replace(recipe, origin=OfMicroBatch(recipe.origin, how.stand_ins))
     return _looped(build(recipe, data), recipe, how)
+
+
+def _is_one(program: Program, how: Accumulation) -> bool:
+    """Whether there is nothing to run in a loop."""
+    return how.steps == 1 or how.rows(program) == 1
 
 
 def _looped(program: Program, recipe: Recipe, how: Accumulation) -> Program:
     count = 1 if program.replicas is None else program.replicas.count
     how = how.on_devices(program) if count > 1 else how
     expect_rows(program, how, count)
-    if how.steps == 1 or how.rows(program) == 1:
+    if _is_one(program, how):
         return program
     rows = count * -(-how.rows(program) // how.steps)
     return check(with_loop(program, build(recipe, data_types(program, how.split, rows)), how))
 
 
 def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumulation) -> Accumulation:
-    """Tell from the graph whether the loss is a sum over examples, and which other results are."""
+    """Tell from the graph what the loop has to know of it.
+
+    Whether the loss is a sum over examples, which other results are, and what is read of the whole batch.
+    """
     whole = recipe.origin.trace(data)
-    if how.steps == 1 or how.rows(whole) == 1:
+    if _is_one(whole, how):
         return how
-    rows = -(-how.rows(whole) // how.steps)
-    part = recipe.origin.trace(data_types(program, how.split, rows))
-    if rows * how.steps > how.rows(whole):  # it will be filled up
-        whole = recipe.origin.trace(data_types(program, how.split, rows * how.steps))
-    following = follow(whole, part, how.steps, how.split, lambda reaches: False)
+    whole, part = _both(recipe, program, whole, how)
+    of_data, carried = made_of_data(part), ancestors(part, part.next_state.values())
+    known = {v for v in of_data if v.name in whole and whole[v.name].shape == v.shape} - carried
+    is_left = how.weight is not None or how.is_sum is not None  # to the weights, or to people
+
+    def can_have(v: Variable, need: Need, reaches: bool) -> bool:
+        can_scale = need.merged is How.SAME and v not in of_data and v not in carried
+        return not is_left and (v in known or can_scale)
+
+    following = follow(whole, part, how.steps, how.split, can_have, is_exact=True)
     if following is None or part.signature is None:
         return how
+    if not is_left:
+        told = following.reaching(part, part.outputs)
+        how = replace(how, stand_ins=stand_ins(part, told, how.steps, known))
+        met = counting(following, known)
+        following = replace(following, numbers={k: v for k, v in following.numbers.items() if k not in met})
     if how.is_sum is None:
         _expect_apart(part, following, how.steps, how.weight is not None)
     if how.weight is not None:
@@ -148,6 +175,27 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     )
 
 
+def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -> tuple[Program, Program]:
+    """The forward Programs of all micro-batches together, and of one.
+
+    For one example JAX leaves out ops, so that two are looked at where the function takes as many.
+    """
+
+    def at(rows: int) -> tuple[Program, Program]:
+        size = rows * how.steps
+        types = data_types(program, how.split, size)
+        return (
+            whole if size == how.rows(whole) else recipe.origin.trace(types),
+            recipe.origin.trace(data_types(program, how.split, rows)),
+        )
+
+    rows = -(-how.rows(whole) // how.steps)
+    try:
+        return at(max(rows, 2))
+    except OnwardError:
+        return at(rows)
+
+
 def _expect_apart(part: Program, following: Following, steps: int, weighed: bool) -> None:
     """Warn where what a micro-batch returns or carries on needs the examples of others.
 
@@ -158,8 +206,9 @@ def _expect_apart(part: Program, following: Following, steps: int, weighed: bool
     for op, why in following.reaching(part, [*told, *carried]).mixing[:1]:
         warnings.warn(
             f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} "
-            "micro-batches has only its own. The result differs from that of the whole batch. Name data that "
-            "every micro-batch needs whole, as whole=['nodes']; is_sum=False says that it is meant so.",
+            "micro-batches has only its own. The result differs from that of the whole batch. Data that "
+            "every micro-batch needs whole, such as the nodes of a graph: accumulate(..., whole=['nodes']). "
+            "If it is meant so: is_sum=False, or True for a sum over examples.",
             stacklevel=user_level(),
         )
     for v in following.repeating(told)[:1]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from onward.core.errors import GraphError, RecipeError
-from onward.core.marks import KEEP
+from onward.core.marks import KEEP, OF_WHOLE_BATCH
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
@@ -15,7 +15,8 @@ class LoopCut:
     """The ops of a Program that go into the loop, those it needs before, and those that come after it.
 
     The loop holds the forward and backward ops, and those collectives that these need, that make the state
-    carried by the forward pass, or that read how much a device's part of a micro-batch counts.
+    carried by the forward pass, or that read how much a device's part of a micro-batch counts. Ops that make
+    statistics of the whole batch stand before it, and in it as well where it reads what they make.
     """
 
     def __init__(self, program: Program) -> None:
@@ -23,12 +24,16 @@ class LoopCut:
         self.late = _late(program)
         self.following = {old: self.proposed.get(new, new) for old, new in program.next_state.items()}
         self.threaded = self._threaded()
+        of_whole = [v for op in program.ops if op.type is OF_WHOLE_BATCH for v in op.outputs]
+        known = ancestors(program, of_whole)
+        first = {op for op in program.ops if not known.isdisjoint(op.outputs)}
         inside = self._inside()
-        self.loop = tuple(op for op in program.ops if op in inside)
-        self.made = {v for op in self.loop for v in op.outputs}
-        self.read = {v for op in self.loop for v in op.inputs}
+        self.loop = self._loop(inside, first)
+        looped = {v for op in self.loop for v in op.outputs}
+        self.made = looped - known
+        self.read = {v for op in self.loop for v in op.inputs} - looped
         needed = ancestors(program, self.read)
-        self.outside = [op for op in program.ops if op not in inside]
+        self.outside = [op for op in program.ops if op not in inside or op in first]
         self.before = [op for op in self.outside if not needed.isdisjoint(op.outputs)]
         self.after = [op for op in self.outside if needed.isdisjoint(op.outputs)]
         for op in self.before:
@@ -71,6 +76,18 @@ class LoopCut:
                 told.update(v for v in op.outputs if v not in self.late)
         return core
 
+    def _loop(self, inside: set[Op], first: set[Op]) -> tuple[Op, ...]:
+        """The ops that run in each turn, of those made ``first`` what others of them read."""
+        needed = {v for op in inside - first for v in op.inputs} | set(self.threaded.values())
+        kept = []
+        for op in reversed(self.program.ops):
+            if op in first and (op.type is OF_WHOLE_BATCH or needed.isdisjoint(op.outputs)):
+                continue
+            if op in inside:
+                kept.append(op)
+                needed.update(op.inputs if op in first else ())
+        return tuple(reversed(kept))
+
     @property
     def ports(self) -> list[Variable]:
         """The Variables that are read outside of the loop, in the same order for every batch size."""
@@ -80,10 +97,9 @@ class LoopCut:
         loss = [] if program.loss is None else [program.loss]
         return [*read, *program.outputs, *following, *(g for _, g in program.gradients), *loss]
 
-    @property
-    def of_loss(self) -> set[Variable]:
-        """The Variables made in the loop from which the loss is merged."""
-        needed = {self.program.loss}
+    def merged_into(self, results: Iterable[Variable | None]) -> set[Variable]:
+        """The Variables made in the loop from which these are merged over devices, or which they are."""
+        needed = set(results)
         for op in reversed(self.outside):
             if not needed.isdisjoint(op.outputs):
                 needed.update(op.inputs)

@@ -27,6 +27,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.words import Pass, Placement
 from onward.develop.accumulation.loop_ops import LoopCut, expect_no_data_in_updates, expect_same_graph
+from onward.develop.accumulation.statistics import StandIn
 
 Values = Mapping[Variable, Any]
 
@@ -41,6 +42,7 @@ class Accumulation:
         weight: the data that says how much each example counts.
         is_sum: whether the loss is a sum over examples, not a mean; None until the graph has told.
         sums: which of the results of the function are sums over examples, by their place.
+        stand_ins: the values that the forward pass reads in place of those of its micro-batch.
     """
 
     steps: int
@@ -48,6 +50,7 @@ class Accumulation:
     weight: str | None = None
     is_sum: bool | None = None
     sums: tuple[int, ...] = ()
+    stand_ins: tuple[StandIn, ...] = ()
 
     def rows(self, program: Program) -> int:
         """How long the batch of a Program is; on many devices, that of each."""
@@ -147,7 +150,8 @@ class LoopPlan:
         self.long, self.short = how.rows(whole.program), how.rows(part.program)
         signature = whole.program.signature
         results = signature.result.variables if signature is not None else ()
-        self.added = {results[i] for i in how.sums}
+        self.of_loss = whole.merged_into([whole.program.loss])
+        self.added = whole.merged_into(results[i] for i in how.sums)
         names = Names(whole.program.variables)
         self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
         found: dict[Variable, LoopResult] = {}
@@ -158,6 +162,12 @@ class LoopPlan:
         self.sums = tuple(r for r in found.values() if r.axis is None)
         self.joined = tuple(r for r in found.values() if r.axis is not None)
         self.turn = self._turn()
+
+    @property
+    def before(self) -> Mapping[Variable, Variable]:
+        """The Variables made before the loop, by those that stand for them in a turn."""
+        made, whole = ([v for op in cut.before for v in op.outputs] for cut in (self.part, self.whole))
+        return dict(zip(made, whole, strict=True))
 
     def _thread(self, old: Variable, new: Variable, names: Names) -> tuple[Variable, Variable, Variable]:
         """State of the micro-batch, the Variable that replaces it there, and the one in the whole Program."""
@@ -192,7 +202,7 @@ class LoopPlan:
                 "for a micro-batch, and nothing says how to put it together. Return and carry floats, which "
                 "are averaged, integers, which are summed, or arrays with one axis as long as the batch."
             )
-        of_loss = whole in self.whole.late or whole in self.whole.of_loss
+        of_loss = whole in self.whole.late or whole in self.of_loss
         is_mean = not (self.how.is_sum and of_loss) and whole not in self.added
         weighed = whole.is_float and is_mean and (not grown or whole in self.whole.late)
         return LoopResult(whole, part, grown[0] if grown else None, weighed)
@@ -226,9 +236,7 @@ class LoopPlan:
         """The one op."""
         turn, program = self.turn, self.whole.program
         given = {v.name: v for v in (*program.inputs, *program.state)}
-        made = (v for op in self.part.before for v in op.outputs)
-        mine = dict(zip(made, (v for op in self.whole.before for v in op.outputs), strict=True))
-        inputs = {v: mine.get(v) or given[v.name] for v in (*turn.inputs, *turn.state)}
+        inputs = {v: self.before.get(v) or given[v.name] for v in (*turn.inputs, *turn.state)}
         position = {v: i for i, v in enumerate(v for op in program.ops for v in op.outputs)}
         outputs = [*(new for *_, new in self.threaded), *(r.whole for r in (*self.sums, *self.joined))]
         outputs.sort(key=lambda v: position.get(v, len(position)))

@@ -55,6 +55,10 @@ class Need:
     power: int = 0
 
 
+CanHave = Callable[[Variable, Need, bool], bool]
+"""Whether a need can be met for a value, told whether it comes back to the examples."""
+
+
 @dataclass
 class Following:
     """The facts known about a function's values, and the changes needed to compute what the whole computes.
@@ -87,7 +91,8 @@ class Following:
 
         mixing = [(op, why) for op, why in self.mixing if kept(op)]
         numbers = {op: body for op, body in self.numbers.items() if kept(op)}
-        return replace(self, mixing=mixing, numbers=numbers, bent=list(filter(kept, self.bent)))
+        needs = {op: need for op, need in self.needs.items() if kept(op)}
+        return replace(self, needs=needs, mixing=mixing, numbers=numbers, bent=list(filter(kept, self.bent)))
 
 
 class BatchWalk:
@@ -97,8 +102,9 @@ class BatchWalk:
         result: how the values follow, and what is needed for that.
         like: for each Variable of the part that of the whole.
         parts: how many parts the whole has.
-        can_have: whether the parts can have a statistic of the whole, told whether it comes back to the
-            examples.
+        can_have: whether the parts can have what is needed in place of a value, told whether it comes back
+            to the examples.
+        is_exact: whether they have the statistic of the whole itself, not the mean of theirs.
         has_own_axis: whether the function speaks of devices itself.
         zeros: the Variables that are 0 throughout.
         reaching: the ops whose results come back to the examples.
@@ -109,11 +115,12 @@ class BatchWalk:
         result: Following,
         like: dict[Variable, Variable],
         parts: int,
-        can_have: Callable[[bool], bool],
+        can_have: CanHave,
         has_own_axis: bool,
+        is_exact: bool,
     ) -> None:
         self.result, self.like, self.parts, self.can_have = result, like, parts, can_have
-        self.has_own_axis = has_own_axis
+        self.has_own_axis, self.is_exact = has_own_axis, is_exact
         self.zeros: set[Variable] = set()
         self.reaching: set[Op] = set()
 

@@ -15,6 +15,8 @@ from onward.core.primitives.traits import Index, Linear
 from onward.core.program import Op, Variable
 from onward.develop.over_batch.known import OWN, SAME, BatchWalk, Follows, How, Need
 
+_READS = "reads a statistic of the examples, as batch normalization does"
+
 
 class Operands:
     """The operands of an op's equation, and the values that it would have to read in their place."""
@@ -142,12 +144,14 @@ class Operands:
             assert v is not None
             reaches = self.op in self.walk.reaching
             summed = follows.kind is How.MEAN
-            if self.walk.can_have(reaches) and (_is_inexact(v) or not summed or follows.power == 1):
+            can_have = self.walk.can_have(v, Need(follows.kind), reaches)
+            if can_have and (_is_inexact(v) or not summed or follows.power == 1):
                 self._need(v, merged=follows.kind)
                 self.values[i] = replace(follows, kind=How.SAME), v
-                if summed and not _is_inexact(v):
+                if summed and (self.walk.is_exact or not _is_inexact(v)):
                     self._scale(i)
             elif reaches:
+                self.walk.note(self.op, _READS)
                 self.values[i] = SAME, v
             else:
                 self.walk.result.bent.append(self.op)
@@ -159,7 +163,7 @@ class Operands:
             return
         if v is None:
             self._take_numbers()
-        elif self.walk.can_have(False):
+        elif self.walk.can_have(v, Need(How.SAME, follows.power), False):
             self._need(v, power=follows.power)
         else:
             self.walk.result.bent.append(self.op)

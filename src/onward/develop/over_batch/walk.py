@@ -17,7 +17,7 @@ and needs the statistic of the whole batch first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -30,7 +30,17 @@ from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Exchanges, Reduces
 from onward.core.program import Op, Program, Variable
-from onward.develop.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
+from onward.develop.over_batch.known import (
+    OWN,
+    SAME,
+    BatchWalk,
+    CanHave,
+    ExampleLayout,
+    Following,
+    Follows,
+    How,
+    Need,
+)
 from onward.develop.over_batch.operands import Operands
 from onward.develop.over_batch.within import within
 
@@ -38,12 +48,18 @@ _EXTREMES = {Reduces.LARGEST: How.MOST, Reduces.SMALLEST: How.LEAST}
 _OF_TRUTHS = {Reduces.ANY: How.MOST, Reduces.ALL: How.LEAST}
 
 
+def _always(v: Variable, need: Need, reaches: bool) -> bool:
+    """Whatever is needed can be had."""
+    return True
+
+
 def follow(
     whole: Program,
     part: Program,
     parts: int,
     split: Collection[str],
-    can_have: Callable[[bool], bool] = lambda reaches: True,
+    can_have: CanHave = _always,
+    is_exact: bool = False,
 ) -> Following | None:
     """How the values of ``part`` follow those of ``whole``; None if they are not the same ops.
 
@@ -52,14 +68,17 @@ def follow(
         part: the same function traced for one of the parts.
         parts: how many.
         split: the names of the data of which a part holds its examples only.
-        can_have: whether the parts can have a statistic of the whole batch, told whether it comes back to
-            the examples (as that of batch normalization does). What they cannot have is theirs alone.
+        can_have: whether the parts can have what is needed in place of a value, told whether it comes back to
+            the examples (as a statistic of batch normalization does). What they cannot have is theirs alone.
+        is_exact: whether a statistic that they have is the whole's own, not the mean of theirs.
     """
     rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
     state, first = [SAME] * len(part.state), Follows(How.ROWS, 0, ExampleLayout(0))
     given = [*(first if v.name in split else SAME for v in part.inputs), *state]
     pairs = _aligned(whole, part)
-    return None if pairs is None else Follower(pairs, whole, part, given, parts, rows, can_have).followed()
+    if pairs is None:
+        return None
+    return Follower(pairs, whole, part, given, parts, rows, can_have, is_exact).followed()
 
 
 def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None:
@@ -96,7 +115,8 @@ class Follower(BatchWalk):
         given: Sequence[Follows],
         parts: int,
         rows: int,
-        can_have: Callable[[bool], bool],
+        can_have: CanHave,
+        is_exact: bool,
     ) -> None:
         known = (*part.inputs, *part.state)
         super().__init__(
@@ -105,6 +125,7 @@ class Follower(BatchWalk):
             parts,
             can_have,
             has_own_axis=any(op.body.collectives for op in whole.ops),
+            is_exact=is_exact,
         )
         self.pairs, self.rows, self.equal = pairs, rows, equal_variables(part)
         for v, other in zip(part.constants, whole.constants, strict=False):
@@ -116,7 +137,8 @@ class Follower(BatchWalk):
         pairs = _aligned(whole, part)
         if pairs is None:
             return None
-        return Follower(pairs, whole, part, given, self.parts, self.rows, lambda reaches: True).followed()
+        follower = Follower(pairs, whole, part, given, self.parts, self.rows, _always, self.is_exact)
+        return follower.followed()
 
     def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
         if np.shape(mine) == np.shape(theirs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,7 @@ class Pipeline:
         accumulated: the same over micro-batches, on one device, whose numbers a step of the pipeline gives.
         loop: how it puts together what micro-batches make.
         schedule: which stage does what when.
+        statistics: what micro-batches read of the whole batch, made of its data before it is cut.
         ahead: what a micro-batch hands on to the next one without its data, such as random keys: it runs for
             all of them before the first.
         once: for some stages the Program of what is the same for all micro-batches and kept for the backward
@@ -50,6 +51,7 @@ class Pipeline:
     accumulated: Program
     loop: LoopPlan
     schedule: PipelineSchedule
+    statistics: Program
     ahead: Program
     once: Mapping[int, Program]
     parts: Mapping[Place, Program]
@@ -123,7 +125,7 @@ class Pipeline:
         """The first op of a stage that reads what came before: the batch, or what stages before it send."""
         part = self.parts[stage, F]
         before = (self.ahead, *self.once.values())
-        keys = {v for program in before for v in program.outputs}
+        keys = {v for program in before for v in program.outputs} | self.loop.before.keys()
         return next(
             (op for op in part.ops if not {*part.inputs}.isdisjoint({*op.inputs} - keys)), part.ops[0]
         )
@@ -218,11 +220,25 @@ def cut(
     parts = {(of, StageWork(work)): part for (of, work), part in works.items() if work != ONCE}
     given = {r.whole: makers[r.part][0] for r in (*loop.sums, *loop.joined)}
     given |= {new: 0 for *_, new in loop.threaded}
-    rest = [o for o in accumulated.ops if o is not op]
+    first = loop.whole.before
+    rest = [o for o in accumulated.ops if o is not op and o not in first]
+    given |= {v: 0 for o in first for v in o.outputs}
     placing = UpdatePlacing(accumulated, rest, given, _first_readers(works))
     updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop))
     before = _before(program, loop, ahead, works)
-    return Pipeline(program, accumulated, loop, schedule, before, once, parts, updates, placing.homes, data)
+    statistics = _statistics(accumulated, loop, rest)
+    return Pipeline(
+        program, accumulated, loop, schedule, statistics, before, once, parts, updates, placing.homes, data
+    )
+
+
+def _statistics(program: Program, loop: LoopPlan, rest: Iterable[Op]) -> Program:
+    """The Program of the statistics of data that the loop, the update or the results read."""
+    read = {loop.before[v] for v in loop.turn.inputs if v in loop.before}
+    read |= {*(v for op in rest for v in op.inputs), *program.outputs, *program.next_state.values()}
+    first = loop.whole.before
+    wanted = {v: ("statistics",) for op in first for v in op.outputs if v in read}
+    return parts_of(program, {("statistics",): first}, wanted)[("statistics",)]
 
 
 def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Work, Program]) -> Program:
@@ -299,8 +315,8 @@ def _expect_divided(loop: LoopPlan, data: int) -> None:
 
 
 def _expect_nothing_before(program: Program, loop: LoopPlan) -> None:
-    if loop.part.before:
-        op: Any = loop.part.before[0]
+    if others := [op for op in loop.part.before if op.made_by is not Pass.FORWARD]:
+        op: Any = others[0]
         raise GraphError(
             f"pipeline: {op!r} of {program.name!r} belongs to the update and stands before the forward pass, "
             "which reads it, so that no stage can begin without the update of others. Take an optimizer that "
