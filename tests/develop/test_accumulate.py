@@ -1,7 +1,7 @@
 """Micro-batches against the big batch, against NumPy, and against a loop over single micro-batches."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +264,39 @@ def test_micro_batches_divide_by_what_counts_in_the_whole_batch(loss):
 def test_statistics_of_statistics_of_the_data():
     program = ow.SGD(RATE).minimize(by_nested, np.ones((3, 3)), X[:ROWS], TOLD, has_aux=True)
     check_by_data(by_nested, accumulate(program, 4), accumulate(ow.replicate(program, 2), 2))
+
+
+def test_numbers_that_count_the_batch_are_those_of_the_big_batch():
+    def loss(w, x, labels):
+        return jnp.sum((x @ w) ** 2) / (x.shape[0] - jnp.asarray(1.0)), labels
+
+    program = ow.SGD(RATE).minimize(loss, np.ones((3, 3)), X[:ROWS], TOLD, has_aux=True)
+    check_by_data(loss, accumulate(program, 4), accumulate(ow.replicate(program, 2), 2))
+
+
+@pytest.mark.parametrize("devices_first", [True, False])
+def test_what_counts_on_all_devices_by_a_function_that_speaks_of_them(devices_first):
+    def plain(w, x, labels, over):
+        told = labels >= 0
+        return over(jnp.sum(told * jnp.sum((x @ w) ** 2, 1))) / over(jnp.sum(told)), labels
+
+    loss = partial(plain, over=partial(jax.lax.psum, axis_name="replicas"))
+    axis = {"axis_name": "replicas", "has_aux": True}
+    program = ow.SGD(RATE).minimize(loss, np.ones((3, 3)), X[:ROWS], TOLD, **axis)
+    both = (partial(ow.replicate, devices=2), partial(accumulate, steps=4))
+    for step in both if devices_first else reversed(both):
+        program = step(program)
+    check_by_data(partial(plain, over=jnp.copy), program)
+
+
+def test_statistics_merged_over_devices_are_those_of_one_micro_batch():
+    def loss(w, x):
+        middle = jax.lax.pmean(jnp.mean(x @ w), "replicas")
+        return jnp.mean((x @ w - middle) ** 2)
+
+    program = ow.SGD(RATE).minimize(loss, np.ones(3), X[:ROWS], axis_name="replicas")
+    with pytest.warns(UserWarning, match="'sub' at .*test_accumulate.py.* as batch normalization does"):
+        accumulate(ow.replicate(program, 2), 2)
 
 
 def test_what_counts_is_computed_once_before_the_loop():

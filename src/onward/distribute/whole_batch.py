@@ -7,19 +7,19 @@ a statistic of the batch that something not linear reads (normalization, a root,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 import jax
 
 from onward.core.builder import Builder
-from onward.core.marks import SCALE
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
 from onward.core.walk import with_results
 from onward.core.words import Pass
 from onward.develop.over_batch.known import Following, How, Need
+from onward.develop.over_batch.reading import reading, times
 from onward.develop.over_batch.walk import follow
 from onward.distribute.merge import Devices
 
@@ -94,30 +94,15 @@ def _is_additive(trace: Callable[[int], Program], split: Collection[str], count:
 
 def _with_statistics(local: Program, following: Following, devices: Devices) -> Program:
     """Let ops that are not linear in a statistic read the statistic of the whole batch."""
-    if not following.needs and not following.numbers:
-        return local
-    builder = Builder(local, made_by=Pass.COLLECTIVE)
-    for op in local.ops:
-        needs = following.needs.get(op, {})
-        inputs = tuple(_met(builder, v, needs, devices) for v in op.inputs)
-        builder.append(replace(op, inputs=inputs, body=following.numbers.get(op, op.body)))
-    return replace(local, ops=builder.ops)
 
-
-def _met(builder: Builder, v: Variable, needs: Mapping[Variable, Need], devices: Devices) -> Variable:
-    if v not in needs:
-        return v
-    need = needs[v]
-
-    def make() -> Variable:
+    def made(builder: Builder, v: Variable, need: Need) -> Variable:
         if need.merged is How.MEAN:
             return _merged(builder, v, need.power, devices)
         if need.merged is not How.SAME:
             return _extreme(builder, v, need.merged, devices)
-        return _times(builder, v, float(devices.size) ** need.power)
+        return times(builder, v, float(devices.size) ** need.power)
 
-    met: Variable = builder.once((v, need), make)
-    return met
+    return reading(local, following.needs, made, Pass.COLLECTIVE, following.numbers)
 
 
 def _merged(builder: Builder, v: Variable, power: int, devices: Devices) -> Variable:
@@ -150,13 +135,6 @@ def _extreme(builder: Builder, v: Variable, which: How, devices: Devices) -> Var
     return builder.behind(v, "all_max" if which is How.MOST else "all_min", lambda x: [extreme(x)])
 
 
-def _times(builder: Builder, v: Variable, factor: float) -> Variable:
-    def times(x: Any) -> list[Any]:
-        return [(x * factor).astype(x.dtype)]
-
-    return builder.behind(v, SCALE, times, f"scaled({v.name})", made_by=Pass.FORWARD)
-
-
 def _scaled(program: Program, following: Following, devices: Devices, is_sum: bool) -> Program:
     """Sums over examples that are returned or kept, so that their mean over the devices is the whole's."""
     builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
@@ -169,7 +147,7 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
         summed = v is program.loss and is_sum
         if how is None or not how.power or how.kind not in (How.MEAN, How.SAME) or summed or not v.is_float:
             return v
-        scaled: Variable = builder.once(v, lambda: _times(builder, v, float(devices.size) ** how.power))
+        scaled: Variable = builder.once(v, lambda: times(builder, v, float(devices.size) ** how.power))
         return scaled
 
     returning = with_results(program, new)

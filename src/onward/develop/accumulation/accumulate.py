@@ -15,16 +15,16 @@ from typing import Any
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError, OnwardError
-from onward.core.program import Applied, Phase, Program, Recipe, Variable
+from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
-from onward.core.walk import Where, ancestors, select
+from onward.core.walk import Where, select
 from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
-from onward.develop.accumulation.statistics import OfMicroBatch, counting, made_of_data, stand_ins
+from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch
 from onward.develop.batch import WEIGHT, batch_names, data_types
-from onward.develop.over_batch.known import Following, Follows, How, Need
+from onward.develop.over_batch.known import Following, Follows, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow
 
@@ -147,32 +147,21 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     if _is_one(whole, how):
         return how
     whole, part = _both(recipe, program, whole, how)
-    of_data, carried = made_of_data(part), ancestors(part, part.next_state.values())
-    known = {v for v in of_data if v.name in whole and whole[v.name].shape == v.shape} - carried
-    is_left = how.weight is not None or how.is_sum is not None  # to the weights, or to people
-
-    def can_have(v: Variable, need: Need, reaches: bool) -> bool:
-        can_scale = need.merged is How.SAME and v not in of_data and v not in carried
-        return not is_left and (v in known or can_scale)
-
-    following = follow(whole, part, how.steps, how.split, can_have, is_exact=True)
+    known = KnownOfWhole(whole, part, is_left=how.weight is not None or how.is_sum is not None)
+    following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
     if following is None or part.signature is None:
         return how
-    if not is_left:
-        told = following.reaching(part, part.outputs)
-        how = replace(how, stand_ins=stand_ins(part, told, how.steps, known))
-        met = counting(following, known)
-        following = replace(following, numbers={k: v for k, v in following.numbers.items() if k not in met})
+    how = replace(how, stand_ins=known.stand_ins(part, following, how.steps))
+    following = following.without_numbers(known.counting(following))
     if how.is_sum is None:
         _expect_apart(part, following, how.steps, how.weight is not None)
     if how.weight is not None:
         return how
     if how.is_sum is None:
         how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
-    results = part.signature.result.variables
-    return replace(
-        how, sums=tuple(i for i, v in enumerate(results) if following.found[v] == Follows(How.MEAN, 1))
-    )
+    summed = Follows(How.MEAN, 1)
+    results = enumerate(part.signature.result.variables)
+    return replace(how, sums=tuple(i for i, v in results if following.found[v] == summed))
 
 
 def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -> tuple[Program, Program]:
@@ -203,12 +192,20 @@ def _expect_apart(part: Program, following: Following, steps: int, weighed: bool
     """
     told = [v for v in part.outputs if not (weighed and v is part.loss)]
     carried = () if weighed else part.next_state.values()
-    for op, why in following.reaching(part, [*told, *carried]).mixing[:1]:
+    near = following.reaching(part, [*told, *carried])
+    meant = "If it is meant so: is_sum=False, or True for a sum over examples."
+    for op, why in near.mixing[:1]:
         warnings.warn(
-            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} "
-            "micro-batches has only its own. The result differs from that of the whole batch. Data that "
-            "every micro-batch needs whole, such as the nodes of a graph: accumulate(..., whole=['nodes']). "
-            "If it is meant so: is_sum=False, or True for a sum over examples.",
+            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} micro-batches has only its own. The "
+            "result differs from that of the whole batch. Data that every micro-batch needs whole, such as "
+            f"the nodes of a graph: accumulate(..., whole=['nodes']). {meant}",
+            stacklevel=user_level(),
+        )
+    for op in near.normalizing[:1]:
+        warnings.warn(
+            f"{part.name}: {op.type!r}{op.at} reads a statistic of the examples, as batch normalization "
+            f"does, and each of {steps} micro-batches has only its own. The result differs from that of the "
+            f"whole batch. Normalize every example by itself (layer_norm, group_norm). {meant}",
             stacklevel=user_level(),
         )
     for v in following.repeating(told)[:1]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -163,7 +164,7 @@ class LoopPlan:
         self.joined = tuple(r for r in found.values() if r.axis is not None)
         self.turn = self._turn()
 
-    @property
+    @cached_property
     def before(self) -> Mapping[Variable, Variable]:
         """The Variables made before the loop, by those that stand for them in a turn."""
         made, whole = ([v for op in cut.before for v in op.outputs] for cut in (self.part, self.whole))

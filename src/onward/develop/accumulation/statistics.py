@@ -8,9 +8,7 @@ times as small for a micro-batch as there are of them, is scaled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,10 +16,12 @@ import jax.numpy as jnp
 from onward.core.builder import Builder
 from onward.core.errors import RecipeError
 from onward.core.graph import Origin
-from onward.core.marks import OF_WHOLE_BATCH, SCALE
+from onward.core.marks import OF_WHOLE_BATCH
 from onward.core.program import Op, Program, Variable
+from onward.core.walk import ancestors
 from onward.core.words import Pass
 from onward.develop.over_batch.known import Following, How, Need
+from onward.develop.over_batch.reading import reading, times
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,12 @@ class StandIn:
     Attributes:
         op: the name of the op's first result.
         value: the name of the value.
-        is_whole: the whole batch's is read, not that of the micro-batch.
-        factor: what is read, over the value of the micro-batch; 1 for that of the whole batch.
+        factor: what is read, over the value of the micro-batch; None for the value of the whole batch.
     """
 
     op: str
     value: str
-    is_whole: bool
-    factor: float
+    factor: float | None
 
 
 def made_of_data(program: Program) -> set[Variable]:
@@ -56,31 +54,44 @@ def made_of_data(program: Program) -> set[Variable]:
     return {*program.inputs, *program.constants, *(v for op in program.ops for v in op.outputs)} - others
 
 
-def counting(following: Following, known: AbstractSet[Variable]) -> set[Op]:
-    """The ops of known values with numbers in them that count the examples, such as n - 1."""
-    return {op for op in following.numbers if known >= {*op.outputs}}
+class KnownOfWhole:
+    """The values of the whole batch that micro-batches can have: made of data alone, or multiples of sums.
 
-
-def stand_ins(
-    part: Program, following: Following, steps: int, known: AbstractSet[Variable]
-) -> tuple[StandIn, ...]:
-    """The values that ops have to read to compute what the whole does.
-
-    Args:
-        part: the forward Program of a micro-batch.
-        following: how it follows the whole, with exact statistics.
-        steps: how many micro-batches there are.
-        known: what is made of data.
+    What they carry from one to the next is their own. Nothing is known where the loss is left to the weights
+    of examples, or to people.
     """
 
-    def found(op: Op, v: Variable, need: Need) -> StandIn:
-        factor = 1.0 if v in known else float(steps) ** need.power
-        return StandIn(op.outputs[0].name, v.name, v in known, factor)
+    def __init__(self, whole: Program, part: Program, is_left: bool) -> None:
+        data, self.carried = made_of_data(part), ancestors(part, part.next_state.values())
+        self.of_data, self.is_left = data, is_left
+        same = {v for v in data if v.name in whole and whole[v.name].shape == v.shape}
+        self.values = set[Variable]() if is_left else same - self.carried
 
-    needs = {(op, v): need for op, asked in following.needs.items() for v, need in asked.items()}
-    read = {v for op in counting(following, known) for v in op.outputs}
-    needs |= {(op, v): Need(How.SAME) for op in part.ops for v in op.inputs if v in read}
-    return tuple(found(op, v, need) for (op, v), need in needs.items())
+    def can_have(self, v: Variable, need: Need, reaches: bool) -> bool:
+        """Whether they can have what is needed in place of a value."""
+        can_scale = need.merged is How.SAME and v not in self.of_data and v not in self.carried
+        return not self.is_left and (v in self.values or can_scale)
+
+    def counting(self, following: Following) -> set[Op]:
+        """The ops of known values with numbers in them that count the examples, such as n - 1."""
+        return {op for op in following.numbers if self.values >= {*op.outputs}}
+
+    def stand_ins(self, part: Program, following: Following, steps: int) -> tuple[StandIn, ...]:
+        """The values that ops have to read to compute what the whole does.
+
+        Args:
+            part: the forward Program of a micro-batch.
+            following: how it follows the whole, with exact statistics.
+            steps: how many micro-batches there are.
+        """
+        told = following.reaching(part, part.outputs)
+        needs = {(op, v): need for op, asked in told.needs.items() for v, need in asked.items()}
+        read = {v for op in self.counting(told) for v in op.outputs}
+        needs |= {(op, v): Need(How.SAME) for op in part.ops for v in op.inputs if v in read}
+        return tuple(
+            StandIn(op.outputs[0].name, v.name, None if v in self.values else float(steps) ** need.power)
+            for (op, v), need in needs.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -104,34 +115,20 @@ def with_stand_ins(program: Program, given: tuple[StandIn, ...]) -> Program:
     Raises:
         RecipeError: it has no such op, for at another length the function builds another graph.
     """
-    asked: dict[str, dict[str, StandIn]] = defaultdict(dict)
+    places = {(op.outputs[0].name, v.name): (op, v) for op in program.ops for v in op.inputs}
+    needs = defaultdict[Op, dict[Variable, float | None]](dict)
     for one in given:
-        asked[one.op][one.value] = one
-    builder = Builder(program, made_by=Pass.FORWARD)
-    for op in program.ops:
-        mine = asked.pop(op.outputs[0].name, {})
-        if not mine.keys() <= {v.name for v in op.inputs}:
-            asked[op.outputs[0].name] = mine
-            break
-        builder.append(replace(op, inputs=tuple(_read(builder, v, mine) for v in op.inputs)))
-    if asked:
-        raise RecipeError(
-            f"{program.name}: for this number of examples the function builds another graph than for others, "
-            f"without the op that makes {next(iter(asked))!r}, which reads a statistic of the whole batch. "
-            "Let it branch on no length of its data, or feed more examples."
-        )
-    return replace(program, ops=builder.ops)
+        if (place := places.get((one.op, one.value))) is None:
+            raise RecipeError(
+                f"{program.name}: for this number of examples the function builds another graph than for "
+                f"others, without the op that makes {one.op!r}, which reads a statistic of the whole batch. "
+                "Let it branch on no length of its data, or feed more examples."
+            )
+        needs[place[0]][place[1]] = one.factor
+    return reading(program, needs, _read, Pass.FORWARD)
 
 
-def _read(builder: Builder, v: Variable, asked: Mapping[str, StandIn]) -> Variable:
-    if (found := asked.get(v.name)) is None:
-        return v
-    kind, name = (OF_WHOLE_BATCH, "") if found.is_whole else (SCALE, f"scaled({v.name})")
-
-    def read(x: Any) -> list[Any]:
-        return [jnp.copy(x) if found.is_whole else (x * found.factor).astype(x.dtype)]
-
-    met: Variable = builder.once(
-        (v, found.is_whole, found.factor), lambda: builder.behind(v, kind, read, name)
-    )
-    return met
+def _read(builder: Builder, v: Variable, factor: float | None) -> Variable:
+    if factor is None:
+        return builder.behind(v, OF_WHOLE_BATCH, lambda x: [jnp.copy(x)])
+    return times(builder, v, factor)

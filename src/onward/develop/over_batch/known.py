@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -68,6 +68,7 @@ class Following:
         needs: for ops that are not linear in a statistic, what they have to read in place of it.
         numbers: ops with numbers in them that count examples, with the whole's.
         mixing: ops in which examples see each other, and how.
+        normalizing: ops that give the examples a statistic that the parts cannot have.
         bent: ops that are not linear in a statistic that the parts cannot have.
     """
 
@@ -75,6 +76,7 @@ class Following:
     needs: dict[Op, dict[Variable, Need]] = field(default_factory=dict)
     numbers: dict[Op, Body] = field(default_factory=dict)
     mixing: list[tuple[Op, str]] = field(default_factory=list)
+    normalizing: list[Op] = field(default_factory=list)
     bent: list[Op] = field(default_factory=list)
 
     def repeating(self, variables: Iterable[Variable]) -> list[Variable]:
@@ -89,10 +91,18 @@ class Following:
         def kept(op: Op) -> bool:
             return not needed.isdisjoint(op.outputs)
 
-        mixing = [(op, why) for op, why in self.mixing if kept(op)]
-        numbers = {op: body for op, body in self.numbers.items() if kept(op)}
-        needs = {op: need for op, need in self.needs.items() if kept(op)}
-        return replace(self, needs=needs, mixing=mixing, numbers=numbers, bent=list(filter(kept, self.bent)))
+        return replace(
+            self,
+            needs={op: need for op, need in self.needs.items() if kept(op)},
+            numbers={op: body for op, body in self.numbers.items() if kept(op)},
+            mixing=[(op, why) for op, why in self.mixing if kept(op)],
+            normalizing=list(filter(kept, self.normalizing)),
+            bent=list(filter(kept, self.bent)),
+        )
+
+    def without_numbers(self, ops: Container[Op]) -> Following:
+        """The same where these ops read nothing that counts the examples of a part."""
+        return replace(self, numbers={op: body for op, body in self.numbers.items() if op not in ops})
 
 
 class BatchWalk:
@@ -104,8 +114,9 @@ class BatchWalk:
         parts: how many parts the whole has.
         can_have: whether the parts can have what is needed in place of a value, told whether it comes back
             to the examples.
-        is_exact: whether they have the statistic of the whole itself, not the mean of theirs.
-        has_own_axis: whether the function speaks of devices itself.
+        in_turn: whether the parts are micro-batches, which have the statistic of the whole itself, not the
+            mean of theirs.
+        has_own_axis: whether the parts are devices that the function speaks of itself.
         zeros: the Variables that are 0 throughout.
         reaching: the ops whose results come back to the examples.
     """
@@ -117,10 +128,10 @@ class BatchWalk:
         parts: int,
         can_have: CanHave,
         has_own_axis: bool,
-        is_exact: bool,
+        in_turn: bool,
     ) -> None:
         self.result, self.like, self.parts, self.can_have = result, like, parts, can_have
-        self.has_own_axis, self.is_exact = has_own_axis, is_exact
+        self.has_own_axis, self.in_turn = has_own_axis, in_turn
         self.zeros: set[Variable] = set()
         self.reaching: set[Op] = set()
 
@@ -141,3 +152,8 @@ class BatchWalk:
         """Remember an op in which examples see each other, unless the function speaks of devices itself."""
         if not self.has_own_axis:
             self.result.mixing.append((op, why))
+
+    def normalizes(self, op: Op) -> None:
+        """Remember an op that gives examples a statistic of their part, with the same exception."""
+        if not self.has_own_axis:
+            self.result.normalizing.append(op)

@@ -15,8 +15,6 @@ from onward.core.primitives.traits import Index, Linear
 from onward.core.program import Op, Variable
 from onward.develop.over_batch.known import OWN, SAME, BatchWalk, Follows, How, Need
 
-_READS = "reads a statistic of the examples, as batch normalization does"
-
 
 class Operands:
     """The operands of an op's equation, and the values that it would have to read in their place."""
@@ -148,10 +146,10 @@ class Operands:
             if can_have and (_is_inexact(v) or not summed or follows.power == 1):
                 self._need(v, merged=follows.kind)
                 self.values[i] = replace(follows, kind=How.SAME), v
-                if summed and (self.walk.is_exact or not _is_inexact(v)):
+                if summed and (self.walk.in_turn or not _is_inexact(v)):
                     self._scale(i)
             elif reaches:
-                self.walk.note(self.op, _READS)
+                self.walk.normalizes(self.op)
                 self.values[i] = SAME, v
             else:
                 self.walk.result.bent.append(self.op)

@@ -59,7 +59,7 @@ def follow(
     parts: int,
     split: Collection[str],
     can_have: CanHave = _always,
-    is_exact: bool = False,
+    in_turn: bool = False,
 ) -> Following | None:
     """How the values of ``part`` follow those of ``whole``; None if they are not the same ops.
 
@@ -70,7 +70,8 @@ def follow(
         split: the names of the data of which a part holds its examples only.
         can_have: whether the parts can have what is needed in place of a value, told whether it comes back to
             the examples (as a statistic of batch normalization does). What they cannot have is theirs alone.
-        is_exact: whether a statistic that they have is the whole's own, not the mean of theirs.
+        in_turn: the parts are micro-batches, not devices: a statistic that they have is the whole's own, not
+            the mean of theirs, and what the function merges over devices is that of one part.
     """
     rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
     state, first = [SAME] * len(part.state), Follows(How.ROWS, 0, ExampleLayout(0))
@@ -78,7 +79,7 @@ def follow(
     pairs = _aligned(whole, part)
     if pairs is None:
         return None
-    return Follower(pairs, whole, part, given, parts, rows, can_have, is_exact).followed()
+    return Follower(pairs, whole, part, given, parts, rows, can_have, in_turn).followed()
 
 
 def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None:
@@ -116,7 +117,7 @@ class Follower(BatchWalk):
         parts: int,
         rows: int,
         can_have: CanHave,
-        is_exact: bool,
+        in_turn: bool,
     ) -> None:
         known = (*part.inputs, *part.state)
         super().__init__(
@@ -124,8 +125,8 @@ class Follower(BatchWalk):
             dict(zip(known, (*whole.inputs, *whole.state), strict=True)),
             parts,
             can_have,
-            has_own_axis=any(op.body.collectives for op in whole.ops),
-            is_exact=is_exact,
+            has_own_axis=not in_turn and any(op.body.collectives for op in whole.ops),
+            in_turn=in_turn,
         )
         self.pairs, self.rows, self.equal = pairs, rows, equal_variables(part)
         for v, other in zip(part.constants, whole.constants, strict=False):
@@ -137,7 +138,7 @@ class Follower(BatchWalk):
         pairs = _aligned(whole, part)
         if pairs is None:
             return None
-        follower = Follower(pairs, whole, part, given, self.parts, self.rows, _always, self.is_exact)
+        follower = Follower(pairs, whole, part, given, self.parts, self.rows, _always, self.in_turn)
         return follower.followed()
 
     def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
@@ -170,7 +171,8 @@ class Follower(BatchWalk):
 
     def _followed(self, op: Op, other: Op | None) -> list[Follows]:
         """How the outputs of an op follow the whole's."""
-        if op.body.collectives or other is None:  # merged over the parts by the function itself
+        is_merged = bool(op.body.collectives) and not self.in_turn  # over the parts, by the function itself
+        if is_merged or other is None:
             power = self._power_of_merged(op)
             return [Follows(How.SAME, power) if v in self.equal else OWN for v in op.outputs]
         calls = list(op.body.calls)
@@ -183,6 +185,11 @@ class Follower(BatchWalk):
             self.note(
                 op, "finds examples by numbers that stand in data, which count those of the whole batch"
             )
+        if of(calls[0].primitive).exchanges is Exchanges.SUM:
+            return [
+                self._output(op, v, calls[0], given, f)
+                for v, (f, _) in zip(op.outputs, given.values, strict=True)
+            ]
         how = given.combined(calls[0])
         return [self._output(op, v, calls[0], given, how) for v in op.outputs]
 
