@@ -207,6 +207,70 @@ def test_a_gradient_that_an_output_holds_is_that_of_the_big_batch():
     np.testing.assert_array_equal(*found)
 
 
+# ---------------------------------------------------------------- results beside the loss
+
+
+def with_results(parameters, x):
+    v, w = parameters
+    errors = (jnp.tanh(x @ v) @ w) ** 2
+    told = {
+        "largest": errors.max(),
+        "smallest of each column": x.min(0),
+        "any": jnp.any(errors > 3),
+        "all": jnp.all(errors > 0),
+        "an integer of parameters": jnp.argmax(jnp.abs(w)),
+        "largest integer": jnp.max(jnp.int32(10 * errors)),
+        "rows": jnp.int32(x.shape[0]),
+        "count": jnp.sum(errors > 1),
+        "sum": errors.sum(),
+        "mean": errors.mean(),
+    }
+    return errors.mean(), told
+
+
+@pytest.mark.parametrize("how", ["micro-batches", "devices", "both", "pipeline"])
+def test_results_are_those_of_the_big_batch(how):
+    w, x = (2 * np.eye(3), np.array([0.5, -2.0, 1.0])), X[:ROWS]
+    program = ow.SGD(RATE).minimize(with_results, w, x, has_aux=True)
+    made = {
+        "micro-batches": lambda: accumulate(program, 4),
+        "devices": lambda: ow.replicate(program, 4),
+        "both": lambda: accumulate(ow.replicate(program, 2), 2),
+        "pipeline": lambda: ow.pipeline(program, 2, 4),
+    }
+    step = ow.compile(made[how]())
+    _, out = step(step.init(w), x)
+    _, told = with_results(w, x)
+    assert out.aux.keys() == told.keys()
+    for name, value in told.items():
+        assert out.aux[name].dtype == value.dtype, name
+        equal(out.aux[name], value)
+
+
+@pytest.mark.parametrize(
+    ("result", "op"),
+    [
+        (lambda e: jnp.sqrt(jnp.sum(e)), "sqrt"),
+        (lambda e: jnp.exp(jnp.mean(e)), "exp"),
+        (lambda e: jnp.max(e) - jnp.mean(e), "sub"),
+        (lambda e: jnp.sum(e > 1) // 2, "sign"),
+        (lambda e: jnp.sum(e) / (e.shape[0] - 1), "div"),
+        (lambda e: jnp.asarray(e.shape[0]) + 1, "add"),
+    ],
+)
+def test_results_that_are_neither_are_warned_of(result, op):
+    def loss(w, x):
+        errors = (x @ w) ** 2
+        return errors.mean(), result(errors)
+
+    program = ow.SGD(RATE).minimize(loss, W, X[:ROWS], has_aux=True)
+    with pytest.warns(
+        UserWarning, match=f"the result '.*' is neither a mean .*: '{op}' at .*test_accumulate"
+    ):
+        accumulate(program, 4)
+    accumulate(program, 4, is_sum=False)
+
+
 # ---------------------------------------------------------------- statistics of the data
 
 TOLD = np.array(
@@ -698,8 +762,9 @@ def test_results_that_cannot_be_put_together():
     pairs = minimized(lambda w, x: (jnp.mean(x @ w), x @ x.T), X)
     with pytest.warns(UserWarning, match="makes an array of all pairs of examples"):
         refused(ow.GraphError, r"float64\[16,16\] for the batch and float64\[4,4\]", accumulate, pairs, 4)
-    every = minimized(lambda w, x: (jnp.mean(x @ w), jnp.all(x @ w > 0)), X)
-    refused(ow.GraphError, "nothing says how to put it together", accumulate, every, 4)
+    first = minimized(lambda w, x: (jnp.mean(x @ w), x[0, 0] * w[0] > 0), X)
+    with pytest.warns(UserWarning, match="takes some of the examples"):
+        refused(ow.GraphError, "nothing says how to put it together", accumulate, first, 4)
     branch = minimized(lambda w, x: (jnp.mean(x @ w), jnp.sum(x) if len(x) > 8 else jnp.float64(0)), X)
     refused(ow.RecipeError, "builds another graph", accumulate, branch, 4)
 

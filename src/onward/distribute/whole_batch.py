@@ -145,7 +145,8 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
             extreme: Variable = builder.once(v, lambda: _extreme(builder, v, how.kind, devices))
             return extreme
         summed = v is program.loss and is_sum
-        if how is None or not how.power or how.kind not in (How.MEAN, How.SAME) or summed or not v.is_float:
+        counts = how is not None and how.kind is How.SAME  # as x.shape[0] does; integers are added up
+        if how is None or not how.power or summed or not (counts or (how.kind is How.MEAN and v.is_float)):
             return v
         scaled: Variable = builder.once(v, lambda: times(builder, v, float(devices.size) ** how.power))
         return scaled

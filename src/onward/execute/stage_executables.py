@@ -238,7 +238,7 @@ class StageUpdate:
         stages, result = self.stages, self.stages.results.get(v)
         if result is None:
             return stages.typed(v, self.stage)
-        if result.axis is None:
+        if result.is_sum:
             return result.sum_type
         loop = stages.pipeline.loop
         found = jax.eval_shape(
@@ -252,7 +252,7 @@ class StageUpdate:
         result = self.stages.results.get(v)
         if result is None:
             return value
-        return value.astype(v.dtype) if result.axis is None else result.joined(jnp.stack(value))
+        return value.astype(v.dtype) if result.is_sum else result.joined(jnp.stack(value))
 
 
 def scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:

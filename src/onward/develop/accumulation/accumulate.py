@@ -15,16 +15,16 @@ from typing import Any
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError, OnwardError
-from onward.core.program import Applied, Phase, Program, Recipe
+from onward.core.program import Applied, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
-from onward.core.walk import Where, select
+from onward.core.walk import Where, producers, select
 from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch
 from onward.develop.batch import WEIGHT, batch_names, data_types
-from onward.develop.over_batch.known import Following, Follows, How
+from onward.develop.over_batch.known import SAME, Following, Follows, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow
 
@@ -41,7 +41,8 @@ def accumulate(
     """The Program that takes its batch in micro-batches, one after the other, and updates once.
 
     The batch is cut along the first axis. A result that is a float is averaged over the micro-batches, an
-    integer is summed, and so is a sum over examples; an array over examples is joined. What the forward pass
+    integer is summed, and so is a sum over examples; of the largest or smallest the largest or smallest is
+    taken, what is the same in all stays, and an array over examples is joined. What the forward pass
     carries (statistics, random keys, counters) goes from one micro-batch to the next. For a loss that is a
     mean over examples or a sum, which the graph tells, the step is that of the big batch. A statistic of data
     alone, such as how many tokens a mask lets count, is that of the big batch: it is computed before the
@@ -151,17 +152,30 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
     if following is None or part.signature is None:
         return how
-    how = replace(how, stand_ins=known.stand_ins(part, following, how.steps))
-    following = following.without_numbers(known.counting(following))
+    results = part.signature.result.variables
+    found = [following.found[v] for v in results]
+    how = replace(
+        how,
+        stand_ins=known.stand_ins(part, following, how.steps),
+        extremes=tuple((i, f.kind) for i, f in enumerate(found) if _is_extreme(results[i], f)),
+    )
+    following = following.without_numbers(
+        known.counting(following).difference(map(producers(part).get, results))
+    )
     if how.is_sum is None:
         _expect_apart(part, following, how.steps, how.weight is not None)
     if how.weight is not None:
         return how
     if how.is_sum is None:
+        _expect_merged(part, following, [v for v in results if v is not part.loss])
         how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
-    summed = Follows(How.MEAN, 1)
-    results = enumerate(part.signature.result.variables)
-    return replace(how, sums=tuple(i for i, v in results if following.found[v] == summed))
+    return replace(how, sums=tuple(i for i, f in enumerate(found) if f == Follows(How.MEAN, 1)))
+
+
+def _is_extreme(v: Variable, follows: Follows) -> bool:
+    """Whether a result is that of one micro-batch: the largest, the smallest, or the same in all."""
+    is_same = follows == SAME and not v.is_float
+    return is_same or follows.kind in (How.MOST, How.LEAST)
 
 
 def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -> tuple[Program, Program]:
@@ -215,6 +229,21 @@ def _expect_apart(part: Program, following: Following, steps: int, weighed: bool
             "Return them once each, as a tuple in place of a concatenation.",
             stacklevel=user_level(),
         )
+
+
+def _expect_merged(part: Program, following: Following, results: Iterable[Variable]) -> None:
+    """Warn of results that cannot be put together from those of micro-batches."""
+    for v in results:
+        near = following.reaching(part, [v])
+        for op in [*near.bent, *near.numbers][:1]:
+            warnings.warn(
+                f"{part.name}: the result {v.name!r} is neither a mean over examples nor a sum, the largest "
+                f"or the smallest: {op.type!r}{op.at} reads or gives a number of all examples, and every "
+                f"micro-batch has its own. {'The mean' if v.is_float else 'The sum'} of theirs is returned, "
+                "which is not that of the whole batch. Return the mean or the sum that the number is made "
+                "of; is_sum=False says that it is meant so.",
+                stacklevel=user_level(),
+            )
 
 
 def accumulation_of(program: Program) -> Accumulation | None:

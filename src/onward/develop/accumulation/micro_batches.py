@@ -29,6 +29,7 @@ from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.words import Pass, Placement
 from onward.develop.accumulation.loop_ops import LoopCut, expect_no_data_in_updates, expect_same_graph
 from onward.develop.accumulation.statistics import StandIn
+from onward.develop.over_batch.known import How
 
 Values = Mapping[Variable, Any]
 
@@ -43,6 +44,7 @@ class Accumulation:
         weight: the data that says how much each example counts.
         is_sum: whether the loss is a sum over examples, not a mean; None until the graph has told.
         sums: which of the results of the function are sums over examples, by their place.
+        extremes: which are the largest or the smallest of those of the micro-batches, or the same in all.
         stand_ins: the values that the forward pass reads in place of those of its micro-batch.
     """
 
@@ -51,6 +53,7 @@ class Accumulation:
     weight: str | None = None
     is_sum: bool | None = None
     sums: tuple[int, ...] = ()
+    extremes: tuple[tuple[int, How], ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
 
     def rows(self, program: Program) -> int:
@@ -120,12 +123,21 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The result of the loop for a Variable: a sum over micro-batches, or their parts along an axis."""
+    """The result of the loop for a Variable: a sum over micro-batches, or made of all their values.
+
+    These are laid along an axis, or the ``extreme`` of them is taken.
+    """
 
     whole: Variable
     part: Variable
     axis: int | None
     is_weighed: bool
+    extreme: How | None = None
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether nothing has to be kept of a micro-batch but what it adds."""
+        return self.axis is None and self.extreme is None
 
     @property
     def sum_type(self) -> Type:
@@ -136,6 +148,8 @@ class LoopResult:
 
     def joined(self, parts: Any) -> Any:
         """The array of the whole batch from ``[steps, ...]``, without the padding."""
+        if self.extreme is not None:
+            return jnp.min(parts, 0) if self.extreme is How.LEAST else jnp.max(parts, 0)
         assert self.axis is not None
         laid = jnp.moveaxis(parts, 0, self.axis)
         shape = (*self.part.shape[: self.axis], -1, *self.part.shape[self.axis + 1 :])
@@ -153,6 +167,7 @@ class LoopPlan:
         results = signature.result.variables if signature is not None else ()
         self.of_loss = whole.merged_into([whole.program.loss])
         self.added = whole.merged_into(results[i] for i in how.sums)
+        self.extremes = {v: of for i, of in how.extremes for v in whole.merged_into([results[i]])}
         names = Names(whole.program.variables)
         self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
         found: dict[Variable, LoopResult] = {}
@@ -160,8 +175,8 @@ class LoopPlan:
         for v, p in zip(whole.ports, part.ports, strict=True):
             if v in whole.made and v not in carried and v not in found:
                 found[v] = self._result(v, p)
-        self.sums = tuple(r for r in found.values() if r.axis is None)
-        self.joined = tuple(r for r in found.values() if r.axis is not None)
+        self.sums = tuple(r for r in found.values() if r.is_sum)
+        self.joined = tuple(r for r in found.values() if not r.is_sum)
         self.turn = self._turn()
 
     @cached_property
@@ -197,6 +212,8 @@ class LoopPlan:
         fits = len(whole.shape) == len(part.shape) and len(grown) <= 1
         if grown and fits:
             fits = whole.shape[grown[0]] * self.short == part.shape[grown[0]] * self.long
+        if fits and not grown and whole in self.extremes:
+            return LoopResult(whole, part, None, False, self.extremes[whole])
         if not fits or not (grown or jnp.issubdtype(whole.dtype, np.number)):
             raise GraphError(
                 f"{self.whole.program.name}: {whole.name!r} is {whole.type} for the batch and {part.type} "

@@ -33,15 +33,15 @@ class Operands:
 
     def _of_number(self, mine: Any, theirs: Any) -> Follows:
         """A number that counts examples is a power of their share, or is replaced by the whole's."""
-        if mine is None or theirs is None or not _is_inexact(mine):
+        counts = mine is not None and (
+            _is_inexact(mine) or not self.op.inputs
+        )  # others are places in an array
+        if theirs is None or not counts or np.array_equal(mine, theirs, equal_nan=_is_inexact(mine)):
             return SAME
-        if np.array_equal(mine, theirs, equal_nan=True):
-            return SAME
-        for power in (1, -1, 2, -2):
-            if np.allclose(theirs, mine * float(self.walk.parts) ** power, rtol=1e-6, atol=0):
-                return Follows(How.SAME, power)
-        self._take_numbers()
-        return SAME
+        power = power_between(mine, theirs, self.walk.parts) if _is_inexact(mine) else None
+        if power is None:
+            self._take_numbers()
+        return Follows(How.SAME, power or 0)
 
     def _take_numbers(self) -> None:
         self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
@@ -171,6 +171,12 @@ class Operands:
         needs = self.walk.result.needs.setdefault(self.op, {})
         before = needs.get(v, Need(How.SAME))
         needs[v] = Need(before.merged if merged is How.SAME else merged, power or before.power)
+
+
+def power_between(mine: Any, theirs: Any, parts: int) -> int | None:
+    """The power of the number of parts by which a number of the whole is as large; None if by another."""
+    powers = (0, 1, -1, 2, -2)
+    return next((p for p in powers if np.allclose(theirs, mine * float(parts) ** p, rtol=1e-6, atol=0)), None)
 
 
 def _keeps_inexact(call: Call) -> bool:

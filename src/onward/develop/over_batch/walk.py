@@ -41,7 +41,7 @@ from onward.develop.over_batch.known import (
     How,
     Need,
 )
-from onward.develop.over_batch.operands import Operands
+from onward.develop.over_batch.operands import Operands, power_between
 from onward.develop.over_batch.within import within
 
 _EXTREMES = {Reduces.LARGEST: How.MOST, Reduces.SMALLEST: How.LEAST}
@@ -142,6 +142,8 @@ class Follower(BatchWalk):
         return follower.followed()
 
     def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
+        if not np.shape(mine) and not np.shape(theirs):
+            return Follows(How.SAME, power_between(mine, theirs, self.parts) or 0)
         if np.shape(mine) == np.shape(theirs):
             return SAME
         counts = jnp.issubdtype(v.dtype, np.number) and np.unique(np.asarray(mine)).size > 1
