@@ -158,6 +158,19 @@ def test_under_jit_and_vmap(model):
     close(several, jax.vmap(lambda x, y: loss(model.parameters, x, y))(X[:, None], Y[:, None]))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_results_keep_their_places_where_another_length_gives_other_names(rows):
+    def network(w, x):
+        e = jnp.sum((x @ w) ** 2, 1)
+        return (jnp.sqrt(jnp.mean(e)) if len(x) > 2 else jnp.sum(jnp.sqrt(e))), {"last": jnp.mean(e)}
+
+    w = np.ones((4, 2), "float32")
+    evaluator = ow.Evaluator(ow.Model(ow.trace(network, w, X, has_aux=True), w))
+    out, (expected, aux) = evaluator.forward(X[:rows]), network(w, X[:rows])
+    close(out.loss, expected)
+    close(out.aux["last"], aux["last"])
+
+
 def test_the_mean_over_a_reader_counts_examples():
     def counted():
         logits = ow.layer.fc(ow.data("x", (None, 4)), 3)

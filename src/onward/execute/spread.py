@@ -222,12 +222,12 @@ def gathered(value: Any) -> Any:
     return multihost_utils.process_allgather(value, tiled=True)
 
 
-def summed(values: Any) -> Any:
-    """Numbers of this process as the sums over all processes, which call this together."""
+def of_processes(values: Any) -> Any:
+    """Numbers of every process, as ``[processes, ...]``; all of them call this together."""
+    wide = np.asarray(values, np.float64)
     if jax.process_count() == 1:
-        return values
-    bits = np.asarray(values, np.float64).view(np.uint32)  # JAX would make float32 of float64
-    return np.sum(multihost_utils.process_allgather(bits).view(np.float64), 0)
+        return wide[None]
+    return multihost_utils.process_allgather(wide.view(np.uint32)).view(np.float64)  # JAX would make float32
 
 
 def on_one_device(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -24,11 +24,12 @@ from onward.execute.feeds import data_names, unshared
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.loop.reader import LoopReader
 from onward.execute.out import Out
-from onward.execute.spread import on_one_device, summed
+from onward.execute.spread import on_one_device
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 from onward.fit.model import EvaluationRequest, Model, expect_model
+from onward.fit.over_reader import OfReader, ReaderNumbers
 
 
 class Evaluator(NotPickled, Pointing):
@@ -107,10 +108,14 @@ class Evaluator(NotPickled, Pointing):
         return self._asked[name]
 
     def test(self, reader: Any) -> dict[str, float]:
-        """The mean of the loss and of every other number that the network returns, over a reader.
+        """The loss and every other number that the network returns, of all examples of a reader.
 
-        A batch counts by its number of examples. Where several processes train together, all of them call
-        this, each with its part of the data or with all of it, and get the same numbers.
+        They are those of one batch with all examples, as the graph tells: of a mean the mean over examples,
+        of a sum or a count the sum, of the largest the largest; a quotient of sums, such as a mean over the
+        tokens that a mask lets count, is the quotient of those of all. Where several processes train
+        together, all of them call this, each with its part of the data or with all of it, and get the same
+        numbers. Of a Program that was loaded from a file the graph cannot be followed, and of everything the
+        mean over batches is taken, each by its number of examples.
 
         Args:
             reader: any iterable of batches, or a callable that returns one; a batch is a tuple of arrays in
@@ -118,24 +123,50 @@ class Evaluator(NotPickled, Pointing):
 
         Raises:
             ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need.
-        """
-        return self.mean_over(batch for batch, _ in LoopReader(reader).epoch(0))
 
-    def mean_over(self, batches: Iterable[Any]) -> dict[str, float]:
-        """The numbers of ``test`` over these batches."""
-        total: dict[str, Any] = {}
-        count = 0
+        Warns:
+            UserWarning: a number that no batch tells its part of, such as a median: the mean is given.
+
+        Example:
+            >>> import jax.numpy as jnp, numpy as np, onward as ow
+            >>> def network():
+            ...     x, mask = ow.data("x", (None,)), ow.data("mask", (None,))
+            ...     return jnp.sum(mask * x) / jnp.sum(mask)
+            >>> x, mask = np.arange(6, dtype="float32"), np.array([0, 0, 0, 1, 1, 1], "float32")
+            >>> ow.Evaluator(ow.Model(network)).test(ow.batches((x, mask), 3))
+            {'loss': 4.0}
+        """
+        return self.over(batch for batch, _ in LoopReader(reader).epoch(0))
+
+    def over(self, batches: Iterable[Any]) -> dict[str, float]:
+        """The numbers of ``test`` of these batches."""
+        numbers: ReaderNumbers | None = None
+        names = frozenset[str]()
         for batch in batches:
-            fed = as_feed(batch, self._names)
-            numbers = metrics_of(self.forward(**fed))
-            if not numbers or (total and numbers.keys() != total.keys()):
+            fed = {name: unshared(x) for name, x in as_feed(batch, self._names).items()}
+            if numbers is None:
+                names, numbers = frozenset(fed), ReaderNumbers(self._of_reader(frozenset(fed)))
+            if not numbers.parts.results or fed.keys() != names:
                 raise ArgumentError(_no_number(self.model.test_program.name, self._names, fed))
-            size = batch_size(fed)
-            count += size
-            for name, value in numbers.items():
-                total[name] = total.get(name, 0.0) + value * size
-        everything = summed([count, *map(float, total.values())])
-        return {name: float(x) / everything[0] for name, x in zip(total, everything[1:], strict=True)}
+            given, rows, twice = numbers.reader.given(fed)
+            if twice or numbers.reader.is_alike(rows):
+                out = self._over_reader(numbers.reader, names)(self.model.together, given)
+                numbers.add(rows, twice, {v.name: out[v] for v in numbers.parts.program.outputs})
+            else:
+                numbers.add_other(rows, metrics_of(self.forward(**fed)))
+        assert numbers is not None
+        return numbers.numbers(self.model.together)
+
+    def _of_reader(self, given: frozenset[str]) -> OfReader:
+        def results(program: Program) -> dict[str, Variable]:
+            reached = EvaluationRequest((), given).program(program).outputs
+            return {name: v for name, v in _numbers(program.loss, program.signature).items() if v in reached}
+
+        self._expect_known(given)
+        return self.model.once(("reader", given), lambda: OfReader(self.model.test_program, results))
+
+    def _over_reader(self, reader: OfReader, given: frozenset[str]) -> _Forward:
+        return self.model.once(("over reader", given), lambda: _Forward(self.model, reader.parts.program))
 
     def _named(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> dict[str, Any]:
         """All data by name."""
@@ -154,13 +185,18 @@ class Evaluator(NotPickled, Pointing):
         return self.model.once((fetch, only, *fed), lambda: self._planned(frozenset(fed), fetch, only))
 
     def _planned(self, given: frozenset[str], fetch: tuple[str, ...], only: bool) -> _Forward:
+        self._expect_known(given)
+        request = EvaluationRequest(fetch, None if len(given) == len(self._names) else given, only)
         program = self.model.test_program
+        return self.model.once(request, lambda: _Forward(self.model, request.program(program)))
+
+    def _expect_known(self, given: frozenset[str]) -> None:
+        """Raise ``ArgumentError`` for data that the network does not take."""
         if unknown := sorted(given - set(self._names)):
             raise ArgumentError(
-                f"{program.name} takes no data named {unknown[0]!r}. {nearest(unknown[0], self._names)}"
+                f"{self.model.test_program.name} takes no data named {unknown[0]!r}. "
+                f"{nearest(unknown[0], self._names)}"
             )
-        request = EvaluationRequest(fetch, None if len(given) == len(self._names) else given, only)
-        return self.model.once(request, lambda: _Forward(self.model, request))
 
     def __repr__(self) -> str:
         return f"Evaluator({self.model!r})"
@@ -173,8 +209,7 @@ class _Forward:
     shapes apart. Everything else goes through the Step, which converts it or says what is wrong.
     """
 
-    def __init__(self, model: Model, request: EvaluationRequest) -> None:
-        program = request.program(model.test_program)
+    def __init__(self, model: Model, program: Program) -> None:
         self.step = step = Step(program, (), donate=False, ahead=False, tuning=Tuning())
         self.reads = tuple(name for _, name in step.feeds.taken)
         self._layout = model.state.layout

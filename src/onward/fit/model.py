@@ -12,6 +12,7 @@ from onward.core.errors import ArgumentError, ByName, NotPickled, RecipeError
 from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
+from onward.core.transform import transform
 from onward.core.walk import descendants, prune
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
@@ -234,16 +235,24 @@ class EvaluationRequest:
         Raises:
             ArgumentError: something fetched needs data that is not given.
         """
-        wanted = [] if self.only else list(program.outputs)
+        wanted = [] if self.only else list(range(len(program.outputs)))
         if self.given is not None:
             missing = {v for v, name in _data(program) if name not in self.given}
             tainted = descendants(program, missing)
-            wanted = [v for v in wanted if v not in tainted]
+            wanted = [i for i in wanted if program.outputs[i] not in tainted]
             if lost := [n for n in self.fetch if program[n] in tainted]:
                 names = sorted({name for v, name in _data(program) if v in missing})
                 raise ArgumentError(f"{lost[0]!r} needs data that was not given, among {', '.join(names)}.")
-        targets = [*wanted, *(program[n] for n in self.fetch)]
-        return prune(program, targets)
+        return _computing(program, tuple(wanted), self.fetch)
+
+
+@transform
+def _computing(program: Program, outputs: tuple[int, ...], names: tuple[str, ...]) -> Program:
+    """The part that computes these outputs, by their places, and these Variables.
+
+    For data of another length the function may give its results other names.
+    """
+    return prune(program, [*(program.outputs[i] for i in outputs), *(program[n] for n in names)])
 
 
 def _data(program: Program) -> list[tuple[Variable, str]]:

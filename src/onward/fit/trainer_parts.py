@@ -124,7 +124,7 @@ class TrainerParts(ByName, NotPickled, Pointing):
             raise
 
     def test(self, reader: Any) -> dict[str, float]:
-        """The means of loss and metrics over a reader, with the parameters as they are now."""
+        """The loss and metrics of all examples of a reader, with the parameters as they are now."""
         return self.evaluator.test(reader)
 
     def __getitem__(self, name: str | Variable) -> Any:

@@ -174,7 +174,7 @@ class Training:
         trainer = self.trainer
         if self.test is None:
             return
-        found = trainer.evaluator.mean_over(self.tested_batches())
+        found = trainer.evaluator.over(self.tested_batches())
         tested = {f"test_{name}": x for name, x in found.items()}
         with self.uninterrupted:
             self.tested, self.tested_at, trainer.standing.to_test = tested, trainer.step, False

@@ -1,0 +1,174 @@
+"""The numbers of a reader, as those of all its examples in one batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from onward.core.compiler import compiled_alone
+from onward.core.lower import lower
+from onward.core.program import Program, Variable
+from onward.core.source import user_level
+from onward.develop.over_batch.from_parts import Results, from_parts
+from onward.develop.over_batch.known import Follows, How
+from onward.execute.feeds import data_names
+from onward.execute.spread import of_processes
+from onward.execute.state import State
+
+_EXTREMES: Mapping[How, Callable[..., Any]] = {How.MOST: np.max, How.LEAST: np.min}
+
+
+class OfReader:
+    """How the numbers of a test Program are put together from batches; made once for data of these names."""
+
+    def __init__(self, program: Program, results: Results) -> None:
+        self.parts = from_parts(program, results)
+        rest = self.parts.rest
+        self.run = None if rest is None else compiled_alone(lower(rest, rest.outputs))
+        self._alike: dict[int, bool] = {}
+
+    def given(self, fed: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, bool]:
+        """The data to run for a batch, how many examples it has, and whether they are there twice.
+
+        A single one is laid beside itself where JAX leaves out ops for one.
+        """
+        arrays = self._arrays(fed)
+        rows = next((np.shape(x)[0] for name, x in arrays if name in self.parts.split), 0)
+        rows = rows or next((np.shape(x)[0] for _, x in arrays if np.shape(x)), 1)
+        if rows == 1 and not self.is_alike(1):
+            return self._twice(fed), rows, True
+        return fed, rows, False
+
+    def is_alike(self, rows: int) -> bool:
+        """Whether batches of this length compute the same ops."""
+        if rows not in self._alike:
+            self._alike[rows] = self.parts.is_alike(rows)
+        return self._alike[rows]
+
+    def _structures(self) -> Mapping[str, Any]:
+        program = self.parts.part
+        assert program.signature is not None
+        return dict(zip(data_names(program), program.signature.data, strict=True))
+
+    def _arrays(self, fed: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        known = self._structures()
+        given = [(known[name].variables, jax.tree.leaves(x)) for name, x in fed.items() if name in known]
+        return [(v.name, x) for variables, xs in given for v, x in zip(variables, xs, strict=False)]
+
+    def _twice(self, fed: Mapping[str, Any]) -> Mapping[str, Any]:
+        known = self._structures()
+
+        def doubled(name: str, value: Any) -> Any:
+            leaves, treedef = jax.tree.flatten(value)
+            pairs = zip(known[name].variables, leaves, strict=True)
+            laid = [np.concatenate([x, x]) if v.name in self.parts.split else x for v, x in pairs]
+            return jax.tree.unflatten(treedef, laid)
+
+        return {name: doubled(name, value) for name, value in fed.items()}
+
+
+class ReaderNumbers:
+    """The sums and extremes over the batches so far.
+
+    Args:
+        reader: how they are put together.
+    """
+
+    def __init__(self, reader: OfReader) -> None:
+        self.reader, self.parts = reader, reader.parts
+        self.rows = self.batches = self.other = 0
+        self.plain: dict[str, Any] = defaultdict(float)
+        self.total: dict[Variable, Any] = {}
+        self._waiting: tuple[int, bool, Mapping[str, Any]] | None = None
+
+    def add(self, rows: int, twice: bool, values: Mapping[str, Any]) -> None:
+        """Count a batch of so many examples; its values are read once the next one is on its way."""
+        self._settle()
+        self._waiting = (rows, twice, values)
+
+    def _settle(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        rows, twice, values = waiting
+        self._count(rows, {name: values[v.name] for name, v in self.parts.results.items()})
+        size = 2 * rows if twice else rows
+        for v, follows in self.parts.found.items():
+            x = np.asarray(values[v.name], np.float64)
+            if follows.kind in _EXTREMES:
+                have = [x, self.total[v]] if v in self.total else [x]
+                self.total[v] = _EXTREMES[follows.kind](have, 0)
+            else:
+                share = rows * (self.parts.rows / size) ** follows.power
+                self.total[v] = self.total.get(v, 0.0) + share * x
+
+    def add_other(self, rows: int, results: Mapping[str, Any]) -> None:
+        """Count a batch for which the function builds another graph; of all the means are left."""
+        self.other = rows
+        self._count(rows, results)
+
+    def _count(self, rows: int, results: Mapping[str, Any]) -> None:
+        self.rows, self.batches = self.rows + rows, self.batches + 1
+        for name, x in results.items():
+            self.plain[name] += rows * np.asarray(x, np.float64)
+
+    def numbers(self, state: State) -> dict[str, float]:
+        """The numbers of all examples; of all processes, which call this together.
+
+        Warns:
+            UserWarning: there were several batches, and one cannot be told from those of each.
+        """
+        self._settle()
+        rows, batches, *plain = _sums([self.rows, self.batches, *self.plain.values()])
+        means = {name: x / rows for name, x in zip(self.plain, plain, strict=True)}
+        self.other = int(of_processes([self.other]).max())
+        if batches > 1:
+            self._warn()
+        if self.other or batches == 1:
+            return {name: float(x) for name, x in means.items()}
+        times = rows / self.parts.rows
+        found = {v: self._over_processes(x, self.parts.found[v], rows) for v, x in self.total.items()}
+        if (rest := self.parts.rest) is not None and self.reader.run is not None:
+            read = self.parts.read.items()
+            given = [_whole(v, found[leaf] * times**power).astype(v.dtype) for v, (leaf, power) in read]
+            own = [state[v.name] for v in rest.state]
+            made = self.reader.run(own, [*given, np.float32(times)])
+            found.update(zip(rest.outputs, map(np.asarray, made), strict=True))
+        results = self.parts.results.items()
+        return {n: float(_whole(v, found[v] * times ** self.parts.found[v].power)) for n, v in results}
+
+    def _over_processes(self, x: Any, follows: Follows, rows: float) -> Any:
+        """A value over all examples, for parts as long as the traced one."""
+        each = of_processes(np.ravel(x)).reshape(-1, *np.shape(x))
+        return _EXTREMES[follows.kind](each, 0) if follows.kind in _EXTREMES else np.sum(each, 0) / rows
+
+    def _warn(self) -> None:
+        name = self.parts.part.name
+        if self.other:
+            warnings.warn(
+                f"{name}: for a batch of {self.other} examples the function builds another graph than for "
+                f"{self.parts.rows}, so that the numbers are means over batches, each by its number of "
+                "examples. Let it branch on no length of its data.",
+                stacklevel=user_level(),
+            )
+        for number, why in self.parts.apart.items():
+            warnings.warn(
+                f"{name}: {number!r} of a reader cannot be told from that of each batch: {why}. The mean "
+                "over batches is given, each by its number of examples. Return what it is made of, such as "
+                "sums and counts; or test on one batch.",
+                stacklevel=user_level(),
+            )
+
+
+def _sums(values: list[Any]) -> list[float]:
+    return [float(x) for x in np.sum(of_processes([float(x) for x in values]), 0)]
+
+
+def _whole(v: Variable, x: Any) -> Any:
+    """A value of a Variable, a count without its rounding."""
+    return np.rint(x) if np.issubdtype(v.dtype, np.integer) else np.asarray(x)

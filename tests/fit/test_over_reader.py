@@ -1,0 +1,153 @@
+"""The numbers of a reader against those that JAX computes of all examples at once."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+
+N, CLASSES = 10, 4
+RNG = np.random.default_rng(0)
+X, LABEL = RNG.normal(size=(N, 3)).astype("float32"), RNG.integers(0, CLASSES, N).astype("int32")
+MASK = np.array([0, 0, 0, 0, 1, 1, 0, 1, 0, 1], "float32")  # the first batch has nothing that counts
+W = RNG.normal(size=(3, CLASSES)).astype("float32")
+
+
+def errors_of(w, x, label):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), label[:, None], 1)[:, 0]
+
+
+def confusion(w, x, label):
+    return jnp.zeros((CLASSES, CLASSES)).at[label, jnp.argmax(x @ w, 1)].add(1.0)
+
+
+def f1(found):
+    both = jnp.maximum(found.sum(0) + found.sum(1), 1)
+    return jnp.mean(2 * jnp.diag(found) / both)
+
+
+def by_class(errors, label):
+    total, count = (jax.ops.segment_sum(v, label, CLASSES) for v in (errors, jnp.ones_like(errors)))
+    return jnp.mean(total / jnp.maximum(count, 1))
+
+
+def correlation(a, b):
+    centered = jnp.mean(a * b) - jnp.mean(a) * jnp.mean(b)
+    return centered / jnp.sqrt((jnp.mean(a**2) - jnp.mean(a) ** 2) * (jnp.mean(b**2) - jnp.mean(b) ** 2))
+
+
+def exact(w, x, label, mask):
+    e = errors_of(w, x, label)
+    right = jnp.argmax(x @ w, 1) == label
+    told = {
+        "mean": e.mean(),
+        "sum": e.sum(),
+        "count": jnp.sum(right),
+        "accuracy": jnp.mean(right),
+        "share": jnp.sum(right) / len(label),
+        "rows": jnp.int32(len(label)),
+        "largest": e.max(),
+        "range": e.max() - e.min(),
+        "any": jnp.any(e > 3),
+        "all": jnp.all(e > 0),
+        "perplexity": jnp.exp(jnp.mean(e)),
+        "root of the mean square": jnp.sqrt(jnp.mean(e**2)),
+        "sum and penalty": e.sum() + 0.1 * jnp.sum(w**2),
+        "sums of roots": jnp.sqrt(e.mean()) + e.mean() + jnp.exp(jnp.sqrt(e.sum()) / len(label)),
+        "weighted": jnp.average(e, weights=mask),
+        "f1": f1(confusion(w, x, label)),
+        "mean over classes": by_class(e, label),
+        "correlation": correlation(e, x[:, 0]),
+        "of parameters": jnp.sum(w),
+        "a constant": jnp.float32(3.0),
+    }
+    return jnp.sum(mask * e) / jnp.sum(mask), told
+
+
+def over_reader(function, batch, *data):
+    model = ow.Model(ow.trace(function, W, *(x[:3] for x in data), has_aux=True), W)
+    return ow.Evaluator(model).test(ow.batches(data, batch))
+
+
+@pytest.mark.parametrize("batch", [3, 4, N, 1])  # of 3 the last has one
+def test_numbers_of_a_reader_are_those_of_one_batch(batch):
+    found = over_reader(exact, batch, X, LABEL, MASK)
+    loss, told = exact(W, X, LABEL, MASK)
+    assert found.keys() == {"loss", *told}
+    for name, value in {"loss": loss, **told}.items():
+        np.testing.assert_allclose(found[name], float(value), rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (jnp.median, "'sort' at .* runs along"),
+        (jnp.std, "'sub' at .* reads a statistic of the examples"),
+        (lambda e: e[0], "'slice' at .* takes some"),
+        (lambda e: jnp.cumsum(e)[-1], "'cumsum' at .* runs along"),
+        (lambda e: jnp.sum(e) / (len(e) - 1), "'div' at .* counts the examples"),
+    ],
+)
+def test_a_number_that_cannot_be_told_is_the_mean_and_warned_of(number, why):
+    def network(w, x, label):
+        e = errors_of(w, x, label)
+        return e.mean(), number(e)
+
+    with pytest.warns(UserWarning, match=f"'aux' of a reader cannot be told .*: {why}"):
+        found = over_reader(network, 4, X, LABEL)
+    parts = [(X[i : i + 4], LABEL[i : i + 4]) for i in (0, 4, 8)]
+    means = [len(x) * number(errors_of(W, x, label)) for x, label in parts]
+    np.testing.assert_allclose(found["aux"], sum(means) / N, rtol=1e-5)
+    np.testing.assert_allclose(found["loss"], errors_of(W, X, LABEL).mean(), rtol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_allclose(
+            over_reader(network, N, X, LABEL)["aux"], number(errors_of(W, X, LABEL)), rtol=1e-5
+        )
+
+
+def test_another_graph_for_some_lengths_is_warned_of():
+    def network(w, x):
+        e = jnp.sum((x @ w) ** 2, 1)
+        return jnp.sqrt(jnp.mean(e)) if len(x) != 2 else jnp.sum(jnp.sqrt(e)), ()
+
+    with pytest.warns(UserWarning, match="for a batch of 2 examples the function builds another graph"):
+        found = over_reader(network, 4, X)
+    sizes = [network(W, x)[0] * len(x) for x in (X[:4], X[4:8], X[8:])]
+    np.testing.assert_allclose(found["loss"], sum(sizes) / N, rtol=1e-5)
+
+
+def test_data_in_containers_and_data_of_another_length():
+    def network(w, batch, table):
+        e = (batch["x"] @ w + table.sum()) ** 2
+        return jnp.sqrt(jnp.mean(e)), jnp.sum(batch["mask"])
+
+    batch, table = {"x": X, "mask": MASK}, np.arange(3, dtype="float32")
+    model = ow.Model(ow.trace(network, W, batch, table, has_aux=True), W)
+    parts = [(jax.tree.map(lambda x, i=i: x[i : i + 3], batch), table) for i in range(0, N, 3)]
+    found = ow.Evaluator(model).test(parts)
+    np.testing.assert_allclose(found["loss"], network(W, batch, table)[0], rtol=1e-5)
+    assert found["aux"] == MASK.sum()
+
+
+def test_a_program_from_a_file_gives_means(tmp_path):
+    def network(w, x):
+        return jnp.sqrt(jnp.mean((x @ w) ** 2)), ()
+
+    ow.save(ow.Model(ow.trace(network, W, X, has_aux=True), W), tmp_path / "model")
+    found = ow.Evaluator(ow.load(tmp_path / "model")).test([(X[:4],), (X[4:],)])
+    expected = 0.4 * network(W, X[:4])[0] + 0.6 * network(W, X[4:])[0]
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+
+
+def test_a_large_count_is_exact():
+    def network(w, x):
+        many = jnp.int32(x)
+        return jnp.mean(x @ w), (jnp.sum(many[:, 0]), jnp.maximum(jnp.sum(many[:, 1]), jnp.sum(many[:, 2])))
+
+    for rows in (13, 26):  # 3 / 5 * 5 * 13 / 13 / 3 * 33,333 is not a whole number in float64
+        found = over_reader(network, 5, np.full((rows, 3), 33_333, "float32"))
+        assert (found["0"], found["1"]) == (33_333 * rows, 33_333 * rows)
