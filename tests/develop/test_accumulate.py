@@ -207,6 +207,11 @@ def test_a_gradient_that_an_output_holds_is_that_of_the_big_batch():
     np.testing.assert_array_equal(*found)
 
 
+TOLD = np.array(
+    [-1, -1, 2, 1, 0, -1, 1, 2]
+)  # labels; the first two examples, and so a micro-batch, have none
+
+
 # ---------------------------------------------------------------- results beside the loss
 
 
@@ -224,6 +229,14 @@ def with_results(parameters, x):
         "count": jnp.sum(errors > 1),
         "sum": errors.sum(),
         "mean": errors.mean(),
+        "perplexity": jnp.exp(errors.mean()),
+        "root": jnp.sqrt(errors.sum()),
+        "range": errors.max() - errors.min(),
+        "finite": jnp.isfinite(errors.mean()),
+        "without one": errors.sum() / (len(x) - 1),
+        "half of a count": jnp.sum(errors > 1) // 2,
+        "rows and one": jnp.asarray(len(x)) + 1,
+        "share of the largest": jnp.sqrt(errors.mean()) / errors.max() + jnp.mean(v),
     }
     return errors.mean(), told
 
@@ -247,35 +260,71 @@ def test_results_are_those_of_the_big_batch(how):
         equal(out.aux[name], value)
 
 
-@pytest.mark.parametrize(
-    ("result", "op"),
-    [
-        (lambda e: jnp.sqrt(jnp.sum(e)), "sqrt"),
-        (lambda e: jnp.exp(jnp.mean(e)), "exp"),
-        (lambda e: jnp.max(e) - jnp.mean(e), "sub"),
-        (lambda e: jnp.sum(e > 1) // 2, "sign"),
-        (lambda e: jnp.sum(e) / (e.shape[0] - 1), "div"),
-        (lambda e: jnp.asarray(e.shape[0]) + 1, "add"),
-    ],
-)
-def test_results_that_are_neither_are_warned_of(result, op):
+def metrics_step(state, batch):
+    """A training step as people write it, with numbers of the loss, the gradient and the batch."""
+
+    def loss(w):
+        errors = (batch["x"] @ w) ** 2
+        return jnp.sum(batch["mask"] * errors) / jnp.sum(batch["mask"]), errors
+
+    w, count = state
+    (value, errors), slope = jax.value_and_grad(loss, has_aux=True)(w)
+    told = {
+        "loss": value,
+        "slope": jnp.sqrt(jnp.sum(slope**2)),
+        "perplexity": jnp.exp(value),
+        "finite": jnp.isfinite(value),
+        "counted": jnp.sum(batch["mask"]),
+        "largest": errors.max(),
+        "step": count,
+        "errors": errors,
+    }
+    return (w - RATE * slope, count + 1), told
+
+
+@pytest.mark.parametrize("how", ["micro-batches", "devices first", "devices last"])
+def test_numbers_of_a_step_of_ones_own(how):
+    state, batch = (W, jnp.int32(0)), {"x": X[:ROWS], "mask": 1.0 * (TOLD >= 0)}
+    program = ow.adopt(metrics_step, state, batch)
+    made = {
+        "micro-batches": lambda: accumulate(program, 4),
+        "devices first": lambda: accumulate(ow.replicate(program, 2), 2),
+        "devices last": lambda: ow.replicate(accumulate(program, 2), 2),
+    }
+    step = ow.compile(made[how]())
+    found = step.init(state)
+    for _ in range(2):
+        found, out = step(found, batch)
+        state, told = metrics_step(state, batch)
+        jax.tree.map(equal, out.value[1], told)
+        assert out.value[1]["finite"].dtype == bool
+
+
+def test_one_number_that_is_warned_of_leaves_the_others_right():
     def loss(w, x):
         errors = (x @ w) ** 2
-        return errors.mean(), result(errors)
+        return errors.mean(), {"deviation": errors.std(), "perplexity": jnp.exp(errors.mean())}
 
     program = ow.SGD(RATE).minimize(loss, W, X[:ROWS], has_aux=True)
-    with pytest.warns(
-        UserWarning, match=f"the result '.*' is neither a mean .*: '{op}' at .*test_accumulate"
-    ):
+    with pytest.warns(UserWarning, match="'sub' at .* as batch normalization does"):
+        step = ow.compile(accumulate(program, 4))
+    _, out = step(step.init(W), X[:ROWS])
+    equal(out.aux["perplexity"], loss(W, X[:ROWS])[1]["perplexity"])
+
+
+def test_a_number_of_what_is_carried_is_warned_of():
+    def loss(w, state, x):
+        errors = (x @ w) ** 2
+        state = state + errors.sum()
+        return errors.mean(), (state, jnp.sqrt(state))
+
+    program = ow.SGD(RATE).minimize(loss, W, X[:ROWS], state=np.float64(0), has_aux=True)
+    with pytest.warns(UserWarning, match="the result '.*' is neither a mean .*'add' at .*test_accumulate"):
         accumulate(program, 4)
     accumulate(program, 4, is_sum=False)
 
 
 # ---------------------------------------------------------------- statistics of the data
-
-TOLD = np.array(
-    [-1, -1, 2, 1, 0, -1, 1, 2]
-)  # labels; the first two examples, and so a micro-batch, have none
 
 
 def by_count(w, x, labels):

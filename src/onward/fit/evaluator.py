@@ -114,8 +114,8 @@ class Evaluator(NotPickled, Pointing):
         of a sum or a count the sum, of the largest the largest; a quotient of sums, such as a mean over the
         tokens that a mask lets count, is the quotient of those of all. Where several processes train
         together, all of them call this, each with its part of the data, and get the same numbers; given all
-        of it each, a sum counts it as often. Of a Program that was loaded from a file the graph cannot be followed, and of everything the
-        mean over batches is taken, each by its number of examples.
+        of it each, a sum counts it as often. Of a Program that was loaded from a file the graph cannot be
+        followed, and of everything the mean over batches is taken, each by its number of examples.
 
         Args:
             reader: any iterable of batches, or a callable that returns one; a batch is a tuple of arrays in

@@ -24,7 +24,7 @@ from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch
 from onward.develop.batch import WEIGHT, batch_names, data_types
-from onward.develop.over_batch.known import SAME, Following, Follows, How
+from onward.develop.over_batch.known import Following, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow
 
@@ -40,16 +40,16 @@ def accumulate(
 ) -> Program:
     """The Program that takes its batch in micro-batches, one after the other, and updates once.
 
-    The batch is cut along the first axis. A result that is a float is averaged over the micro-batches, an
-    integer is summed, and so is a sum over examples; of the largest or smallest the largest or smallest is
-    taken, what is the same in all stays, and an array over examples is joined. What the forward pass
-    carries (statistics, random keys, counters) goes from one micro-batch to the next. For a loss that is a
-    mean over examples or a sum, which the graph tells, the step is that of the big batch. A statistic of data
-    alone, such as how many tokens a mask lets count, is that of the big batch: it is computed before the
-    loop, and ``of_whole_batch`` in the printout. If the function takes ``example_weight``, an array [batch]
-    or [batch, ...], results and gradients are means weighted by it, and a batch that does not divide is
-    filled up with examples of weight 0. What normalizes by statistics of activations sees one micro-batch at
-    a time, which is warned of.
+    The batch is cut along the first axis. For a loss that is a mean over examples or a sum, which the graph
+    tells, the step is that of the big batch, and so are the results beside the loss: a mean, a sum, a count,
+    the largest, and what is computed of them, such as a perplexity, which runs once, after the loop. An array
+    over examples is joined; where nothing is known of a result, floats are averaged and integers summed. What
+    the forward pass carries (statistics, random keys, counters) goes from one micro-batch to the next. A
+    statistic of data alone, such as how many tokens a mask lets count, is computed before the loop, and
+    ``of_whole_batch`` in the printout. If the function takes ``example_weight``, an array [batch] or [batch,
+    ...], results and gradients are means weighted by it, and a batch that does not divide is filled up with
+    examples of weight 0. What normalizes by statistics of activations sees one micro-batch at a time, which
+    is warned of.
 
     Only what the loop hands out can be fetched: gradients, the loss, the outputs. The Program that it runs
     is ``op.subprograms["micro_batch"]`` of the op ``accumulate``.
@@ -152,30 +152,27 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
     if following is None or part.signature is None:
         return how
-    results = part.signature.result.variables
-    found = [following.found[v] for v in results]
+    after, handed = known.after_the_loop(whole, part, following)
+    following = following.without(after)
+    results, is_weighed = part.signature.result.variables, how.weight is not None
+    told = {v.name: following.found[v] for v in (*results, *handed)}
     how = replace(
         how,
         stand_ins=known.stand_ins(part, following, how.steps),
-        extremes=tuple((i, f.kind) for i, f in enumerate(found) if _is_extreme(results[i], f)),
+        behind=frozenset(op.outputs[0].name for op in after),
+        told=tuple((name, f) for name, f in told.items() if f.kind is not How.MEAN or not is_weighed),
     )
     following = following.without_numbers(
         known.counting(following).difference(map(producers(part).get, results))
     )
     if how.is_sum is None:
-        _expect_apart(part, following, how.steps, how.weight is not None)
-    if how.weight is not None:
+        _expect_apart(part, following, how.steps, is_weighed)
+    if is_weighed:
         return how
     if how.is_sum is None:
         _expect_merged(part, following, [v for v in results if v is not part.loss])
         how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
-    return replace(how, sums=tuple(i for i, f in enumerate(found) if f == Follows(How.MEAN, 1)))
-
-
-def _is_extreme(v: Variable, follows: Follows) -> bool:
-    """Whether a result is that of one micro-batch: the largest, the smallest, or the same in all."""
-    is_same = follows == SAME and not v.is_float
-    return is_same or follows.kind in (How.MOST, How.LEAST)
+    return how
 
 
 def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -> tuple[Program, Program]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 from onward.core.errors import GraphError, RecipeError
-from onward.core.marks import KEEP, OF_WHOLE_BATCH
+from onward.core.marks import KEEP, OF_WHOLE_BATCH, SCALE
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
+from onward.develop.over_batch.known import Follows
 
 
 class LoopCut:
@@ -17,10 +19,14 @@ class LoopCut:
     The loop holds the forward and backward ops, and those collectives that these need, that make the state
     carried by the forward pass, or that read how much a device's part of a micro-batch counts. Ops that make
     statistics of the whole batch stand before it, and in it as well where it reads what they make.
+
+    Args:
+        program: a Program with a backward pass.
+        behind: the names of the first results of forward ops that come after the loop.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, behind: AbstractSet[str] = frozenset()) -> None:
+        self.program, self.behind = program, behind
         self.late = _late(program)
         self.following = {old: self.proposed.get(new, new) for old, new in program.next_state.items()}
         self.threaded = self._threaded()
@@ -64,7 +70,8 @@ class LoopCut:
 
     def _inside(self) -> set[Op]:
         ops = self.program.ops
-        core = {op for op in ops if op.made_by in (Pass.FORWARD, Pass.BACKWARD)}
+        passes = (Pass.FORWARD, Pass.BACKWARD)
+        core = {op for op in ops if op.made_by in passes} - self._after()
         read = {v for op in core for v in op.inputs}
         needed = ancestors(self.program, read | set(self.threaded.values()))
         told: set[Variable] = set()  # by a collective about the micro-batch
@@ -75,6 +82,16 @@ class LoopCut:
                 core.add(op)
                 told.update(v for v in op.outputs if v not in self.late)
         return core
+
+    def _after(self) -> set[Op]:
+        """The forward ops that come after the loop, with those that scale what they give for many devices."""
+        found, made = set[Op](), set[Variable]()
+        for op in self.program.ops:
+            passes_on = op.made_by is Pass.COLLECTIVE or op.type is SCALE
+            if {v.name for v in op.outputs[:1]} & self.behind or (passes_on and made.issuperset(op.inputs)):
+                found.add(op)
+                made.update(op.outputs)
+        return found
 
     def _loop(self, inside: set[Op], first: set[Op]) -> tuple[Op, ...]:
         """The ops that run in each turn, of those made ``first`` what others of them read."""
@@ -96,6 +113,15 @@ class LoopCut:
         following = [program.next_state[v] for v in program.state if v in program.next_state]
         loss = [] if program.loss is None else [program.loss]
         return [*read, *program.outputs, *following, *(g for _, g in program.gradients), *loss]
+
+    def told_of(self, names: Mapping[str, Follows]) -> dict[Variable, Follows]:
+        """The values made in the loop of which it is told how they follow, merged over devices as well."""
+        program = self.program
+        told = {program[name]: follows for name, follows in names.items() if name in program}
+        for op in program.ops:
+            if (op.made_by is Pass.COLLECTIVE or op.type is SCALE) and {*op.inputs} <= told.keys():
+                told |= dict.fromkeys(op.outputs, told[op.inputs[0]])
+        return {v: follows for v, follows in told.items() if v in self.made}
 
     def merged_into(self, results: Iterable[Variable | None]) -> set[Variable]:
         """The Variables made in the loop from which these are merged over devices, or which they are."""

@@ -29,7 +29,7 @@ from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.words import Pass, Placement
 from onward.develop.accumulation.loop_ops import LoopCut, expect_no_data_in_updates, expect_same_graph
 from onward.develop.accumulation.statistics import StandIn
-from onward.develop.over_batch.known import How
+from onward.develop.over_batch.known import Follows, How
 
 Values = Mapping[Variable, Any]
 
@@ -43,8 +43,8 @@ class Accumulation:
         split: the names of the data that is cut.
         weight: the data that says how much each example counts.
         is_sum: whether the loss is a sum over examples, not a mean; None until the graph has told.
-        sums: which of the results of the function are sums over examples, by their place.
-        extremes: which are the largest or the smallest of those of the micro-batches, or the same in all.
+        behind: the forward ops that run once, after the loop, by their first results.
+        told: how the results, and what these ops read, follow from those of the micro-batches, by name.
         stand_ins: the values that the forward pass reads in place of those of its micro-batch.
     """
 
@@ -52,8 +52,8 @@ class Accumulation:
     split: tuple[str, ...]
     weight: str | None = None
     is_sum: bool | None = None
-    sums: tuple[int, ...] = ()
-    extremes: tuple[tuple[int, How], ...] = ()
+    behind: frozenset[str] = frozenset()
+    told: tuple[tuple[str, Follows], ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
 
     def rows(self, program: Program) -> int:
@@ -101,7 +101,7 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
             batch, or an update that looks at the batch itself.
         RecipeError: at the size of a micro-batch the function builds another graph.
     """
-    whole, part = LoopCut(program), LoopCut(micro)
+    whole, part = LoopCut(program, how.behind), LoopCut(micro, how.behind)
     expect_same_graph(whole, part)
     expect_no_data_in_updates(whole, how.split)
     plan = LoopPlan(whole, part, how)
@@ -157,17 +157,22 @@ class LoopResult:
         return whole.astype(self.whole.dtype) if self.is_weighed else whole
 
 
+def _is_extreme(v: Variable, follows: Follows) -> bool:
+    """Whether a value is that of one micro-batch: the largest, the smallest, or the same in all."""
+    is_same = follows == Follows(How.SAME) and not v.is_float
+    return is_same or follows.kind in (How.MOST, How.LEAST)
+
+
 class LoopPlan:
     """The plan of the loop: the Variables that it is given, carries, adds up and joins."""
 
     def __init__(self, whole: LoopCut, part: LoopCut, how: Accumulation) -> None:
         self.whole, self.part, self.how = whole, part, how
         self.long, self.short = how.rows(whole.program), how.rows(part.program)
-        signature = whole.program.signature
-        results = signature.result.variables if signature is not None else ()
         self.of_loss = whole.merged_into([whole.program.loss])
-        self.added = whole.merged_into(results[i] for i in how.sums)
-        self.extremes = {v: of for i, of in how.extremes for v in whole.merged_into([results[i]])}
+        told = whole.told_of(dict(how.told))
+        self.added = {v for v, follows in told.items() if follows == Follows(How.MEAN, 1)}
+        self.extremes = {v: follows.kind for v, follows in told.items() if _is_extreme(v, follows)}
         names = Names(whole.program.variables)
         self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
         found: dict[Variable, LoopResult] = {}

@@ -8,6 +8,7 @@ times as small for a micro-batch as there are of them, is scaled.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from onward.core.marks import OF_WHOLE_BATCH
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
-from onward.develop.over_batch.known import Following, How, Need
+from onward.develop.over_batch.known import Following, Follows, How, Need
 from onward.develop.over_batch.reading import reading, times
 
 
@@ -54,6 +55,16 @@ def made_of_data(program: Program) -> set[Variable]:
     return {*program.inputs, *program.constants, *(v for op in program.ops for v in op.outputs)} - others
 
 
+def _computed(program: Program) -> list[Variable]:
+    return [v for op in program.ops for v in op.outputs]
+
+
+def _is_whole(follows: Follows) -> bool:
+    """Whether a loop over micro-batches hands out the value of the whole batch."""
+    is_mean = follows.kind is How.MEAN and follows.power in (0, 1)
+    return is_mean or follows == Follows(How.SAME) or follows.kind in (How.MOST, How.LEAST)
+
+
 class KnownOfWhole:
     """The values of the whole batch that micro-batches can have: made of data alone, or multiples of sums.
 
@@ -71,6 +82,36 @@ class KnownOfWhole:
         """Whether they can have what is needed in place of a value."""
         can_scale = need.merged is How.SAME and v not in self.of_data and v not in self.carried
         return not self.is_left and (v in self.values or can_scale)
+
+    def after_the_loop(
+        self, whole: Program, part: Program, following: Following
+    ) -> tuple[set[Op], set[Variable]]:
+        """The ops of results that need no example, and the values of the loop that they read.
+
+        They run once, on the statistics of the whole batch: a perplexity, a root, whether all is finite.
+        """
+        like = dict(zip(_computed(part), _computed(whole), strict=True))
+        stays = ancestors(part, [*part.next_state.values(), *([] if part.loss is None else [part.loss])])
+
+        def can_come(op: Op, held: AbstractSet[Variable]) -> bool:
+            reads = [v for v in op.inputs if v not in held]
+            has_rows = any(v.shape != like.get(v, v).shape for v in (*op.inputs, *op.outputs))
+            has_rows |= any(following.found[v].kind is How.ROWS for v in reads)
+            of_loop = (v for v in reads if v in like)
+            is_whole = all(_is_whole(following.found[v]) for v in of_loop)
+            return is_whole and not has_rows and not op.body.has_effects
+
+        while not self.is_left:
+            held, after = set[Variable](), set[Op]()
+            for op in part.ops:
+                if op.outputs and stays.isdisjoint(op.outputs) and can_come(op, held):
+                    after.add(op)
+                    held.update(op.outputs)
+            read = {v for op in part.ops if op not in after for v in op.inputs}
+            if held.isdisjoint(read):
+                return after, {v for op in after for v in op.inputs if v in like and v not in held}
+            stays |= held & read  # what gives examples a statistic stays with them
+        return set(), set()
 
     def counting(self, following: Following) -> set[Op]:
         """The ops of known values with numbers in them that count the examples, such as n - 1."""

@@ -88,9 +88,13 @@ class Following:
         """The same without what these Variables do not depend on."""
         needed = ancestors(program, list(targets))
 
-        def kept(op: Op) -> bool:
-            return not needed.isdisjoint(op.outputs)
+        return self._only(lambda op: not needed.isdisjoint(op.outputs))
 
+    def without(self, ops: Container[Op]) -> Following:
+        """The same where these ops are computed of the whole."""
+        return self._only(lambda op: op not in ops)
+
+    def _only(self, kept: Callable[[Op], bool]) -> Following:
         return replace(
             self,
             needs={op: need for op, need in self.needs.items() if kept(op)},
